@@ -1,0 +1,1 @@
+"""composer-prime: the method and its vocabulary. No process loop lives here."""

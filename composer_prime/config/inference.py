@@ -1,0 +1,74 @@
+"""[inference]: the nodes that sample, and their engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+from pydantic_config import BaseConfig
+
+
+class LocalEngineConfig(BaseConfig):
+    """The transformers engine: continuous batching with a slot KV cache."""
+
+    max_batch: int = Field(64, ge=1)
+    """Sequences that decode together; more wait in line."""
+    prefill_tokens: int = Field(4096, ge=16)
+    """Prompt tokens computed between two decode steps at most, so that long prompts do not stall decoding."""
+    prefix_cache: bool = True
+    """Keep a conversation's KV entries for its next turn (dropped at a weight swap)."""
+
+
+class VllmEngineConfig(BaseConfig):
+    """A vLLM server started as a child process, reached on loopback only."""
+
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """Share of the GPU's memory for weights and KV cache."""
+    cpu_kv_cache_gib: int = Field(1, ge=1)
+    """KV cache of a CPU server, GiB."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs that share one model copy."""
+    max_num_seqs: int = Field(64, ge=1)
+    """Sequences that decode together."""
+    enforce_eager: bool | None = None
+    """Skip graph capture; None means eager on CPU and graphs on CUDA."""
+    start_timeout_s: float = Field(600, gt=0)
+    """How long the server may take to answer its first health check."""
+    extra_args: list[str] = []
+    """Further arguments of vLLM's server."""
+
+
+class InferenceConfig(BaseConfig):
+    engine: Literal["local", "vllm"] = "local"
+    """`local` needs only transformers; `vllm` is for production."""
+    nodes: int = Field(1, ge=0)
+    """Nodes that the launcher starts on this machine; 0 waits for `inference join` from elsewhere."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where nodes started here compute."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: float32 on CPU, bfloat16 on CUDA."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of a node."""
+    max_concurrent: int = Field(128, ge=1)
+    """Requests a node takes at a time."""
+    local: LocalEngineConfig = LocalEngineConfig()
+    """Settings of the local engine."""
+    vllm: VllmEngineConfig = VllmEngineConfig()
+    """Settings of the vLLM engine."""
+    heartbeat_s: float = Field(2.0, gt=0)
+    """A node reports this often; after lost_after_s of silence its requests go to another node."""
+    lost_after_s: float = Field(10.0, gt=0)
+    """Silence after which a node counts as gone."""
+    connect_timeout_s: float = Field(120.0, gt=0)
+    """How long a node tries to reach the gateway, first or again, before it gives up."""
+    canary_tolerance: float = Field(0.05, gt=0)
+    """Largest difference in nats between the canary's logprobs and the manifest's (bfloat16 needs about 0.5)."""
+
+    @model_validator(mode="after")
+    def _loss_after_heartbeats(self) -> InferenceConfig:
+        if self.lost_after_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"inference.lost_after_s is {self.lost_after_s}, inference.heartbeat_s is {self.heartbeat_s}: "
+                f"one late heartbeat would drop a healthy node; set lost_after_s >= {2 * self.heartbeat_s}"
+            )
+        return self

@@ -1,0 +1,118 @@
+"""[orchestrator]: sources of tasks, groups and their dispatch, the buffer, evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, field_validator
+from pydantic_config import BaseConfig
+
+
+class SamplingConfig(BaseConfig):
+    """How the policy samples."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Softmax temperature; the recorded logprobs are those after it."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus; below 1 the recorded logprobs are of the renormalised nucleus."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k likeliest tokens; 0 keeps all."""
+    max_tokens: int = Field(512, ge=1)
+    """Tokens of one assistant turn."""
+
+
+class SourceConfig(BaseConfig):
+    """One source of tasks: a verifiers task set and the agent program that plays it."""
+
+    name: str
+    """Name in metrics and rollouts."""
+    weight: float = Field(1.0, gt=0)
+    """Share of groups drawn from this source, relative to the others."""
+    taskset: dict[str, Any]
+    """verifiers task set: `id` is an importable module, the rest its own settings."""
+    eval_taskset: dict[str, Any] = {}
+    """Settings that differ for evaluation (held-out tasks); empty means this source is not evaluated."""
+    harness: dict[str, Any] = {"id": "orchestrator.environments.tool_loop"}
+    """verifiers harness: `id` is an importable module, the rest its own settings."""
+    workers: int = Field(1, ge=1)
+    """Worker processes that run this source's episodes."""
+    timeout_s: float = Field(300.0, gt=0)
+    """Wall-clock limit of one rollout."""
+
+
+class EvalConfig(BaseConfig):
+    """Interleaved evaluation on held-out tasks."""
+
+    every_steps: int = Field(0, ge=0)
+    """Evaluate before the first step, then every this many steps and after the last; 0 never."""
+    tasks: int = Field(64, ge=1)
+    """Held-out tasks of each evaluation, per source (fewer when the set is smaller)."""
+    samples: int = Field(1, ge=1)
+    """Rollouts a task."""
+    pass_k: list[int] = [1]
+    """k of the pass@k estimates; each at most `samples`."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature of evaluation rollouts."""
+    pass_threshold: float = 1.0
+    """Reward from which a rollout counts as passed."""
+
+
+class CurriculumConfig(BaseConfig):
+    """A hook that chooses the next task of a source."""
+
+    import_path: str = "orchestrator.curriculum:Shuffled"
+    """`module:Class` of the curriculum; see orchestrator/curriculum.py for the protocol."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of the class."""
+
+
+class OrchestratorConfig(BaseConfig):
+    address: str | None = None
+    """Where an orchestrator runs already (tcp://host:port of its step server); None starts one here."""
+    source: list[SourceConfig]
+    """Sources of tasks; at least one."""
+    groups_per_step: int = Field(8, ge=1)
+    """Groups that make one optimizer step."""
+    group_size: int = Field(8, ge=2)
+    """G: sibling rollouts of one task, compared with one another."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How the policy samples while training."""
+    max_staleness: int = Field(1, ge=0)
+    """Batch N uses rollouts of policy versions >= N - 1 - max_staleness; 0 is synchronous."""
+    max_concurrent: int = Field(64, ge=1)
+    """Ceiling of rollouts in flight; the adaptive limit moves below it."""
+    max_retries: int = Field(2, ge=0)
+    """Fresh tries of a rollout whose environment failed, before its group goes on without it."""
+    min_group: int = Field(2, ge=2)
+    """A group with fewer finished rollouts than this is dropped (and counted)."""
+    filter_zero_advantage: bool = True
+    """Leave out groups whose rollouts all got the same reward: they carry no signal."""
+    max_filtered_share: float = Field(0.9, gt=0, le=1)
+    """Warn when more than this share of the last groups was filtered out."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """Which task comes next."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation on held-out tasks."""
+    gateway_port: int = Field(0, ge=0, le=65535)
+    """Loopback HTTP port of the gateway; 0 takes a free one."""
+    node_address: str = "tcp://127.0.0.1:0"
+    """Where inference nodes connect (CURVE-encrypted); bind a public interface for rented nodes."""
+    step_address: str = "tcp://127.0.0.1:0"
+    """Where trainer ranks connect (CURVE-encrypted)."""
+    no_node_timeout_s: float = Field(300.0, gt=0)
+    """How long requests wait while no inference node is connected, before the run fails."""
+    worker_start_timeout_s: float = Field(180.0, gt=0)
+    """How long an environment worker may take to load."""
+    batch_timeout_s: float = Field(1800.0, gt=0)
+    """How long a batch may take to fill, before the run fails and says what it waited for."""
+
+    @field_validator("source")
+    @classmethod
+    def _some_source_unique_names(cls, sources: list[SourceConfig]) -> list[SourceConfig]:
+        if not sources:
+            raise ValueError("orchestrator.source is empty: add at least one [[orchestrator.source]] table")
+        names = [source.name for source in sources]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"orchestrator.source names {twice} are used more than once: rename one of them")
+        return sources

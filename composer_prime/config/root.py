@@ -1,0 +1,70 @@
+"""The whole configuration of one cluster, and the rules that hold between its sections.
+
+Each section lives in its own module and checks itself; what two sections must agree on is checked here.
+"""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+from pydantic_config import BaseConfig
+
+from composer_prime.config.channels import ChannelsConfig
+from composer_prime.config.inference import InferenceConfig
+from composer_prime.config.model import ModelConfig
+from composer_prime.config.monitor import MonitorConfig
+from composer_prime.config.orchestrator import OrchestratorConfig
+from composer_prime.config.run import RunConfig
+from composer_prime.config.trainer import TrainerConfig
+
+
+class Config(BaseConfig):
+    """composer-prime: asynchronous reinforcement learning of agentic coders."""
+
+    run: RunConfig
+    """Name, length and folder of the run."""
+    model: ModelConfig
+    """The policy that is trained."""
+    inference: InferenceConfig = InferenceConfig()
+    """Nodes that sample from the policy."""
+    orchestrator: OrchestratorConfig
+    """Environments, groups, buffer, evaluation."""
+    trainer: TrainerConfig = TrainerConfig()
+    """FSDP2 ranks, optimizer, checkpoints."""
+    channels: ChannelsConfig = ChannelsConfig()
+    """The loss."""
+    monitor: MonitorConfig = MonitorConfig()
+    """Where metrics go besides metrics.jsonl."""
+
+    @model_validator(mode="after")
+    def _context_fits(self) -> Config:
+        sampling, context = self.orchestrator.sampling, self.model.max_context
+        if sampling.max_tokens >= context:
+            raise ValueError(
+                f"orchestrator.sampling.max_tokens is {sampling.max_tokens}, but model.max_context is {context}: "
+                "a turn must leave room for its prompt; lower max_tokens or raise max_context"
+            )
+        if self.trainer.micro_batch_tokens < context:
+            raise ValueError(
+                f"trainer.micro_batch_tokens is {self.trainer.micro_batch_tokens}, but a sample may be "
+                f"model.max_context = {context} tokens long: set trainer.micro_batch_tokens >= {context}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_only(self) -> Config:
+        if self.run.max_steps == 0 and self.orchestrator.eval.every_steps == 0:
+            raise ValueError(
+                "run.max_steps is 0 (evaluation only), but orchestrator.eval.every_steps is 0 (no evaluation): "
+                "set orchestrator.eval.every_steps >= 1 or run.max_steps >= 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _concurrency_covers_a_group(self) -> Config:
+        ceiling, group = self.orchestrator.max_concurrent, self.orchestrator.group_size
+        if ceiling < group:
+            raise ValueError(
+                f"orchestrator.max_concurrent is {ceiling}, but one group has orchestrator.group_size = {group} "
+                f"rollouts: set max_concurrent >= {group}"
+            )
+        return self

@@ -1,0 +1,112 @@
+"""The one error tree.
+
+    ComposerError
+    ├── ConfigError (ValueError)               a configuration that cannot work: both values and the remedy are named
+    │   ├── ModelNotFoundError                 a model folder that is missing or incomplete
+    │   ├── EnvironmentNotInstalledError       a task set or harness id that cannot be imported
+    │   ├── EmptyTaskSetError                  a source without tasks
+    │   └── PortInUseError (also OSError)      an address that another process holds
+    ├── WireError (ValueError)                 bytes or a message that do not belong here
+    │   ├── ChecksumError                      the content is not what its header says
+    │   └── RunMismatchError                   another run, step, policy version or layout
+    ├── WeightError (RuntimeError)             weights that must not be loaded
+    │   ├── SignatureError                     the manifest was not signed by this run's trainer
+    │   ├── CorruptWeightsError                a chunk or tensor differs from its hash, or is cut short
+    │   └── CanaryError                        the swapped-in weights do not give the published logprobs
+    ├── EngineError (RuntimeError)             an inference engine failed
+    │   └── ContextOverflowError (ValueError)  a prompt that does not fit the model's context
+    ├── RolloutError (RuntimeError)            a rollout failed; data, not a crash
+    │   └── EnvironmentWorkerError             the worker process of a source failed for good
+    ├── CheckpointError (RuntimeError)         a checkpoint could not be written or read
+    ├── NonFiniteError (ArithmeticError)       NaN or infinity in loss or gradients
+    ├── RoleFailedError (RuntimeError)         a process of the run ended with an error
+    └── DeadlineError (TimeoutError)           a wait went past its deadline; it says what it waited for
+
+Each class is also the standard-library error that a caller without this module would expect.
+"""
+
+from __future__ import annotations
+
+
+class ComposerError(Exception):
+    """Root of every error that composer-prime raises on purpose."""
+
+
+class ConfigError(ComposerError, ValueError):
+    """A configuration that cannot work. The message names the values in conflict and the remedy."""
+
+
+class ModelNotFoundError(ConfigError):
+    """A model folder is missing or lacks a file that a Hugging Face model needs."""
+
+
+class EnvironmentNotInstalledError(ConfigError):
+    """A task set or harness id names no importable module."""
+
+
+class EmptyTaskSetError(ConfigError):
+    """A source's task set loaded, but holds no task."""
+
+
+class PortInUseError(ConfigError, OSError):
+    """Another process holds the address that this role was told to bind."""
+
+
+class WireError(ComposerError, ValueError):
+    """A message that cannot be decoded or does not belong to this conversation."""
+
+
+class ChecksumError(WireError):
+    """A payload differs from the checksum in its header."""
+
+
+class RunMismatchError(WireError):
+    """A payload of another run, step, rank layout or policy-version range."""
+
+
+class WeightError(ComposerError, RuntimeError):
+    """Weights that must not be loaded."""
+
+
+class SignatureError(WeightError):
+    """A weight manifest whose signature is not the run's trainer's."""
+
+
+class CorruptWeightsError(WeightError):
+    """A weight chunk or tensor that is cut short or differs from its hash."""
+
+
+class CanaryError(WeightError):
+    """After a swap the engine does not reproduce the manifest's canary logprobs."""
+
+
+class EngineError(ComposerError, RuntimeError):
+    """An inference engine cannot serve."""
+
+
+class ContextOverflowError(EngineError, ValueError):
+    """A prompt with no room left in the model's context."""
+
+
+class RolloutError(ComposerError, RuntimeError):
+    """A rollout failed. The orchestrator records it and retries; it never becomes a zero reward."""
+
+
+class EnvironmentWorkerError(RolloutError):
+    """A source's worker process failed more often than its restart limit allows."""
+
+
+class CheckpointError(ComposerError, RuntimeError):
+    """A checkpoint could not be written whole, or cannot be read."""
+
+
+class NonFiniteError(ComposerError, ArithmeticError):
+    """NaN or infinity where training needs finite numbers."""
+
+
+class RoleFailedError(ComposerError, RuntimeError):
+    """A process of the run ended with an error."""
+
+
+class DeadlineError(ComposerError, TimeoutError):
+    """A wait went past its deadline. The message says what was waited for and since when."""

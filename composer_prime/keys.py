@@ -1,0 +1,105 @@
+"""Keys of a run: a CURVE pair for each side of the wire, an ed25519 pair that signs weight manifests.
+
+All live as files of mode 0600 in the run directory's keys/; none is ever part of a configuration or a log.
+A join token carries what a node needs: the server's public key and the node's own pair.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from composer_prime.errors import ConfigError
+
+_PREFIX = "cp1."
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePair:
+    """A CURVE key pair, each key 40 characters of Z85."""
+
+    public: bytes
+    secret: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """What a connecting process needs: whom it trusts and who it is."""
+
+    server_public: bytes
+    own: CurvePair
+
+    def token(self) -> str:
+        """These keys as one word for `inference join --token`."""
+        raw = self.server_public + self.own.public + self.own.secret
+        return _PREFIX + base64.urlsafe_b64encode(raw).decode().rstrip("=")
+
+    @classmethod
+    def from_token(cls, token: str) -> ClientKeys:
+        """Raises ConfigError when `token` is not one that `token()` made."""
+        text = token.strip()
+        try:
+            if not text.startswith(_PREFIX):
+                raise ValueError(f"does not start with {_PREFIX!r}")
+            body = text.removeprefix(_PREFIX)
+            raw = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))
+            if len(raw) != 120:
+                raise ValueError(f"holds {len(raw)} bytes, expected 120")
+        except ValueError as error:
+            raise ConfigError(f"the join token {error}; copy it whole from the orchestrator's run directory") from None
+        return cls(raw[:40], CurvePair(raw[40:80], raw[80:]))
+
+
+def _write_secret(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+
+
+def _pair(folder: Path, name: str) -> CurvePair:
+    public, secret = zmq.curve_keypair()
+    _write_secret(folder / f"{name}.curve", public + secret)
+    return CurvePair(public, secret)
+
+
+@dataclass(frozen=True, slots=True)
+class RunKeys:
+    """The key files of one run directory."""
+
+    folder: Path
+
+    @classmethod
+    def create(cls, folder: Path) -> RunKeys:
+        """Make the keys that `folder` lacks; keys that are there stay (a resumed run keeps its tokens valid)."""
+        keys = cls(folder)
+        for name in ("server", "node", "trainer"):
+            if not (folder / f"{name}.curve").exists():
+                _pair(folder, name)
+        if not (folder / "signing.ed25519").exists():
+            _write_secret(folder / "signing.ed25519", Ed25519PrivateKey.generate().private_bytes_raw())
+        _write_secret(folder / "node.token", keys.client("node").token().encode() + b"\n")
+        return keys
+
+    def curve(self, name: str) -> CurvePair:
+        """The pair `server`, `node` or `trainer`. Raises ConfigError when its file is missing."""
+        path = self.folder / f"{name}.curve"
+        try:
+            raw = path.read_bytes()
+        except FileNotFoundError:
+            raise ConfigError(f"key file {path} is missing: start the run with `trainer @ file.toml`") from None
+        return CurvePair(raw[:40], raw[40:])
+
+    def client(self, name: str) -> ClientKeys:
+        return ClientKeys(self.curve("server").public, self.curve(name))
+
+    def signer(self) -> Ed25519PrivateKey:
+        return Ed25519PrivateKey.from_private_bytes((self.folder / "signing.ed25519").read_bytes())
+
+    def verifier(self) -> Ed25519PublicKey:
+        return self.signer().public_key()

@@ -1,0 +1,111 @@
+"""The run directory: one place that knows every path of the contract.
+
+    outputs/<run name>/
+      config.json  metrics.jsonl  rollouts/step_000001.jsonl  logs/<role>.log
+      journal/                     finished groups and formed batches: what a crash must not lose
+      ledger.jsonl                 which samples each step trained
+      checkpoints/step_000010/{trainer,orchestrator,COMPLETE}
+      weights/                     the weight store
+      keys/                        CURVE and signing keys, readable by the owner only
+      final/                       Hugging Face format
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from composer_prime.errors import CheckpointError
+
+_STEP = re.compile(r"step_(\d{6,})$")
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write `data` to `path` so that a reader sees the old content or all of the new, also after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def keys(self) -> Path:
+        return self.root / "keys"
+
+    @property
+    def final(self) -> Path:
+        return self.root / "final"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def endpoints(self) -> Path:
+        """Addresses that roles bound, as JSON: how processes on this machine find one another."""
+        return self.root / "endpoints.json"
+
+    def log(self, role: str) -> Path:
+        return self.root / "logs" / f"{role}.log"
+
+    def rollouts(self, step: int) -> Path:
+        return self.root / "rollouts" / f"step_{step:06d}.jsonl"
+
+    def eval_rollouts(self, step: int) -> Path:
+        return self.root / "rollouts" / f"eval_{step:06d}.jsonl"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:06d}"
+
+    def complete_checkpoints(self) -> list[int]:
+        """Steps whose checkpoint carries the COMPLETE marker, ascending. Folders without it are ignored."""
+        if not self.checkpoints.is_dir():
+            return []
+        found = ((path, _STEP.match(path.name)) for path in self.checkpoints.iterdir())
+        return sorted(int(match[1]) for path, match in found if match and (path / "COMPLETE").is_file())
+
+    def newest_checkpoint(self) -> int:
+        """Step of the newest complete checkpoint.
+
+        Raises CheckpointError when there is none.
+        """
+        steps = self.complete_checkpoints()
+        if not steps:
+            raise CheckpointError(
+                f"--resume found no complete checkpoint below {self.checkpoints}: start without --resume, or set "
+                "run.name and run.output_dir to the run that is to go on"
+            )
+        return steps[-1]

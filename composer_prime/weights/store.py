@@ -1,0 +1,91 @@
+"""The weight store of a run: content-addressed chunks and one signed manifest a version.
+
+    weights/chunks/<sha256>              16 MiB pieces of a safetensors file
+    weights/manifests/v000012.manifest   written after its chunks, so a manifest never names a missing chunk
+
+The trainer writes; the orchestrator reads and passes on. Torch-free: tensors come and go as named raw bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from composer_prime.errors import CorruptWeightsError
+from composer_prime.run_dir import write_atomic
+from composer_prime.weights.manifest import ChunkRef, Manifest
+
+CHUNK_BYTES = 16 << 20
+_NAME = re.compile(r"v(\d+)\.manifest$")
+
+
+class WeightStore:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._chunks = root / "chunks"
+        self._manifests = root / "manifests"
+
+    def put_chunks(self, data: bytes | memoryview) -> list[ChunkRef]:
+        """Store `data` in pieces; a piece that is there already is not written again."""
+        view, refs = memoryview(data), []
+        for start in range(0, len(view), CHUNK_BYTES):
+            piece = view[start : start + CHUNK_BYTES]
+            digest = hashlib.sha256(piece).hexdigest()
+            path = self._chunks / digest
+            if not path.exists() or path.stat().st_size != len(piece):
+                write_atomic(path, bytes(piece))
+            refs.append(ChunkRef(digest, len(piece)))
+        return refs
+
+    def put_manifest(self, version: int, signed: bytes) -> None:
+        write_atomic(self._manifests / f"v{version:06d}.manifest", signed)
+
+    def manifest(self, version: int) -> bytes:
+        return (self._manifests / f"v{version:06d}.manifest").read_bytes()
+
+    def versions(self) -> list[int]:
+        """Published versions, ascending."""
+        if not self._manifests.is_dir():
+            return []
+        matches = (_NAME.match(path.name) for path in self._manifests.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
+        """Up to `size` bytes of a chunk from `offset`; None when the store has no such chunk."""
+        if not re.fullmatch(r"[0-9a-f]{64}", sha256):
+            return None
+        try:
+            with (self._chunks / sha256).open("rb") as file:
+                file.seek(offset)
+                return file.read(size)
+        except FileNotFoundError:
+            return None
+
+    def prune(self, keep: int, decode: Callable[[bytes], Manifest]) -> None:
+        """Drop all but the newest `keep` versions and the chunks that no remaining manifest names."""
+        versions = self.versions()
+        for version in versions[:-keep]:
+            (self._manifests / f"v{version:06d}.manifest").unlink(missing_ok=True)
+        held = {ref.sha256 for version in versions[-keep:] for ref in decode(self.manifest(version)).chunks}
+        for path in self._chunks.iterdir():
+            if path.name not in held and not path.name.startswith("."):
+                path.unlink(missing_ok=True)
+
+
+def verified(manifest: Manifest, pieces: Iterator[bytes]) -> bytes:
+    """Join the chunks of `manifest` after checking each one's size and hash.
+
+    Raises CorruptWeightsError naming the first chunk that differs.
+    """
+    parts = []
+    for index, (ref, piece) in enumerate(zip(manifest.chunks, pieces, strict=True)):
+        if len(piece) != ref.size:
+            raise CorruptWeightsError(
+                f"weights v{manifest.version}: chunk {index} has {len(piece)} bytes, the manifest says {ref.size}"
+            )
+        if hashlib.sha256(piece).hexdigest() != ref.sha256:
+            raise CorruptWeightsError(f"weights v{manifest.version}: chunk {index} differs from its hash {ref.sha256}")
+        parts.append(piece)
+    return b"".join(parts)

@@ -1,0 +1,138 @@
+"""Messages between an inference node (DEALER, connects outwards) and the orchestrator's gateway (ROUTER).
+
+    node --Hello--> gateway --Welcome|Rejected--> node
+    gateway --Generate|Cancel|NewVersion|Drain--> node --Generated|GenerateFailed|Status--> gateway
+    node --ChunkRequest--> gateway --Chunk|ChunkMissing--> node      weights, pulled through the same link
+
+Every request carries a `lease`; an answer whose lease is no longer held (the request was reissued) is dropped.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from composer_prime.wire.types import VersionSpan
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample. The returned logprobs are those of the distribution after temperature, top-k and top-p."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 switches top-k off."""
+    seed: int | None = None
+    stop: list[str] = []
+    """Stop strings: generation ends with the token that completes one."""
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    node_id: str
+    engine: str
+    run_id: str | None
+    """The run this node served before a reconnect; None on the first contact."""
+    version: int
+    max_concurrent: int
+    protocol: int = 1
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    run_id: str
+    manifest: bytes
+    """The newest signed manifest (composer_prime.weights.manifest), empty while none is published."""
+    verify_key: bytes
+    """ed25519 public key, 32 bytes, that signs manifests of this run."""
+    heartbeat_s: float
+
+
+class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rejected"):
+    reason: str
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
+    request_id: str
+    lease: int
+    prompt_ids: bytes
+    """int32 [T]."""
+    sampling: Sampling
+    session: str
+    """The conversation; requests of one session go to one node while it lives (its prefix cache is warm there)."""
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    request_id: str
+    lease: int
+
+
+class NewVersion(msgspec.Struct, frozen=True, kw_only=True, tag="new_version"):
+    manifest: bytes
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+    """Take no more requests; finish those at hand, then say Goodbye."""
+
+    reason: str
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True, tag="generated"):
+    request_id: str
+    lease: int
+    token_ids: bytes
+    """int32 [T_new], the stop token included when one ended the turn."""
+    logprobs: bytes
+    """float32 [T_new]."""
+    version_spans: list[VersionSpan]
+    """Cover [0, T_new) without gap or overlap."""
+    finish_reason: str
+    """stop | length | cancelled."""
+    prompt_cached: int = 0
+    """Prompt tokens whose KV entries were already there."""
+
+
+class GenerateFailed(msgspec.Struct, frozen=True, kw_only=True, tag="generate_failed"):
+    request_id: str
+    lease: int
+    error: str
+    retryable: bool
+    """False for a request that no node could serve (for example a prompt longer than the context)."""
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
+    """Heartbeat: also sent at once after a swap."""
+
+    version: int
+    running: int
+    waiting: int
+    kv_used: float
+    """Share of the KV cache in use, 0..1."""
+    tokens_per_s: float
+    canary_error: float | None
+    """Largest |logprob - manifest| of the last canary, in nats; None before the first swap."""
+
+
+class ChunkRequest(msgspec.Struct, frozen=True, kw_only=True, tag="chunk_request"):
+    sha256: str
+    offset: int
+    """Resume position within the chunk."""
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
+    sha256: str
+    offset: int
+    data: bytes
+    last: bool
+
+
+class ChunkMissing(msgspec.Struct, frozen=True, kw_only=True, tag="chunk_missing"):
+    sha256: str
+
+
+class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
+    reason: str
+
+
+FromNode = Hello | Generated | GenerateFailed | Status | ChunkRequest | Goodbye
+ToNode = Welcome | Rejected | Generate | Cancel | NewVersion | Drain | Chunk | ChunkMissing

@@ -1,0 +1,97 @@
+"""ZMQ sockets with CURVE on: encrypted both ways, and only listed public keys may connect.
+
+The authenticator runs in its own thread (pyzmq's), one a context; `close` stops it.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+from composer_prime.errors import PortInUseError
+from composer_prime.keys import ClientKeys, CurvePair
+
+MAX_MESSAGE_BYTES = 1 << 30
+
+
+class _AllowList:
+    """ZAP credentials provider: a client whose public key is not listed is turned away before its first message."""
+
+    def __init__(self, public_keys: list[bytes]) -> None:
+        self._allowed = {key for key in public_keys}
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        del domain
+        return zmq.utils.z85.encode(key) in self._allowed if len(key) == 32 else key in self._allowed
+
+
+@dataclass(slots=True)
+class SecureServer:
+    """A bound ROUTER socket and the thread that admits its peers."""
+
+    context: zmq.asyncio.Context
+    socket: zmq.asyncio.Socket
+    endpoint: str
+    """The address really bound, with its port."""
+    authenticator: ThreadAuthenticator
+
+    def close(self) -> None:
+        self.socket.close(linger=500)
+        self.authenticator.stop()
+        self.context.term()
+
+
+def bind_router(address: str, server: CurvePair, clients: list[bytes]) -> SecureServer:
+    """Bind a CURVE ROUTER at `address` (port 0 takes a free one) for peers holding one of the public keys `clients`.
+
+    Raises PortInUseError when another process holds the address.
+    """
+    context = zmq.asyncio.Context()
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(domain="*", credentials_provider=_AllowList(clients))
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.curve_secretkey, socket.curve_publickey, socket.curve_server = server.secret, server.public, True
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        authenticator.stop()
+        context.term()
+        if error.errno in (errno.EADDRINUSE, zmq.EADDRINUSE):
+            raise PortInUseError(
+                f"{address} is held by another process: stop it, or give this role another address"
+            ) from None
+        raise
+    return SecureServer(context, socket, socket.getsockopt_string(zmq.LAST_ENDPOINT), authenticator)
+
+
+def dealer(context: zmq.Context, address: str, keys: ClientKeys, identity: bytes | None = None):
+    """A DEALER (of `context`'s flavour, plain or asyncio) connected to a server made by `bind_router`.
+
+    Connecting is asynchronous: a wrong key or address shows as silence, so callers wait with a deadline.
+    """
+    socket = context.socket(zmq.DEALER)
+    if identity is not None:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 3000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+    socket.curve_serverkey = keys.server_public
+    socket.curve_publickey, socket.curve_secretkey = keys.own.public, keys.own.secret
+    socket.connect(address)
+    return socket

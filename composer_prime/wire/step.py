@@ -1,0 +1,80 @@
+"""Messages between trainer ranks and the orchestrator's step server (ZMQ ROUTER/DEALER, msgpack, CURVE).
+
+    every rank --StepRequest--> orchestrator      asks for its micro-batches of one step
+    orchestrator --StepReply | NotReady | RunFinished--> rank
+    rank 0 --StepDone--> orchestrator             a step was taken and its weights are published
+    rank 0 --CheckpointRequest--> orchestrator --CheckpointSaved--> rank 0
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from composer_prime.wire.types import MicroBatch, StepTotals
+
+
+class StepRequest(msgspec.Struct, frozen=True, kw_only=True, tag="step_request"):
+    """A rank asks for its micro-batches of `step`. All ranks of a step must name the same layout."""
+
+    run_id: str
+    step: int
+    rank: int
+    world_size: int
+    max_tokens: int
+    """Token budget of one micro-batch."""
+
+
+class StepReply(msgspec.Struct, frozen=True, kw_only=True, tag="step_reply"):
+    step: int
+    rank: int
+    totals: StepTotals
+    micro_batches: list[MicroBatch]
+    """Equal in number on all ranks."""
+    metrics: dict[str, float]
+    """The orchestrator's figures of this batch (reward/mean, policy/staleness_max, ...), for the trainer's line."""
+
+
+class NotReady(msgspec.Struct, frozen=True, kw_only=True, tag="not_ready"):
+    """The batch is not complete yet; ask again. Sent after a short server-side wait, so asking again is cheap."""
+
+    step: int
+    waiting_for: str
+
+
+class RunFinished(msgspec.Struct, frozen=True, kw_only=True, tag="run_finished"):
+    """There will be no such step."""
+
+    reason: str
+    failed: bool
+
+
+class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
+    """Step `step` is trained and policy version `version` (= step) is in the weight store."""
+
+    run_id: str
+    step: int
+    version: int
+    sample_ids: list[str]
+    """Every sample of the step, for the ledger check."""
+
+
+class CheckpointRequest(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_request"):
+    """Write the orchestrator's part of checkpoint `step` now; the trainer's part is written at the same time."""
+
+    run_id: str
+    step: int
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_saved"):
+    step: int
+    error: str | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """The request does not belong to this run; `error` says why."""
+
+    error: str
+
+
+FromTrainer = StepRequest | StepDone | CheckpointRequest
+ToTrainer = StepReply | NotReady | RunFinished | CheckpointSaved | Refused

@@ -1,0 +1,148 @@
+"""What crosses process boundaries: samples, micro-batches and their headers.
+
+Arrays travel as little-endian bytes inside msgpack (`ints`, `floats`, `flags` below read them back without a copy),
+so a batch of a million tokens decodes in microseconds and nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+INT, FLOAT, FLAG = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
+
+
+def pack_ints(values) -> bytes:
+    """Token or position ids [T] as little-endian int32 bytes."""
+    return np.ascontiguousarray(values, dtype=INT).tobytes()
+
+
+def pack_floats(values) -> bytes:
+    """Log-probabilities, advantages or rewards [T] as little-endian float32 bytes."""
+    return np.ascontiguousarray(values, dtype=FLOAT).tobytes()
+
+
+def pack_flags(values) -> bytes:
+    """A boolean mask [T] as bytes of 0 and 1."""
+    return np.ascontiguousarray(values, dtype=FLAG).tobytes()
+
+
+def ints(raw: bytes) -> np.ndarray:
+    """int32 [T], read-only view of `raw`."""
+    return np.frombuffer(raw, dtype=INT)
+
+
+def floats(raw: bytes) -> np.ndarray:
+    """float32 [T], read-only view of `raw`."""
+    return np.frombuffer(raw, dtype=FLOAT)
+
+
+def flags(raw: bytes) -> np.ndarray:
+    """uint8 [T] of 0 and 1, read-only view of `raw`."""
+    return np.frombuffer(raw, dtype=FLAG)
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) of a sequence were sampled by policy `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) of a sample are the assistant turn number `turn` of its rollout (from 0)."""
+
+    start: int
+    end: int
+    turn: int
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One root-to-leaf token sequence of a rollout: what the trainer learns from.
+
+    Sampled tokens carry mask 1 in exactly one sample of their rollout, however many branches share them.
+    """
+
+    sample_id: str
+    """`<rollout id>/<branch>`; unique within the run, the key of the exactly-once ledger."""
+    group_id: str
+    """The group of G sibling rollouts that the advantage was computed in."""
+    source: str
+    task_id: str
+    input_ids: bytes
+    """int32 [T]: prompt, sampled and tool tokens in order."""
+    loss_mask: bytes
+    """uint8 [T]: 1 where the policy sampled the token and it is to be trained."""
+    logprobs: bytes
+    """float32 [T]: log-probability of token t under the sampling distribution; 0 where mask is 0."""
+    advantages: bytes
+    """float32 [T]: advantage of token t; 0 where mask is 0."""
+    reward: float
+    temperature: float
+    version_spans: list[VersionSpan]
+    """Which policy sampled which tokens; covers exactly the sampled tokens."""
+    turns: list[TurnSpan]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids) // INT.itemsize
+
+    @property
+    def num_trained(self) -> int:
+        return int(flags(self.loss_mask).sum())
+
+    @property
+    def version_min(self) -> int:
+        return min(span.version for span in self.version_spans)
+
+    @property
+    def version_max(self) -> int:
+        return max(span.version for span in self.version_spans)
+
+
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples laid end to end in one row of N tokens; block-diagonal attention keeps them apart.
+
+    A dummy micro-batch (no `sample_ids`) holds one masked token: it keeps the ranks' counts equal.
+    """
+
+    run_id: str
+    step: int
+    """The optimizer step (from 1) that this micro-batch belongs to."""
+    rank: int
+    index: int
+    """Position within the rank's list of the step."""
+    version_min: int
+    version_max: int
+    input_ids: bytes
+    """int32 [N]."""
+    position_ids: bytes
+    """int32 [N]; restarts at 0 with each sample."""
+    lengths: list[int]
+    """Token count of each sample in the row; sums to N."""
+    loss_mask: bytes
+    """uint8 [N]."""
+    logprobs: bytes
+    """float32 [N], the sampler's."""
+    advantages: bytes
+    """float32 [N]."""
+    temperatures: list[float]
+    """Sampling temperature of each sample in the row."""
+    sample_ids: list[str]
+    checksum: str = ""
+    """blake2b-128 over every other field; set by `sealed`, checked by `verify` (composer_prime.wire.seal)."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids) // INT.itemsize
+
+
+class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """Global counts of a step over all ranks and micro-batches: the losses' denominators, fixed before any backward."""
+
+    samples: int
+    """B: sequences (samples) with at least one trained token."""
+    tokens: int
+    """Trained tokens (mask 1)."""
+    groups: int

@@ -1,0 +1,18 @@
+"""toolsmith: a multi-turn tool-use task set small enough to learn on two CPU cores.
+
+Read `episode.py` first (what an episode is), then `tools.py` (what a call returns), then `taskset.py` (the verifiers
+plugin). The first two import nothing heavy; the plugin class is resolved on first use, so that tools which only need
+episodes do not pay for importing verifiers.
+"""
+
+from typing import Any
+
+__all__ = ["ToolsmithTaskset"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ToolsmithTaskset":
+        from orchestrator.environments.toolsmith.taskset import ToolsmithTaskset
+
+        return ToolsmithTaskset
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

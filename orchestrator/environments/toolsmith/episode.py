@@ -1,0 +1,158 @@
+"""An episode of toolsmith: this episode's tools, the user's question and the answer, all from one seed.
+
+    >>> episode = generate(seed=7, difficulty=2, split="train")
+    >>> episode.question
+    'Add 38 and 5, then multiply by 4.'
+
+The same (seed, difficulty, split) always gives the same episode, on every platform. The two splits share no
+question: a question belongs to "eval" when its CRC-32 is divisible by `EVAL_SHARE`, and generation draws again until
+the question falls on the asked side.
+"""
+
+import random
+import zlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from orchestrator.environments.toolsmith.operations import ARGUMENT_NAMES, ARGUMENT_TYPES, BY_KEY, OPERATIONS, Operation
+
+Split = Literal["train", "eval"]
+
+EVAL_SHARE = 8
+"""One question in this many is held out."""
+MIN_DIFFICULTY, MAX_DIFFICULTY = 1, 3
+TOOLS_BY_DIFFICULTY = {1: 3, 2: 3, 3: 4}
+_VALUE_LIMIT = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """One tool as this episode offers it."""
+
+    operation: str
+    """Key of the `Operation` behind it."""
+    name: str
+    """The drawn name that the model must use."""
+    arguments: tuple[str, ...]
+    """Argument names, in the operation's order."""
+    argument_type: str
+    """JSON type that every argument must have: "integer" or "string"."""
+
+    def schema(self) -> dict[str, Any]:
+        """The tool as an OpenAI function definition."""
+        parameters = {
+            "type": "object",
+            "properties": {name: {"type": self.argument_type} for name in self.arguments},
+            "required": list(self.arguments),
+        }
+        description = BY_KEY[self.operation].description
+        function = {"name": self.name, "description": description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    def encode(self, operands: tuple[int, ...]) -> dict[str, int | str]:
+        """The arguments object of a correct call with these operands."""
+        values = operands if self.argument_type == "integer" else tuple(str(value) for value in operands)
+        return dict(zip(self.arguments, values, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One call that the answer needs."""
+
+    operation: str
+    """Key of the `Operation`."""
+    operands: tuple[int, ...]
+    """Operand values in call order; after the first step, operand 0 is the previous result."""
+    result: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """Everything about one task."""
+
+    seed: int
+    difficulty: int
+    """Number of calls the answer needs, 1 to 3."""
+    split: Split
+    tools: tuple[Tool, ...]
+    """The tools on offer, in prompt order; a superset of what the steps need."""
+    steps: tuple[Step, ...]
+    question: str
+    answer: str
+    """The exact text of a right final answer."""
+
+    def tool_for(self, operation: str) -> Tool:
+        """The tool that performs an operation; raises KeyError where this episode offers none."""
+        for tool in self.tools:
+            if tool.operation == operation:
+                return tool
+        raise KeyError(operation)
+
+
+def split_of(question: str) -> Split:
+    """The split that a question belongs to."""
+    return "eval" if zlib.crc32(question.encode()) % EVAL_SHARE == 0 else "train"
+
+
+def generate(*, seed: int, difficulty: int, split: Split) -> Episode:
+    """The episode of a seed. Raises ValueError where difficulty lies outside 1..3 or the split is unknown."""
+    if not MIN_DIFFICULTY <= difficulty <= MAX_DIFFICULTY:
+        raise ValueError(f"toolsmith: difficulty is {difficulty}; choose one from {MIN_DIFFICULTY} to {MAX_DIFFICULTY}")
+    if split not in ("train", "eval"):
+        raise ValueError(f"toolsmith: split is {split!r}; choose 'train' or 'eval'")
+    rng = random.Random(f"toolsmith/{split}/{difficulty}/{seed}")
+    while True:
+        steps = _draw_steps(rng, difficulty)
+        question = _ask(steps)
+        if split_of(question) == split:
+            break
+    tools = _draw_tools(rng, steps, TOOLS_BY_DIFFICULTY[difficulty])
+    answer = str(steps[-1].result)
+    return Episode(
+        seed=seed, difficulty=difficulty, split=split, tools=tools, steps=steps, question=question, answer=answer
+    )
+
+
+def _draw_steps(rng: random.Random, count: int) -> tuple[Step, ...]:
+    operations = rng.sample(OPERATIONS, count)
+    steps: list[Step] = []
+    for operation in operations:
+        operands = _draw_operands(rng, operation, steps[-1].result if steps else None)
+        steps.append(Step(operation=operation.key, operands=operands, result=operation.apply(*operands)))
+    if max(step.result for step in steps) >= _VALUE_LIMIT:
+        return _draw_steps(rng, count)
+    return tuple(steps)
+
+
+def _draw_operands(rng: random.Random, operation: Operation, previous: int | None) -> tuple[int, ...]:
+    first = rng.randint(11, 99) if previous is None else previous
+    if operation.arity == 1:
+        return (first,)
+    if operation.key == "subtract":
+        return first, rng.randint(0, min(first, 99))
+    small = operation.key in ("multiply", "join")
+    return first, rng.randint(2, 9) if small else rng.randint(2, 99)
+
+
+def _draw_tools(rng: random.Random, steps: tuple[Step, ...], count: int) -> tuple[Tool, ...]:
+    needed = [step.operation for step in steps]
+    spare = [operation.key for operation in OPERATIONS if operation.key not in needed]
+    keys = needed + rng.sample(spare, count - len(needed))
+    rng.shuffle(keys)
+    return tuple(_draw_tool(rng, BY_KEY[key]) for key in keys)
+
+
+def _draw_tool(rng: random.Random, operation: Operation) -> Tool:
+    return Tool(
+        operation=operation.key,
+        name=rng.choice(operation.names),
+        arguments=rng.choice(ARGUMENT_NAMES[operation.arity]),
+        argument_type=rng.choice(ARGUMENT_TYPES),
+    )
+
+
+def _ask(steps: tuple[Step, ...]) -> str:
+    phrases = [BY_KEY[steps[0].operation].opening.format(*steps[0].operands)]
+    phrases += [BY_KEY[step.operation].following.format(*step.operands) for step in steps[1:]]
+    sentence = ", then ".join(phrases) + "."
+    return sentence[0].upper() + sentence[1:]

@@ -1,0 +1,115 @@
+"""toolsmith as a verifiers task set: ids, splits, reward and metrics. Importing this module imports verifiers."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import verifiers.v1 as vf
+from pydantic import Field, model_validator
+
+from orchestrator.environments.toolsmith.episode import MAX_DIFFICULTY, MIN_DIFFICULTY, Episode, Split, generate
+from orchestrator.environments.toolsmith.tools import is_error, run_call
+
+
+class EpisodeTools:
+    """Runs one rollout's tool calls; what `tool_loop` expects of a task (see its `ToolExecutor`)."""
+
+    def __init__(self, episode: Episode) -> None:
+        self._episode = episode
+        self.schemas: list[dict[str, Any]] = [tool.schema() for tool in episode.tools]
+
+    async def call(self, name: str, arguments_json: str) -> str:
+        return run_call(self._episode, name, arguments_json)
+
+
+class ToolsmithData(vf.TaskData):
+    """The wire row of a task; the whole episode follows from three of its fields."""
+
+    seed: int
+    """Seed of the episode."""
+    difficulty: int
+    """Calls the answer needs, 1 to 3."""
+    split: Split
+    answer: str
+    """The exact right answer."""
+
+    def episode(self) -> Episode:
+        return generate(seed=self.seed, difficulty=self.difficulty, split=self.split)
+
+    def tool_executor(self) -> EpisodeTools:
+        return EpisodeTools(self.episode())
+
+
+class ToolsmithTask(vf.Task[ToolsmithData]):
+    """Scores a rollout: 1.0 where the last reply is exactly the answer, else 0.0."""
+
+    @property
+    def key(self) -> str:
+        return f"toolsmith/{self.data.split}/{self.data.difficulty}/{self.data.seed}"
+
+    @vf.reward(weight=1.0)
+    async def correct(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+    @vf.metric
+    async def tool_errors(self, trace: vf.Trace) -> float:
+        return float(self._errors(trace))
+
+    @vf.metric
+    async def tool_errors_per_turn(self, trace: vf.Trace) -> float:
+        return self._errors(trace) / max(trace.num_turns, 1)
+
+    @vf.metric
+    async def turns_used(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns)
+
+    @staticmethod
+    def _errors(trace: vf.Trace) -> int:
+        return sum(is_error(str(message.content)) for message in trace.tool_messages)
+
+
+class ToolsmithConfig(vf.TasksetConfig):
+    """Which episodes load."""
+
+    split: Split = "train"
+    """Training questions or held-out ones; they share none."""
+    num_tasks: int = Field(1024, ge=1)
+    """Number of tasks."""
+    min_difficulty: int = Field(MIN_DIFFICULTY, ge=MIN_DIFFICULTY, le=MAX_DIFFICULTY)
+    """Fewest calls a task may need."""
+    max_difficulty: int = Field(MAX_DIFFICULTY, ge=MIN_DIFFICULTY, le=MAX_DIFFICULTY)
+    """Most calls a task may need."""
+    seed: int = 0
+    """Draws another set of episodes."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "ToolsmithConfig":
+        if self.min_difficulty > self.max_difficulty:
+            raise ValueError(
+                f"toolsmith: min_difficulty {self.min_difficulty} is above max_difficulty {self.max_difficulty}; "
+                "lower the first or raise the second"
+            )
+        return self
+
+
+class ToolsmithTaskset(vf.Taskset[ToolsmithTask, ToolsmithConfig]):
+    """Task i of a configuration is always the same episode."""
+
+    def load(self) -> Iterator[ToolsmithTask]:
+        for index in range(self.config.num_tasks):
+            yield ToolsmithTask(self._data(index), self.config.task)
+
+    def _data(self, index: int) -> ToolsmithData:
+        config = self.config
+        rng = random.Random(f"toolsmith/{config.seed}/{index}")
+        difficulty = rng.randint(config.min_difficulty, config.max_difficulty)
+        seed = rng.getrandbits(53)
+        episode = generate(seed=seed, difficulty=difficulty, split=config.split)
+        return ToolsmithData(
+            name=f"toolsmith-{config.split}-{index}",
+            prompt=episode.question,
+            seed=seed,
+            difficulty=difficulty,
+            split=config.split,
+            answer=episode.answer,
+        )

@@ -1,0 +1,89 @@
+"""A gateway stand-in on loopback: answers /inference/v1/generate with seeded ids after a fixed delay.
+
+    python peer.py --delay-s 0.05          prints its port, serves until its stdin closes
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+
+from aiohttp import web
+
+
+class Peer:
+    """Speaks docs/generate_contract.md. `sessions[id]` lists the (prompt, completion) pairs of one X-Session-ID."""
+
+    def __init__(self, *, delay_s: float = 0.0, num_tokens: int = 12, low: int = 10, high: int = 200, stop_id: int = 2,
+                 max_model_len: int = 4096, fail_status: int = 0) -> None:
+        self.delay_s, self.num_tokens, self.low, self.high, self.stop_id = delay_s, num_tokens, low, high, stop_id
+        self.max_model_len, self.fail_status = max_model_len, fail_status
+        self.sessions: dict[str, list[tuple[list[int], list[int]]]] = {}
+        self.params: dict[str, dict] = {}
+        self.running = 0
+        self.cancelled = 0
+        self.port = 0
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    async def __aenter__(self) -> Peer:
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", self.generate)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/stats", self.stats)
+        self._runner = web.AppRunner(app, handler_cancellation=True, keepalive_timeout=75)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=2048)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def models(self, request: web.Request) -> web.Response:
+        card = {"id": "policy", "object": "model", "max_model_len": self.max_model_len}
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def stats(self, request: web.Request) -> web.Response:
+        return web.json_response({"running": self.running, "cancelled": self.cancelled, "sessions": len(self.sessions)})
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        session = request.headers["X-Session-ID"]
+        if self.fail_status:
+            return web.json_response({"error": {"message": "no inference node is connected"}}, status=self.fail_status)
+        self.running += 1
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+        turns = self.sessions.setdefault(session, [])
+        self.params[session] = body["sampling_params"]
+        draw = random.Random(f"{body['sampling_params'].get('seed')}/{len(turns)}")
+        ids = [draw.randint(self.low, self.high) for _ in range(self.num_tokens - 1)] + [self.stop_id]
+        turns.append((body["token_ids"], ids))
+        content = [{"token": f"token_id:{i}", "logprob": -0.5} for i in ids]
+        choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}
+        return web.json_response({"request_id": session, "choices": [choice]})
+
+
+async def serve(delay_s: float) -> None:
+    async with Peer(delay_s=delay_s) as peer:
+        print(peer.port, flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--delay-s", type=float, default=0.05)
+    asyncio.run(serve(parser.parse_args().delay_s))

@@ -1,0 +1,99 @@
+"""A verifiers task set and in-process harness for the worker tests: `turns` model calls a rollout, no tools.
+
+The reply `boom` makes the reward function raise, so tests can cross the task boundary on purpose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable
+
+import httpx
+import verifiers.v1 as vf
+
+_clients: dict[int, httpx.AsyncClient] = {}
+
+
+class BenchConfig(vf.TasksetConfig):
+    num_tasks: int = 8
+    prompt: str = "count"
+    crash_at: int | None = None
+    """This task's setup ends the worker process at once."""
+    hang_at: int | None = None
+    """This task's setup blocks the worker's event loop for ever."""
+    fail_at: int | None = None
+    """This task's reward raises."""
+    sleep_s: float = 0.0
+    """Extra wait in every rollout, before its first model call."""
+
+
+class BenchData(vf.TaskData):
+    answer: int = 0
+    crash: bool = False
+    hang: bool = False
+    fail: bool = False
+    sleep_s: float = 0.0
+
+
+class BenchTask(vf.Task[BenchData]):
+    async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+        if self.data.crash:
+            os.write(2, b"the engine room is on fire\n")
+            os._exit(41)
+        while self.data.hang:
+            pass
+        await asyncio.sleep(self.data.sleep_s)
+
+    @vf.reward(weight=2.0)
+    async def length(self, trace: vf.Trace) -> float:
+        if self.data.fail:
+            raise KeyError("the reward function broke")
+        return float(len(trace.last_reply) > 0)
+
+    @vf.metric
+    async def turns(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns)
+
+
+class BenchTaskset(vf.Taskset[BenchTask, BenchConfig]):
+    def load(self) -> Iterable[BenchTask]:
+        c = self.config
+        for i in range(c.num_tasks):
+            data = BenchData(
+                prompt=f"{c.prompt} {i}", answer=i, name=f"count-{i}", sleep_s=c.sleep_s,
+                crash=i == c.crash_at, hang=i == c.hang_at, fail=i == c.fail_at,
+            )
+            yield BenchTask(data, c.task)
+
+
+class BenchHarnessConfig(vf.HarnessConfig):
+    turns: int = 1
+
+
+class BenchHarness(vf.Harness[BenchHarnessConfig]):
+    APPENDS_SYSTEM_PROMPT = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> vf.ProgramResult:
+        client = _clients.get(id(asyncio.get_running_loop()))
+        if client is None:
+            client = httpx.AsyncClient(verify=False, trust_env=False, timeout=None)
+            _clients[id(asyncio.get_running_loop())] = client
+        messages = [{"role": "user", "content": data.prompt}]
+        for _ in range(self.config.turns):
+            reply = await client.post(
+                f"{endpoint}/chat/completions",
+                json={"model": ctx.model, "messages": messages},
+                headers={"Authorization": f"Bearer {secret}"},
+            )
+            if reply.status_code != 200:
+                return vf.ProgramResult(exit_code=1, stdout="", stderr=reply.text)
+            message = reply.json()["choices"][0]["message"]
+            messages.append(message)
+            messages.append({"role": "user", "content": "Error: not enough. Go on."})
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+__all__ = ["BenchHarness", "BenchTaskset"]
