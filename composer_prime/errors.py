@@ -14,7 +14,9 @@
     │   ├── CorruptWeightsError                a chunk or tensor differs from its hash, or is cut short
     │   └── CanaryError                        the swapped-in weights do not give the published logprobs
     ├── EngineError (RuntimeError)             an inference engine failed
-    │   └── ContextOverflowError (ValueError)  a prompt that does not fit the model's context
+    │   └── BadRequestError (ValueError)       a request that no engine could serve
+    │       └── ContextOverflowError           a prompt that does not fit the model's context
+    ├── RequestError (ValueError)              an HTTP request that the gateway does not serve; it has a status
     ├── RolloutError (RuntimeError)            a rollout failed; data, not a crash
     │   └── EnvironmentWorkerError             the worker process of a source failed for good
     ├── CheckpointError (RuntimeError)         a checkpoint could not be written or read
@@ -84,8 +86,20 @@ class EngineError(ComposerError, RuntimeError):
     """An inference engine cannot serve."""
 
 
-class ContextOverflowError(EngineError, ValueError):
+class BadRequestError(EngineError, ValueError):
+    """A request that no engine could serve: trying it elsewhere is pointless."""
+
+
+class ContextOverflowError(BadRequestError):
     """A prompt with no room left in the model's context."""
+
+
+class RequestError(ComposerError, ValueError):
+    """An HTTP request that the gateway does not serve. The message names the value and the remedy."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
 
 
 class RolloutError(ComposerError, RuntimeError):

@@ -61,6 +61,8 @@ class InferenceConfig(BaseConfig):
     """Silence after which a node counts as gone."""
     connect_timeout_s: float = Field(120.0, gt=0)
     """How long a node tries to reach the gateway, first or again, before it gives up."""
+    max_restarts: int = Field(5, ge=0)
+    """How often the launcher starts one of its nodes again after it died; ten quiet minutes clear the count."""
     canary_tolerance: float = Field(0.05, gt=0)
     """Largest difference in nats between the canary's logprobs and the manifest's (bfloat16 needs about 0.5)."""
 

@@ -1,15 +1,29 @@
-"""From the command line to a checked `Config`: `@ file.toml` overlays, dotted overrides, --resume, --dry-run."""
+"""From the command line to a checked `Config`: `@ file.toml` overlays, dotted overrides, --resume, --dry-run.
+
+pydantic_config merges the overlays and overrides and validates once; `elements.py` adds overrides of list elements,
+`problems.py` turns what is wrong into sentences. Imports no torch: --help and --dry-run answer at once.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from pydantic_config import cli
+from pydantic import ValidationError
+from pydantic_config import ConfigFileError, cli
 
+from composer_prime.config.elements import fold_elements
+from composer_prime.config.overlays import Overlay, command_line, read_overlays
+from composer_prime.config.problems import describe, misspelled_flags, spelled
 from composer_prime.config.root import Config
+from composer_prime.errors import ConfigError
+
+EXIT_USAGE = 2
+"""Exit status of every wrong configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,23 +32,70 @@ class CommandLine:
 
     config: Config
     dry_run: bool
+    """Print the plan and stop."""
+    files: tuple[str, ...] = ()
+    """Overlays in order, as they were written."""
 
 
 def parse(argv: list[str]) -> CommandLine:
     """Parse `@ base.toml @ overlay.toml --trainer.optim.lr 3e-4 --resume --dry-run`.
 
-    Prints the error (with a did-you-mean for unknown keys) and exits with status 1 or 2 on wrong input.
+    Prints what is wrong (with a did-you-mean for unknown keys) to stderr and exits with status 2, or prints the help
+    and exits with status 0.
     """
-    flags = {"--dry-run", "--resume"}
-    rest = [arg for arg in argv if arg not in flags]
+    if {"--help", "-h"} & set(argv):
+        cli(Config, args=["--help"], prog=program(), description=_DESCRIPTION)
+    try:
+        return resolve(argv)
+    except ConfigError as error:
+        fail(error)
+
+
+def resolve(argv: list[str]) -> CommandLine:
+    """`parse` for callers that handle the error. Raises ConfigError."""
+    words = _split_signs([word for word in argv if word not in ("--dry-run", "--resume")])
     if "--resume" in argv:
-        rest += ["--run.resume", "true"]
-    return CommandLine(config=cli(Config, args=rest), dry_run="--dry-run" in argv)
+        words += ["--run.resume", "true"]
+    _refuse_stray_files(words)
+    overlays = read_overlays(words)
+    layers = [*overlays, command_line(words)]
+    if not any(layer.values for layer in layers):
+        raise ConfigError(f"no configuration given; start with `{program()} @ configs/a1.toml` (--help lists the keys)")
+    misspelled = misspelled_flags(words)
+    if misspelled:
+        raise ConfigError(_join(misspelled))
+    try:
+        config = cli(Config, args=[spelled(word) for word in fold_elements(words, overlays)])
+    except ConfigFileError as error:
+        raise ConfigError(_explain(error, layers)) from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"a value on the command line starts like JSON but is not: {error}") from None
+    return CommandLine(
+        config=config, dry_run="--dry-run" in argv, files=tuple(overlay.origin for overlay in overlays)
+    )
+
+
+def fail(error: Exception) -> NoReturn:
+    """Print a wrong input's message to stderr, without a traceback, and exit with status 2."""
+    print(f"{program()}: {error}", file=sys.stderr)
+    raise SystemExit(EXIT_USAGE)
 
 
 def read(path: Path) -> Config:
-    """The resolved configuration that the launcher wrote to `path` (config.json of a run directory)."""
-    return Config.model_validate(json.loads(path.read_text()))
+    """The resolved configuration that the launcher wrote to `path` (config.json of a run directory).
+
+    Raises ConfigError when the file is missing or was written for another release's keys.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing: start the run with `trainer @ file.toml`") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_join(describe(error, [Overlay(origin=str(path), values=values)]))) from None
 
 
 def dump(config: Config) -> str:
@@ -44,3 +105,43 @@ def dump(config: Config) -> str:
 
 def arguments() -> list[str]:
     return sys.argv[1:]
+
+
+def program() -> str:
+    """What the user typed to get here, for messages."""
+    name = os.path.basename(sys.argv[0] or "trainer")
+    return name.removesuffix(".py") if name != "__main__.py" else "trainer"
+
+
+def _split_signs(words: list[str]) -> list[str]:
+    """`@file.toml` means `@ file.toml`."""
+    split = []
+    for index, word in enumerate(words):
+        value_of_flag = index > 0 and words[index - 1].startswith("--") and "=" not in words[index - 1]
+        split += [word] if not word.startswith("@") or word == "@" or value_of_flag else ["@", word[1:]]
+    return split
+
+
+def _refuse_stray_files(words: list[str]) -> None:
+    for before, word in zip(["", *words], words, strict=False):
+        if word.endswith(".toml") and before != "@" and not before.startswith("--") and not word.startswith("--"):
+            raise ConfigError(f"{word}: a configuration file stands after an @ sign: {program()} @ {word}")
+
+
+def _explain(error: ConfigFileError, layers: list[Overlay]) -> str:
+    cause = error.__cause__
+    if isinstance(cause, ValidationError):
+        return _join(describe(cause, layers))
+    return error.message
+
+
+def _join(sentences: list[str]) -> str:
+    if len(sentences) == 1:
+        return sentences[0]
+    return "\n".join([f"{len(sentences)} things are wrong:", *(f"  - {sentence}" for sentence in sentences)])
+
+
+_DESCRIPTION = """\
+@ FILE reads a TOML file; with several, later files win. --section.key VALUE overrides a key, also of a list element:
+--orchestrator.source.0.weight 2. --resume continues from the newest complete checkpoint (short for --run.resume true).
+--dry-run checks everything, prints the plan and stops."""

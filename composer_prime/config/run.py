@@ -22,6 +22,8 @@ class RunConfig(BaseConfig):
     """Continue from the newest complete checkpoint of this run directory (`--resume` for short)."""
     overwrite: bool = False
     """Empty an existing run directory of this name instead of refusing to start."""
+    stop_grace_s: float = Field(15.0, gt=0)
+    """How long a role may take to end after SIGTERM, before it is killed."""
 
     @field_validator("name")
     @classmethod

@@ -2,9 +2,11 @@
 
     node --Hello--> gateway --Welcome|Rejected--> node
     gateway --Generate|Cancel|NewVersion|Drain--> node --Generated|GenerateFailed|Status--> gateway
+    node --Status--> gateway --Heard|HelloAgain--> node               each side learns that the other lives
     node --ChunkRequest--> gateway --Chunk|ChunkMissing--> node      weights, pulled through the same link
 
 Every request carries a `lease`; an answer whose lease is no longer held (the request was reissued) is dropped.
+After a Hello the gateway holds no lease of that node: what it had there before is reissued.
 """
 
 from __future__ import annotations
@@ -113,6 +115,14 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """Largest |logprob - manifest| of the last canary, in nats; None before the first swap."""
 
 
+class Heard(msgspec.Struct, frozen=True, kw_only=True, tag="heard"):
+    """Answers every Status: the gateway lives and knows this node."""
+
+
+class HelloAgain(msgspec.Struct, frozen=True, kw_only=True, tag="hello_again"):
+    """The gateway does not know this connection (it was restarted, or gave the node up as lost): say Hello."""
+
+
 class ChunkRequest(msgspec.Struct, frozen=True, kw_only=True, tag="chunk_request"):
     sha256: str
     offset: int
@@ -135,4 +145,4 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
 
 
 FromNode = Hello | Generated | GenerateFailed | Status | ChunkRequest | Goodbye
-ToNode = Welcome | Rejected | Generate | Cancel | NewVersion | Drain | Chunk | ChunkMissing
+ToNode = Welcome | Rejected | Generate | Cancel | NewVersion | Drain | Heard | HelloAgain | Chunk | ChunkMissing

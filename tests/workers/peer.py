@@ -1,6 +1,6 @@
 """A gateway stand-in on loopback: answers /inference/v1/generate with seeded ids after a fixed delay.
 
-    python peer.py --delay-s 0.05          prints its port, serves until its stdin closes
+python peer.py --delay-s 0.05          prints its port, serves until its stdin closes
 """
 
 from __future__ import annotations
@@ -16,8 +16,17 @@ from aiohttp import web
 class Peer:
     """Speaks docs/generate_contract.md. `sessions[id]` lists the (prompt, completion) pairs of one X-Session-ID."""
 
-    def __init__(self, *, delay_s: float = 0.0, num_tokens: int = 12, low: int = 10, high: int = 200, stop_id: int = 2,
-                 max_model_len: int = 4096, fail_status: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        delay_s: float = 0.0,
+        num_tokens: int = 12,
+        low: int = 10,
+        high: int = 200,
+        stop_id: int = 2,
+        max_model_len: int = 4096,
+        fail_status: int = 0,
+    ) -> None:
         self.delay_s, self.num_tokens, self.low, self.high, self.stop_id = delay_s, num_tokens, low, high, stop_id
         self.max_model_len, self.fail_status = max_model_len, fail_status
         self.sessions: dict[str, list[tuple[list[int], list[int]]]] = {}

@@ -32,15 +32,16 @@ class VisibleCallsQwen3Renderer(Qwen3Renderer):
             parsed = super().parse_response(token_ids, **options)
         except (ValueError, RecursionError):
             # json.loads gives up on absurd numbers and nesting with errors that the base class does not expect.
-            parsed = ParsedResponse(content=self._text(token_ids))
-            return parsed
+            return ParsedResponse(content=self._text(token_ids))
+        runnable = [call for call in parsed.tool_calls if _runnable(call)]
         broken = [call for call in parsed.tool_calls if not _runnable(call)]
-        if not broken:
-            return parsed
-        for call in broken:
+        if broken and not runnable:
+            # The whole reply as it was written, white space and all, so that it renders to the same tokens again.
+            parsed.content = self._text(token_ids)
+        for call in broken if runnable else ():
             start, end = call.token_span or (0, 0)
             parsed.content += self._text(token_ids[start:end])
-        parsed.tool_calls = [call for call in parsed.tool_calls if _runnable(call)]
+        parsed.tool_calls = runnable
         return parsed
 
     def _text(self, token_ids: list[int]) -> str:

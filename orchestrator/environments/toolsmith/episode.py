@@ -2,7 +2,7 @@
 
     >>> episode = generate(seed=7, difficulty=2, split="train")
     >>> episode.question
-    'Add 38 and 5, then multiply by 4.'
+    'Reverse 43, then take the larger of that and 26.'
 
 The same (seed, difficulty, split) always gives the same episode, on every platform. The two splits share no
 question: a question belongs to "eval" when its CRC-32 is divisible by `EVAL_SHARE`, and generation draws again until

@@ -9,10 +9,10 @@ import asyncio
 import os
 from collections.abc import Iterable
 
-import httpx
+import aiohttp
 import verifiers.v1 as vf
 
-_clients: dict[int, httpx.AsyncClient] = {}
+_clients: dict[int, aiohttp.ClientSession] = {}
 
 
 class BenchConfig(vf.TasksetConfig):
@@ -61,8 +61,13 @@ class BenchTaskset(vf.Taskset[BenchTask, BenchConfig]):
         c = self.config
         for i in range(c.num_tasks):
             data = BenchData(
-                prompt=f"{c.prompt} {i}", answer=i, name=f"count-{i}", sleep_s=c.sleep_s,
-                crash=i == c.crash_at, hang=i == c.hang_at, fail=i == c.fail_at,
+                prompt=f"{c.prompt} {i}",
+                answer=i,
+                name=f"count-{i}",
+                sleep_s=c.sleep_s,
+                crash=i == c.crash_at,
+                hang=i == c.hang_at,
+                fail=i == c.fail_at,
             )
             yield BenchTask(data, c.task)
 
@@ -79,18 +84,19 @@ class BenchHarness(vf.Harness[BenchHarnessConfig]):
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> vf.ProgramResult:
         client = _clients.get(id(asyncio.get_running_loop()))
         if client is None:
-            client = httpx.AsyncClient(verify=False, trust_env=False, timeout=None)
+            client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
             _clients[id(asyncio.get_running_loop())] = client
         messages = [{"role": "user", "content": data.prompt}]
         for _ in range(self.config.turns):
-            reply = await client.post(
+            call = client.post(
                 f"{endpoint}/chat/completions",
                 json={"model": ctx.model, "messages": messages},
                 headers={"Authorization": f"Bearer {secret}"},
             )
-            if reply.status_code != 200:
-                return vf.ProgramResult(exit_code=1, stdout="", stderr=reply.text)
-            message = reply.json()["choices"][0]["message"]
+            async with call as reply:
+                if reply.status != 200:
+                    return vf.ProgramResult(exit_code=1, stdout="", stderr=await reply.text())
+                message = (await reply.json())["choices"][0]["message"]
             messages.append(message)
             messages.append({"role": "user", "content": "Error: not enough. Go on."})
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")

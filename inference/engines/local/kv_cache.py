@@ -1,0 +1,79 @@
+"""Keys and values of every slot: one pair of tensors a layer, grown as sequences get longer.
+
+A slot is one sequence's row of columns. Rows are laid out [heads, slots, columns, head size], so that the new tokens of
+a step are one `index_copy_` and neighbouring slots are one strided view, without a copy, for attention.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from composer_prime.errors import EngineError
+
+_COLUMNS_STEP = 128
+
+
+class KvCache:
+    """Shapes come from the first forward, so any model that goes through the attention interface fits."""
+
+    def __init__(self) -> None:
+        self.slots = 1
+        self.columns = _COLUMNS_STEP
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all layers; known after the first forward."""
+        return sum(
+            tensor.shape[0] * tensor.shape[3] * tensor.element_size() for pair in self._layers.values() for tensor in pair
+        )
+
+    def reserve(self, slots: int, columns: int) -> None:
+        """Grow to at least `slots` rows of `columns`; what they hold stays. Growth is geometric, layer by layer."""
+        if slots <= self.slots and columns <= self.columns:
+            return
+        self.slots = _grown(self.slots, slots, step=8)
+        self.columns = _grown(self.columns, columns, step=_COLUMNS_STEP)
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = (self._enlarged(keys), self._enlarged(values))
+
+    def _enlarged(self, old: torch.Tensor) -> torch.Tensor:
+        heads, slots, columns, size = old.shape
+        new = old.new_zeros(heads, self.slots, self.columns, size)
+        new[:, :slots, :columns] = old
+        return new
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, [heads, slots, columns, head size]."""
+        return self._layers[index]
+
+    def write(self, index: int, key: torch.Tensor, value: torch.Tensor, places: torch.Tensor) -> None:
+        """Store `key`, `value` [heads, N, head size] at flat `places` [N] (slot * columns + position)."""
+        if index not in self._layers:
+            self._layers[index] = (self._empty_like(key), self._empty_like(value))
+        keys, values = self._layers[index]
+        if keys.shape[0] != key.shape[0] or keys.shape[3] != key.shape[2]:
+            raise EngineError(f"layer {index} changed its KV shape; the local engine cannot serve this model")
+        keys.view(key.shape[0], -1, key.shape[2]).index_copy_(1, places, key)
+        values.view(value.shape[0], -1, value.shape[2]).index_copy_(1, places, value)
+
+    def _empty_like(self, new: torch.Tensor) -> torch.Tensor:
+        heads, _, size = new.shape
+        return new.new_zeros(heads, self.slots, self.columns, size)
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy the first `count` columns of one slot to another: a shared prefix, or a move."""
+        for pair in self._layers.values():
+            for tensor in pair:
+                tensor[:, target, :count] = tensor[:, source, :count]
+
+
+def _grown(have: int, need: int, *, step: int) -> int:
+    """At least `need`, at least half more than `have` when growing, in multiples of `step`."""
+    if need <= have:
+        return have
+    return -(-max(need, have + have // 2) // step) * step

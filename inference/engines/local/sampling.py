@@ -1,0 +1,116 @@
+"""From logits to tokens: temperature, top-k, top-p, a draw by inverse CDF, the log-probability of what was drawn.
+
+The uniform of a draw is a hash of (request seed, position in the sequence), so a seeded request draws the same numbers
+whatever else is in the batch, after a reissue to another node, and without any generator state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_NUCLEUS_PROBE = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRows:
+    """Settings of the R rows that sample in a step."""
+
+    temperature: np.ndarray
+    """float32 [R]; 0 is greedy."""
+    top_k: np.ndarray
+    """int64 [R]; 0 is off."""
+    top_p: np.ndarray
+    """float32 [R]; 1 is off."""
+    seed: np.ndarray
+    """uint64 [R]."""
+    position: np.ndarray
+    """uint64 [R]: index in its sequence of the token to be drawn."""
+
+
+def uniforms(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """float64 [R] in [0, 1), multiples of 2^-32: two rounds of the splitmix64 finaliser over seed and position."""
+    with np.errstate(over="ignore"):
+        mixed = _mix(_mix(seed + np.uint64(0x9E3779B97F4A7C15)) ^ (position * np.uint64(0xD1342543DE82EF95)))
+    return (mixed >> np.uint64(32)).astype(np.float64) * 2.0**-32
+
+
+def _mix(bits: np.ndarray) -> np.ndarray:
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
+    """Draw one token a row. logits [R, V] -> (tokens int64 [R], logprobs float32 [R]).
+
+    Greedy rows (temperature 0) take the likeliest token and report its log-probability at temperature 1. A row with
+    non-finite logits reports a non-finite log-probability; the caller fails that request.
+    """
+    logits = logits.float()
+    greedy = rows.temperature == 0.0
+    if not (rows.temperature == 1.0).all():
+        heat = np.where(greedy, np.float32(1.0), rows.temperature).astype(np.float32)
+        logits = logits / torch.from_numpy(heat).to(logits.device)[:, None]
+    narrow = ((rows.top_k > 0) & (rows.top_k < logits.shape[1])) | (rows.top_p < 1.0)
+    narrow &= ~greedy
+    if narrow.any():
+        logits = _narrowed(logits, rows, np.flatnonzero(narrow))
+    top = logits.amax(-1, keepdim=True)
+    weights = (logits - top).exp_()
+    cdf = weights.cumsum(-1, dtype=torch.float64)
+    total = cdf[:, -1:]
+    draw = torch.from_numpy(uniforms(rows.seed, rows.position)).to(logits.device)[:, None]
+    tokens = torch.searchsorted(cdf, draw * total, right=True).clamp_(max=logits.shape[1] - 1)
+    if greedy.any():
+        where = torch.from_numpy(greedy).to(logits.device)[:, None]
+        tokens = torch.where(where, logits.argmax(-1, keepdim=True), tokens)
+    logprobs = (logits.gather(-1, tokens) - top).double() - total.log()
+    both = torch.cat([tokens.double(), logprobs], dim=1).cpu().numpy()
+    return both[:, 0].astype(np.int64), both[:, 1].astype(np.float32)
+
+
+def _narrowed(logits: torch.Tensor, rows: SamplingRows, chosen: np.ndarray) -> torch.Tensor:
+    """`logits` with everything outside top-k and then top-p at -inf in the `chosen` rows; ties stay, as in vLLM."""
+    index = torch.from_numpy(chosen).to(logits.device)
+    part = logits[index]
+    top_k = np.where(rows.top_k[chosen] > 0, rows.top_k[chosen], logits.shape[1])
+    top_k = np.minimum(top_k, logits.shape[1])
+    if (top_k < logits.shape[1]).any():
+        part = _top_k(part, top_k)
+    if (rows.top_p[chosen] < 1.0).any():
+        part = _top_p(part, torch.from_numpy(rows.top_p[chosen]).to(logits.device))
+    return logits.index_copy(0, index, part)
+
+
+def _top_k(logits: torch.Tensor, top_k: np.ndarray) -> torch.Tensor:
+    """Keep each row's `top_k` [R] largest logits."""
+    off = top_k >= logits.shape[1]
+    widest = int(top_k[~off].max())
+    largest = logits.topk(widest, dim=-1).values
+    kth = torch.from_numpy(np.minimum(top_k, widest) - 1).to(logits.device)[:, None]
+    floor = largest.gather(-1, kth)
+    floor[torch.from_numpy(off).to(logits.device)] = float("-inf")
+    return logits.masked_fill(logits < floor, float("-inf"))
+
+
+def _top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Keep each row's smallest set of likeliest tokens whose probability reaches `top_p` [R].
+
+    The set is mostly small: the likeliest few hundred are sorted first, the whole vocabulary only when they fall short.
+    """
+    lse = logits.logsumexp(-1, keepdim=True)
+    for width in (min(_NUCLEUS_PROBE, logits.shape[1]), logits.shape[1]):
+        ordered, ids = logits.topk(width, dim=-1)
+        probs = (ordered - lse).exp()
+        before = probs.cumsum(-1) - probs
+        if width == logits.shape[1] or bool(((before[:, -1] + probs[:, -1]) >= top_p).all()):
+            break
+    kept = before < top_p[:, None]
+    kept[:, 0] = True
+    kept |= (top_p >= 1.0)[:, None]
+    mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, ids, kept)
+    mask |= (top_p >= 1.0)[:, None]
+    return logits.masked_fill(~mask, float("-inf"))

@@ -1,0 +1,84 @@
+"""python -m infra.tiny_models.make: trains the tiny policy and the three tiny teachers and writes them to the assets.
+
+1. A tokenizer from toolsmith's own words.
+2. One expert: it sees other people's mistakes and how they are repaired, and imitates only the right turns.
+3. The policy: the expert, taught bad habits. It knows how to do everything and often does not.
+4. Three teachers: the expert, each taught another, milder habit from other demonstrations.
+5. The figures of all four, measured and written to README.md.
+
+Everything follows from --seed; the same machine and thread count give the same weights.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from renderers.configs import Qwen3RendererConfig
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from infra.tiny_models.measure import measure
+from infra.tiny_models.mixtures import BASE, POLICY, TEACHERS
+from infra.tiny_models.provenance import RENDERER, readme
+from infra.tiny_models.tokenizer import build_tokenizer
+from infra.tiny_models.train import Schedule, new_model, train
+from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
+
+ASSETS = Path(__file__).parents[2] / "composer_prime/assets/tiny"
+EXPERT = Schedule(steps=2000, batch=16, learning_rate=2e-3, prompt_weight=0.1)
+HABIT = Schedule(steps=250, batch=16, learning_rate=3e-4)
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(options.threads)
+    started = time.monotonic()
+    tokenizer = build_tokenizer()
+    renderer = ToolQwen3Renderer(tokenizer, Qwen3RendererConfig(thinking_retention="all"))
+    expert = new_model(tokenizer, options.seed)
+    train(expert, renderer, BASE, EXPERT, seed=options.seed, label="expert")
+    figures: dict[str, Any] = {}
+    for index, (name, mixture) in enumerate({"policy": POLICY, **TEACHERS}.items(), start=1):
+        model = deepcopy(expert)
+        train(model, renderer, mixture, HABIT, seed=options.seed + index, label=name)
+        model = _save(model, tokenizer, options.out / name)
+        figures[name] = {
+            split: measure(model.float(), renderer, groups=options.groups, split=split) for split in ("train", "eval")
+        }
+        print(name, json.dumps(figures[name]), flush=True)
+    minutes = (time.monotonic() - started) / 60
+    (options.out / "README.md").write_text(readme(figures, options.seed, options.threads, minutes))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m infra.tiny_models.make", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, default=ASSETS, help="folder that gets policy/, teacher_*/ and README.md")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=48, help="groups of eight rollouts to measure for each split")
+    return parser.parse_args()
+
+
+def _save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Qwen3ForCausalLM:
+    """Writes a Hugging Face folder in bfloat16, complete or not at all, and returns the model as it was written."""
+    model = model.to(torch.bfloat16)
+    model.set_attn_implementation("sdpa")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as workspace:
+        fresh = Path(workspace) / "new"
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        (fresh / "renderer.json").write_text(json.dumps(RENDERER, indent=2) + "\n")
+        if folder.exists():
+            folder.rename(Path(workspace) / "old")
+        shutil.move(fresh, folder)
+    return model
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Supervised learning of the tiny models on demonstrations."""
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
+from orchestrator.environments.toolsmith.episode import MAX_DIFFICULTY, MIN_DIFFICULTY, generate
+from infra.tiny_models.demonstrate import Demonstration, demonstrate
+from infra.tiny_models.mixtures import Mixture
+from infra.tiny_models.tokenizer import CONTEXT_LENGTH
+
+_BUCKET_BATCHES = 8
+_VOCABULARY_MULTIPLE = 64
+_LENGTH_MULTIPLE = 32
+"""Few distinct shapes: the CPU's bfloat16 kernels are compiled, and kept in memory, for each one."""
+_LOG_EVERY = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How long and how fast to train."""
+
+    steps: int
+    batch: int = 32
+    """Conversations a step."""
+    learning_rate: float = 2e-3
+    prompt_weight: float = 0.0
+    """Loss weight of tokens that the model does not write (1 for those it does)."""
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """A fresh model of about two million parameters, float32."""
+    torch.manual_seed(seed)
+    size = math.ceil(len(tokenizer) / _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    config = Qwen3Config(
+        vocab_size=size,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=CONTEXT_LENGTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def train(
+    model: Qwen3ForCausalLM, renderer: ToolQwen3Renderer, mixture: Mixture, schedule: Schedule, *, seed: int, label: str
+) -> None:
+    """Trains in place on fresh demonstrations, with a linear warm-up and a cosine decay to a tenth."""
+    model.train()
+    model.set_attn_implementation("eager")  # at these lengths, in bfloat16, twice as fast on a CPU as the fused kernel
+    optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    batches = _batches(renderer, mixture, schedule, seed)
+    started = time.monotonic()
+    for step in range(schedule.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.learning_rate * _rate(step, schedule.steps)
+        ids, weights = next(batches)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(ids[:, :-1]).logits
+        loss = _loss(logits, ids[:, 1:], weights[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % _LOG_EVERY == 0 or step == schedule.steps - 1:
+            print(f"{label}: step {step} loss {loss.item():.4f} {time.monotonic() - started:.0f} s", flush=True)
+    model.eval()
+
+
+def _loss(logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted mean cross-entropy of logits [B, T, V] for ids and weights [B, T]."""
+    losses = F.cross_entropy(logits.float().flatten(0, 1), ids.flatten(), reduction="none")
+    return (losses * weights.flatten()).sum() / weights.sum()
+
+
+def _rate(step: int, steps: int) -> float:
+    warm_up = min(100, steps // 10)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    progress = (step - warm_up) / max(steps - warm_up, 1)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+def _batches(
+    renderer: ToolQwen3Renderer, mixture: Mixture, schedule: Schedule, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless batches (ids [B, T], weights [B, T]) of conversations of similar length, padded on the right."""
+    rng = random.Random(f"batches/{seed}")
+    while True:
+        pool = [_draw(renderer, mixture, rng) for _ in range(schedule.batch * _BUCKET_BATCHES)]
+        pool.sort(key=lambda demonstration: len(demonstration.token_ids))
+        starts = list(range(0, len(pool), schedule.batch))
+        rng.shuffle(starts)
+        for start in starts:
+            yield _collate(pool[start : start + schedule.batch], schedule.prompt_weight)
+
+
+def _draw(renderer: ToolQwen3Renderer, mixture: Mixture, rng: random.Random) -> Demonstration:
+    difficulty = rng.randint(MIN_DIFFICULTY, MAX_DIFFICULTY)
+    episode = generate(seed=rng.getrandbits(53), difficulty=difficulty, split="train")
+    return demonstrate(episode, mixture, renderer, rng.getrandbits(53))
+
+
+def _collate(batch: list[Demonstration], prompt_weight: float) -> tuple[torch.Tensor, torch.Tensor]:
+    longest = max(len(demonstration.token_ids) for demonstration in batch)
+    longest = math.ceil(longest / _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE + 1
+    ids = torch.zeros(len(batch), longest, dtype=torch.long)
+    weights = torch.zeros(len(batch), longest)
+    for row, demonstration in enumerate(batch):
+        length = len(demonstration.token_ids)
+        ids[row, :length] = torch.tensor(demonstration.token_ids)
+        trained = torch.tensor(demonstration.trained, dtype=torch.float32)
+        weights[row, :length] = trained + (1 - trained) * prompt_weight
+    return ids, weights

@@ -1,0 +1,65 @@
+"""Finished groups that wait for a batch.
+
+Taken in order of group number, so that data order depends on which groups are ready and on nothing else. What no future
+batch accepts is swept out; groups without advantage never enter, but are counted here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from orchestrator.groups import FinishedGroup, Outcome
+
+_SHARE_WINDOW = 64
+
+
+class Buffer:
+    def __init__(self) -> None:
+        self._ready: dict[int, FinishedGroup] = {}
+        self._recent: deque[bool] = deque(maxlen=_SHARE_WINDOW)
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    @property
+    def group_numbers(self) -> list[int]:
+        return sorted(self._ready)
+
+    def add(self, group: FinishedGroup) -> None:
+        """Take in a READY group. Raises ValueError when its number is here already (it would be trained twice)."""
+        number = group.plan.group
+        if number in self._ready:
+            raise ValueError(f"group {number} is in the buffer already")
+        self._ready[number] = group
+
+    def note(self, outcome: Outcome) -> None:
+        """Count an ended group for `filtered_share`."""
+        if outcome in (Outcome.READY, Outcome.FILTERED):
+            self._recent.append(outcome is Outcome.FILTERED)
+
+    @property
+    def filtered_share(self) -> float | None:
+        """Share of the last 64 scored groups that were filtered out; None before the first."""
+        return sum(self._recent) / len(self._recent) if self._recent else None
+
+    def sweep(self, oldest: int) -> list[FinishedGroup]:
+        """Remove and return the groups that hold a token older than version `oldest`."""
+        stale = [group for group in self._ready.values() if group.version_min < oldest]
+        for group in stale:
+            del self._ready[group.plan.group]
+        return stale
+
+    def usable(self, oldest: int, newest: int) -> list[int]:
+        """Numbers, ascending, of the groups whose tokens are all of versions `oldest`..`newest`."""
+        return [
+            number
+            for number in sorted(self._ready)
+            if oldest <= self._ready[number].version_min and self._ready[number].version_max <= newest
+        ]
+
+    def take(self, count: int, oldest: int, newest: int) -> list[FinishedGroup] | None:
+        """The `count` lowest-numbered usable groups, removed from here; None while there are fewer."""
+        numbers = self.usable(oldest, newest)[:count]
+        if len(numbers) < count:
+            return None
+        return [self._ready.pop(number) for number in numbers]

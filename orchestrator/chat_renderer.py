@@ -1,0 +1,221 @@
+"""Which renderer turns a model folder's conversations into token ids, and the renderer for any other chat template.
+
+Imported by environment workers only: renderers and transformers come with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pydantic
+from renderers import RendererConfig, config_from_name, create_renderer
+from renderers.base import (
+    MODEL_RENDERER_MAP,
+    Message,
+    RenderedTokens,
+    Renderer,
+    ToolSpec,
+    extract_message_tool_names,
+    load_tokenizer,
+    reject_assistant_in_extension,
+    trim_to_turn_close,
+)
+from renderers.configs import CustomRendererConfig, DefaultRendererConfig
+from renderers.default import DefaultRenderer, _decode_tool_call_arguments
+
+from composer_prime.errors import ConfigError, ModelNotFoundError
+
+logger = logging.getLogger(__name__)
+
+_PROBES: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "What is 2 + 2?"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Say hello."},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "Again, please."},
+    ],
+]
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+def build_renderer(model_path: str, choice: str | dict[str, Any] | None) -> tuple[RendererConfig, Renderer]:
+    """The configuration and the renderer of a model folder.
+
+    `choice` (a renderer's name or configuration) wins; else the folder's published name in renderers' own map; else a
+    model-specific renderer of its architecture, if it renders the folder's chat template token for token; else the
+    folder's chat template itself (`ChatTemplateRenderer`).
+
+    Raises ModelNotFoundError for a folder without a tokenizer, ConfigError for an unknown renderer or a folder without
+    a chat template.
+    """
+    tokenizer = read_tokenizer(model_path)
+    if choice not in (None, "auto"):
+        config = _explicit(choice)
+        return config, _create(tokenizer, config, model_path)
+    name = MODEL_RENDERER_MAP.get(published_name(model_path) or "")
+    if name is None:
+        name = _by_architecture(model_path, tokenizer)
+    if name is not None:
+        config = config_from_name(name)
+        return config, _create(tokenizer, config, model_path)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            f"{model_path} has no chat template: add chat_template.jinja to the folder, or name a renderer "
+            "(renderer = …) that knows the model"
+        )
+    config = CustomRendererConfig(name="custom", import_path=f"{__name__}.ChatTemplateRenderer")
+    return config, _create(tokenizer, config, model_path)
+
+
+def read_tokenizer(model_path: str) -> Any:
+    """The folder's tokenizer. From tokenizer.json where it has one: AutoTokenizer would import torch.
+
+    Raises ModelNotFoundError.
+    """
+    folder = Path(model_path)
+    if not (folder / "tokenizer_config.json").exists():
+        raise ModelNotFoundError(
+            f"{model_path} holds no tokenizer_config.json: give the folder of a Hugging Face model"
+        )
+    if not (folder / "tokenizer.json").exists() or "auto_map" in _read_json(folder / "tokenizer_config.json"):
+        return load_tokenizer(model_path)
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(model_path)
+
+
+def published_name(model_path: str) -> str | None:
+    """`org/name` of a model folder: from its configuration, or from its place in a Hugging Face cache."""
+    folder = Path(model_path)
+    for parent in folder.resolve().parents:
+        if parent.name.startswith("models--"):
+            return parent.name.removeprefix("models--").replace("--", "/", 1)
+    name = _read_json(folder / "config.json").get("_name_or_path")
+    return name if name in MODEL_RENDERER_MAP else None
+
+
+class ChatTemplateRenderer(DefaultRenderer):
+    """renderers' DefaultRenderer, made fit for training on conversations.
+
+    A message without content renders as an empty one (SmolLM2's template cannot print None), and the next turn's prompt
+    extends the tokens of the last one instead of re-tokenising what was sampled, wherever the template keeps history
+    as it was written.
+    """
+
+    config_class = DefaultRendererConfig
+    _MARK = "\u2063<think>\nabc\n</think>\n\nxyz\u2063"
+
+    def _apply(self, messages: list[Message], **options: Any) -> list[int]:
+        return super()._apply([_with_content(message) for message in messages], **options)
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Message],
+        *,
+        tools: list[ToolSpec] | None = None,
+    ) -> RenderedTokens | None:
+        """The next prompt: the previous ids, then the template's text for `new_messages`. None means render anew."""
+        if not previous_prompt_ids or not new_messages or reject_assistant_in_extension(new_messages):
+            return None
+        stop = self._tokenizer.eos_token_id
+        previous = trim_to_turn_close(previous_prompt_ids, previous_completion_ids, {stop}, synthesize_close=stop)
+        pieces = self._pieces(new_messages, tools) if previous is not None else None
+        if pieces is None:
+            return None
+        ids, owners = list(previous), [-1] * len(previous)
+        for index, piece in enumerate(pieces):
+            new_ids = self._tokenizer.encode(piece, add_special_tokens=False)
+            ids += new_ids
+            owners += [index if index < len(new_messages) else -1] * len(new_ids)
+        return RenderedTokens(
+            token_ids=ids,
+            message_indices=owners,
+            message_roles=[message.get("role") or "" for message in new_messages],
+            message_tool_names=extract_message_tool_names(new_messages),
+        )
+
+    def _pieces(self, new_messages: list[Message], tools: list[ToolSpec] | None) -> list[str] | None:
+        """The template's text after an assistant turn's stop token: one piece a new message, then the opening of the
+        answer. None where the template does not simply append."""
+        opening = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": self._MARK}]
+        messages = opening + [_with_content(message) for message in new_messages]
+        try:
+            texts = [self._text(messages[: len(opening) + count + 1], tools) for count in range(len(new_messages))]
+            texts.append(self._text(messages, tools, add_generation_prompt=True))
+        except jinja2.TemplateError:
+            return None
+        _, mark, tail = texts[0].partition(self._MARK)
+        if not mark or not tail.startswith(self._tokenizer.eos_token):
+            return None
+        pieces = [tail[len(self._tokenizer.eos_token) :]]
+        for shorter, longer in itertools.pairwise(texts):
+            if not longer.startswith(shorter):
+                return None
+            pieces.append(longer[len(shorter) :])
+        return pieces
+
+    def _text(self, messages: list[Message], tools: list[ToolSpec] | None, add_generation_prompt: bool = False) -> str:
+        options = {**(self.config.model_extra or {}), "add_generation_prompt": add_generation_prompt}
+        messages = _decode_tool_call_arguments(messages)
+        return self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+
+
+def _with_content(message: Message) -> Message:
+    return message if message.get("content") is not None else {**message, "content": ""}
+
+
+def _explicit(choice: str | dict[str, Any] | None) -> RendererConfig:
+    try:
+        if isinstance(choice, str):
+            return config_from_name(choice)
+        return pydantic.TypeAdapter(RendererConfig).validate_python(choice)
+    except (pydantic.ValidationError, ValueError, KeyError) as error:
+        known = ", ".join(sorted(set(MODEL_RENDERER_MAP.values())))
+        message = f"renderer {choice!r} is none that renderers knows ({known}, default, custom): {error}"
+        raise ConfigError(message) from error
+
+
+def _create(tokenizer: Any, config: RendererConfig, model_path: str) -> Renderer:
+    try:
+        return create_renderer(tokenizer, config)
+    except Exception as error:
+        raise ConfigError(f"renderer {config.name!r} does not fit the model folder {model_path}: {error}") from error
+
+
+def _by_architecture(model_path: str, tokenizer: Any) -> str | None:
+    """A model-specific renderer that agrees with the folder's own template on every probe conversation."""
+    model_type = str(_read_json(Path(model_path) / "config.json").get("model_type") or "")
+    name = "qwen3" if model_type in ("qwen3", "qwen3_moe") else None
+    if name is None or not getattr(tokenizer, "chat_template", None):
+        return None
+    try:
+        renderer = create_renderer(tokenizer, config_from_name(name))
+        agrees = all(
+            renderer.render_ids(probe, tools=tools, add_generation_prompt=True)
+            == list(tokenizer.apply_chat_template(probe, tools=tools, add_generation_prompt=True, return_dict=False))
+            for probe in _PROBES
+            for tools in (None, [_PROBE_TOOL])
+        )
+    except Exception as error:
+        logger.info("renderer %s does not fit %s: %s", name, model_path, error)
+        return None
+    return name if agrees else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}

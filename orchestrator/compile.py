@@ -1,0 +1,212 @@
+"""From what the gateway recorded to what the trainer learns from, by token ids alone.
+
+    record k:  prompt_k | completion_k          one answered generate request
+    merge:     prompt_{k+1} extends prompt_k + completion_k exactly  ->  same sample, the new prompt tokens masked
+    break:     it does not (history rewritten, sub-agent, re-tokenised)  ->  a new branch, one sample each
+
+Nothing is tokenised here. Each record's completion is appended to exactly one branch with mask 1; wherever its tokens
+recur they stand in a prompt, with mask 0. So every sampled token is trained exactly once, however many branches share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from composer_prime.errors import RolloutError
+from composer_prime.wire.types import (
+    Sample,
+    TurnSpan,
+    VersionSpan,
+    flags,
+    pack_flags,
+    pack_floats,
+    pack_ints,
+)
+from orchestrator.groups import GroupPlan
+from orchestrator.workers.protocol import RolloutReply
+
+
+class Generation(Protocol):
+    """What is read of a gateway record (orchestrator/gateway/records.py, GenerationRecord)."""
+
+    @property
+    def session(self) -> str: ...
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """int32 [T_prompt]."""
+        ...
+
+    @property
+    def completion_ids(self) -> np.ndarray:
+        """int32 [T_new]."""
+        ...
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32 [T_new]."""
+        ...
+
+    @property
+    def version_spans(self) -> Sequence[VersionSpan]:
+        """Cover [0, T_new)."""
+        ...
+
+
+@dataclass(slots=True)
+class Branch:
+    """A token sequence that grows turn by turn."""
+
+    tokens: np.ndarray
+    """int32 [T]."""
+    mask: list[np.ndarray] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    turns: list[TurnSpan] = field(default_factory=list)
+
+    @classmethod
+    def starting_with(cls, prompt_ids: np.ndarray) -> Branch:
+        branch = cls(tokens=np.empty(0, np.int32))
+        branch._unsampled(prompt_ids)
+        return branch
+
+    def is_prefix_of(self, prompt_ids: np.ndarray) -> bool:
+        length = len(self.tokens)
+        return length <= len(prompt_ids) and np.array_equal(self.tokens, prompt_ids[:length])
+
+    def extend(self, record: Generation, turn: int) -> None:
+        """Append what the record's prompt adds to this branch (mask 0) and its completion (mask 1)."""
+        self._unsampled(record.prompt_ids[len(self.tokens) :])
+        start, count = len(self.tokens), len(record.completion_ids)
+        self.tokens = np.concatenate([self.tokens, record.completion_ids])
+        self.mask.append(np.ones(count, np.uint8))
+        self.logprobs.append(np.asarray(record.logprobs, np.float32))
+        for span in record.version_spans:
+            self._add_span(VersionSpan(start + span.start, start + span.end, span.version))
+        if count:
+            self.turns.append(TurnSpan(start, start + count, turn))
+
+    def _unsampled(self, token_ids: np.ndarray) -> None:
+        self.tokens = np.concatenate([self.tokens, np.asarray(token_ids, np.int32)])
+        self.mask.append(np.zeros(len(token_ids), np.uint8))
+        self.logprobs.append(np.zeros(len(token_ids), np.float32))
+
+    def _add_span(self, span: VersionSpan) -> None:
+        last = self.spans[-1] if self.spans else None
+        if last is not None and last.end == span.start and last.version == span.version:
+            self.spans[-1] = VersionSpan(last.start, span.end, span.version)
+        elif span.end > span.start:
+            self.spans.append(span)
+
+
+def merge(records: Iterable[Generation], first_turn: int = 0) -> list[Branch]:
+    """Branches of one conversation, in the order in which they began.
+
+    A record goes to the longest branch that its prompt extends exactly; the turn number is its place in the order.
+    Raises RolloutError for a record whose logprobs or version spans do not match its tokens.
+    """
+    branches: list[Branch] = []
+    for turn, record in enumerate(records, start=first_turn):
+        check(record)
+        fitting = [branch for branch in branches if branch.is_prefix_of(record.prompt_ids)]
+        if fitting:
+            branch = max(fitting, key=lambda branch: len(branch.tokens))
+        else:
+            branch = Branch.starting_with(record.prompt_ids)
+            branches.append(branch)
+        branch.extend(record, turn)
+    return branches
+
+
+def check(record: Generation) -> None:
+    """Raises RolloutError when the record contradicts itself: such tokens must not reach the loss."""
+    count = len(record.completion_ids)
+    where = f"session {record.session!r}, a turn of {count} sampled tokens"
+    if len(record.logprobs) != count:
+        raise RolloutError(f"{where} came with {len(record.logprobs)} log-probabilities")
+    if not np.isfinite(record.logprobs).all():
+        raise RolloutError(f"{where} holds a log-probability that is not finite")
+    end = 0
+    for span in record.version_spans:
+        if span.start != end or span.end < span.start:
+            break
+        end = span.end
+    if end != count or (record.version_spans and record.version_spans[-1].end != count):
+        raise RolloutError(f"{where} has version spans {list(record.version_spans)}, which do not cover it")
+
+
+def compile_rollout(
+    plan: GroupPlan, reply: RolloutReply, records: Sequence[Generation], temperature: float
+) -> list[Sample]:
+    """The samples of one rollout, advantages still zero. Branches without a sampled token give none.
+
+    Sessions that the environment marks as not trainable (a user simulator, a judge) are left out. A rollout that a
+    limit cut short keeps what it sampled.
+
+    Raises RolloutError when the records contradict themselves or the worker's account of its turns.
+    """
+    trainable = {session.session_id for session in reply.sessions if session.trainable}
+    by_session: dict[str, list[Generation]] = {}
+    for record in records:
+        by_session.setdefault(record.session, []).append(record)
+    check_turns(reply, by_session)
+    branches, turns = [], 0
+    for session, kept in by_session.items():
+        if session in trainable or not reply.sessions:
+            branches += merge(kept, first_turn=turns)
+        turns += len(kept)
+    sampled = [branch for branch in branches if branch.turns]
+    return [
+        _sample(branch, f"{reply.rollout_id}/{number}", plan, reply, temperature)
+        for number, branch in enumerate(sampled)
+    ]
+
+
+def check_turns(reply: RolloutReply, by_session: dict[str, list[Generation]]) -> None:
+    """Cross-check the worker's account: each assistant turn must be a recorded generation of the same length.
+
+    Raises RolloutError.
+    """
+    for turn in reply.turns:
+        if turn.role != "assistant" or turn.call is None or turn.session >= len(reply.sessions):
+            continue
+        session = reply.sessions[turn.session].session_id
+        records = by_session.get(session, [])
+        if turn.call >= len(records):
+            raise RolloutError(
+                f"the worker shows a turn from generation {turn.call} of session {session!r}, the gateway recorded "
+                f"{len(records)}: the rollout's tokens are incomplete"
+            )
+        count = len(records[turn.call].completion_ids)
+        if turn.num_tokens is not None and turn.num_tokens != count:
+            raise RolloutError(
+                f"turn {turn.call} of session {session!r} has {turn.num_tokens} tokens at the worker, "
+                f"{count} at the gateway"
+            )
+
+
+def _sample(branch: Branch, sample_id: str, plan: GroupPlan, reply: RolloutReply, temperature: float) -> Sample:
+    end = branch.turns[-1].end
+    return Sample(
+        sample_id=sample_id,
+        group_id=plan.group_id,
+        source=plan.source,
+        task_id=reply.task_id,
+        input_ids=pack_ints(branch.tokens[:end]),
+        loss_mask=pack_flags(np.concatenate(branch.mask)[:end]),
+        logprobs=pack_floats(np.concatenate(branch.logprobs)[:end]),
+        advantages=pack_floats(np.zeros(end)),
+        reward=0.0 if reply.reward is None else reply.reward,
+        temperature=temperature,
+        version_spans=branch.spans,
+        turns=branch.turns,
+    )
+
+
+def with_advantage(sample: Sample, advantage: float) -> Sample:
+    """`sample` with `advantage` on each trained token."""
+    return msgspec.structs.replace(sample, advantages=pack_floats(flags(sample.loss_mask) * np.float32(advantage)))

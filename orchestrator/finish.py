@@ -1,0 +1,81 @@
+"""The end of a group: its rollouts' summaries, advantages, and whether it carries any signal. Pure; runs in a thread."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from composer_prime.advantage import group_advantages, has_signal
+from composer_prime.config.orchestrator import OrchestratorConfig
+from composer_prime.wire.types import Sample
+from orchestrator.compile import with_advantage
+from orchestrator.groups import FinishedGroup, FinishedRollout, GroupPlan, Outcome
+from orchestrator.rollout import Played
+from orchestrator.workers.protocol import RolloutFailure
+
+
+def score_failure(played: Played) -> RolloutFailure | None:
+    """Why a rollout that ended has no usable reward; None when it has one. NaN from a verifier is a failed verifier."""
+    reply = played.reply
+    if reply.error is not None:
+        return reply.error
+    if reply.reward is None or not math.isfinite(reply.reward):
+        message = f"the environment gave the reward {reply.reward}; a finite number is needed"
+        return RolloutFailure(kind="no_reward", message=message, retryable=True)
+    return None
+
+
+def finished_rollout(
+    played: Played,
+    *,
+    sibling: int,
+    seed: int,
+    samples: list[Sample],
+    failure: RolloutFailure | None,
+    earlier: list[RolloutFailure],
+) -> FinishedRollout:
+    """The rollout as data; `failure` (the reply's, or that of compiling its tokens) leaves it without a reward."""
+    reply, versions = played.reply, played.versions
+    sampled = sum(sample.num_trained for sample in samples)
+    return FinishedRollout(
+        rollout_id=reply.rollout_id,
+        sibling=sibling,
+        task_id=reply.task_id,
+        seed=seed,
+        reward=None if failure is not None else reply.reward,
+        parts=reply.parts,
+        metrics=reply.metrics,
+        turns=reply.turns,
+        sessions=reply.sessions,
+        stop_reason=reply.stop_reason,
+        truncated=reply.truncated,
+        failure=failure,
+        failed_attempts=list(earlier),
+        version_min=versions[0] if versions else None,
+        version_max=versions[1] if versions else None,
+        prompt_tokens=sum(sample.num_tokens for sample in samples) - sampled,
+        sampled_tokens=sampled,
+        cpu_s=reply.cpu_s,
+        wall_s=reply.wall_s,
+    )
+
+
+def finish_group(
+    plan: GroupPlan, ended: list[tuple[FinishedRollout, list[Sample]]], config: OrchestratorConfig, objective: str
+) -> FinishedGroup:
+    """READY with its samples, FILTERED (no advantage anywhere, or no token sampled) or FAILED (too few finished)."""
+    scored = [(rollout, samples) for rollout, samples in ended if rollout.reward is not None]
+    failed = [rollout for rollout, _ in ended if rollout.reward is None]
+    if len(scored) < config.min_group:
+        return FinishedGroup(plan=plan, outcome=Outcome.FAILED, rollouts=[rollout for rollout, _ in ended])
+    advantages_G = group_advantages([rollout.reward for rollout, _ in scored], objective)
+    rollouts, samples = [], []
+    for (rollout, own), advantage in zip(scored, advantages_G, strict=True):
+        rollouts.append(msgspec.structs.replace(rollout, advantage=advantage))
+        samples += [with_advantage(sample, advantage) for sample in own]
+    rollouts = sorted(rollouts + failed, key=lambda rollout: rollout.sibling)
+    silent = config.filter_zero_advantage and not has_signal(advantages_G)
+    if silent or not samples:
+        return FinishedGroup(plan=plan, outcome=Outcome.FILTERED, rollouts=rollouts)
+    return FinishedGroup(plan=plan, outcome=Outcome.READY, rollouts=rollouts, samples=samples)

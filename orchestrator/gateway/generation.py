@@ -1,0 +1,94 @@
+"""One generation, whichever route it came by: checked, seeded, routed, recorded."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from composer_prime.errors import RequestError
+from composer_prime.wire.types import pack_ints
+from orchestrator.gateway.answers import Answer
+from orchestrator.gateway.bodies import SamplingFields, sampling
+from orchestrator.gateway.records import GenerationRecord, Records
+from orchestrator.gateway.routing import Router
+
+POLICY = "policy"
+"""The name under which requests ask for the policy that is trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What the model folder and the configuration allow."""
+
+    names: tuple[str, ...]
+    """Accepted values of `model`."""
+    vocab_size: int
+    max_context: int
+    """Prompt and reply together, in tokens."""
+
+
+class Generator:
+    """Turns token ids and parameters into a checked answer, and keeps the record."""
+
+    def __init__(self, router: Router, records: Records, limits: ModelLimits) -> None:
+        self.limits = limits
+        self._router, self._records = router, records
+        self._order = itertools.count()
+
+    def check_model(self, name: str) -> None:
+        """Raises RequestError (404) for a model that is not served here."""
+        if name not in self.limits.names:
+            raise RequestError(
+                f"model {name!r} is not served here: ask for {' or '.join(map(repr, self.limits.names))}",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+
+    async def generate(
+        self, session: str | None, token_ids: list[int], fields: SamplingFields, *, max_tokens: int | None = None
+    ) -> tuple[str, Answer]:
+        """The request's id and its answer. Recorded when `session` belongs to an open rollout.
+
+        Raises RequestError, EngineError or DeadlineError.
+        """
+        order = next(self._order)
+        request_id = f"g{order}"
+        highest = max(token_ids, default=-1)
+        if not 0 <= highest < self.limits.vocab_size:
+            what = f"token id {highest} is outside the vocabulary" if token_ids else "the prompt is empty"
+            raise RequestError(f"{what}: send at least one id in 0..{self.limits.vocab_size - 1}", param="token_ids")
+        how = sampling(fields, num_prompt=len(token_ids), max_context=self.limits.max_context, max_tokens=max_tokens)
+        if how.seed is not None and session is not None:
+            how = msgspec.structs.replace(how, seed=turn_seed(how.seed, self._records.answered(session)))
+        prompt = pack_ints(token_ids)
+        answer = await self._router.generate(request_id, session or request_id, prompt, how)
+        if session is not None:
+            self._record(session, prompt, answer, how, order)
+        return request_id, answer
+
+    def _record(self, session: str, prompt: bytes, answer: Answer, how, order: int) -> None:
+        record = GenerationRecord(
+            session=session,
+            prompt_ids=np.frombuffer(prompt, np.int32),
+            completion_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            version_spans=answer.version_spans,
+            finish_reason=answer.finish_reason,
+            sampling=how,
+            node_id=answer.node_id,
+            time=time.time(),
+        )
+        self._records.append(record, order)
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of a session's turn (from 0): a rollout's seed is the same in all its turns, the noise must not be."""
+    if turn == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest(), "little") >> 11

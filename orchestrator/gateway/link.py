@@ -1,0 +1,180 @@
+"""The encrypted link to inference nodes: one bound ROUTER, and what each message sets off.
+
+    receive task --bytes--> decode --> attach | heartbeat | answer --> router
+                                  \-> weight chunks, read in threads, a few at a time
+    send(): never waits; False means that the connection is gone
+
+Nodes hold the run's CURVE key, so a stranger never gets a byte in here. What a node sends is still not trusted: bytes
+that are no message are counted, logged and dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+
+import msgspec
+import zmq
+
+from composer_prime.keys import RunKeys
+from composer_prime.wire.node import (
+    ChunkRequest,
+    FromNode,
+    Generated,
+    GenerateFailed,
+    Goodbye,
+    Heard,
+    Hello,
+    HelloAgain,
+    Rejected,
+    Status,
+    ToNode,
+    Welcome,
+)
+from composer_prime.wire.sockets import SecureServer, bind_router
+from orchestrator.gateway.chunks import ChunkServer
+from orchestrator.gateway.nodes import Node
+from orchestrator.gateway.routing import Router
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = 1
+_BURST = 64
+"""Messages handled before the event loop gets to run something else."""
+_HEARD = msgspec.msgpack.encode(Heard())
+
+
+class NodeLink:
+    """Owns the socket; turns bytes into calls on the router and back."""
+
+    def __init__(self, keys: RunKeys, run_id: str, chunks: ChunkServer, *, heartbeat_s: float) -> None:
+        self.garbage = 0
+        """Messages dropped because they were none."""
+        self.newest_manifest = b""
+        """Signed; goes to every node that attaches."""
+        self.endpoint = ""
+        self._keys, self._run_id, self._chunks, self._heartbeat_s = keys, run_id, chunks, heartbeat_s
+        self._decoder = msgspec.msgpack.Decoder(FromNode)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._verify_key = keys.verifier().public_bytes_raw()
+        self._server: SecureServer | None = None
+        self._router: Router | None = None
+
+    def bind(self, address: str) -> None:
+        """Raises PortInUseError when another process holds `address`."""
+        server_pair, node_pair = self._keys.curve("server"), self._keys.curve("node")
+        self._server = bind_router(address, server_pair, [node_pair.public])
+        self.endpoint = self._server.endpoint
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    # -- sending -------------------------------------------------------------------------------------------------
+
+    def send(self, identity: bytes, message: ToNode) -> bool:
+        """Queue `message` for a connection. False when the connection is gone."""
+        return self._send_bytes(identity, self._encoder.encode(message))
+
+    def _send_bytes(self, identity: bytes, raw: bytes) -> bool:
+        if self._server is None:
+            return False
+        # A ROUTER without a high-water mark never blocks, so the returned future is done already.
+        sent: asyncio.Future[None] = self._server.socket.send_multipart([identity, raw], flags=zmq.NOBLOCK)
+        error = sent.exception()
+        if error is None:
+            return True
+        if isinstance(error, zmq.ZMQError) and error.errno in (errno.EHOSTUNREACH, zmq.EAGAIN):
+            return False
+        raise error
+
+    # -- receiving -----------------------------------------------------------------------------------------------
+
+    async def receive(self, router: Router) -> None:
+        """Handle messages until cancelled."""
+        self._router = router
+        assert self._server is not None, "bind() comes first"
+        while True:
+            for _ in range(_BURST):
+                identity, *frames = await self._server.socket.recv_multipart()
+                self._handle(identity, frames)
+            await asyncio.sleep(0)
+
+    def _handle(self, identity: bytes, frames: list[bytes]) -> None:
+        assert self._router is not None
+        node = self._router.nodes.at(identity)
+        try:
+            if len(frames) != 1:
+                raise msgspec.DecodeError(f"{len(frames)} frames, expected 1")
+            message = self._decoder.decode(frames[0])
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            self._drop_garbage(node, frames, error)
+            return
+        if isinstance(message, Hello):
+            self._hello(identity, message)
+        elif isinstance(message, ChunkRequest):
+            self._chunks.serve(identity, message, self.send)
+        elif node is None:
+            self.send(identity, HelloAgain())
+        else:
+            self._from_attached(node, message)
+
+    def _from_attached(self, node: Node, message: Generated | GenerateFailed | Status | Goodbye) -> None:
+        router = self._router
+        assert router is not None
+        match message:
+            case Generated():
+                router.on_generated(node, message)
+            case GenerateFailed():
+                router.on_failed(node, message)
+            case Status():
+                router.nodes.heard(node, message)
+                self._send_bytes(node.identity, _HEARD)
+                router.place()
+            case Goodbye():
+                router.nodes.leave(node, f"said goodbye: {message.reason[:200]}")
+
+    def _drop_garbage(self, node: Node | None, frames: list[bytes], error: Exception) -> None:
+        self.garbage += 1
+        if node is not None:
+            node.garbage += 1
+        if self.garbage <= 10 or self.garbage % 1000 == 0:
+            size = sum(map(len, frames))
+            who = f"node {node.node_id}" if node else "a connection"
+            logger.warning("dropped %d bytes from %s that are no message (%s); %d so far", size, who, error,
+                           self.garbage)  # fmt: skip
+
+    def _hello(self, identity: bytes, hello: Hello) -> None:
+        assert self._router is not None
+        reason = self._refusal(hello)
+        if reason is not None:
+            logger.warning("turned a node away: %s", reason)
+            self.send(identity, Rejected(reason=reason))
+            return
+        _, replaced = self._router.nodes.attach(identity, hello)
+        if replaced is not None:
+            self.send(replaced, Rejected(reason=f"another process attached as {hello.node_id!r}: give nodes own names"))
+        welcome = Welcome(
+            run_id=self._run_id,
+            manifest=self.newest_manifest,
+            verify_key=self._verify_key,
+            heartbeat_s=self._heartbeat_s,
+        )
+        self.send(identity, welcome)
+        self._router.place()
+
+    def _refusal(self, hello: Hello) -> str | None:
+        if hello.protocol != PROTOCOL:
+            return f"the node speaks protocol {hello.protocol}, this run {PROTOCOL}: install the same release on both"
+        if hello.run_id not in (None, self._run_id):
+            return f"the node served run {hello.run_id!r}, this is run {self._run_id!r}: restart the node"
+        if not 1 <= len(hello.node_id) <= 200 or not hello.node_id.isprintable():
+            return f"node id {hello.node_id[:200]!r} is not 1 to 200 printable characters: choose another --node-name"
+        if hello.max_concurrent < 1 or hello.version < 0:
+            return (
+                f"max_concurrent is {hello.max_concurrent} and version {hello.version}: "
+                "a node needs at least one place and a version from 0"
+            )
+        return None

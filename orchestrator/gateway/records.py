@@ -1,0 +1,140 @@
+"""What each rollout sampled: the source of truth for training tokens.
+
+The gateway writes a record for every answered generate request of a rollout that the orchestrator opened, and nobody
+else's: a rollout unknown here leaves nothing behind, so memory is bounded by the rollouts in flight. A conversation's
+prompts repeat one another, so turns that continue one another share one array of tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from composer_prime.wire.node import Sampling
+from composer_prime.wire.types import VersionSpan
+
+_AGENT = re.compile(r"#\d+$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRecord:
+    """One answered request: an assistant turn."""
+
+    session: str
+    """The X-Session-ID it came with: the rollout's id, or `<rollout id>#N` for the rollout's further agents."""
+    prompt_ids: np.ndarray
+    """int32 [T_prompt]."""
+    completion_ids: np.ndarray
+    """int32 [T_new], the stop token included when one ended the turn."""
+    logprobs: np.ndarray
+    """float32 [T_new], under the sampling distribution."""
+    version_spans: tuple[VersionSpan, ...]
+    """Positions in the completion: cover [0, T_new) without gap or overlap."""
+    finish_reason: str
+    """stop | length."""
+    sampling: Sampling
+    node_id: str
+    time: float
+    """When the answer came, Unix seconds."""
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Turns of which each continues the one before: one sequence holds the tokens of all."""
+
+    tokens: np.ndarray
+    """int32 [T], prompt and completion of the newest turn."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    order: int
+    chain: _Chain
+    num_prompt: int
+    num_new: int
+    rest: GenerationRecord
+    """The record without its ids, which are the chain's first `num_prompt` and the `num_new` after them."""
+
+    def record(self) -> GenerationRecord:
+        """The record with its ids as views of the chain."""
+        end = self.num_prompt + self.num_new
+        tokens = self.chain.tokens
+        return replace(self.rest, prompt_ids=tokens[: self.num_prompt], completion_ids=tokens[self.num_prompt : end])
+
+
+@dataclass(slots=True)
+class _Session:
+    """One agent's conversation so far."""
+
+    turns: list[_Turn] = field(default_factory=list)
+    newest: _Chain | None = None
+
+
+_EMPTY = np.empty(0, np.int32)
+
+
+class Records:
+    """Sessions of open rollouts, by rollout id."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, dict[str, _Session]] = {}
+        self.num_bytes = 0
+        """Bytes of token ids and logprobs held."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, rollout_id: str) -> None:
+        """From now on record this rollout's generations. Raises ValueError when it is open already."""
+        if rollout_id in self._open:
+            raise ValueError(f"rollout {rollout_id!r} is open already: every try of a rollout needs an id of its own")
+        self._open[rollout_id] = {}
+
+    def take(self, rollout_id: str) -> list[GenerationRecord]:
+        """The rollout's records in the order its requests began, removed from here; it is no longer open.
+
+        Records of several agents come together: `session` tells them apart. A rollout that is not open has none.
+        """
+        sessions = self._open.pop(rollout_id, {}).values()
+        turns = sorted((turn for session in sessions for turn in session.turns), key=lambda turn: turn.order)
+        chains = {id(turn.chain): turn.chain for turn in turns}
+        self.num_bytes -= sum(chain.tokens.nbytes for chain in chains.values())
+        self.num_bytes -= sum(turn.rest.logprobs.nbytes for turn in turns)
+        return [turn.record() for turn in turns]
+
+    def rollout_of(self, session: str) -> str | None:
+        """The open rollout that `session` belongs to, or None."""
+        if session in self._open:
+            return session
+        rollout_id = _AGENT.sub("", session)
+        return rollout_id if rollout_id in self._open else None
+
+    def answered(self, session: str) -> int:
+        """Generations recorded for this session so far."""
+        rollout_id = self.rollout_of(session)
+        kept = None if rollout_id is None else self._open[rollout_id].get(session)
+        return 0 if kept is None else len(kept.turns)
+
+    def append(self, record: GenerationRecord, order: int) -> bool:
+        """Keep `record` if its rollout is open (True). `order` is its place by the time its request began."""
+        rollout_id = self.rollout_of(record.session)
+        if rollout_id is None:
+            return False
+        session = self._open[rollout_id].setdefault(record.session, _Session())
+        tokens = np.concatenate([record.prompt_ids, record.completion_ids])
+        chain = session.newest
+        if chain is not None and _continues(chain.tokens, record.prompt_ids):
+            self.num_bytes -= chain.tokens.nbytes
+            chain.tokens = tokens
+        else:
+            chain = session.newest = _Chain(tokens)
+        rest = replace(record, prompt_ids=_EMPTY, completion_ids=_EMPTY)
+        session.turns.append(_Turn(order, chain, len(record.prompt_ids), len(record.completion_ids), rest))
+        self.num_bytes += tokens.nbytes + record.logprobs.nbytes
+        return True
+
+
+def _continues(tokens: np.ndarray, prompt_ids: np.ndarray) -> bool:
+    return len(prompt_ids) >= len(tokens) and np.array_equal(prompt_ids[: len(tokens)], tokens)

@@ -1,0 +1,117 @@
+"""The nouns of the pipeline: a plan of a group, its finished rollouts, the group as it leaves dispatch.
+
+Structs rather than dataclasses: the journal writes them to disk. Everything derives from (run seed, group number), so a
+group that a crash cut short is dispatched again with the same task and the same seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from enum import Enum
+
+import msgspec
+
+from composer_prime.wire.types import Sample
+from orchestrator.workers.protocol import RolloutFailure, SessionRecord, TurnRecord
+
+_ODD = 0x9E3779B1
+_SEED_MASK = (1 << 31) - 1
+
+
+def derive_seed(*parts: object) -> int:
+    """A 31-bit seed from the parts' text: the same on every machine and in every process."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & _SEED_MASK
+
+
+class Outcome(str, Enum):
+    """What became of a group."""
+
+    READY = "ready"
+    """Waits in the buffer for a batch, or is in one."""
+    FILTERED = "filtered"
+    """All rewards equal: no advantage, nothing to learn."""
+    FAILED = "failed"
+    """Fewer than min_group rollouts finished."""
+    STALE = "stale"
+    """Older than any future batch accepts."""
+
+
+class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Group number `group`: which task its G siblings play, and with which seeds."""
+
+    group: int
+    """From 0, in order of dispatch; unique within the run, kept over resumes."""
+    source: str
+    task_index: int
+    seed: int
+    size: int
+    """G."""
+
+    @property
+    def group_id(self) -> str:
+        return f"g{self.group:06d}"
+
+    def rollout_id(self, sibling: int, attempt: int) -> str:
+        """Unique for each attempt: what an abandoned attempt still generates can't get into the next one's record."""
+        return f"{self.group_id}-{sibling}" + (f"r{attempt}" if attempt else "")
+
+    def rollout_seed(self, sibling: int, attempt: int) -> int:
+        """31 bits; different for all siblings and attempts of the group (an odd multiplier permutes the residues)."""
+        return (self.seed + (attempt * self.size + sibling) * _ODD) & _SEED_MASK
+
+
+class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout's last attempt, with or without a reward; what the rollout log shows."""
+
+    rollout_id: str
+    sibling: int
+    task_id: str
+    seed: int
+    reward: float | None
+    """None exactly when `failure` is set: a failed environment is data, never a zero reward."""
+    advantage: float | None = None
+    parts: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    turns: list[TurnRecord] = []
+    sessions: list[SessionRecord] = []
+    stop_reason: str | None = None
+    truncated: bool = False
+    """Cut short by the context or a token limit; its samples are kept."""
+    failure: RolloutFailure | None = None
+    failed_attempts: list[RolloutFailure] = []
+    """Earlier tries of this sibling."""
+    version_min: int | None = None
+    version_max: int | None = None
+    prompt_tokens: int = 0
+    """Tokens of the samples that the policy did not sample."""
+    sampled_tokens: int = 0
+    cpu_s: float | None = None
+    wall_s: float | None = None
+
+
+class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A group whose rollouts have all ended."""
+
+    plan: GroupPlan
+    outcome: Outcome
+    rollouts: list[FinishedRollout]
+    samples: list[Sample] = []
+    """Empty unless the outcome is READY."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the rollouts that finished; between 0 and G of them."""
+        return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
+
+    @property
+    def version_min(self) -> int:
+        """Oldest policy version that sampled a token of the group (READY groups only)."""
+        return min(sample.version_min for sample in self.samples)
+
+    @property
+    def version_max(self) -> int:
+        return max(sample.version_max for sample in self.samples)
+
+    def without_samples(self, outcome: Outcome) -> FinishedGroup:
+        return msgspec.structs.replace(self, outcome=outcome, samples=[])

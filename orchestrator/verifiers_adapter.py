@@ -1,0 +1,213 @@
+"""verifiers environments behind two nouns of ours: `Environment` (load, tasks) and `run` (one rollout → RolloutReply).
+
+    worker -> Environment.run --run_slot--> harness -> interception -> GatewayClient --HTTP--> gateway
+                    ^                                                                           |
+                    +---------------- trace -> reply (verifiers_reply) <------------------------+
+
+Only this module, verifiers_reply, verifiers_compat and the plugins under environments/ import verifiers. What a rollout
+sampled is in the gateway's record of its session: the trace's id is set to the rollout id, and verifiers sends the
+trace's id as X-Session-ID.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pydantic
+import verifiers.v1 as vf
+from renderers import RendererConfig
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.env import Env
+from verifiers.v1.interception import InterceptionServer
+from verifiers.v1.utils import loaders
+
+from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError
+from orchestrator import verifiers_compat
+from orchestrator.verifiers_reply import failed, task_id_of, to_reply
+from orchestrator.workers.protocol import RolloutReply, RunRollout, SourceSpec, TaskInfo
+
+logger = logging.getLogger(__name__)
+
+
+class Environment:
+    """One task set of a source and the agent that plays it."""
+
+    def __init__(self, spec: SourceSpec, taskset: str, renderer: RendererConfig) -> None:
+        """Loads the plugins and the tasks.
+
+        Raises EnvironmentNotInstalledError, EmptyTaskSetError or ConfigError.
+        """
+        self.spec, self.name = spec, taskset
+        self._renderer = renderer
+        self._env = load_env(spec, spec.tasksets[taskset])
+        self._tasks = _Tasks(self._env, spec, taskset)
+        self._clients: dict[str, vf.TrainClientConfig] = {}
+
+    @property
+    def num_tasks(self) -> int | None:
+        """None for a task set that never ends."""
+        return self._tasks.count
+
+    def describe(self, first: int, count: int) -> list[TaskInfo]:
+        """Raises IndexError past the end."""
+        tasks = [(index, self._tasks[index]) for index in range(first, first + count)]
+        return [TaskInfo(task_index=i, task_id=task_id_of(t, i), prompt=t.data.prompt_text) for i, t in tasks]
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Holds the interception server and what the environment itself started."""
+        async with self._env.serving():
+            yield
+            self._clients.clear()
+
+    async def run(self, request: RunRollout) -> RolloutReply:
+        """One rollout, to its reply. A failure of the environment, the model or the deadline is a reply with `error`.
+
+        Cancelling the task aborts the episode, closes its connection to the gateway and raises CancelledError.
+        """
+        try:
+            task = self._tasks[request.task_index]
+        except IndexError:
+            message = f"task {request.task_index} of {self.spec.name}/{self.name}, which has {self.num_tasks} tasks"
+            return failed(request.rollout_id, "", "request", message, retryable=False)
+        sessions: list[vf.Trace] = []
+        slot = self._env.slots(task)[0]
+        try:
+            async with asyncio.timeout(request.timeout_s) as deadline:
+                episode = await self._env.run_slot(slot, self._context(request), on_trace=_naming(request, sessions))
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            message = f"no end after timeout_s = {request.timeout_s:g} s"
+            return failed(request.rollout_id, task_id_of(task, request.task_index), "timeout", message, traces=sessions)
+        return to_reply(request, task, episode, sessions)
+
+    def _context(self, request: RunRollout) -> vf.ModelContext:
+        sampling: dict[str, Any] = {"temperature": request.temperature}
+        optional = {
+            "max_tokens": request.max_tokens,
+            "seed": request.seed,
+            "stop": request.stop or None,
+            "top_p": request.top_p if request.top_p < 1 else None,
+            "top_k": request.top_k if request.top_k > 0 else None,
+        }
+        sampling |= {key: value for key, value in optional.items() if value is not None}
+        client = self._client(request.gateway_url)
+        return vf.ModelContext(model=request.model, client=client, sampling=vf.SamplingConfig(**sampling))
+
+    def _client(self, gateway_url: str) -> vf.TrainClientConfig:
+        config = self._clients.get(gateway_url)
+        if config is None:
+            config = self._clients[gateway_url] = vf.TrainClientConfig(
+                base_url=gateway_url,
+                api_key_var=self.spec.token_variable,
+                renderer=self._renderer,
+                renderer_model_name=self.spec.model_path,
+            )
+            server = self._env._interception
+            assert isinstance(server, InterceptionServer)
+            client = verifiers_compat.GatewayClient(config)
+            server.clients[config.model_dump_json()] = client
+            server.stack.push_async_callback(client.close)
+        return config
+
+
+class _Tasks:
+    """The tasks of one set, by index; those of an endless set are made when first asked for."""
+
+    def __init__(self, env: Env, spec: SourceSpec, taskset: str) -> None:
+        view = env.taskset.select(vf.SelectConfig(**spec.select)) if spec.select else env.taskset
+        self._rest: Iterator[vf.Task] = iter(view)
+        self._known: list[vf.Task] = []
+        self.count: int | None = None
+        if view.bounded:
+            self._known = list(self._rest)
+            self.count = len(self._known)
+        if self.count == 0:
+            raise EmptyTaskSetError(
+                f"source {spec.name!r}: its task set {taskset!r} ({spec.tasksets[taskset]}) has no task"
+                + (f" that select = {spec.select} keeps" if spec.select else "")
+                + ": check its settings"
+            )
+
+    def __getitem__(self, index: int) -> vf.Task:
+        if index < 0:
+            raise IndexError(index)
+        if self.count is None:
+            self._known.extend(itertools.islice(self._rest, max(0, index + 1 - len(self._known))))
+        return self._known[index]
+
+
+def load_env(spec: SourceSpec, taskset: dict[str, Any]) -> Env:
+    """The verifiers Env of one task set of a source, with its agents on this machine and no retries of its own.
+
+    Raises EnvironmentNotInstalledError or ConfigError.
+    """
+    verifiers_compat.import_dotted_plugins()
+    verifiers_compat.share_harnesses()
+    verifiers_compat.remember_default_factories()
+    _check_plugin(spec.name, "taskset", taskset.get("id"), loaders.taskset_class)
+    _check_plugin(spec.name, "harness", spec.harness.get("id"), loaders.harness_class)
+    try:
+        return loaders.load_environment(loaders.resolve_env_config(_env_config(spec, taskset)))
+    except (pydantic.ValidationError, ValueError, TypeError) as error:
+        raise ConfigError(f"source {spec.name!r}: {error}") from error
+
+
+def _env_config(spec: SourceSpec, taskset: dict[str, Any]) -> dict[str, Any]:
+    limits = {
+        name: value
+        for name in ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens")
+        if (value := getattr(spec, name)) is not None
+    }
+    seat = {"harness": dict(spec.harness), "runtime": {"type": "subprocess"}, **limits}
+    env_class = loaders.env_config_type(taskset["id"], spec.env.get("id", ""))
+    names = agent_config_fields(env_class()) or {"agent": None}
+    seats = {name: {**seat, **spec.env.get(name, {})} for name in names}
+    # One server, so one client and one connection pool, for all rollouts of this process.
+    return {**spec.env, **seats, "taskset": dict(taskset), "interception": {"type": "server"}}
+
+
+def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
+    if not isinstance(plugin_id, str) or not plugin_id:
+        raise ConfigError(f"source {source!r}: its {kind} has no `id`: name an importable module that exports one")
+    try:
+        load(plugin_id)
+    except ModuleNotFoundError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
+        missing = cause.name or plugin_id
+        what = f"module {missing!r} is missing" if missing != plugin_id else "there is no such module"
+        raise EnvironmentNotInstalledError(
+            f"source {source!r}: {kind} {plugin_id!r} cannot be imported: {what}. Install the package that provides it "
+            f"into this environment (`uv pip install …`), or correct {kind}.id"
+        ) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"source {source!r}: {kind} {plugin_id!r}: {error}") from error
+    except Exception as error:
+        raise EnvironmentNotInstalledError(
+            f"source {source!r}: importing {kind} {plugin_id!r} failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _naming(request: RunRollout, sessions: list[vf.Trace]) -> Any:
+    """Gives the rollout's traces the ids that the gateway will see: the rollout id, then `<rollout id>#1` …"""
+
+    def on_trace(trace: vf.Trace) -> None:
+        trace.id = f"{request.rollout_id}#{len(sessions)}" if sessions else request.rollout_id
+        sessions.append(trace)
+
+    return on_trace
+
+
+@asynccontextmanager
+async def serving(environments: list[Environment]) -> AsyncIterator[None]:
+    """Serves several environments of one process."""
+    async with AsyncExitStack() as stack:
+        for environment in environments:
+            await stack.enter_async_context(environment.serving())
+        yield

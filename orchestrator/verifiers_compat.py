@@ -1,0 +1,141 @@
+"""Where verifiers 0.4 and renderers 0.1 are met with our own parts, each for a measured reason.
+
+1. `GatewayClient` is verifiers' TrainClient over one aiohttp session. Its stock OpenAI client sits on httpx, whose pool
+   walks every open connection at every request: with 256 rollouts in flight that walk is the largest cost of a turn.
+2. `share_harnesses`: verifiers builds a harness for every rollout, and so everything that a harness caches. Harnesses
+   are stateless values there (Env itself shares them), so one object a configuration is enough.
+3. `install_renderer` puts our renderer where TrainClient looks for one: the stock path goes through AutoTokenizer,
+   which imports torch (0.6 GiB and 7 s in every worker).
+4. `import_dotted_plugins`: the stock loader looks for a plugin in its own namespace first and fails there when the id
+   has a dot, so `orchestrator.environments.toolsmith` would not load.
+5. `remember_default_factories`: verifiers builds its messages with pydantic's model_construct, which parses the source
+   text of built-in default factories every time; that was a fifth of a turn's CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from types import ModuleType
+from typing import Any
+
+import aiohttp
+import msgspec
+from renderers import RendererConfig
+from renderers.client import MalformedGenerateResponseError
+from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot, TrainClient
+from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
+from verifiers.v1.errors import ProviderError
+from verifiers.v1.types import Response
+from verifiers.v1.utils import loaders
+
+_IDLE_S = 15.0
+"""Idle connections are closed by us before the gateway does it, so no request meets a closing one."""
+_CONNECT_S = 30.0
+
+
+class _Body:
+    """What `renderers.client.generate` reads of an HTTP response."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+
+class GatewayHttp:
+    """The part of an OpenAI client that `renderers.client.generate` calls, over one aiohttp session.
+
+    Failures are verifiers' ProviderError with the status that tells whether another try makes sense: the gateway's own,
+    503 for a refused or lost connection.
+    """
+
+    def __init__(self, base_url: str, token: str) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            trust_env=False,
+        )
+
+    async def get(self, path: str, *, cast_to: Any = None) -> Any:
+        return json.loads(await self._read("GET", self.base_url + path, None, {}))
+
+    async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> _Body:
+        headers = (options or {}).get("headers") or {}
+        return _Body(await self._read("POST", url, msgspec.json.encode(body), headers))
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _read(self, method: str, url: str, data: bytes | None, headers: dict[str, str]) -> bytes:
+        try:
+            async with self._session.request(method, url, data=data, headers=self._headers | headers) as reply:
+                content = await reply.read()
+                if reply.status >= 400:
+                    raise ProviderError(_message(content) or f"{url} answered {reply.status}", status_code=reply.status)
+                return content
+        except (aiohttp.ClientError, OSError) as error:
+            raise ProviderError(f"{url}: {type(error).__name__}: {error}", status_code=503) from error
+
+
+def _message(content: bytes) -> str:
+    """The text of an OpenAI-style error body, or the start of any other body."""
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return content[:500].decode(errors="replace")
+
+
+class GatewayClient(TrainClient):
+    """verifiers' training client; its renderer must have been installed (`install_renderer`)."""
+
+    def __init__(self, config: TrainClientConfig) -> None:
+        self.config = config
+        self.client = GatewayHttp(config.base_url, resolve_api_key(config))
+
+    async def get_response(self, *args: Any, **kwargs: Any) -> Response:
+        try:
+            return await super().get_response(*args, **kwargs)
+        except MalformedGenerateResponseError as error:
+            raise ProviderError(f"the gateway's reply breaks the generate contract: {error}") from error
+
+
+def install_renderer(model_path: str, config: RendererConfig, renderer: Any) -> None:
+    """Makes every TrainClient of this process with this model and configuration use `renderer`."""
+    pool = ElasticRendererPool(model_path, config, multiplex=1)
+    pool.renderers[:] = [RendererSlot(renderer)]
+
+
+@functools.cache
+def share_harnesses() -> None:
+    """From now on one harness object serves every rollout with the same harness configuration object."""
+    build = loaders.load_harness
+    built: dict[int, tuple[Any, Any]] = {}
+
+    def load_harness(config: Any) -> Any:
+        kept = built.get(id(config))
+        if kept is None:
+            kept = built[id(config)] = (config, build(config))
+        return kept[1]
+
+    loaders.load_harness = load_harness
+
+
+@functools.cache
+def import_dotted_plugins() -> None:
+    """From now on a plugin id with a dot is the module path that it looks like."""
+    stock = loaders._import_plugin
+
+    def import_plugin(plugin_id: str, kind: str, group: str) -> ModuleType:
+        return importlib.import_module(plugin_id) if "." in plugin_id else stock(plugin_id, kind, group)
+
+    loaders._import_plugin = import_plugin
+
+
+@functools.cache
+def remember_default_factories() -> None:
+    """From now on pydantic looks at the signature of a default factory once, not at every `model_construct`."""
+    from pydantic._internal import _fields
+
+    _fields.takes_validated_data_argument = functools.lru_cache(maxsize=None)(_fields.takes_validated_data_argument)

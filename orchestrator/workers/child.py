@@ -1,0 +1,285 @@
+"""The orchestrator's handle on one worker process: start, requests in flight, silence, end.
+
+Child.start --Start--> worker, waits at most start_timeout_s for Ready
+_read   hands replies to the futures that wait for them
+_watch  kills a worker that was silent for hang_timeout_s
+ended   resolves with the reason; every request in flight has its error reply by then
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+import composer_prime.errors
+from composer_prime.errors import ComposerError, DeadlineError, EnvironmentWorkerError, WireError
+from orchestrator.workers.frames import Frames
+from orchestrator.workers.protocol import (
+    Cancel,
+    Describe,
+    Described,
+    FromWorker,
+    Heartbeat,
+    Ready,
+    RolloutFailure,
+    RolloutReply,
+    RunRollout,
+    SourceSpec,
+    Start,
+    StartFailed,
+)
+
+logger = logging.getLogger(__name__)
+
+_STDERR_LINES = 40
+_LINE_LIMIT = 1 << 20
+_ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    # One rollout is one small piece of work: its parallelism is that of the workers.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+class Child:
+    """One running worker. Make it with `start`."""
+
+    def __init__(self, label: str, process: asyncio.subprocess.Process, frames: Frames[FromWorker], life: int) -> None:
+        """`life`: the write end of the pipe by which the worker knows that we live."""
+        self.label = label
+        self.ready: Ready | None = None
+        self.heartbeat: Heartbeat | None = None
+        self.completed = 0
+        """Rollouts that came back with a reward."""
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Resolves with the reason once the process is gone and no request waits any more."""
+        self._process, self._frames, self._life = process, frames, life
+        self._rollouts: dict[str, asyncio.Future[RolloutReply]] = {}
+        self._describes: dict[str, asyncio.Future[Described]] = {}
+        self._stderr: collections.deque[str] = collections.deque(maxlen=_STDERR_LINES)
+        self._seen = time.monotonic()
+        self._killed_for: str | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(
+        cls, spec: SourceSpec, label: str, *, start_timeout_s: float, hang_timeout_s: float, log: Path | None
+    ) -> Child:
+        """A worker that has loaded its environment.
+
+        Raises the error it reports (EnvironmentNotInstalledError, EmptyTaskSetError, ConfigError, …),
+        EnvironmentWorkerError when it ends first, DeadlineError when it takes longer than `start_timeout_s`.
+        """
+        child = await cls._spawn(spec, label, log)
+        try:
+            async with asyncio.timeout(start_timeout_s):
+                first = await child._frames.receive()
+        except TimeoutError:
+            await child.kill("it did not load in time")
+            raise DeadlineError(
+                f"{label} did not load its environment within start_timeout_s = {start_timeout_s:g} s; "
+                f"raise it if the task set is large.{child.last_words()}"
+            ) from None
+        except BaseException:
+            await child.kill("start was given up")
+            raise
+        if isinstance(first, Ready):
+            child.ready = first
+            child._seen = time.monotonic()
+            child._tasks += [asyncio.create_task(child._read()), asyncio.create_task(child._watch(hang_timeout_s))]
+            return child
+        await child.kill("it did not start")
+        if isinstance(first, StartFailed):
+            error = getattr(composer_prime.errors, first.error, EnvironmentWorkerError)
+            raise (error if issubclass(error, ComposerError) else EnvironmentWorkerError)(first.message)
+        raise EnvironmentWorkerError(f"{label} ended while it was loading ({child._exit()}).{child.last_words()}")
+
+    @classmethod
+    async def _spawn(cls, spec: SourceSpec, label: str, log: Path | None) -> Child:
+        ours, theirs = socket.socketpair()
+        life_read, life_write = os.pipe()
+        arguments = ["--socket-fd", theirs.fileno(), "--life-fd", life_read, "--parent", os.getpid()]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "orchestrator.workers.worker",
+                *map(str, arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(theirs.fileno(), life_read),
+                env=os.environ | _ENVIRONMENT,
+                start_new_session=True,
+                limit=_LINE_LIMIT,
+            )
+        except BaseException:
+            ours.close()
+            os.close(life_write)
+            raise
+        finally:
+            theirs.close()
+            os.close(life_read)
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        child = cls(label, process, Frames(reader, writer, FromWorker, label), life_write)
+        child._tasks.append(asyncio.create_task(child._collect_output(log)))
+        child._frames.send(Start(spec=spec))
+        return child
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> int:
+        return len(self._rollouts)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last message."""
+        return time.monotonic() - self._seen
+
+    async def run(self, request: RunRollout) -> RolloutReply:
+        """Cancelling the caller cancels the rollout. A worker that ends answers with a retryable error."""
+        if request.rollout_id in self._rollouts:
+            raise ValueError(f"rollout id {request.rollout_id!r} is in flight already: every attempt needs its own")
+        future = self._rollouts[request.rollout_id] = asyncio.get_running_loop().create_future()
+        self._frames.send(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.cancel(request.rollout_id)
+            raise
+        finally:
+            self._rollouts.pop(request.rollout_id, None)
+
+    def cancel(self, rollout_id: str) -> bool:
+        """Whether that rollout is in flight here. Its reply will say `cancelled`."""
+        if rollout_id not in self._rollouts:
+            return False
+        self._frames.send(Cancel(rollout_id=rollout_id))
+        return True
+
+    async def describe(self, request: Describe) -> Described:
+        future = self._describes[request.request_id] = asyncio.get_running_loop().create_future()
+        self._frames.send(request)
+        try:
+            return await future
+        finally:
+            self._describes.pop(request.request_id, None)
+
+    async def kill(self, reason: str) -> None:
+        """Ends the process and its group, and waits until they are gone."""
+        self._killed_for = self._killed_for or reason
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._finish()
+
+    def last_words(self) -> str:
+        """The process's last lines of output, for an error message."""
+        if not self._stderr:
+            return " It wrote nothing."
+        return " Its last lines:\n" + "\n".join(f"    {line}" for line in self._stderr)
+
+    async def _read(self) -> None:
+        try:
+            while (message := await self._frames.receive()) is not None:
+                self._seen = time.monotonic()
+                self._handle(message)
+        except WireError as error:
+            self._killed_for = str(error)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._finish()
+
+    def _handle(self, message: FromWorker) -> None:
+        match message:
+            case RolloutReply():
+                self.completed += message.error is None
+                _resolve(self._rollouts, message.rollout_id, message)
+            case Described():
+                _resolve(self._describes, message.request_id, message)
+            case Heartbeat():
+                self.heartbeat = message
+            case Ready() | StartFailed():
+                logger.warning("%s: unexpected %s", self.label, type(message).__name__)
+
+    async def _watch(self, hang_timeout_s: float) -> None:
+        step_s = hang_timeout_s / 10
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(step_s)
+            if time.monotonic() - before > 2 * step_s:
+                continue  # It was this loop that stood still: look again before judging the worker.
+            if self.silent_s > hang_timeout_s:
+                self._killed_for = f"no heartbeat for {self.silent_s:.1f} s (hang_timeout_s = {hang_timeout_s:g})"
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                return  # _read sees the end of the stream.
+
+    async def _collect_output(self, log: Path | None) -> None:
+        stream = self._process.stdout
+        assert stream is not None
+        with contextlib.ExitStack() as stack:
+            file: IO[str] | None = stack.enter_context(log.open("a")) if log else None
+            while True:
+                try:
+                    line = (await stream.readline()).decode(errors="replace")
+                except ValueError:  # A line beyond the limit; asyncio has dropped it.
+                    line = "(a line of more than 1 MiB)\n"
+                if not line:
+                    return
+                self._stderr.append(line.rstrip()[:2000])
+                if file:
+                    file.write(line)
+                    file.flush()
+
+    async def _finish(self) -> None:
+        await self._process.wait()
+        if self.ended.done():
+            return
+        await asyncio.wait(self._tasks[:1], timeout=2)  # The output's end, for `last_words`.
+        self._frames.close()
+        if self._life >= 0:
+            os.close(self._life)
+            self._life = -1
+        current = asyncio.current_task()
+        for task in self._tasks:
+            if task is not current:
+                task.cancel()
+        reason = f"{self.label} ended: {self._killed_for or self._exit()}"
+        if self.ended.done():
+            return
+        self.ended.set_result(reason)
+        failure = RolloutFailure(kind="worker", message=reason, retryable=True, detail=self.last_words().strip())
+        for rollout_id, future in self._rollouts.items():
+            if not future.done():
+                future.set_result(RolloutReply(rollout_id=rollout_id, task_id="", reward=None, error=failure))
+        for request_id, described in self._describes.items():
+            if not described.done():
+                described.set_result(Described(request_id=request_id, tasks=[], error=reason))
+
+    def _exit(self) -> str:
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exit code {code}"
+
+
+def _resolve(waiting: dict[str, asyncio.Future], key: str, message: FromWorker) -> None:
+    future = waiting.get(key)
+    if future is not None and not future.done():
+        future.set_result(message)

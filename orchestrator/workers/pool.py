@@ -1,0 +1,198 @@
+"""A source's worker processes, as the orchestrator sees them.
+
+run ----> the ready worker with the fewest rollouts ----> its reply
+ |            none ready: waits at most start_timeout_s
+_supervise, one for each worker: start -> wait for its end -> back off -> start again
+     max_restarts ends in a row without one finished rollout: the pool fails, and every `run` says why
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from pathlib import Path
+from typing import Self
+
+from composer_prime.errors import ComposerError, DeadlineError, EnvironmentWorkerError
+from orchestrator.workers.child import Child
+from orchestrator.workers.protocol import (
+    TRAIN,
+    Describe,
+    Heartbeat,
+    Ready,
+    RolloutReply,
+    RunRollout,
+    SourceSpec,
+    TaskInfo,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerPool:
+    """`async with WorkerPool(spec) as pool: reply = await pool.run(request)`."""
+
+    def __init__(
+        self,
+        spec: SourceSpec,
+        *,
+        workers: int = 1,
+        start_timeout_s: float = 180.0,
+        hang_timeout_s: float = 60.0,
+        max_restarts: int = 5,
+        backoff_s: float = 0.5,
+        max_backoff_s: float = 30.0,
+        log_dir: Path | None = None,
+    ) -> None:
+        """`hang_timeout_s`: a worker silent for so long is killed; longer than any one step of the environment may
+        block. `backoff_s`: wait before the first restart, doubled for each further one. `log_dir`: takes the workers'
+        output, one file a worker."""
+        self.spec = spec
+        self._workers, self._start_timeout_s, self._hang_timeout_s = workers, start_timeout_s, hang_timeout_s
+        self._max_restarts, self._backoff_s, self._max_backoff_s = max_restarts, backoff_s, max_backoff_s
+        self._log_dir = log_dir
+        self._children: dict[int, Child] = {}
+        self._supervisors: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Condition()
+        self._failure: ComposerError | None = None
+        self._ready: Ready | None = None
+        self._numbers = itertools.count()
+        self.restarts = 0
+        """Workers started again since `start`."""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Starts every worker and waits until all have loaded. Raises what `Child.start` raises."""
+        self._supervisors = [asyncio.create_task(self._supervise(number)) for number in range(self._workers)]
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._failure or len(self._children) == self._workers)
+        except BaseException:
+            await self.close()
+            raise
+        if self._failure is not None:
+            await self.close()
+            raise self._failure
+
+    def num_tasks(self, taskset: str = TRAIN) -> int | None:
+        """None for a task set that never ends."""
+        assert self._ready is not None, "start the pool first"
+        return self._ready.num_tasks[taskset]
+
+    @property
+    def ready(self) -> Ready:
+        """What the first worker reported when it had loaded."""
+        assert self._ready is not None, "start the pool first"
+        return self._ready
+
+    @property
+    def running(self) -> int:
+        """Rollouts in flight."""
+        return sum(child.running for child in self._children.values())
+
+    @property
+    def health(self) -> dict[int, Heartbeat | None]:
+        """The last heartbeat of every live worker, by number; None before the first."""
+        return {number: child.heartbeat for number, child in self._children.items()}
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.pid for child in self._children.values()]
+
+    async def run(self, request: RunRollout) -> RolloutReply:
+        """One rollout. Failures of environment, model or worker are in the reply; cancelling the caller cancels it.
+
+        Raises EnvironmentWorkerError once the workers have failed for good, DeadlineError when no worker is ready
+        within start_timeout_s.
+        """
+        return await (await self._least_busy()).run(request)
+
+    def cancel(self, rollout_id: str) -> bool:
+        """Aborts a rollout and its inference; its `run` then returns an error of kind `cancelled`."""
+        return any(child.cancel(rollout_id) for child in self._children.values())
+
+    async def describe(self, taskset: str = TRAIN, first: int = 0, count: int = 1) -> list[TaskInfo]:
+        """Ids and prompts of `count` tasks. Raises EnvironmentWorkerError for tasks that do not exist."""
+        child = await self._least_busy()
+        request_id = f"describe-{next(self._numbers)}"
+        described = await child.describe(Describe(request_id=request_id, taskset=taskset, first=first, count=count))
+        if described.error is not None:
+            raise EnvironmentWorkerError(f"source {self.spec.name!r}: {described.error}")
+        return described.tasks
+
+    async def close(self) -> None:
+        """Ends every worker; rollouts in flight get an error reply."""
+        self._failure = self._failure or EnvironmentWorkerError(f"the workers of source {self.spec.name!r} are closed")
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        await asyncio.gather(*(child.kill("the pool was closed") for child in self._children.values()))
+        self._children.clear()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _least_busy(self) -> Child:
+        if self._failure is None and not self._children:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._start_timeout_s), self._changed:
+                    await self._changed.wait_for(lambda: self._failure or self._children)
+        if self._failure is not None:
+            raise self._failure
+        if not self._children:
+            raise DeadlineError(
+                f"source {self.spec.name!r}: no environment worker was ready within {self._start_timeout_s:g} s"
+            )
+        return min(self._children.values(), key=lambda child: child.running)
+
+    async def _supervise(self, number: int) -> None:
+        """Keeps worker `number` alive; ends when the pool has failed."""
+        label = f"worker {number} of source {self.spec.name!r}"
+        log = self._log_dir / f"worker_{self.spec.name}_{number}.log" if self._log_dir else None
+        restarts = 0
+        while True:
+            try:
+                child = await Child.start(
+                    self.spec,
+                    label,
+                    start_timeout_s=self._start_timeout_s,
+                    hang_timeout_s=self._hang_timeout_s,
+                    log=log,
+                )
+            except (ComposerError, OSError) as error:
+                known = isinstance(error, ComposerError)
+                await self._fail(error if known else EnvironmentWorkerError(f"{label}: {error}"))
+                return
+            await self._joined(number, child)
+            reason = await asyncio.shield(child.ended)
+            self._children.pop(number, None)
+            restarts = 1 if child.completed else restarts + 1
+            if restarts > self._max_restarts:
+                message = (
+                    f"source {self.spec.name!r}: {reason}. It was started {restarts} times without finishing a rollout "
+                    f"(max_restarts = {self._max_restarts}).{child.last_words()}"
+                )
+                await self._fail(EnvironmentWorkerError(message))
+                return
+            wait_s = min(self._max_backoff_s, self._backoff_s * 2 ** (restarts - 1))
+            logger.warning("%s; starting it again in %.1f s (restart %d)", reason, wait_s, restarts)
+            self.restarts += 1
+            await asyncio.sleep(wait_s)
+
+    async def _joined(self, number: int, child: Child) -> None:
+        async with self._changed:
+            self._children[number] = child
+            self._ready = self._ready or child.ready
+            self._changed.notify_all()
+
+    async def _fail(self, failure: ComposerError) -> None:
+        async with self._changed:
+            self._failure = self._failure or failure
+            self._changed.notify_all()

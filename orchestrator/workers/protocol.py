@@ -1,0 +1,189 @@
+"""Messages between the orchestrator's worker pool and one environment worker (msgpack, over a private socket pair).
+
+    pool   --Start--> worker --Ready | StartFailed--> pool          once
+    pool   --RunRollout | Cancel | Describe--> worker
+    worker --RolloutReply | Described | Heartbeat--> pool
+
+A reply carries text and numbers only: token ids, logprobs and version spans are in the gateway's record of the
+rollout's session, so they cross one process boundary, not two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+TRAIN, EVAL = "train", "eval"
+"""Usual names of a source's task sets (`SourceSpec.tasksets`)."""
+
+
+class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a source's workers load. Plain data: nothing here imports verifiers."""
+
+    name: str
+    tasksets: dict[str, dict[str, Any]]
+    """Task sets by name (`train`, `eval`); each has `id`, an importable module, and its own settings."""
+    harness: dict[str, Any]
+    """`id`, an importable module, and its own settings."""
+    model_path: str
+    """Folder with the policy's tokenizer and chat template."""
+    renderer: str | dict[str, Any] | None = None
+    """A renderer's name or configuration; None chooses by the model folder (see verifiers_compat.choose_renderer)."""
+    max_turns: int | None = None
+    max_input_tokens: int | None = None
+    """Prompt tokens of one rollout, each counted once."""
+    max_output_tokens: int | None = None
+    """Sampled tokens of one rollout."""
+    max_total_tokens: int | None = None
+    select: dict[str, Any] = {}
+    """verifiers' task selection (include, exclude, shuffle, skip, limit), applied to every task set."""
+    env: dict[str, Any] = {}
+    """Further settings of verifiers' EnvConfig, for environments with several agents."""
+    token_variable: str = "COMPOSER_GATEWAY_TOKEN"
+    """Environment variable that holds the gateway's bearer token."""
+    heartbeat_s: float = 2.0
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    spec: SourceSpec
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    num_tasks: dict[str, int | None]
+    """By task set; None for one that never ends."""
+    renderer: str
+    """Name of the renderer chosen for the model folder."""
+    load_s: float
+    rss_bytes: int
+
+
+class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed"):
+    """The environment cannot be loaded; another try would fail the same way."""
+
+    error: str
+    """Class name in composer_prime.errors."""
+    message: str
+
+
+class RunRollout(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
+    rollout_id: str
+    """Sent as X-Session-ID with every generate request. Unique for each attempt: a retry takes a new one."""
+    task_index: int
+    model: str
+    gateway_url: str
+    """http://host:port/v1"""
+    timeout_s: float
+    """Wall-clock limit of the whole rollout, scoring included."""
+    taskset: str = TRAIN
+    seed: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 switches top-k off."""
+    max_tokens: int | None = None
+    """Per assistant turn; None lets the context be the limit."""
+    stop: list[str] = []
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    rollout_id: str
+
+
+class Describe(msgspec.Struct, frozen=True, kw_only=True, tag="describe"):
+    request_id: str
+    taskset: str = TRAIN
+    first: int = 0
+    count: int = 1
+
+
+class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
+    task_index: int
+    task_id: str
+    prompt: str
+
+
+class Described(msgspec.Struct, frozen=True, kw_only=True, tag="described"):
+    request_id: str
+    tasks: list[TaskInfo]
+    error: str | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    name: str
+    arguments: str
+    """Raw JSON, exactly as the model wrote it."""
+
+
+class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of the rollout, in the order it came to be."""
+
+    role: str
+    text: str
+    error: str | None = None
+    """Set on a tool message that reports a failed call: the message's first line."""
+    num_tokens: int | None = None
+    """Tokens this message added to the context (for an assistant turn: those sampled)."""
+    call: int | None = None
+    """Sampled turns: number of its request among the session's successful generate requests, in order of start."""
+    session: int = 0
+    """Index into RolloutReply.sessions."""
+    parent: int | None = None
+    """Index of the preceding message in `turns`; None for the first. Two turns with one parent are a branch."""
+    tool_calls: list[ToolCall] = []
+    reasoning: str | None = None
+
+
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One agent's conversation: the gateway knows it by `session_id`."""
+
+    session_id: str
+    agent: str
+    trainable: bool
+    reward: float | None
+
+
+class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a rollout has no reward. A failed environment is data, never a zero reward."""
+
+    kind: str
+    """provider | context_overflow | interception | harness | toolset | sandbox | task | env | no_reward | timeout |
+    cancelled | worker | request | internal"""
+    message: str
+    retryable: bool
+    detail: str | None = None
+    """End of the traceback, where there is one."""
+
+
+class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
+    rollout_id: str
+    task_id: str
+    reward: float | None
+    """Weighted sum of the reward functions; None exactly when `error` is set."""
+    parts: dict[str, float] = {}
+    """Score of each reward function, before its weight."""
+    metrics: dict[str, float] = {}
+    turns: list[TurnRecord] = []
+    sessions: list[SessionRecord] = []
+    stop_reason: str | None = None
+    """agent_completed, a limit (max_turns, …), a stop hook's name, or <stage>_timeout."""
+    truncated: bool = False
+    """A limit or the token budget cut the rollout short."""
+    error: RolloutFailure | None = None
+    cpu_s: float | None = None
+    """This rollout's share of the worker's CPU time, in seconds."""
+    wall_s: float | None = None
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
+    running: int
+    cpu_s: float
+    """CPU seconds of the process since its start."""
+    lag_s: float
+    """Largest delay of the worker's event loop since the last heartbeat."""
+    rss_bytes: int
+
+
+ToWorker = Start | RunRollout | Cancel | Describe
+FromWorker = Ready | StartFailed | RolloutReply | Described | Heartbeat

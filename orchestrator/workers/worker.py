@@ -1,0 +1,201 @@
+"""The environment worker: `python -m orchestrator.workers.worker --socket-fd N --life-fd N --parent PID`.
+
+    pool --RunRollout--> task per rollout --> Environment.run --> gateway (HTTP)
+                              |                    ^ deadline: RunRollout.timeout_s
+    pool <--RolloutReply------+       Cancel aborts the task, and with it the open request
+    pool <--Heartbeat-- every heartbeat_s; the pool kills a worker that stays silent
+
+Started by `child.Child` only. It ends with its parent: the kernel kills it (Linux), and a thread that waits for the end
+of a pipe which only the parent holds does so elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+
+from composer_prime.errors import ComposerError
+from orchestrator.workers.cpu import CpuShares, rss_bytes
+from orchestrator.workers.frames import Frames
+from orchestrator.workers.protocol import (
+    Cancel,
+    Describe,
+    Described,
+    Heartbeat,
+    Ready,
+    RolloutFailure,
+    RolloutReply,
+    RunRollout,
+    SourceSpec,
+    Start,
+    StartFailed,
+    ToWorker,
+)
+
+logger = logging.getLogger("orchestrator.worker")
+
+_LAG_STEP_S = 0.25
+_PR_SET_PDEATHSIG = 1
+
+
+class Worker:
+    """Serves the environments of one source on this process's event loop."""
+
+    def __init__(self, spec: SourceSpec, frames: Frames) -> None:
+        """Imports verifiers and loads everything; raises what `Environment` and `build_renderer` raise."""
+        from orchestrator.chat_renderer import build_renderer
+        from orchestrator.verifiers_adapter import Environment
+        from orchestrator.verifiers_compat import install_renderer
+
+        started = time.monotonic()
+        self._spec, self._frames = spec, frames
+        config, renderer = build_renderer(spec.model_path, spec.renderer)
+        install_renderer(spec.model_path, config, renderer)
+        self._environments = {name: Environment(spec, name, config) for name in spec.tasksets}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._shares = CpuShares()
+        self._ready = Ready(
+            num_tasks={name: environment.num_tasks for name, environment in self._environments.items()},
+            renderer=type(renderer).__name__,
+            load_s=time.monotonic() - started,
+            rss_bytes=rss_bytes(),
+        )
+
+    async def serve(self) -> None:
+        """Until the parent closes the connection; then every rollout is aborted."""
+        from orchestrator.verifiers_adapter import serving
+
+        async with serving(list(self._environments.values())):
+            self._frames.send(self._ready)
+            heartbeats = asyncio.create_task(self._heartbeats())
+            try:
+                while (message := await self._frames.receive()) is not None:
+                    self._handle(message)
+            finally:
+                tasks = [heartbeats, *self._running.values()]
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks, timeout=5)
+
+    def _handle(self, message: ToWorker) -> None:
+        match message:
+            case RunRollout() if message.rollout_id in self._running:
+                self._refuse(message, f"rollout id {message.rollout_id!r} is in flight: every attempt needs its own")
+            case RunRollout() if message.taskset not in self._environments:
+                self._refuse(message, f"no task set {message.taskset!r}; this source has {sorted(self._environments)}")
+            case RunRollout():
+                self._running[message.rollout_id] = asyncio.create_task(self._rollout(message))
+            case Cancel():
+                if task := self._running.get(message.rollout_id):
+                    task.cancel()
+            case Describe():
+                self._describe(message)
+            case Start():
+                logger.warning("a second Start was ignored")
+
+    async def _rollout(self, request: RunRollout) -> None:
+        mark, started = self._shares.enter(), time.monotonic()
+        try:
+            reply = await self._environments[request.taskset].run(request)
+        except asyncio.CancelledError:
+            reply = _failed(request, "cancelled", "cancelled by the orchestrator", retryable=False)
+        except Exception as error:
+            what, where = f"{type(error).__name__}: {error}", traceback.format_exc()[-2000:]
+            reply = _failed(request, "internal", what, detail=where)
+        finally:
+            self._running.pop(request.rollout_id, None)
+            cpu_s = self._shares.leave(mark)
+        self._frames.send(_with_costs(reply, cpu_s, time.monotonic() - started))
+
+    def _refuse(self, request: RunRollout, why: str) -> None:
+        self._frames.send(_failed(request, "request", why, retryable=False))
+
+    def _describe(self, request: Describe) -> None:
+        try:
+            tasks = self._environments[request.taskset].describe(request.first, request.count)
+        except (KeyError, IndexError) as error:
+            problem = f"no such task set or task: {type(error).__name__}: {error}"
+            self._frames.send(Described(request_id=request.request_id, tasks=[], error=problem))
+        else:
+            self._frames.send(Described(request_id=request.request_id, tasks=tasks))
+
+    async def _heartbeats(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            worst_s, until = 0.0, loop.time() + self._spec.heartbeat_s
+            while (now := loop.time()) < until:
+                step_s = min(_LAG_STEP_S, until - now)
+                await asyncio.sleep(step_s)
+                worst_s = max(worst_s, loop.time() - now - step_s)
+            cpu_s, running = time.process_time(), len(self._running)
+            self._frames.send(Heartbeat(running=running, cpu_s=cpu_s, lag_s=worst_s, rss_bytes=rss_bytes()))
+
+
+def _failed(
+    request: RunRollout, kind: str, message: str, *, retryable: bool = True, detail: str | None = None
+) -> RolloutReply:
+    failure = RolloutFailure(kind=kind, message=message, retryable=retryable, detail=detail)
+    return RolloutReply(rollout_id=request.rollout_id, task_id=f"task-{request.task_index}", reward=None, error=failure)
+
+
+def _with_costs(reply: RolloutReply, cpu_s: float, wall_s: float) -> RolloutReply:
+    import msgspec
+
+    return msgspec.structs.replace(reply, cpu_s=cpu_s, wall_s=wall_s)
+
+
+async def serve(connection: socket.socket) -> None:
+    """Reads Start, answers Ready or StartFailed, then serves."""
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    frames: Frames[ToWorker] = Frames(reader, writer, ToWorker, "pool")
+    start = await frames.receive()
+    if not isinstance(start, Start):
+        return
+    try:
+        worker = Worker(start.spec, frames)
+    except ComposerError as error:
+        frames.send(StartFailed(error=type(error).__name__, message=str(error)))
+        await frames.drain()
+        frames.close()
+        await writer.wait_closed()
+        return
+    await worker.serve()
+
+
+def die_with_parent(parent: int, life_fd: int) -> None:
+    """`life_fd` is the read end of a pipe whose only write end the parent holds."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+    def watch() -> None:
+        os.read(life_fd, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="life of parent", daemon=True).start()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="An environment worker; the orchestrator starts it.")
+    parser.add_argument("--socket-fd", type=int, required=True)
+    parser.add_argument("--life-fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
+    die_with_parent(args.parent, args.life_fd)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(serve(socket.socket(fileno=args.socket_fd)))
+
+
+if __name__ == "__main__":
+    main()

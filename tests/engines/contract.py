@@ -1,0 +1,378 @@
+"""What every engine must do: one list of checks, run against each engine by its own test module.
+
+A check is a coroutine over a `Subject`: a started engine (model.max_context = models.MAX_CONTEXT) and the reference for
+the same folder. Checks share one engine, as a start may take a minute, and leave it usable; those in ENDING_CHECKS end
+it and each needs a fresh one. Each docstring is the claim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from composer_prime.errors import BadRequestError, ContextOverflowError, EngineError, WeightError
+from composer_prime.wire.node import Sampling
+from inference.engines.base import Completion, Engine
+from tests.engines.models import EOS, MAX_CONTEXT
+from tests.engines.reference import Reference, warp
+
+TOLERANCE = 1e-4
+DEADLINE_S = 60.0
+
+
+@dataclass(slots=True)
+class Subject:
+    """An engine under test and what to compare it with."""
+
+    engine: Engine
+    reference: Reference
+    _requests: int = field(default=0)
+
+    def prompt(self, seed: int, length: int) -> list[int]:
+        """[length] random ids above the special tokens."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(3, self.reference.vocab, (length,), generator=generator).tolist()
+
+    async def generate(self, prompt: list[int], sampling: Sampling, session: str | None = None) -> Completion:
+        self._requests += 1
+        name = f"request-{self._requests}"
+        return await asyncio.wait_for(
+            self.engine.generate(name, prompt, sampling, session or f"session-{self._requests}"), DEADLINE_S
+        )
+
+    async def load(self, version: int) -> None:
+        await asyncio.wait_for(self.engine.load_weights(version, self.reference.weights(version)), DEADLINE_S)
+
+    async def next_version(self) -> int:
+        """Load weights that the engine has not had, so that a check does not depend on those before it."""
+        version = self.engine.version + 1
+        await self.load(version)
+        return version
+
+    def verify(self, prompt: list[int], sampling: Sampling, done: Completion) -> None:
+        """Lengths agree, spans cover the completion, and every logprob is the reference's within TOLERANCE."""
+        count = len(done.token_ids)
+        assert count == len(done.logprobs) and 1 <= count <= sampling.max_tokens
+        assert all(0 <= token < self.reference.vocab for token in done.token_ids)
+        edges = [0] + [span.end for span in done.version_spans]
+        assert [span.start for span in done.version_spans] == edges[:-1] and edges[-1] == count
+        expected = self.reference.rescore(prompt, done.token_ids, done.version_spans, sampling)
+        error = (expected - torch.tensor(done.logprobs)).abs().max().item()
+        assert error < TOLERANCE, f"logprobs differ by {error:.2e}; spans {done.version_spans}"
+
+    async def settled(self) -> None:
+        """Wait until nothing runs or waits in the engine."""
+        until = time.monotonic() + DEADLINE_S
+        while (stats := self.engine.stats()).running or stats.waiting:
+            assert time.monotonic() < until, f"still busy after {DEADLINE_S:.0f} s: {stats}"
+            await asyncio.sleep(0.02)
+
+
+def sampling(max_tokens: int = 24, **options) -> Sampling:
+    options.setdefault("ignore_eos", True)
+    return Sampling(max_tokens=max_tokens, **options)
+
+
+async def requests_of_many_lengths(subject: Subject) -> None:
+    """Requests of different prompt and completion lengths share batches, and each gets the reference's logprobs."""
+    version = await subject.next_version()
+    wanted = [(subject.prompt(seed, 1 + 7 * seed), sampling(3 + 5 * (seed % 6), seed=seed)) for seed in range(24)]
+    done = await asyncio.gather(*(subject.generate(prompt, options) for prompt, options in wanted))
+    for (prompt, options), completion in zip(wanted, done, strict=True):
+        assert len(completion.token_ids) == options.max_tokens and completion.finish_reason == "length"
+        assert [span.version for span in completion.version_spans] == [version]
+        subject.verify(prompt, options, completion)
+
+
+async def logprobs_of_the_sampling_distribution(subject: Subject) -> None:
+    """Logprobs are those after temperature, top-k and top-p, with different settings side by side in one batch."""
+    await subject.next_version()
+    settings = [
+        sampling(temperature=0.6),
+        sampling(temperature=1.7),
+        sampling(top_k=5),
+        sampling(top_k=1),
+        sampling(top_p=0.8),
+        sampling(top_p=0.1),
+        sampling(temperature=1.4, top_k=40, top_p=0.9),
+        sampling(temperature=0.8, top_k=1000, top_p=0.95),
+        sampling(),
+    ]
+    prompts = [subject.prompt(100 + index, 12) for index in range(len(settings))]
+    done = await asyncio.gather(*(subject.generate(*pair) for pair in zip(prompts, settings, strict=True)))
+    for prompt, options, completion in zip(prompts, settings, done, strict=True):
+        subject.verify(prompt, options, completion)
+
+
+async def temperature_zero_is_greedy(subject: Subject) -> None:
+    """Temperature 0 takes the likeliest token; its logprob is the one at temperature 1."""
+    version = await subject.next_version()
+    prompt, options = subject.prompt(7, 20), sampling(temperature=0.0)
+    done = await subject.generate(prompt, options)
+    logits = subject.reference.logits(prompt + done.token_ids, version)[len(prompt) - 1 : -1]
+    assert done.token_ids == logits.argmax(-1).tolist()
+    subject.verify(prompt, options, done)
+
+
+async def sampling_follows_the_distribution(subject: Subject) -> None:
+    """First tokens of many requests are distributed as the reference says (chi-square over the likeliest tokens)."""
+    version = await subject.next_version()
+    prompt, options = subject.prompt(11, 9), [sampling(1, seed=seed, temperature=1.3) for seed in range(400)]
+    done = await asyncio.gather(*(subject.generate(prompt, one) for one in options))
+    probs = warp(subject.reference.logits(prompt, version)[-1:], options[0]).softmax(-1)[0]
+    counts = torch.bincount(torch.tensor([one.token_ids[0] for one in done]), minlength=probs.numel()).double()
+    top = probs.topk(6).indices
+    expected = torch.cat([probs[top], 1 - probs[top].sum(0, keepdim=True)]).double() * len(done)
+    seen = torch.cat([counts[top], counts.sum() - counts[top].sum(0, keepdim=True)])
+    statistic = ((seen - expected) ** 2 / expected.clamp(min=1.0)).sum().item()
+    assert statistic < 27.0, f"chi-square {statistic:.1f} with 6 degrees of freedom (p < 1e-4)"
+
+
+async def seeds_fix_the_completion(subject: Subject) -> None:
+    """A seed gives the same completion alone and amid other requests; another seed gives another one."""
+    await subject.next_version()
+    prompt, options = subject.prompt(13, 40), sampling(30, seed=5, temperature=1.2)
+    alone = await subject.generate(prompt, options)
+    others = [subject.generate(subject.prompt(300 + k, 5 + 9 * k), sampling(4 + 3 * k, seed=k)) for k in range(12)]
+    amid, other_seed, *_ = await asyncio.gather(
+        subject.generate(prompt, options),
+        subject.generate(prompt, sampling(30, seed=6, temperature=1.2)),
+        *others,
+    )
+    assert amid.token_ids == alone.token_ids
+    assert other_seed.token_ids != alone.token_ids
+    unseeded = await asyncio.gather(*(subject.generate(prompt, sampling(30, temperature=1.2)) for _ in range(2)))
+    assert unseeded[0].token_ids != unseeded[1].token_ids
+
+
+async def a_swap_in_flight_has_exact_spans(subject: Subject) -> None:
+    """Requests running through a swap go on; each token's logprob is that of the version its span claims."""
+    for attempt in range(8):
+        old = await subject.next_version()
+        wanted = [(subject.prompt(500 + k, 8 + 4 * k), sampling(MAX_CONTEXT // 2, seed=k)) for k in range(6)]
+        tasks = [asyncio.ensure_future(subject.generate(*pair)) for pair in wanted]
+        await asyncio.sleep(0.02 * (attempt + 1))
+        await subject.load(old + 1)
+        done = await asyncio.gather(*tasks)
+        for (prompt, options), completion in zip(wanted, done, strict=True):
+            assert len(completion.token_ids) == options.max_tokens
+            versions = [span.version for span in completion.version_spans]
+            assert versions in ([old], [old, old + 1], [old + 1])
+            subject.verify(prompt, options, completion)
+        if sum(len(completion.version_spans) == 2 for completion in done) >= 3:
+            return
+    pytest.fail("no swap fell into the middle of the running requests")
+
+
+async def a_swap_changes_every_tensor(subject: Subject) -> None:
+    """After a swap the engine's own scores are the new version's, also where the output head is tied."""
+    token_ids = subject.prompt(17, 50)
+    for _ in range(2):
+        version = await subject.next_version()
+        assert subject.engine.version == version
+        scores = torch.tensor(await subject.engine.score(token_ids))
+        assert (scores - subject.reference.score(token_ids, version)).abs().max() < TOLERANCE
+        before = subject.reference.score(token_ids, version - 1)
+        assert (scores - before).abs().max() > 100 * TOLERANCE
+        options = sampling(10)
+        subject.verify(token_ids, options, await subject.generate(token_ids, options))
+
+
+async def wrong_weights_are_refused(subject: Subject) -> None:
+    """Missing, unexpected and misshapen tensors are named, and the engine goes on with the weights it had."""
+    version = await subject.next_version()
+    good = subject.reference.weights(version + 1)
+    name = "model.layers.0.mlp.up_proj.weight"
+    missing = {key: value for key, value in good.items() if key != name}
+    for wrong in (missing, {**good, "model.strange.weight": good[name]}, {**good, name: good[name][:-1]}):
+        with pytest.raises(WeightError, match=r"up_proj|strange"):
+            await subject.engine.load_weights(version + 1, wrong)
+    assert subject.engine.version == version
+    prompt, options = subject.prompt(19, 9), sampling(5)
+    subject.verify(prompt, options, await subject.generate(prompt, options))
+
+
+async def a_conversation_reuses_its_prefix(subject: Subject) -> None:
+    """The next turn of a session computes little more than its new tokens, and its logprobs stay right."""
+    await subject.next_version()
+    prompt, options = subject.prompt(23, 80), sampling(20)
+    first = await subject.generate(prompt, options, "talk")
+    longer = prompt + first.token_ids + subject.prompt(24, 10)
+    second = await subject.generate(longer, options, "talk")
+    assert second.prompt_cached >= len(prompt) - 16
+    subject.verify(longer, options, second)
+    branch = prompt[:70] + subject.prompt(25, 20)
+    third = await subject.generate(branch, options, "talk")
+    subject.verify(branch, options, third)
+
+
+async def a_swap_drops_cached_prefixes(subject: Subject) -> None:
+    """After a swap nothing of an idle conversation's cache is used again."""
+    await subject.next_version()
+    prompt, options = subject.prompt(29, 60), sampling(10)
+    first = await subject.generate(prompt, options, "stale")
+    await subject.next_version()
+    longer = prompt + first.token_ids + subject.prompt(30, 5)
+    second = await subject.generate(longer, options, "stale")
+    assert second.prompt_cached == 0
+    subject.verify(longer, options, second)
+
+
+async def stop_tokens_end_a_completion(subject: Subject) -> None:
+    """A stop token id or the end-of-sequence token ends the completion and is its last token."""
+    await subject.next_version()
+    prompt = subject.prompt(31, 10)
+    free = await subject.generate(prompt, sampling(20, seed=3))
+    stop = free.token_ids[6]
+    expected = free.token_ids[: free.token_ids.index(stop) + 1]
+    done = await subject.generate(prompt, sampling(20, seed=3, stop_token_ids=[stop]))
+    assert (done.token_ids, done.finish_reason) == (expected, "stop")
+    subject.verify(prompt, sampling(20), done)
+    many = [sampling(150, seed=seed, temperature=2.5, ignore_eos=False) for seed in range(16)]
+    ended = [one for one in await asyncio.gather(*(subject.generate(prompt, one) for one in many))]
+    for one in ended:
+        assert EOS not in one.token_ids[:-1]
+        assert (one.finish_reason == "stop") == (one.token_ids[-1] == EOS)
+    assert any(one.finish_reason == "stop" for one in ended)
+
+
+async def stop_strings_end_a_completion(subject: Subject) -> None:
+    """Generation ends with the token that completes a stop string, also when the string spans tokens."""
+    await subject.next_version()
+    prompt, text = subject.prompt(37, 10), subject.reference.tokenizer.decode
+    for seed in range(20):
+        free = await subject.generate(prompt, sampling(24, seed=seed))
+        stop = text(free.token_ids[7:10])
+        if "�" not in stop and stop.strip() == stop and text(free.token_ids[:9]).find(stop) < 0:
+            break
+    done = await subject.generate(prompt, sampling(24, seed=seed, stop=["never said", stop]))
+    assert (done.token_ids, done.finish_reason) == (free.token_ids[:10], "stop")
+    subject.verify(prompt, sampling(24), done)
+
+
+async def a_full_context_ends_a_completion(subject: Subject) -> None:
+    """A completion stops where the context is full; a prompt without room for one token is refused."""
+    await subject.next_version()
+    prompt, options = subject.prompt(41, MAX_CONTEXT - 5), sampling(50)
+    done = await subject.generate(prompt, options)
+    assert (len(done.token_ids), done.finish_reason) == (5, "length")
+    subject.verify(prompt, options, done)
+    with pytest.raises(ContextOverflowError, match=str(MAX_CONTEXT)):
+        await subject.generate(subject.prompt(42, MAX_CONTEXT), sampling(1))
+
+
+async def impossible_requests_are_refused(subject: Subject) -> None:
+    """Ids outside the vocabulary and an empty prompt are refused by name, and the engine goes on."""
+    for prompt in ([5, subject.reference.vocab], [-1, 5], []):
+        with pytest.raises(BadRequestError):
+            await subject.generate(prompt, sampling(2))
+    prompt = subject.prompt(43, 4)
+    subject.verify(prompt, sampling(2), await subject.generate(prompt, sampling(2)))
+
+
+async def cancel_returns_what_there_is(subject: Subject) -> None:
+    """`cancel` ends one request with finish_reason `cancelled`; the others and later ones are untouched."""
+    await subject.next_version()
+    prompt, options = subject.prompt(47, 10), sampling(MAX_CONTEXT - 12, seed=1)
+    long = asyncio.ensure_future(subject.engine.generate("to-cancel", prompt, options, "c"))
+    other_prompt = subject.prompt(48, 30)
+    other = asyncio.ensure_future(subject.generate(other_prompt, sampling(60, seed=2)))
+    await asyncio.sleep(0.05)
+    await subject.engine.cancel("to-cancel")
+    done = await asyncio.wait_for(long, DEADLINE_S)
+    assert done.finish_reason == "cancelled" and len(done.token_ids) < options.max_tokens
+    assert len(done.token_ids) == len(done.logprobs)
+    if done.token_ids:
+        subject.verify(prompt, options, done)
+    subject.verify(other_prompt, sampling(60), await other)
+    await subject.engine.cancel("never-there")
+    await subject.settled()
+
+
+async def a_cancelled_task_frees_its_place(subject: Subject) -> None:
+    """Cancelling the awaiting task takes the request out of the engine."""
+    tasks = [
+        asyncio.ensure_future(subject.generate(subject.prompt(53 + k, 10), sampling(MAX_CONTEXT - 12)))
+        for k in range(8)
+    ]
+    await asyncio.sleep(0.03)
+    for task in tasks:
+        task.cancel()
+    assert all(isinstance(end, BaseException) for end in await asyncio.gather(*tasks, return_exceptions=True))
+    await subject.settled()
+    prompt = subject.prompt(59, 6)
+    subject.verify(prompt, sampling(3), await subject.generate(prompt, sampling(3)))
+
+
+async def stats_say_what_runs(subject: Subject) -> None:
+    """Stats count running and waiting requests, the cache's share in use and the tokens a second."""
+    await subject.settled()
+    subject.engine.stats()
+    tasks = [asyncio.ensure_future(subject.generate(subject.prompt(k, 10), sampling(100))) for k in range(5)]
+    seen = []
+    while not all(task.done() for task in tasks):
+        seen.append(subject.engine.stats())
+        await asyncio.sleep(0.005)
+    await asyncio.gather(*tasks)
+    assert max(stats.running + stats.waiting for stats in seen) == 5
+    assert all(0.0 <= stats.kv_used <= 1.0 for stats in seen)
+    rates = [stats.tokens_per_s for stats in [*seen, subject.engine.stats()]]
+    assert max(rates) > 0 and all(math.isfinite(rate) for rate in rates)
+
+
+async def drain_finishes_what_runs(subject: Subject) -> None:
+    """Drain lets running requests end and refuses new ones."""
+    prompt, options = subject.prompt(61, 10), sampling(100)
+    running = asyncio.ensure_future(subject.generate(prompt, options))
+    await asyncio.sleep(0.05)
+    draining = asyncio.ensure_future(subject.engine.drain())
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="drain"):
+        await subject.generate(prompt, options)
+    await asyncio.wait_for(draining, DEADLINE_S)
+    assert running.done() or (await asyncio.wait_for(running, 1.0))
+    subject.verify(prompt, options, running.result())
+
+
+async def close_fails_what_waits(subject: Subject) -> None:
+    """Close ends at once: every waiting request gets an EngineError, as does a later one."""
+    tasks = [
+        asyncio.ensure_future(subject.generate(subject.prompt(k, 5), sampling(MAX_CONTEXT - 10))) for k in range(4)
+    ]
+    await asyncio.sleep(0.02)
+    await asyncio.wait_for(subject.engine.close(), DEADLINE_S)
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(end, EngineError | Completion) for end in ends)
+    assert any(isinstance(end, EngineError) for end in ends)
+    with pytest.raises(EngineError):
+        await subject.generate([5], sampling(1))
+
+
+Check = Callable[[Subject], Awaitable[None]]
+
+CHECKS: list[Check] = [
+    requests_of_many_lengths,
+    logprobs_of_the_sampling_distribution,
+    temperature_zero_is_greedy,
+    sampling_follows_the_distribution,
+    seeds_fix_the_completion,
+    a_swap_in_flight_has_exact_spans,
+    a_swap_changes_every_tensor,
+    wrong_weights_are_refused,
+    a_conversation_reuses_its_prefix,
+    a_swap_drops_cached_prefixes,
+    stop_tokens_end_a_completion,
+    stop_strings_end_a_completion,
+    a_full_context_ends_a_completion,
+    impossible_requests_are_refused,
+    cancel_returns_what_there_is,
+    a_cancelled_task_frees_its_place,
+    stats_say_what_runs,
+]
+ENDING_CHECKS: list[Check] = [drain_finishes_what_runs, close_fails_what_waits]

@@ -1,0 +1,93 @@
+"""What an engine is compared with: a plain transformers forward in float32, and transformers' own logits warpers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from composer_prime.wire.node import Sampling
+from composer_prime.wire.types import VersionSpan
+
+
+class Reference:
+    """A model folder's weights and made-up later versions of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._start = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self._loaded = 0
+
+    @property
+    def tied(self) -> bool:
+        return bool(self.model.config.tie_word_embeddings)
+
+    @property
+    def vocab(self) -> int:
+        return self.model.config.vocab_size
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        """Version 0 is the folder; a later one adds seeded noise to every tensor. A tied head is left out."""
+        generator = torch.Generator().manual_seed(1000 + version)
+        names = [name for name in self._start if not (self.tied and name == "lm_head.weight")]
+        noise = {name: torch.randn(self._start[name].shape, generator=generator) for name in names}
+        scale = 0.0 if version == 0 else 0.03
+        return {name: self._start[name] + scale * noise[name] for name in names}
+
+    @torch.no_grad()
+    def _load(self, version: int) -> None:
+        if version != self._loaded:
+            self.model.load_state_dict(self.weights(version), strict=False)
+            self._loaded = version
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int], version: int) -> torch.Tensor:
+        """[T, V]."""
+        self._load(version)
+        return self.model(torch.tensor([token_ids])).logits[0]
+
+    def score(self, token_ids: list[int], version: int) -> torch.Tensor:
+        """log p(token t+1 | tokens <= t), [T - 1]."""
+        logp = self.logits(token_ids, version).log_softmax(-1)
+        return logp[:-1].gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+    @torch.no_grad()
+    def rescore(
+        self, prompt: list[int], completion: list[int], spans: list[VersionSpan], sampling: Sampling
+    ) -> torch.Tensor:
+        """Logprobs [T_new] of `completion` under `sampling`, each token by its span's version.
+
+        A swap keeps the cache of the tokens before it, so the forward goes span by span over one growing cache.
+        """
+        tokens, cache, rows = prompt + completion, DynamicCache(), []
+        fed = 0
+        for span in spans:
+            self._load(span.version)
+            upto = len(prompt) + span.end - 1
+            out = self.model(torch.tensor([tokens[fed:upto]]), past_key_values=cache, use_cache=True)
+            rows.append(out.logits[0, -(span.end - span.start) :])
+            fed = upto
+        warped = warp(torch.cat(rows), sampling)
+        return warped.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def warp(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Logits [T, V] after temperature, top-k and top-p by transformers' own warpers."""
+    ids = torch.zeros(logits.shape[0], 1, dtype=torch.long)
+    if sampling.temperature not in (0.0, 1.0):
+        logits = TemperatureLogitsWarper(sampling.temperature)(ids, logits)
+    if sampling.top_k:
+        logits = TopKLogitsWarper(sampling.top_k)(ids, logits)
+    if sampling.top_p < 1.0:
+        logits = TopPLogitsWarper(sampling.top_p)(ids, logits)
+    return logits

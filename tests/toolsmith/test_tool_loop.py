@@ -1,0 +1,161 @@
+"""Claims about the tool loop: rollouts through verifiers over loopback, with a scripted inference node."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from transformers import AutoTokenizer
+
+POLICY = Path(__file__).parents[2] / "composer_prime/assets/tiny/policy"
+RENDERER = {
+    "name": "custom",
+    "import_path": "orchestrator.environments.tool_loop.renderer.ToolQwen3Renderer",
+    "thinking_retention": "all",
+}
+
+
+@pytest.fixture(scope="module")
+def vf() -> Any:
+    return pytest.importorskip("verifiers.v1")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(POLICY)
+
+
+def call(name: str, arguments: dict[str, Any]) -> str:
+    body = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+async def serve_script(tokenizer: Any, script: list[str]) -> tuple[web.AppRunner, int, list[list[int]]]:
+    """A node that answers the n-th request with the n-th text; returns its runner, port and the prompts it saw."""
+    prompts: list[list[int]] = []
+
+    async def generate(request: web.Request) -> web.Response:
+        prompts.append((await request.json())["token_ids"])
+        text = script[len(prompts) - 1] + "<|im_end|>"
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        logprobs = {"content": [{"token": f"token_id:{i}", "logprob": -0.5} for i in ids]}
+        choice = {"index": 0, "token_ids": ids, "logprobs": logprobs, "finish_reason": "stop"}
+        return web.json_response({"request_id": "r", "choices": [choice]})
+
+    app = web.Application()
+    app.router.add_post("/inference/v1/generate", generate)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    return runner, site._server.sockets[0].getsockname()[1], prompts
+
+
+def roll_out(vf: Any, tokenizer: Any, script: Any, *, max_turns: int = 6, **taskset: Any) -> tuple[Any, Any, Any]:
+    """Plays one task; `script` makes the texts from the task's episode. Returns trace, episode and prompts."""
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+    config = resolve_env_config(
+        {
+            "taskset": {"id": "orchestrator.environments.toolsmith", "num_tasks": 4, **taskset},
+            "agent": {
+                "harness": {"id": "orchestrator.environments.tool_loop", "max_turns": max_turns},
+                "runtime": {"type": "subprocess"},
+            },
+        }
+    )
+
+    async def play() -> tuple[Any, Any, Any]:
+        environment = load_environment(config)
+        task = next(iter(environment.taskset))
+        episode = task.data.episode()
+        runner, port, prompts = await serve_script(tokenizer, script(episode))
+        client = vf.TrainClientConfig(
+            base_url=f"http://127.0.0.1:{port}/v1", renderer=RENDERER, renderer_model_name=str(POLICY)
+        )
+        context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig(temperature=1.0))
+        try:
+            async with environment.serving():
+                slot = environment.slots(task)[0]
+                result = await environment.run_slot(slot, context, None)
+        finally:
+            await runner.cleanup()
+        return result.traces[0], episode, prompts
+
+    return asyncio.run(asyncio.wait_for(play(), timeout=60))
+
+
+def expert(episode: Any) -> list[str]:
+    """The texts of a faultless rollout."""
+    tools = [(episode.tool_for(step.operation), step) for step in episode.steps]
+    return [call(tool.name, tool.encode(step.operands)) for tool, step in tools] + [episode.answer]
+
+
+def assert_prefixes_extend(trace: Any, prompts: list[list[int]]) -> None:
+    """Every prompt is the one before it, then its completion, then new tokens; the trace holds the same tokens."""
+    (branch,) = trace.branches
+    for prompt in prompts:
+        assert branch.token_ids[: len(prompt)] == prompt
+
+
+def test_the_expert_earns_one_and_every_prompt_extends_the_last(vf, tokenizer):
+    # A faultless rollout has reward 1, no errors, and one branch whose prefixes are the prompts that were sent.
+    trace, episode, prompts = roll_out(vf, tokenizer, expert, min_difficulty=3)
+    assert trace.ok and trace.reward == 1.0
+    assert trace.metrics["tool_errors"] == 0.0 and trace.metrics["turns_used"] == 4.0
+    assert len(prompts) == len(episode.steps) + 1
+    assert_prefixes_extend(trace, prompts)
+
+
+def test_every_broken_call_gets_an_error_turn(vf, tokenizer):
+    # A wrong name, bad JSON, an unclosed call, a name that is no text, prose with a bad call: none is dropped.
+    def script(episode: Any) -> list[str]:
+        good = expert(episode)
+        return [
+            call("no_such_tool", {"x": 1}),
+            good[0].replace("}}", "}"),
+            "<tool_call>\n{",
+            '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call>',
+            'First <tool_call>\n{"name": \n</tool_call>',
+            '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>',
+            *good,
+        ]
+
+    trace, _, prompts = roll_out(vf, tokenizer, script, max_turns=9, min_difficulty=1, max_difficulty=1)
+    replies = [str(message.content) for message in trace.tool_messages]
+    assert replies[:6] == ["Tool not found: no_such_tool", *["Invalid JSON in tool call"] * 5]
+    assert trace.ok and trace.reward == 1.0
+    assert trace.metrics["tool_errors"] == 6.0
+    assert_prefixes_extend(trace, prompts)
+
+
+def test_the_turn_limit_stops_the_rollout_without_failing_it(vf, tokenizer):
+    # A rollout that uses up its turns is scored 0 and kept; it is not an error.
+    trace, _, prompts = roll_out(vf, tokenizer, lambda _: [call("x", {})] * 9, max_turns=3)
+    assert len(prompts) == 3
+    assert trace.ok and trace.stop_condition == "max_turns" and trace.reward == 0.0
+
+
+def test_a_task_is_rebuilt_from_its_data(vf):
+    # A task sent as data to another process scores and runs tools as the original would.
+    from orchestrator.environments.toolsmith.taskset import ToolsmithConfig, ToolsmithData, ToolsmithTaskset
+
+    taskset = ToolsmithTaskset(ToolsmithConfig(id="orchestrator.environments.toolsmith", num_tasks=32, split="eval"))
+    tasks = list(taskset)
+    assert [task.data.idx for task in tasks] == list(range(32))
+    for task in tasks:
+        again = ToolsmithData.model_validate_json(task.data.model_dump_json())
+        assert again == task.data
+        assert again.episode().answer == task.data.answer
+        assert again.tool_executor().schemas == task.data.tool_executor().schemas
+    assert len({task.key for task in tasks}) == 32
+
+
+def test_a_wrong_range_of_difficulties_is_refused(vf):
+    # The message names both values and the remedy.
+    from orchestrator.environments.toolsmith.taskset import ToolsmithConfig
+
+    with pytest.raises(ValueError, match="min_difficulty 3 is above max_difficulty 2"):
+        ToolsmithConfig(min_difficulty=3, max_difficulty=2)

@@ -1,0 +1,152 @@
+"""The run directory before any role starts: new, refused, emptied, or ready to go on.
+
+    new run      the folder must be missing or empty, or run.overwrite empties it (only if it is a run directory)
+    --resume     the newest complete checkpoint decides; a run that crashed before its first one starts over
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from composer_prime import run_id
+from composer_prime.config import Config, load
+from composer_prime.errors import ConfigError
+from composer_prime.keys import RunKeys
+from composer_prime.run_dir import RunDir, write_atomic
+from trainer.continuation import check_continuation
+
+_KEPT_ON_RESTART = {"keys", "run_id", "logs", ".launcher.lock"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run directory that roles can be started in."""
+
+    run_dir: RunDir
+    config: Config
+    """As written to config.json: run.resume is on only where there is a checkpoint to resume."""
+    start_step: int
+    """Optimizer steps already taken."""
+    notes: tuple[str, ...]
+    """What the user should know of the start."""
+    lock: IO[bytes]
+    """Held while the launcher lives: one launcher a run directory."""
+
+
+def prepare(config: Config) -> Prepared:
+    """Make the run directory ready. Raises ConfigError when it cannot be used as asked."""
+    run_dir = RunDir(config.run.directory.absolute())
+    _check_folder(run_dir, config)
+    lock = _lock(run_dir)
+    notes: list[str] = []
+    start_step = 0
+    if config.run.resume:
+        start_step, notes = _resume(run_dir, config)
+        if start_step == 0:
+            config = config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
+    elif config.run.overwrite:
+        _empty(run_dir, keep={".launcher.lock"})
+    write_atomic(run_dir.config, load.dump(config).encode())
+    run_id.create(run_dir, config.run.name)
+    _keys(run_dir, config)
+    _endpoints(run_dir, config)
+    return Prepared(run_dir=run_dir, config=config, start_step=start_step, notes=tuple(notes), lock=lock)
+
+
+def _check_folder(run_dir: RunDir, config: Config) -> None:
+    root, run = run_dir.root, config.run
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"{root} is a file: set run.name or run.output_dir to another place")
+    entries = {path.name for path in root.iterdir()} - {".launcher.lock"} if root.exists() else set()
+    if entries and not is_run_directory(root):
+        raise ConfigError(
+            f"{root} is not empty and is no run directory, so nothing is written or deleted there: "
+            "set run.name or run.output_dir to another place"
+        )
+    if entries and not (run.resume or run.overwrite):
+        steps = run_dir.complete_checkpoints()
+        state = f"a checkpoint of step {steps[-1]}" if steps else "no complete checkpoint"
+        raise ConfigError(
+            f"the run directory {root} exists already, with {state}: continue it with --resume, empty it with "
+            "--run.overwrite true, or choose another run.name"
+        )
+    if run.resume and run.overwrite:
+        raise ConfigError("run.resume and run.overwrite are both on: one continues the run, the other deletes it")
+    if run.resume and not entries:
+        raise ConfigError(
+            f"--resume: there is no run in {root}; start without --resume, or set run.name and run.output_dir to the "
+            "run that is to go on"
+        )
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the run directory {root} cannot be made: {error.strerror}; set run.output_dir") from None
+
+
+def is_run_directory(root: Path) -> bool:
+    """Whether the launcher made this folder."""
+    return (root / "run_id").is_file() or ((root / "config.json").is_file() and (root / "keys").is_dir())
+
+
+def _lock(run_dir: RunDir) -> IO[bytes]:
+    path = run_dir.root / ".launcher.lock"
+    try:
+        file = path.open("a+b")
+    except OSError as error:
+        raise ConfigError(f"cannot write to the run directory {run_dir.root}: {error.strerror}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().decode(errors="replace").strip() or "unknown"
+        raise ConfigError(
+            f"another launcher (process {holder}) runs in {run_dir.root}: stop it first, or choose another run.name"
+        ) from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n".encode())
+    file.flush()
+    return file
+
+
+def _resume(run_dir: RunDir, config: Config) -> tuple[int, list[str]]:
+    """The step to go on from and what changed since; empties the directory where nothing was saved yet."""
+    notes = check_continuation(load.read(run_dir.config), config) if run_dir.config.is_file() else []
+    steps = run_dir.complete_checkpoints()
+    if steps:
+        return steps[-1], [f"resuming after step {steps[-1]}", *notes]
+    _empty(run_dir, keep=_KEPT_ON_RESTART)
+    return 0, ["no complete checkpoint yet: starting over from step 0 (keys and logs are kept)", *notes]
+
+
+def _empty(run_dir: RunDir, *, keep: set[str]) -> None:
+    for path in run_dir.root.iterdir():
+        if path.name in keep:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _keys(run_dir: RunDir, config: Config) -> None:
+    """Keys of a run whose orchestrator runs elsewhere must come from there: fresh ones would be refused."""
+    if config.orchestrator.address is None:
+        RunKeys.create(run_dir.keys)
+        return
+    if not (run_dir.keys / "server.curve").exists():
+        raise ConfigError(
+            f"orchestrator.address is {config.orchestrator.address!r}, so {run_dir.keys} must hold that run's keys: "
+            "copy keys/ and run_id from the orchestrator's run directory"
+        )
+
+
+def _endpoints(run_dir: RunDir, config: Config) -> None:
+    """A stale endpoints.json would send roles to a dead orchestrator; a remote orchestrator's is known already."""
+    run_dir.endpoints.unlink(missing_ok=True)
+    if config.orchestrator.address is not None:
+        write_atomic(run_dir.endpoints, b'{"step": "%s"}\n' % config.orchestrator.address.encode())
