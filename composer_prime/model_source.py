@@ -88,7 +88,8 @@ def check_folder(folder: Path, asked: str) -> None:
             if pickled
             else "save model and tokenizer there with save_pretrained(), or copy the missing files"
         )
-        raise ModelNotFoundError(f"the model folder {folder} (model.path {asked!r}) lacks {', '.join(missing)}; {advice}")
+        lacks = ", ".join(missing)
+        raise ModelNotFoundError(f"the model folder {folder} (model.path {asked!r}) lacks {lacks}; {advice}")
     for file in weights:
         _check_complete(file)
 
@@ -100,6 +101,16 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     single = folder / "model.safetensors"
     return [single] if single.is_file() else []
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in the folder's weight files, read from their headers alone."""
+    shapes = {}
+    for file in weight_files(folder):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return shapes
 
 
 def _check_complete(file: Path) -> None:

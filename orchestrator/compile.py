@@ -126,6 +126,8 @@ def check(record: Generation) -> None:
     """Raises RolloutError when the record contradicts itself: such tokens must not reach the loss."""
     count = len(record.completion_ids)
     where = f"session {record.session!r}, a turn of {count} sampled tokens"
+    if len(record.prompt_ids) == 0:
+        raise RolloutError(f"{where} came without a prompt: its first token has nothing to be predicted from")
     if len(record.logprobs) != count:
         raise RolloutError(f"{where} came with {len(record.logprobs)} log-probabilities")
     if not np.isfinite(record.logprobs).all():

@@ -37,7 +37,6 @@ def finished_rollout(
 ) -> FinishedRollout:
     """The rollout as data; `failure` (the reply's, or that of compiling its tokens) leaves it without a reward."""
     reply, versions = played.reply, played.versions
-    sampled = sum(sample.num_trained for sample in samples)
     return FinishedRollout(
         rollout_id=reply.rollout_id,
         sibling=sibling,
@@ -54,8 +53,8 @@ def finished_rollout(
         failed_attempts=list(earlier),
         version_min=versions[0] if versions else None,
         version_max=versions[1] if versions else None,
-        prompt_tokens=sum(sample.num_tokens for sample in samples) - sampled,
-        sampled_tokens=sampled,
+        prompt_tokens=sum(sample.num_tokens - sample.num_trained for sample in samples) if samples else None,
+        sampled_tokens=sum(len(record.completion_ids) for record in played.records),
         cpu_s=reply.cpu_s,
         wall_s=reply.wall_s,
     )

@@ -83,9 +83,10 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
     """Earlier tries of this sibling."""
     version_min: int | None = None
     version_max: int | None = None
-    prompt_tokens: int = 0
-    """Tokens of the samples that the policy did not sample."""
+    prompt_tokens: int | None = None
+    """Tokens of its samples that the policy did not sample; None for a rollout that gave no sample."""
     sampled_tokens: int = 0
+    """Tokens that the policy sampled in this attempt."""
     cpu_s: float | None = None
     wall_s: float | None = None
 

@@ -149,7 +149,10 @@ class Journal:
         return await loop.run_in_executor(self._writer, self._compact, oldest_seq, groups, steps)
 
     async def close(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._writer, self._rotate)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._writer, self._rotate)
+        except OSError as error:
+            logger.error("the journal could not be closed cleanly: %s", error)
         self._writer.shutdown(wait=True)
 
     def _append(self, entry: Entry) -> None:

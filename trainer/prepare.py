@@ -17,6 +17,7 @@ from composer_prime import run_id
 from composer_prime.config import Config, load
 from composer_prime.errors import ConfigError
 from composer_prime.keys import RunKeys
+from composer_prime.monitor.rollouts import rollout_files
 from composer_prime.run_dir import RunDir, write_atomic
 from trainer.continuation import check_continuation
 
@@ -51,9 +52,9 @@ def prepare(config: Config) -> Prepared:
             config = config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
     elif config.run.overwrite:
         _empty(run_dir, keep={".launcher.lock"})
+    _keys(run_dir, config)
     write_atomic(run_dir.config, load.dump(config).encode())
     run_id.create(run_dir, config.run.name)
-    _keys(run_dir, config)
     _endpoints(run_dir, config)
     return Prepared(run_dir=run_dir, config=config, start_step=start_step, notes=tuple(notes), lock=lock)
 
@@ -63,6 +64,8 @@ def _check_folder(run_dir: RunDir, config: Config) -> None:
     if root.exists() and not root.is_dir():
         raise ConfigError(f"{root} is a file: set run.name or run.output_dir to another place")
     entries = {path.name for path in root.iterdir()} - {".launcher.lock"} if root.exists() else set()
+    if entries <= {"keys", "run_id"} and run_dir.keys.is_dir():
+        entries = set()  # keys copied from a remote orchestrator's run
     if entries and not is_run_directory(root):
         raise ConfigError(
             f"{root} is not empty and is no run directory, so nothing is written or deleted there: "
@@ -118,9 +121,17 @@ def _resume(run_dir: RunDir, config: Config) -> tuple[int, list[str]]:
     notes = check_continuation(load.read(run_dir.config), config) if run_dir.config.is_file() else []
     steps = run_dir.complete_checkpoints()
     if steps:
+        _drop_later_evaluations(run_dir, steps[-1])
         return steps[-1], [f"resuming after step {steps[-1]}", *notes]
     _empty(run_dir, keep=_KEPT_ON_RESTART)
     return 0, ["no complete checkpoint yet: starting over from step 0 (keys and logs are kept)", *notes]
+
+
+def _drop_later_evaluations(run_dir: RunDir, step: int) -> None:
+    """Steps after the checkpoint are trained again, so their evaluations belong to weights that are no more."""
+    for evaluated, path in rollout_files(run_dir, "eval").items():
+        if evaluated > step:
+            path.unlink()
 
 
 def _empty(run_dir: RunDir, *, keep: set[str]) -> None:

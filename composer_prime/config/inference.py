@@ -16,11 +16,15 @@ class LocalEngineConfig(BaseConfig):
     prefill_tokens: int = Field(4096, ge=16)
     """Prompt tokens computed between two decode steps at most, so that long prompts do not stall decoding."""
     prefix_cache: bool = True
-    """Keep a conversation's KV entries for its next turn (dropped at a weight swap)."""
+    """Keep a conversation's KV entries for its next turn (dropped at a weight swap) and share common prompts."""
+    kv_cache_gib: float = Field(4.0, gt=0)
+    """Ceiling of the KV cache, GiB; it grows as sequences do and bounds how many decode together."""
+    kv_at_swap: Literal["keep", "recompute"] = "keep"
+    """What running requests do at a weight swap: keep the old weights' KV entries, or compute them again."""
 
 
 class VllmEngineConfig(BaseConfig):
-    """A vLLM server started as a child process, reached on loopback only."""
+    """vLLM's engine in a child process, reached over a private socket pair."""
 
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of the GPU's memory for weights and KV cache."""
@@ -33,9 +37,11 @@ class VllmEngineConfig(BaseConfig):
     enforce_eager: bool | None = None
     """Skip graph capture; None means eager on CPU and graphs on CUDA."""
     start_timeout_s: float = Field(600, gt=0)
-    """How long the server may take to answer its first health check."""
+    """How long the server may take to load the model and say that it serves."""
+    swap_timeout_s: float = Field(300, gt=0)
+    """How long the server may take to load a new version, or to score the canary."""
     extra_args: list[str] = []
-    """Further arguments of vLLM's server."""
+    """Further command-line arguments of vLLM's engine; they win over the ones set here."""
 
 
 class InferenceConfig(BaseConfig):

@@ -55,6 +55,10 @@ class EvalConfig(BaseConfig):
     """Sampling temperature of evaluation rollouts."""
     pass_threshold: float = 1.0
     """Reward from which a rollout counts as passed."""
+    share: float = Field(0.25, gt=0, le=1)
+    """Share of the concurrency that evaluation may take while training rollouts wait for a place."""
+    version_timeout_s: float = Field(600.0, gt=0)
+    """How long an evaluation waits until the nodes have the weights that it is to evaluate."""
 
 
 class CurriculumConfig(BaseConfig):
@@ -105,6 +109,10 @@ class OrchestratorConfig(BaseConfig):
     """How long an environment worker may take to load."""
     batch_timeout_s: float = Field(1800.0, gt=0)
     """How long a batch may take to fill, before the run fails and says what it waited for."""
+    trainer_timeout_s: float = Field(1800.0, gt=0)
+    """How long a ready batch may wait without a word from the trainer, before the run fails."""
+    max_failed_groups: int = Field(32, ge=1)
+    """Groups in a row that may fail (not one sibling comparison left), before the run fails and shows the last error."""
 
     @field_validator("source")
     @classmethod

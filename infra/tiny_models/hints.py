@@ -30,4 +30,4 @@ def hint_corpus() -> list[str]:
     """Words of hints and tool errors, for the tokenizer."""
     frames = ["Reminder: Available tools are: ", "Reminder: The arguments of x are: x (integer), y (string)."]
     frames += ["Reminder: A tool call is one JSON object with a name and arguments."]
-    return (frames + [*ERROR_STARTS, "x: expected integer, got string"]) * 50
+    return [*frames, *ERROR_STARTS, "x: expected integer, got string"] * 50

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import Qwen3ForCausalLM
 
-from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 from infra.tiny_models.play import Rollout, draw_episodes, play
+from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 
 GROUP = 8
 

@@ -1,5 +1,6 @@
 """Plays toolsmith episodes with a model, many at once: what a rollout does, without the network."""
 
+import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,11 +8,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache, Qwen3ForCausalLM
 
+from infra.tiny_models.demonstrate import MAX_TURNS
 from orchestrator.environments.tool_loop.calls import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 from orchestrator.environments.toolsmith.episode import Episode, generate
 from orchestrator.environments.toolsmith.tools import is_error, run_call
-from infra.tiny_models.demonstrate import MAX_TURNS
 
 MAX_NEW_TOKENS = 48
 
@@ -88,8 +89,6 @@ def _advance(rollout: Rollout, completion: list[int], renderer: ToolQwen3Rendere
 
 
 def _as_text(arguments: Any) -> str:
-    import json
-
     return arguments if isinstance(arguments, str) else json.dumps(arguments or {})
 
 

@@ -89,7 +89,8 @@ def _figure_table(figures: dict[str, Any]) -> str:
     for model, splits in figures.items():
         for split, values in splits.items():
             levels = ", ".join(f"{reward:.2f}" for reward in values["reward_by_difficulty"].values())
-            lines.append(f"| {model}, {split} | " + " | ".join(f"{values[key]:.3g}" for key in _ROWS) + f" | {levels} |")
+            cells = [f"{model}, {split}", *(f"{values[key]:.3g}" for key in _ROWS), levels]
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

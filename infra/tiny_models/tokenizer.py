@@ -12,9 +12,9 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from infra.tiny_models.hints import hint_corpus
 from orchestrator.environments.toolsmith.episode import generate
 from orchestrator.environments.toolsmith.operations import ARGUMENT_NAMES, OPERATIONS
-from infra.tiny_models.hints import hint_corpus
 
 CONTEXT_LENGTH = 1024
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -84,7 +84,5 @@ def _corpus() -> list[str]:
     names = [name for operation in OPERATIONS for name in operation.names]
     arguments = [name for group in itertools.chain(*ARGUMENT_NAMES.values()) for name in group]
     words = [*names, *arguments, "integer", "string", "number", "object", "null", "system", "user", "assistant"]
-    questions = [
-        generate(seed=seed, difficulty=1 + seed % 3, split="train").question for seed in range(200)
-    ]
+    questions = [generate(seed=seed, difficulty=1 + seed % 3, split="train").question for seed in range(200)]
     return [*words * 50, *questions, *hint_corpus()]

@@ -27,7 +27,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
     """-1 and 0 keep every token."""
-    seed: Annotated[int, Meta(ge=-(1 << 63), lt=1 << 63)] | None = None
+    seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
@@ -55,7 +55,7 @@ class CompletionBody(SamplingFields, kw_only=True):
     """POST /v1/completions with a prompt of token ids."""
 
     model: str
-    prompt: list[TokenId] | list[list[TokenId]] | str | list[str]
+    prompt: list[Any] | str
     logprobs: int | None = None
     echo: bool | None = None
     stream: bool | None = None
@@ -73,6 +73,22 @@ class ChatBody(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     stream: bool | None = None
+
+
+def one_prompt(body: CompletionBody) -> list[int]:
+    """The token ids of a completion's single prompt. Raises RequestError."""
+    prompt = body.prompt
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+        if len(prompt) != 1:
+            raise RequestError(f"prompt holds {len(prompt)} prompts: send one a request", param="prompt")
+        prompt = prompt[0]
+    try:
+        return msgspec.convert(prompt, list[TokenId])
+    except msgspec.ValidationError as error:
+        raise RequestError(
+            f"prompt is not a list of token ids ({error}): send ids, or messages to /v1/chat/completions",
+            param="prompt",
+        ) from None
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -106,6 +122,8 @@ def sampling(fields: SamplingFields, *, num_prompt: int, max_context: int, max_t
             code="context_length_exceeded",
             param="token_ids",
         )
+    if fields.seed is not None and not -(1 << 63) <= fields.seed < 1 << 63:
+        raise RequestError(f"seed is {fields.seed}: send an integer of 64 bits", param="seed")
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if len(stop) > _MAX_STOPS or "" in stop:
         raise RequestError(f"stop has {len(stop)} strings; send at most {_MAX_STOPS}, none of them empty", param="stop")

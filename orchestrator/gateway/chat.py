@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from composer_prime.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from renderers.base import ParsedResponse, Renderer
+    from renderers.base import ParsedResponse
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class ChatFormat:
     def __init__(self, model_dir: Path, renderer: str | dict[str, Any] | None) -> None:
         self._model_dir, self._choice = model_dir, renderer
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chat-format")
-        self._loaded: tuple[Renderer, Any] | None = None
+        self._loaded: tuple[Any, Any] | None = None
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -44,7 +44,7 @@ class ChatFormat:
         """
         _check_text_only(messages)
 
-        def work(renderer: Renderer, tokenizer: Any) -> tuple[list[int], list[int]]:
+        def work(renderer: Any, tokenizer: Any) -> tuple[list[int], list[int]]:
             del tokenizer
             try:
                 ids = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
@@ -62,7 +62,7 @@ class ChatFormat:
     ) -> tuple[dict[str, Any], str]:
         """The assistant message (OpenAI form) and its finish reason: `tool_calls` where it calls tools."""
 
-        def work(renderer: Renderer, tokenizer: Any) -> tuple[dict[str, Any], str]:
+        def work(renderer: Any, tokenizer: Any) -> tuple[dict[str, Any], str]:
             del tokenizer
             parsed = renderer.parse_response(completion_ids, prompt_ids=prompt_ids, tools=tools)
             message = _to_message(parsed)
@@ -87,7 +87,7 @@ class ChatFormat:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, loaded)
 
-    def _load(self) -> tuple[Renderer, Any]:
+    def _load(self) -> tuple[Any, Any]:
         from orchestrator.chat_renderer import build_renderer, read_tokenizer
 
         try:
@@ -128,11 +128,12 @@ def _to_message(parsed: ParsedResponse) -> dict[str, Any]:
             {
                 "id": call.id or f"call_{index}",
                 "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {}),
-                },
+                "function": {"name": call.name, "arguments": _as_json(call.arguments)},
             }
             for index, call in enumerate(calls)
         ]
     return message
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {})

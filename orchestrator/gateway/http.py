@@ -21,7 +21,7 @@ from aiohttp import web
 
 from composer_prime.errors import DeadlineError, EngineError, PortInUseError, RequestError
 from orchestrator.gateway import replies
-from orchestrator.gateway.bodies import ChatBody, CompletionBody, GenerateBody
+from orchestrator.gateway.bodies import ChatBody, CompletionBody, GenerateBody, one_prompt
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.generation import Generator
 
@@ -68,10 +68,11 @@ class HttpServer:
                 web.route("*", "/{path:.*}", self._answering(self._unknown)),
             ]
         )
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, keepalive_timeout=_KEEPALIVE_S)
-        await self._runner.setup()
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, keepalive_timeout=_KEEPALIVE_S)
+        self._runner = runner
+        await runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port, backlog=4096).start()
+            await web.TCPSite(runner, host, port, backlog=4096).start()
         except OSError as error:
             await self.close()
             if error.errno == errno.EADDRINUSE:
@@ -80,7 +81,7 @@ class HttpServer:
                     "another port (0 takes a free one)"
                 ) from None
             raise
-        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
+        self.url = f"http://{host}:{runner.addresses[0][1]}"
 
     async def close(self) -> None:
         runner, self._runner = self._runner, None
@@ -102,7 +103,7 @@ class HttpServer:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await _decoded(request, CompletionBody)
         self._generator.check_model(body.model)
-        prompt = _one_prompt(body)
+        prompt = one_prompt(body)
         if body.echo or body.stream:
             raise RequestError("echo and stream are not supported by /v1/completions: leave them out")
         request_id, answer = await self._generator.generate(_session(request), prompt, body)
@@ -220,19 +221,6 @@ def _session(request: web.Request) -> str | None:
     return session
 
 
-def _one_prompt(body: CompletionBody) -> list[int]:
-    prompt = body.prompt
-    if prompt and isinstance(prompt, list) and isinstance(prompt[0], list):
-        if len(prompt) != 1:
-            raise RequestError(f"prompt holds {len(prompt)} prompts: send one a request", param="prompt")
-        prompt = prompt[0]
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], str)):
-        raise RequestError(
-            "prompt is text: send a list of token ids, or messages to /v1/chat/completions", param="prompt"
-        )
-    return prompt  # type: ignore[return-value]
-
-
 def _check_chat(body: ChatBody) -> None:
     if body.tool_choice not in (None, "auto", "none"):
         raise RequestError(f"tool_choice is {body.tool_choice!r}: send 'auto' or 'none'", param="tool_choice")
@@ -244,5 +232,3 @@ def _check_chat(body: ChatBody) -> None:
     kind = (body.response_format or {}).get("type", "text")
     if kind != "text":
         raise RequestError(f"response_format has type {kind!r}: only 'text' is supported", param="response_format")
-
-

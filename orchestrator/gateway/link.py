@@ -1,7 +1,7 @@
 """The encrypted link to inference nodes: one bound ROUTER, and what each message sets off.
 
     receive task --bytes--> decode --> attach | heartbeat | answer --> router
-                                  \-> weight chunks, read in threads, a few at a time
+                                  +--> weight chunks, read in threads, a few at a time
     send(): never waits; False means that the connection is gone
 
 Nodes hold the run's CURVE key, so a stranger never gets a byte in here. What a node sends is still not trusted: bytes
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+from typing import Any
 
 import msgspec
 import zmq
@@ -67,10 +68,12 @@ class NodeLink:
         self._server = bind_router(address, server_pair, [node_pair.public])
         self.endpoint = self._server.endpoint
 
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+    async def close(self) -> None:
+        """Free the address; messages on their way get half a second."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.socket.close(linger=500)
+            await asyncio.to_thread(server.close)
 
     # -- sending -------------------------------------------------------------------------------------------------
 
@@ -82,7 +85,7 @@ class NodeLink:
         if self._server is None:
             return False
         # A ROUTER without a high-water mark never blocks, so the returned future is done already.
-        sent: asyncio.Future[None] = self._server.socket.send_multipart([identity, raw], flags=zmq.NOBLOCK)
+        sent: Any = self._server.socket.send_multipart([identity, raw], flags=zmq.NOBLOCK)
         error = sent.exception()
         if error is None:
             return True

@@ -8,6 +8,7 @@ prompts repeat one another, so turns that continue one another share one array o
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -78,7 +79,9 @@ _EMPTY = np.empty(0, np.int32)
 class Records:
     """Sessions of open rollouts, by rollout id."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_taken: Callable[[str], None] = lambda session: None) -> None:
+        """`on_taken(session)` is called for each session of a rollout that is taken."""
+        self._on_taken = on_taken
         self._open: dict[str, dict[str, _Session]] = {}
         self.num_bytes = 0
         """Bytes of token ids and logprobs held."""
@@ -97,8 +100,10 @@ class Records:
 
         Records of several agents come together: `session` tells them apart. A rollout that is not open has none.
         """
-        sessions = self._open.pop(rollout_id, {}).values()
-        turns = sorted((turn for session in sessions for turn in session.turns), key=lambda turn: turn.order)
+        sessions = self._open.pop(rollout_id, {})
+        for session in sessions:
+            self._on_taken(session)
+        turns = sorted((turn for kept in sessions.values() for turn in kept.turns), key=lambda turn: turn.order)
         chains = {id(turn.chain): turn.chain for turn in turns}
         self.num_bytes -= sum(chain.tokens.nbytes for chain in chains.values())
         self.num_bytes -= sum(turn.rest.logprobs.nbytes for turn in turns)

@@ -18,13 +18,14 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from composer_prime.errors import DeadlineError, EngineError, RequestError, WireError
+from composer_prime.errors import EngineError, RequestError, WireError
 from composer_prime.wire.node import Cancel, Generate, Generated, GenerateFailed, Sampling, ToNode
 from orchestrator.gateway.answers import Answer, check
 from orchestrator.gateway.nodes import Node, Nodes
+from orchestrator.gateway.request import Counters, Request
+from orchestrator.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -32,42 +33,6 @@ _MAX_FAILURES = 3
 """Failed or bad answers after which a request is given up. Nodes that vanish do not count."""
 _MAX_SESSIONS = 1 << 16
 """Sessions whose node is remembered."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Request:
-    request_id: str
-    session: str
-    prompt_ids: bytes
-    """int32 [T]."""
-    sampling: Sampling
-    since: float
-    """When it came, monotonic seconds."""
-    done: asyncio.Future[Answer]
-    node: Node | None = None
-    """None while it waits in the queue."""
-    lease: int = 0
-    placed: float = 0.0
-    """When it went to its node, monotonic seconds."""
-    failures: int = 0
-    avoid: str | None = None
-    """The node that failed it last."""
-    last_error: str = ""
-
-
-@dataclass(slots=True, kw_only=True)
-class Counters:
-    requests: int = 0
-    answered: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    reissued: int = 0
-    late_answers: int = 0
-    bad_answers: int = 0
-    prompt_tokens: int = 0
-    tokens: int = 0
-    """Sampled tokens of accepted answers."""
-    tokens_by_version: dict[int, int] = field(default_factory=dict)
 
 
 class Router:
@@ -78,8 +43,6 @@ class Router:
         send: Callable[[Node, ToNode], bool],
         *,
         vocab_size: int,
-        no_node_timeout_s: float,
-        request_timeout_s: float,
         suspend_s: float,
         where_to_connect: str = "",
         clock: Callable[[], float] = time.monotonic,
@@ -93,17 +56,16 @@ class Router:
         self.where_to_connect = where_to_connect
         self._send = send
         self._vocab_size = vocab_size
-        self._no_node_timeout_s = no_node_timeout_s
-        self._request_timeout_s = request_timeout_s
         self._suspend_s = suspend_s
-        self._clock = clock
-        self._queue: OrderedDict[str, Request] = OrderedDict()
-        self._open: dict[str, Request] = {}
+        self.clock = clock
+        self.queue: OrderedDict[str, Request] = OrderedDict()
+        self.open: dict[str, Request] = {}
         self._sticky: OrderedDict[str, str] = OrderedDict()
         # Starts at random: an answer to a lease of an earlier orchestrator must not match one of ours.
         self._leases = itertools.count(secrets.randbits(48))
-        self._no_node_since: float | None = clock()
         self._placing = False
+        self.changed = Pulse()
+        """Beats whenever nodes or their places may have changed."""
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -118,11 +80,11 @@ class Router:
             session=session,
             prompt_ids=prompt_ids,
             sampling=sampling,
-            since=self._clock(),
+            since=self.clock(),
             done=asyncio.get_running_loop().create_future(),
         )
         self.counters.requests += 1
-        self._open[request_id] = self._queue[request_id] = request
+        self.open[request_id] = self.queue[request_id] = request
         self.place()
         try:
             return await request.done
@@ -134,8 +96,8 @@ class Router:
 
     def _drop(self, request: Request) -> None:
         """The request has ended for its caller, whatever its node is doing."""
-        self._open.pop(request.request_id, None)
-        self._queue.pop(request.request_id, None)
+        self.open.pop(request.request_id, None)
+        self.queue.pop(request.request_id, None)
         node = self._release(request)
         if node is not None:
             self._send(node, Cancel(request_id=request.request_id, lease=request.lease))
@@ -154,21 +116,22 @@ class Router:
         """Hand waiting requests to nodes, oldest first, until no node has a free place."""
         if self._placing:
             return
+        self.changed.beat()
         self._placing = True
         try:
-            while self._queue:
-                request = next(iter(self._queue.values()))
+            while self.queue:
+                request = next(iter(self.queue.values()))
                 node = self._choose(request)
                 if node is None:
                     return
-                del self._queue[request.request_id]
+                del self.queue[request.request_id]
                 self._assign(request, node)
         finally:
             self._placing = False
 
     def serving(self) -> list[Node]:
         """Nodes that may get requests now, full or not."""
-        now, oldest, newest = self._clock(), self.oldest_version, self.newest_version
+        now, oldest, newest = self.clock(), self.oldest_version, self.newest_version
         return [node for node in self.nodes.attached() if node.cannot_serve(now, oldest, newest) is None]
 
     def _choose(self, request: Request) -> Node | None:
@@ -182,7 +145,7 @@ class Router:
         return min(free, key=lambda node: (node.node_id == request.avoid, node.load, node.node_id))
 
     def _assign(self, request: Request, node: Node) -> None:
-        request.node, request.lease, request.placed = node, next(self._leases), self._clock()
+        request.node, request.lease, request.placed = node, next(self._leases), self.clock()
         node.leases[request.lease] = request
         self._sticky[request.session] = node.node_id
         self._sticky.move_to_end(request.session)
@@ -202,8 +165,8 @@ class Router:
         """Back to the front of the queue: it has waited before."""
         self.counters.reissued += 1
         request.last_error = why
-        self._queue[request.request_id] = request
-        self._queue.move_to_end(request.request_id, last=False)
+        self.queue[request.request_id] = request
+        self.queue.move_to_end(request.request_id, last=False)
 
     def forget(self, session: str) -> None:
         """The session is over; its node need not be remembered."""
@@ -230,7 +193,7 @@ class Router:
             self._failed(request, node, f"bad answer: {error}")
             return
         node.succeeded(len(answer.token_ids))
-        self._count(request, answer)
+        self.counters.accept(request, answer)
         if not request.done.done():
             request.done.set_result(answer)
         self.place()
@@ -244,7 +207,7 @@ class Router:
             self._failed(request, node, message.error)
             return
         # Another node would say the same.
-        self._give_up(request, RequestError(f"node {node.node_id}: {message.error}", code="refused_by_node"))
+        self.give_up(request, RequestError(f"node {node.node_id}: {message.error}", code="refused_by_node"))
         self.place()
 
     def _claim(self, node: Node, message: Generated | GenerateFailed) -> Request | None:
@@ -259,11 +222,11 @@ class Router:
         return request
 
     def _failed(self, request: Request, node: Node, error: str) -> None:
-        node.failed(self._clock(), self._suspend_s)
+        node.failed(self.clock(), self._suspend_s)
         request.failures += 1
         request.avoid = node.node_id
         if request.failures >= _MAX_FAILURES:
-            self._give_up(
+            self.give_up(
                 request,
                 EngineError(
                     f"{request.failures} attempts failed, the last on node {node.node_id}: {error}; "
@@ -274,21 +237,11 @@ class Router:
             self._reissue(request, f"{node.node_id}: {error}")
         self.place()
 
-    def _give_up(self, request: Request, error: Exception) -> None:
+    def give_up(self, request: Request, error: Exception) -> None:
+        """End `request` with `error`."""
         self.counters.failed += 1
         if not request.done.done():
             request.done.set_exception(error)
-
-    def _count(self, request: Request, answer: Answer) -> None:
-        counters = self.counters
-        counters.answered += 1
-        counters.prompt_tokens += len(request.prompt_ids) // 4
-        counters.tokens += len(answer.token_ids)
-        for span in answer.version_spans:
-            version_tokens = counters.tokens_by_version.get(span.version, 0)
-            counters.tokens_by_version[span.version] = version_tokens + span.end - span.start
-        while len(counters.tokens_by_version) > 16:
-            del counters.tokens_by_version[min(counters.tokens_by_version)]
 
     # -- nodes come and go ---------------------------------------------------------------------------------------
 
@@ -301,7 +254,7 @@ class Router:
 
     def reclaim_lost(self, lost_after_s: float) -> None:
         """Reissue what a node should hold but, by its heartbeats, does not: the request or its answer was lost."""
-        now = self._clock()
+        now = self.clock()
         for node in self.nodes.attached():
             if node.idle_since is None:
                 continue
@@ -311,46 +264,19 @@ class Router:
                     self._reissue(request, f"node {node.node_id} reports no request for {now - node.idle_since:.1f} s")
         self.place()
 
-    # -- deadlines -----------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------
 
-    def expire(self) -> DeadlineError | None:
-        """End what waited too long. Returns the error when requests waited for a node in vain: the run cannot go on."""
-        now = self._clock()
-        self._no_node_since = None if self.serving() else self._no_node_since or now
-        self._expire_requests(now)
-        since = self._no_node_since
-        if since is None:
-            return None
-        overdue = [r for r in self._queue.values() if now - max(since, r.since) >= self._no_node_timeout_s]
-        if not overdue:
-            return None
-        error = DeadlineError(
-            f"{len(self._queue)} requests waited for an inference node, since {_clock_time(now - since)} "
-            f"({now - since:.1f} s, orchestrator.no_node_timeout_s is {self._no_node_timeout_s}): {self._why_no_node()}"
-        )
-        for request in overdue:
-            self._give_up(request, error)
-        return error
+    @property
+    def queued(self) -> int:
+        return len(self.queue)
 
-    def _expire_requests(self, now: float) -> None:
-        for request in list(self._open.values()):
-            if now - request.since >= self._request_timeout_s and not request.done.done():
-                self._give_up(
-                    request,
-                    DeadlineError(
-                        f"request {request.request_id} waited {now - request.since:.1f} s "
-                        f"(limit {self._request_timeout_s} s): {self._where(request)}"
-                    ),
-                )
+    @property
+    def in_flight(self) -> int:
+        return len(self.open) - len(self.queue)
 
-    def _where(self, request: Request) -> str:
-        if request.node is not None:
-            return f"node {request.node.node_id} has not answered"
-        behind = f", last: {request.last_error}" if request.last_error else ""
-        return f"in the queue, all places of {len(self.serving())} serving nodes are taken{behind}"
-
-    def _why_no_node(self) -> str:
-        now, oldest, newest = self._clock(), self.oldest_version, self.newest_version
+    def why_no_node(self) -> str:
+        """What each known node lacks, or how to start one."""
+        now, oldest, newest = self.clock(), self.oldest_version, self.newest_version
         reasons = [f"{node.node_id} {node.cannot_serve(now, oldest, newest)}" for node in self.nodes]
         if reasons:
             return "; ".join(reasons[:8])
@@ -359,24 +285,10 @@ class Router:
             "or set inference.nodes to at least 1"
         )
 
-    # -- state ---------------------------------------------------------------------------------------------------
-
-    @property
-    def queued(self) -> int:
-        return len(self._queue)
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._open) - len(self._queue)
-
-    def no_node_since(self) -> float | None:
-        """Seconds for which no node has been able to serve; None while one is."""
-        return None if self._no_node_since is None else self._clock() - self._no_node_since
-
     def snapshot(self) -> dict[str, Any]:
         """Plain state for /metrics: counters, queue, and who waits for what."""
-        now, counters = self._clock(), self.counters
-        oldest = sorted(self._open.values(), key=lambda request: request.since)[:8]
+        now = self.clock()
+        oldest = sorted(self.open.values(), key=lambda request: request.since)[:8]
         waits = [
             {
                 "request_id": request.request_id,
@@ -386,12 +298,8 @@ class Router:
             }
             for request in oldest
         ]
-        totals = {name: getattr(counters, name) for name in counters.__slots__}
-        return {"queued": self.queued, "in_flight": self.in_flight, "longest_waits": waits, **totals}
+        counts = self.counters.snapshot()
+        return {"queued": self.queued, "in_flight": self.in_flight, "longest_waits": waits, **counts}
 
     def _queue_reason(self) -> str:
-        return "a free place" if self.serving() else f"a node: {self._why_no_node()}"
-
-
-def _clock_time(seconds_ago: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(time.time() - seconds_ago))
+        return "a free place" if self.serving() else f"a node: {self.why_no_node()}"

@@ -156,6 +156,8 @@ class Child:
         """Cancelling the caller cancels the rollout. A worker that ends answers with a retryable error."""
         if request.rollout_id in self._rollouts:
             raise ValueError(f"rollout id {request.rollout_id!r} is in flight already: every attempt needs its own")
+        if self.ended.done():
+            return _lost(request.rollout_id, self._why_gone())
         future = self._rollouts[request.rollout_id] = asyncio.get_running_loop().create_future()
         self._frames.send(request)
         try:
@@ -174,6 +176,8 @@ class Child:
         return True
 
     async def describe(self, request: Describe) -> Described:
+        if self.ended.done():
+            return Described(request_id=request.request_id, tasks=[], error=self.ended.result())
         future = self._describes[request.request_id] = asyncio.get_running_loop().create_future()
         self._frames.send(request)
         try:
@@ -264,19 +268,27 @@ class Child:
         if self.ended.done():
             return
         self.ended.set_result(reason)
-        failure = RolloutFailure(kind="worker", message=reason, retryable=True, detail=self.last_words().strip())
         for rollout_id, future in self._rollouts.items():
             if not future.done():
-                future.set_result(RolloutReply(rollout_id=rollout_id, task_id="", reward=None, error=failure))
+                future.set_result(_lost(rollout_id, self._why_gone()))
         for request_id, described in self._describes.items():
             if not described.done():
                 described.set_result(Described(request_id=request_id, tasks=[], error=reason))
+
+    def _why_gone(self) -> RolloutFailure:
+        return RolloutFailure(
+            kind="worker", message=self.ended.result(), retryable=True, detail=self.last_words().strip()
+        )
 
     def _exit(self) -> str:
         code = self._process.returncode
         if code is not None and code < 0:
             return f"killed by {signal.Signals(-code).name}"
         return f"exit code {code}"
+
+
+def _lost(rollout_id: str, failure: RolloutFailure) -> RolloutReply:
+    return RolloutReply(rollout_id=rollout_id, task_id="", reward=None, error=failure)
 
 
 def _resolve(waiting: dict[str, asyncio.Future], key: str, message: FromWorker) -> None:

@@ -140,17 +140,21 @@ class WorkerPool:
             self._changed.notify_all()
 
     async def _least_busy(self) -> Child:
-        if self._failure is None and not self._children:
+        if self._failure is None and not self._alive():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._start_timeout_s), self._changed:
-                    await self._changed.wait_for(lambda: self._failure or self._children)
+                    await self._changed.wait_for(lambda: self._failure or self._alive())
         if self._failure is not None:
             raise self._failure
-        if not self._children:
+        alive = self._alive()
+        if not alive:
             raise DeadlineError(
                 f"source {self.spec.name!r}: no environment worker was ready within {self._start_timeout_s:g} s"
             )
-        return min(self._children.values(), key=lambda child: child.running)
+        return min(alive, key=lambda child: child.running)
+
+    def _alive(self) -> list[Child]:
+        return [child for child in self._children.values() if not child.ended.done()]
 
     async def _supervise(self, number: int) -> None:
         """Keeps worker `number` alive; ends when the pool has failed."""

@@ -19,9 +19,14 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
 
 from composer_prime.errors import ComposerError
 from orchestrator.workers.cpu import CpuShares, rss_bytes
@@ -73,8 +78,11 @@ class Worker:
     async def serve(self) -> None:
         """Until the parent closes the connection; then every rollout is aborted."""
         from orchestrator.verifiers_adapter import serving
+        from orchestrator.verifiers_compat import keep_boxes_in
 
-        async with serving(list(self._environments.values())):
+        async with AsyncExitStack() as stack:
+            keep_boxes_in(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="composer-worker-"))))
+            await stack.enter_async_context(serving(list(self._environments.values())))
             self._frames.send(self._ready)
             heartbeats = asyncio.create_task(self._heartbeats())
             try:
@@ -114,7 +122,7 @@ class Worker:
         finally:
             self._running.pop(request.rollout_id, None)
             cpu_s = self._shares.leave(mark)
-        self._frames.send(_with_costs(reply, cpu_s, time.monotonic() - started))
+        self._frames.send(msgspec.structs.replace(reply, cpu_s=cpu_s, wall_s=time.monotonic() - started))
 
     def _refuse(self, request: RunRollout, why: str) -> None:
         self._frames.send(_failed(request, "request", why, retryable=False))
@@ -145,12 +153,6 @@ def _failed(
 ) -> RolloutReply:
     failure = RolloutFailure(kind=kind, message=message, retryable=retryable, detail=detail)
     return RolloutReply(rollout_id=request.rollout_id, task_id=f"task-{request.task_index}", reward=None, error=failure)
-
-
-def _with_costs(reply: RolloutReply, cpu_s: float, wall_s: float) -> RolloutReply:
-    import msgspec
-
-    return msgspec.structs.replace(reply, cpu_s=cpu_s, wall_s=wall_s)
 
 
 async def serve(connection: socket.socket) -> None:

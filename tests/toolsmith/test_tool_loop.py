@@ -19,7 +19,11 @@ RENDERER = {
 
 @pytest.fixture(scope="module")
 def vf() -> Any:
-    return pytest.importorskip("verifiers.v1")
+    module = pytest.importorskip("verifiers.v1")
+    from orchestrator.verifiers_compat import import_dotted_plugins
+
+    import_dotted_plugins()
+    return module
 
 
 @pytest.fixture(scope="module")

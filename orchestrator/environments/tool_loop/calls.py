@@ -33,9 +33,10 @@ class HasTools(Protocol):
 class NoTools:
     """The executor of a task without tools."""
 
-    schemas: list[dict[str, Any]] = []
+    def __init__(self) -> None:
+        self.schemas: list[dict[str, Any]] = []
 
-    async def call(self, name: str, arguments_json: str) -> str:  # noqa: ARG002
+    async def call(self, name: str, arguments_json: str) -> str:
         return f"Tool not found: {name}"
 
 

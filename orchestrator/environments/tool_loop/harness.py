@@ -4,17 +4,21 @@
        ^            waits for the reply, at most request_timeout_s      |
        +---- tool replies <---- the task's executor <---- tool calls ---+
 
-Every rollout of a worker shares one HTTP client: making one costs more CPU than a whole single-turn rollout.
+Any number of rollouts of a worker share one HTTP session. It is aiohttp's, and without TLS: making an httpx client
+costs more CPU than a whole single-turn rollout, and its pool walks every open connection at each request.
 """
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
+import aiohttp
 import verifiers.v1 as vf
 from pydantic import Field
 from verifiers.v1.dialects.chat import message_to_wire
-from verifiers.v1.errors import HarnessError
+from verifiers.v1.errors import MODEL_TRANSPORT_ERROR_EXIT_CODE, HarnessError
 from verifiers.v1.runtimes import ProgramResult
 
 from orchestrator.environments.tool_loop.calls import HasTools, NoTools, ToolExecutor, answer_calls
@@ -39,34 +43,31 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    def __init__(self, config: ToolLoopConfig) -> None:
-        super().__init__(config)
-        self._client: httpx.AsyncClient | None = None
-        self._client_loop: asyncio.AbstractEventLoop | None = None
-
     async def launch(
         self,
         ctx: vf.ModelContext,
         trace: vf.Trace,
-        runtime: vf.Runtime,  # noqa: ARG002
+        runtime: vf.Runtime,
         endpoint: str,
         secret: str,
-        mcp_urls: dict[str, str],  # noqa: ARG002
+        mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> ProgramResult:
         """Plays to the first reply without a tool call, a cut reply, or `max_turns`."""
         task = trace.task.data
         executor: ToolExecutor = task.tool_executor() if isinstance(task, HasTools) else NoTools()
-        messages = self._opening(data)
-        for _ in range(self.config.max_turns):
-            choice = await self._complete(ctx, trace, endpoint, secret, messages, executor.schemas)
-            if choice is None:
-                return _DONE
-            messages.append(choice["message"])
-            answers = [] if choice["finish_reason"] == "length" else await answer_calls(executor, choice["message"])
-            if not answers:
-                return _DONE
-            messages += answers
+        body: dict[str, Any] = {"model": ctx.model, "messages": self._opening(data)}
+        if executor.schemas:
+            body["tools"] = executor.schemas
+        try:
+            async with _session() as session:
+                for _ in range(self.config.max_turns):
+                    choice = await self._complete(session, trace, endpoint, secret, body)
+                    if choice is None or not await _continue(executor, choice, body["messages"]):
+                        return _DONE
+        except aiohttp.ClientError as error:
+            message = f"tool_loop: {endpoint}: {type(error).__name__}: {error}"
+            return ProgramResult(exit_code=MODEL_TRANSPORT_ERROR_EXIT_CODE, stdout="", stderr=message)
         trace.stop("max_turns")
         return _DONE
 
@@ -78,35 +79,61 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
         return messages + [message_to_wire(message) for message in prompt or []]
 
     async def _complete(
-        self,
-        ctx: vf.ModelContext,
-        trace: vf.Trace,
-        endpoint: str,
-        secret: str,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]],
+        self, session: aiohttp.ClientSession, trace: vf.Trace, endpoint: str, secret: str, body: dict[str, Any]
     ) -> dict[str, Any] | None:
         """The first choice of the reply, or None where a limit or a stop of the framework refused the turn."""
-        body: dict[str, Any] = {"model": ctx.model, "messages": messages}
-        if tools:
-            body["tools"] = tools
+        timeout_s = self.config.request_timeout_s
+        headers = {"Authorization": f"Bearer {secret}"}
         url = f"{endpoint}/chat/completions"
-        response = await self._http().post(url, json=body, headers={"Authorization": f"Bearer {secret}"})
-        if response.is_error and trace.stop_condition is not None:
+        try:
+            async with asyncio.timeout(timeout_s), session.post(url, json=body, headers=headers) as response:
+                content = await response.read()
+        except TimeoutError as error:
+            waited = f"no reply from the model endpoint within request_timeout_s = {timeout_s:g} s"
+            raise HarnessError(f"tool_loop: {waited}") from error
+        if response.ok:
+            return json.loads(content)["choices"][0]
+        if trace.stop_condition is not None:
             return None
-        if response.is_error:
-            raise HarnessError(f"tool_loop: the model endpoint answered {response.status_code}: {response.text[:500]}")
-        return response.json()["choices"][0]
+        detail = content[:500].decode(errors="replace")
+        raise HarnessError(f"tool_loop: the model endpoint answered {response.status}: {detail}")
 
-    def _http(self) -> httpx.AsyncClient:
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._client_loop is not loop:
-            # Loopback only: no TLS context, no proxies, and as many connections as there are rollouts.
-            self._client = httpx.AsyncClient(
-                verify=False,
-                trust_env=False,
-                timeout=self.config.request_timeout_s,
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            )
-            self._client_loop = loop
-        return self._client
+
+async def _continue(executor: ToolExecutor, choice: dict[str, Any], messages: list[dict[str, Any]]) -> bool:
+    """Appends the reply and the tools' answers to it; False where the conversation is over."""
+    messages.append(choice["message"])
+    if choice["finish_reason"] == "length":
+        return False
+    answers = await answer_calls(executor, choice["message"])
+    messages += answers
+    return bool(answers)
+
+
+class _Shared:
+    """An event loop's HTTP session, and how many rollouts hold it."""
+
+    def __init__(self) -> None:
+        self.holders = 0
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), trust_env=False
+        )
+
+
+_SHARED: dict[asyncio.AbstractEventLoop, _Shared] = {}
+
+
+@asynccontextmanager
+async def _session() -> AsyncIterator[aiohttp.ClientSession]:
+    """One session for all rollouts in flight; the last one to leave closes it."""
+    loop = asyncio.get_running_loop()
+    if loop not in _SHARED:
+        _SHARED[loop] = _Shared()
+    shared = _SHARED[loop]
+    shared.holders += 1
+    try:
+        yield shared.session
+    finally:
+        shared.holders -= 1
+        if shared.holders == 0:
+            del _SHARED[loop]
+            await shared.session.close()

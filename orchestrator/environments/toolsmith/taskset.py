@@ -39,6 +39,10 @@ class ToolsmithData(vf.TaskData):
     def tool_executor(self) -> EpisodeTools:
         return EpisodeTools(self.episode())
 
+    def is_tool_error(self, text: str) -> bool:
+        """Whether a tool message reports a failed call."""
+        return is_error(text)
+
 
 class ToolsmithTask(vf.Task[ToolsmithData]):
     """Scores a rollout: 1.0 where the last reply is exactly the answer, else 0.0."""

@@ -1,0 +1,149 @@
+"""`composer eval MODEL [MODEL ...] @ file.toml`: held-out scores with confidence intervals.
+
+Each model is evaluated by the same roles as in training: `trainer` with run.max_steps = 0 in a run directory of its own
+below outputs/evals. All models meet the same tasks with the same seeds, so two of them are compared task by task.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from composer_prime.config import Config
+from composer_prime.config.load import resolve
+from composer_prime.errors import ConfigError, RoleFailedError
+from composer_prime.intervals import difference_interval, mean_interval
+from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores
+from composer_prime.run_dir import RunDir
+
+USAGE = """\
+usage: composer eval MODEL [MODEL ...] @ FILE.toml [--section.key VALUE ...]
+
+MODEL is a model folder, a run directory (its final/ is taken), tiny, or smollm2. The configuration's sources with an
+eval_taskset are evaluated. Useful overrides: --orchestrator.eval.tasks 256 --orchestrator.eval.samples 4"""
+
+
+def run(words: list[str]) -> int:
+    if not words or {"-h", "--help"} & set(words):
+        print(USAGE)
+        return 0
+    models, rest = split_models(words)
+    config = evaluation_config(rest)
+    found: dict[str, Scores] = {}
+    for model in models:
+        found[model] = evaluate(model, rest, config)
+    print("\n".join(["", *table(found)]))
+    return 0
+
+
+def split_models(words: list[str]) -> tuple[list[str], list[str]]:
+    """(models, the configuration's words). Raises ConfigError when either is missing."""
+    start = next((index for index, word in enumerate(words) if word.startswith(("@", "--"))), len(words))
+    models, rest = words[:start], [word for word in words[start:] if word not in ("--resume", "--dry-run")]
+    if not models or not rest:
+        raise ConfigError(f"give one or more models, then a configuration\n{USAGE}")
+    twice = sorted({model for model in models if models.count(model) > 1})
+    if twice:
+        raise ConfigError(f"model {twice[0]!r} is named twice")
+    return models, rest
+
+
+def evaluation_config(words: list[str]) -> Config:
+    """The configuration of an evaluation-only run. Raises ConfigError when no source has held-out tasks."""
+    config = resolve([*words, *_evaluation_only(words)]).config
+    if not any(source.eval_taskset for source in config.orchestrator.source):
+        names = ", ".join(repr(source.name) for source in config.orchestrator.source)
+        raise ConfigError(
+            f"no source of this configuration ({names}) has an eval_taskset, so there are no held-out tasks: "
+            'add for example eval_taskset = { split = "eval" } to its [[orchestrator.source]]'
+        )
+    return config
+
+
+def evaluate(model: str, words: list[str], config: Config) -> Scores:
+    """Scores of one model by task. Raises RoleFailedError when the evaluation run failed."""
+    folder = model_folder(model)
+    name = f"{config.run.name}-{_plain(model)}"
+    argv = [
+        *_trainer(),
+        *words,
+        *_evaluation_only(words),
+        *("--model.path", folder, "--run.name", name),
+        *("--run.output_dir", str(config.run.output_dir / "evals")),
+        *("--run.overwrite", "true", "--run.resume", "false", "--monitor.view", "plain"),
+    ]
+    print(f"evaluating {model} (run directory {config.run.output_dir / 'evals' / name})", flush=True)
+    run_dir = RunDir(config.run.output_dir / "evals" / name)
+    process = subprocess.Popen(argv)
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise SystemExit(130) from None
+    if status != 0:
+        raise RoleFailedError(f"the evaluation of {model} ended with exit status {status}; see {run_dir.root / 'logs'}")
+    path = run_dir.eval_rollouts(0)
+    if not path.is_file():
+        raise RoleFailedError(f"the evaluation of {model} wrote no {path}")
+    _say_failures(path)
+    return scores(path)
+
+
+def table(found: dict[str, Scores]) -> list[str]:
+    """Means with intervals by source, and the paired difference when there are two models."""
+    width = max(len(model) for model in found)
+    sources = sorted({task.partition("/")[0] for scored in found.values() for task in scored})
+    lines = [f"{'model':<{width}}  {'source':<14} mean reward [95 %]       tasks"]
+    for source in sources:
+        for model, scored in found.items():
+            part = _of(scored, source)
+            text = mean_interval(part).text() if part else "no scored rollout"
+            lines.append(f"{model:<{width}}  {source:<14} {text:<24} {len(part)}")
+        if len(found) == 2:
+            (first, before), (second, after) = found.items()
+            change = difference_interval(_of(before, source), _of(after, source))
+            lines.append(f"{source}: {second} - {first} = {change.text(sign=True)}, paired over {change.tasks} tasks")
+    return lines
+
+
+def model_folder(model: str) -> str:
+    """A run directory means its final/ folder."""
+    final = Path(model) / "final"
+    if (Path(model) / "run_id").is_file():
+        if not final.is_dir():
+            raise ConfigError(f"{model} is a run directory without final/: the run has not finished")
+        return str(final)
+    return model
+
+
+def _of(scored: Scores, source: str) -> Scores:
+    return {task: values for task, values in scored.items() if task.partition("/")[0] == source}
+
+
+def _evaluation_only(words: list[str]) -> list[str]:
+    every = [] if any(word.startswith("--orchestrator.eval.every") for word in words) else ["1"]
+    return ["--run.max_steps", "0", *(["--orchestrator.eval.every_steps", *every] if every else [])]
+
+
+def _plain(model: str) -> str:
+    parts = [part for part in Path(model).parts if part not in ("/", "..", "outputs")]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts[-3:])).strip("-") or "model"
+
+
+def _trainer() -> list[str]:
+    beside = Path(sys.executable).parent / "trainer"
+    if beside.is_file():
+        return [str(beside)]
+    found = shutil.which("trainer")
+    if found is None:
+        raise ConfigError("the console script `trainer` is not installed: run `uv sync`")
+    return [found]
+
+
+def _say_failures(path: Path) -> None:
+    failures = [text for rollout in read_rollouts(path) if (text := failure_text(rollout))]
+    if failures:
+        print(f"{len(failures)} rollout(s) failed and are left out, the first with: {failures[0]}", flush=True)

@@ -1,0 +1,52 @@
+"""The console script `composer`: looks at runs and models. Each sub-command is a module of this package.
+
+Sub-commands load only when called, so `composer --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from composer_prime.config.load import fail
+from composer_prime.errors import ComposerError
+
+COMMANDS = {
+    "plan": "check a configuration and say what a run of it would be (@ file.toml ...)",
+    "eval": "score one model, or compare two, on a configuration's held-out tasks",
+    "report": "reward curve, evaluations, throughput and memory of one or several runs",
+    "rollouts": "look at rollouts: list, filter, show one",
+    "doctor": "check this machine: Python, torch, GPUs, engines, memory, ports, disk",
+}
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if words[0] not in COMMANDS:
+        fail(ComposerError(f"unknown command {words[0]!r}{_close(words[0])}\n\n{usage()}"))
+    command = importlib.import_module(f"composer_prime.cli.{words[0]}_command")
+    try:
+        return command.run(words[1:])
+    except ComposerError as error:
+        fail(error)
+    except BrokenPipeError:
+        return 0
+
+
+def usage() -> str:
+    lines = ["usage: composer COMMAND [arguments]   (composer COMMAND --help says more)", ""]
+    return "\n".join(lines + [f"  {name:<10} {text}" for name, text in COMMANDS.items()])
+
+
+def _close(word: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(word, COMMANDS, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

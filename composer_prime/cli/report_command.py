@@ -1,0 +1,124 @@
+"""`composer report RUN [RUN ...]`: how training went, from metrics.jsonl and the evaluations' rollouts."""
+
+from __future__ import annotations
+
+import argparse
+from itertools import pairwise
+from statistics import fmean
+
+from composer_prime.footprint import GIB
+from composer_prime.intervals import difference_interval, mean_interval
+from composer_prime.monitor.progress import Progress, number, sparkline
+from composer_prime.monitor.rollouts import eval_scores, open_run
+from composer_prime.monitor.tail import Line, history
+from composer_prime.run_dir import RunDir
+
+
+def run(words: list[str]) -> int:
+    options = parser().parse_args(words)
+    for folder in options.run:
+        print("\n".join([*report(open_run(folder), options.bins), ""]))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="composer report", description=__doc__)
+    parser.add_argument("run", nargs="+", help="run directory")
+    parser.add_argument("--bins", type=int, default=10, help="lines of the reward table")
+    return parser
+
+
+def report(run_dir: RunDir, bins: int) -> list[str]:
+    """The report of one run, as lines."""
+    lines = history(run_dir.metrics)
+    progress = Progress()
+    progress.update(lines)
+    trained = [line for line in lines if "loss/total" in line]
+    text = [f"{run_dir.root.name}  ({run_dir.root})"]
+    if not trained:
+        text.append("  no optimizer step yet")
+    else:
+        text += _curve(trained, progress, bins) + _speed(trained, progress) + _health(trained)
+    total = [value for line in lines if (value := number(line, "memory/total_bytes")) is not None]
+    if total:
+        text.append(f"  memory       {max(total) / GIB:.2f} GiB at most in all processes")
+    return text + _evaluations(run_dir)
+
+
+def _curve(trained: list[Line], progress: Progress, bins: int) -> list[str]:
+    latest = {line["step"]: line for line in trained}
+    steps = sorted(latest)
+    rewards = progress.rewards()
+    text = [f"  steps        {len(steps)}", f"  reward       {sparkline(rewards)}"]
+    if len(rewards) >= 2:
+        first, last = rewards[:5], rewards[-10:]
+        text.append(f"               first {len(first)} {fmean(first):.3f}   last {len(last)} {fmean(last):.3f}")
+    text.append("      steps         reward     loss  entropy  mismatch_kl  staleness  filtered")
+    count = max(1, min(bins, len(steps)))
+    edges = [round(index * len(steps) / count) for index in range(count + 1)]
+    for start, end in pairwise(edges):
+        part = [latest[step] for step in steps[start:end]]
+        cells = [
+            _mean(part, "reward/mean", "8.3f"),
+            _mean(part, "loss/total", "+9.4f"),
+            _mean(part, "policy/entropy", "8.3f"),
+            _mean(part, "policy/mismatch_kl", "12.2e"),
+            _mean(part, "policy/staleness_max", "10.2f"),
+            _mean(part, "groups/filtered_share", "9.2f"),
+        ]
+        text.append(f"      {steps[start]:>5} - {steps[end - 1]:<5} {' '.join(cells)}")
+    return text
+
+
+def _speed(trained: list[Line], progress: Progress) -> list[str]:
+    text = []
+    pace = progress.seconds_a_step(window=len(trained))
+    if pace is not None:
+        text.append(f"  pace         {pace:.2f} s from step to step")
+    shares = []
+    for name, label in (("time/wait_s", "waiting for a batch"), ("time/forward_backward_s", "forward and backward")):
+        values = [value for line in trained if (value := number(line, name)) is not None]
+        if values:
+            shares.append(f"{label} {fmean(values):.2f} s")
+    if shares:
+        text.append(f"  a step       {', '.join(shares)}")
+    tokens = [step.tokens_per_s for step in progress.steps.values() if step.tokens_per_s is not None]
+    if tokens:
+        text.append(f"  throughput   {fmean(tokens):,.0f} trained tokens/s")
+    return text
+
+
+def _health(trained: list[Line]) -> list[str]:
+    """What a user would want to be warned of."""
+    text = []
+    staleness = [value for line in trained if (value := number(line, "policy/staleness_max")) is not None]
+    if staleness:
+        text.append(f"  staleness    {max(staleness):.0f} at most")
+    masked = [value for line in trained if (value := number(line, "policy/masked_fraction")) is not None]
+    if masked:
+        text.append(f"  masked       {fmean(masked):.2%} of tokens by the off-policy correction")
+    failed = sum(number(line, "rollout/failed") or 0 for line in trained)
+    if failed:
+        text.append(f"  failures     {failed:.0f} rollout tries failed (composer rollouts RUN --all --failed)")
+    return text
+
+
+def _evaluations(run_dir: RunDir) -> list[str]:
+    scored = {step: scores for step, scores in eval_scores(run_dir).items() if scores}
+    if not scored:
+        return []
+    text = ["  evaluation on held-out tasks, mean reward [95 %]"]
+    first = scored[min(scored)]
+    for step, scores in scored.items():
+        change = ""
+        if step != min(scored) and first.keys() & scores.keys():
+            change = f"   change {difference_interval(first, scores).text(sign=True)}"
+        interval = mean_interval(scores)
+        text.append(f"      after {step:>5} steps  {interval.text()}   {interval.tasks} tasks{change}")
+    return text
+
+
+def _mean(part: list[Line], name: str, shape: str) -> str:
+    values = [value for line in part if (value := number(line, name)) is not None]
+    width = int(shape.strip("+").partition(".")[0])
+    return format(fmean(values), shape) if values else "-".rjust(width)

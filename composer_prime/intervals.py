@@ -1,0 +1,60 @@
+"""Scores of evaluations with their confidence intervals: of one model, and of the difference between two.
+
+Rollouts of one task are not independent, so a task's mean is one figure and tasks are what is drawn again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from composer_prime.errors import ConfigError
+from composer_prime.estimates import bootstrap_interval
+
+RESAMPLES = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A mean over tasks and where it may lie (95 %)."""
+
+    mean: float
+    low: float | None
+    """None where one task is all there is."""
+    high: float | None
+    tasks: int
+    """Tasks that the figures come from."""
+
+    def text(self, *, sign: bool = False) -> str:
+        """`0.312 [0.250, 0.375]`; with `sign`, differences keep their plus."""
+        shape = "+.3f" if sign else ".3f"
+        if self.low is None or self.high is None:
+            return format(self.mean, shape)
+        return f"{format(self.mean, shape)} [{format(self.low, shape)}, {format(self.high, shape)}]"
+
+
+def mean_interval(scores: Mapping[str, Sequence[float]]) -> Interval:
+    """The mean over tasks of each task's mean score. `scores`: the scores of each task's rollouts, by task.
+
+    Raises ConfigError when it is empty.
+    """
+    if not scores:
+        raise ConfigError("there are no scored rollouts to take a mean of")
+    return _interval([fmean(values) for values in scores.values()])
+
+
+def difference_interval(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]) -> Interval:
+    """Paired difference second - first over the tasks that both hold.
+
+    Raises ConfigError when they share no task.
+    """
+    shared = [task for task in first if task in second]
+    if not shared:
+        raise ConfigError("the two evaluations share no task, so they cannot be compared task by task")
+    return _interval([fmean(second[task]) - fmean(first[task]) for task in shared])
+
+
+def _interval(figures: list[float]) -> Interval:
+    low, high = bootstrap_interval(figures, resamples=RESAMPLES) or (None, None)
+    return Interval(mean=fmean(figures), low=low, high=high, tasks=len(figures))

@@ -1,0 +1,135 @@
+"""What metrics lines add up to: where a run stands, who waits for what. Pure state; drawing is elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from composer_prime.monitor.tail import Line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimizer step, from the trainer's line. None where the line does not say."""
+
+    step: int
+    time: float
+    """Seconds since the epoch."""
+    reward: float | None
+    reward_std: float | None
+    loss: float | None
+    tokens: float | None
+    """Tokens trained in this step."""
+    step_s: float | None
+    wait_s: float | None
+    staleness: float | None
+    mismatch_kl: float | None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.tokens / self.step_s if self.tokens is not None and self.step_s else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A role that waits."""
+
+    what: str
+    since: float
+    """Seconds since the epoch."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    steps: dict[int, Step] = field(default_factory=dict)
+    """By step; a step trained again after a resume replaces the older one."""
+    evals: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Figures of the evaluation after step N, without their `eval/` prefix."""
+    waiting: dict[str, Waiting] = field(default_factory=dict)
+    """By role."""
+    latest: dict[str, Line] = field(default_factory=dict)
+    """Last line of each role."""
+    peak_bytes: dict[str, float] = field(default_factory=dict)
+    """Largest memory/peak_bytes by role."""
+
+    def update(self, lines: Iterable[Line]) -> list[Step]:
+        """Take in new lines; returns the steps among them."""
+        fresh = []
+        for line in lines:
+            if line.get("event") == "resume":
+                self.steps = {step: value for step, value in self.steps.items() if step <= line["step"]}
+                self.evals = {step: value for step, value in self.evals.items() if step <= line["step"]}
+            step = self._take(line)
+            if step is not None:
+                self.steps[step.step] = step
+                fresh.append(step)
+        return fresh
+
+    def _take(self, line: Line) -> Step | None:
+        role = str(line.get("role", "?"))
+        self.latest[role] = {**self.latest.get(role, {}), **line}
+        what = line.get("waiting_for")
+        if isinstance(what, str) and what:
+            held = self.waiting.get(role)
+            since = held.since if held else line.get("time", time.time())
+            self.waiting[role] = Waiting(what=what, since=since)
+        else:
+            self.waiting.pop(role, None)
+        peak = number(line, "memory/peak_bytes")
+        if peak is not None:
+            self.peak_bytes[role] = max(peak, self.peak_bytes.get(role, 0.0))
+        figures = {name[5:]: line[name] for name in line if name.startswith("eval/") and number(line, name) is not None}
+        if figures:
+            self.evals.setdefault(line["step"], {}).update(figures)
+        return _step(line) if "loss/total" in line else None
+
+    @property
+    def last(self) -> Step | None:
+        return self.steps[max(self.steps)] if self.steps else None
+
+    def rewards(self) -> list[float]:
+        """Mean reward of every step, ascending; steps without one are left out."""
+        ordered = (self.steps[step].reward for step in sorted(self.steps))
+        return [reward for reward in ordered if reward is not None]
+
+    def seconds_a_step(self, window: int = 10) -> float | None:
+        """Mean wall-clock time between the last steps."""
+        times = [self.steps[step].time for step in sorted(self.steps)[-window - 1 :]]
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+
+
+def number(line: Line, name: str) -> float | None:
+    """A numeric field, None when it is missing or not a number."""
+    value = line.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _step(line: Line) -> Step:
+    return Step(
+        step=line["step"],
+        time=float(line.get("time", 0.0)),
+        reward=number(line, "reward/mean"),
+        reward_std=number(line, "reward/std"),
+        loss=number(line, "loss/total"),
+        tokens=number(line, "tokens/trained"),
+        step_s=number(line, "time/step_s"),
+        wait_s=number(line, "time/wait_s"),
+        staleness=number(line, "policy/staleness_max"),
+        mismatch_kl=number(line, "policy/mismatch_kl"),
+    )
+
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """`values` as a line of blocks, averaged down to `width` of them; the scale runs from their least to their most."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [round(index * len(values) / count) for index in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    return "".join(BLOCKS[min(7, int(8 * (mean - low) / span)) if span else 3] for mean in means)

@@ -1,0 +1,73 @@
+"""Reads rollouts/*.jsonl: what happened in each rollout, and the scores of evaluations."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from composer_prime.errors import ConfigError
+from composer_prime.run_dir import RunDir
+
+Rollout = dict[str, Any]
+Scores = dict[str, list[float]]
+"""Rewards of each task's rollouts, by `source/task id`."""
+_FILE = re.compile(r"(step|eval)_(\d+)\.jsonl$")
+
+
+def rollout_files(run_dir: RunDir, kind: str) -> dict[int, Path]:
+    """Files of `kind` ("step" or "eval") by step, ascending."""
+    folder = run_dir.root / "rollouts"
+    if not folder.is_dir():
+        return {}
+    found = {int(match[2]): path for path in folder.iterdir() if (match := _FILE.match(path.name)) and match[1] == kind}
+    return dict(sorted(found.items()))
+
+
+def read_rollouts(path: Path) -> Iterator[Rollout]:
+    """Every whole rollout of a file, in its order; a torn last line of a running file is left out."""
+    with path.open("rb") as file:
+        for raw in file:
+            if not raw.endswith(b"\n"):
+                return
+            try:
+                rollout = json.loads(raw)
+            except ValueError:
+                continue
+            if isinstance(rollout, dict):
+                yield rollout
+
+
+def failure_text(rollout: Rollout) -> str | None:
+    """Why the rollout has no reward; None when it has one."""
+    failure = rollout.get("failure") or rollout.get("error")
+    if isinstance(failure, dict):
+        return str(failure.get("message") or failure.get("kind") or failure)
+    return str(failure) if failure else None
+
+
+def scores(path: Path) -> Scores:
+    """Rewards by task; failed rollouts have none and are left out."""
+    by_task: Scores = {}
+    for rollout in read_rollouts(path):
+        reward = rollout.get("reward")
+        if isinstance(reward, int | float):
+            by_task.setdefault(f"{rollout.get('source')}/{rollout.get('task_id')}", []).append(float(reward))
+    return by_task
+
+
+def eval_scores(run_dir: RunDir) -> dict[int, Scores]:
+    """Scores of every evaluation of the run, by the step it followed."""
+    return {step: scores(path) for step, path in rollout_files(run_dir, "eval").items()}
+
+
+def open_run(folder: str) -> RunDir:
+    """The run directory `folder`. Raises ConfigError when it is none."""
+    run_dir = RunDir(Path(folder))
+    if not (run_dir.root / "config.json").is_file():
+        near = sorted(path.parent for path in Path("outputs").glob("*/config.json"))[:6]
+        there = f"; there is {', '.join(map(str, near))}" if near else ""
+        raise ConfigError(f"{folder} is no run directory (it has no config.json){there}")
+    return run_dir

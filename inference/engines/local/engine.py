@@ -1,0 +1,162 @@
+"""LocalEngine: the asynchronous surface of the local engine (read first; compute.py has the loop).
+
+Checks what a request asks before it reaches the compute thread, so that nothing a client sends can stop that thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from composer_prime.config.inference import InferenceConfig
+from composer_prime.errors import BadRequestError, ContextOverflowError, EngineError
+from composer_prime.wire.node import Sampling
+from inference.engines.base import Completion, EngineStats
+from inference.engines.local.compute import Computer
+from inference.engines.local.request import Add, Cancel, Close, Drained, Request, Score, Swap
+
+
+class LocalEngine:
+    """Implements inference.engines.base.Engine on transformers. One instance serves one event loop."""
+
+    def __init__(self, model_folder: Path, inference: InferenceConfig, max_context: int) -> None:
+        """`max_context` bounds prompt and completion together, in tokens."""
+        self._folder, self._config, self._context = model_folder, inference, max_context
+        self._computer: Computer | None = None
+        self._active: dict[str, asyncio.Future] = {}
+        self._draining = False
+        self._counted = (time.monotonic(), 0)
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use; 0 is the model folder."""
+        return self._computer.version if self._computer else 0
+
+    async def start(self) -> None:
+        """Raises ModelNotFoundError, ConfigError (context, memory, device) or EngineError (unsupported model)."""
+        self._computer = Computer(self._folder, self._config, self._context)
+        self._computer.start()
+        await self._computer.ready
+        self._counted = (time.monotonic(), 0)
+
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str
+    ) -> Completion:
+        """Raises BadRequestError, ContextOverflowError, or EngineError (draining, closed, failed)."""
+        computer = self._serving()
+        if self._draining:
+            raise EngineError("the engine is draining and takes no new requests")
+        if request_id in self._active:
+            raise BadRequestError(f"request {request_id!r} is running already")
+        request = self._request(request_id, prompt_ids, sampling, session)
+        self._active[request_id] = request.future
+        computer.post(Add(request))
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            computer.post(Cancel(request_id))
+            raise
+        finally:
+            del self._active[request_id]
+
+    def _request(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Request:
+        prompt = self._checked_ids(prompt_ids)
+        if len(prompt) >= self._context:
+            raise ContextOverflowError(
+                f"Prompt length ({len(prompt)}) exceeds maximum context length ({self._context}): "
+                "no room is left for a token"
+            )
+        _check_sampling(sampling)
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1)
+        return Request(
+            request_id=request_id,
+            session=session,
+            prompt=prompt,
+            sampling=sampling,
+            limit=min(self._context, len(prompt) + sampling.max_tokens),
+            seed=seed,
+            future=asyncio.get_running_loop().create_future(),
+        )
+
+    def _checked_ids(self, token_ids: list[int]) -> np.ndarray:
+        """int32 [T]."""
+        if not token_ids:
+            raise BadRequestError("the prompt is empty: send at least one token")
+        ids, vocab = np.asarray(token_ids, dtype=np.int64), self._serving().vocab
+        if ids.min() < 0 or ids.max() >= vocab:
+            raise BadRequestError(
+                f"token ids span {ids.min()}..{ids.max()}, the model's vocabulary is 0..{vocab - 1}: "
+                "check that the tokenizer belongs to model.path"
+            )
+        return ids.astype(np.int32)
+
+    async def cancel(self, request_id: str) -> None:
+        if request_id in self._active:
+            self._serving().post(Cancel(request_id))
+
+    async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises WeightError when `tensors` do not fit the model; the old weights then stay in use."""
+        future = asyncio.get_running_loop().create_future()
+        self._serving().post(Swap(version, tensors, future))
+        await future
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Raises BadRequestError or ContextOverflowError."""
+        ids = self._checked_ids(token_ids)
+        if len(ids) > self._context:
+            raise ContextOverflowError(f"{len(ids)} tokens to score exceed the context length ({self._context})")
+        future = asyncio.get_running_loop().create_future()
+        self._serving().post(Score(ids.tolist(), future))
+        return await future
+
+    async def drain(self) -> None:
+        self._draining = True
+        future = asyncio.get_running_loop().create_future()
+        self._serving().post(Drained(future))
+        await future
+
+    def stats(self) -> EngineStats:
+        computer, now = self._computer, time.monotonic()
+        if computer is None:
+            return EngineStats(running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0)
+        then, before = self._counted
+        self._counted = (now, computer.sampled)
+        running = min(computer.running, len(self._active))
+        return EngineStats(
+            running=running,
+            waiting=len(self._active) - running,
+            kv_used=computer.kv_used,
+            tokens_per_s=(computer.sampled - before) / max(now - then, 1e-6),
+        )
+
+    async def close(self) -> None:
+        """Every waiting request gets an EngineError."""
+        if self._computer is not None:
+            self._computer.post(Close())
+            await asyncio.wait([self._computer.ended])
+
+    def _serving(self) -> Computer:
+        if self._computer is None or not self._computer.ready.done():
+            raise EngineError("the engine is not started")
+        if self._computer.ended.done():
+            error = self._computer.ended.exception()
+            raise EngineError("the local engine is closed" if error is None else str(error))
+        return self._computer
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    """Raises BadRequestError naming the value."""
+    if sampling.max_tokens < 1:
+        raise BadRequestError(f"max_tokens is {sampling.max_tokens}: ask for at least one")
+    if not (sampling.temperature >= 0 and np.isfinite(sampling.temperature)):
+        raise BadRequestError(f"temperature is {sampling.temperature}: it must be finite and at least 0 (greedy)")
+    if not 0 < sampling.top_p <= 1:
+        raise BadRequestError(f"top_p is {sampling.top_p}: it must be above 0 and at most 1")
+    if sampling.top_k < 0:
+        raise BadRequestError(f"top_k is {sampling.top_k}: use 0 to switch it off")

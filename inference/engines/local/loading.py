@@ -1,0 +1,119 @@
+"""The model folder into memory, and new weights into the model in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from composer_prime.config.inference import InferenceConfig
+from composer_prime.errors import ConfigError, EngineError, ModelNotFoundError, WeightError
+from inference.engines.local.attention import IMPLEMENTATION
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+def device_and_dtype(config: InferenceConfig) -> tuple[torch.device, torch.dtype]:
+    """Where and in what precision to compute. Raises ConfigError when CUDA is asked for and there is none."""
+    cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not cuda:
+        raise ConfigError("inference.device is 'cuda', but torch sees no GPU here: set inference.device = 'cpu'")
+    device = torch.device("cuda" if cuda and config.device != "cpu" else "cpu")
+    automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return device, automatic if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
+    """The causal language model of `folder`, ready for inference through the slot attention.
+
+    Raises ModelNotFoundError (no model there, or one that lacks tensors).
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelNotFoundError(f"model folder {folder} has no config.json: set model.path to a Hugging Face folder")
+    device, dtype = device_and_dtype(config)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"model folder {folder} does not load: {error}") from error
+    if info["missing_keys"]:
+        raise ModelNotFoundError(f"model folder {folder} lacks the tensors {sorted(info['missing_keys'])[:5]}")
+    return model.eval().requires_grad_(False).to(device)
+
+
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """Ids that end a sequence: the generation config's, else the model config's."""
+    for source in (model.generation_config, model.config):
+        eos = getattr(source, "eos_token_id", None)
+        if eos is not None:
+            return frozenset([eos] if isinstance(eos, int) else eos)
+    return frozenset()
+
+
+def text_decoder(folder: Path) -> Callable[[list[int]], str] | None:
+    """Ids to text, special tokens included; None for a folder without a tokenizer."""
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+@torch.no_grad()
+def swap_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy `tensors`, by parameter name, into the model's own storage, after checking that they are all there.
+
+    A tied parameter may come under any of its names; in-place copies keep it tied. Raises WeightError naming what is
+    missing, unexpected, misshapen or contradictory; then nothing was changed.
+    """
+    names_by_parameter: dict[torch.Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_by_parameter.setdefault(parameter, []).append(name)
+    persistent = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    targets = {name: parameter for parameter, names in names_by_parameter.items() for name in names} | persistent
+    _refuse(
+        missing=[names[0] for names in names_by_parameter.values() if not any(name in tensors for name in names)],
+        unexpected=[name for name in tensors if name not in targets],
+        misshapen=[
+            f"{name} {tuple(tensor.shape)} instead of {tuple(targets[name].shape)}"
+            for name, tensor in tensors.items()
+            if name in targets and tensor.shape != targets[name].shape
+        ],
+    )
+    for names in names_by_parameter.values():
+        given = [name for name in names if name in tensors]
+        if any(not torch.equal(tensors[given[0]], tensors[name]) for name in given[1:]):
+            raise WeightError(f"the model ties {given}, but the new weights differ between them")
+    for name, tensor in tensors.items():
+        targets[name].copy_(tensor)
+
+
+def _refuse(**faults: list[str]) -> None:
+    said = [f"{kind}: {', '.join(names[:5])} ({len(names)} in all)" for kind, names in faults.items() if names]
+    if said:
+        raise WeightError(
+            "the new weights do not fit the model in use (" + "; ".join(said) + "); check that node and trainer use "
+            "the same model.path"
+        )
+
+
+def check_context(model: PreTrainedModel, max_context: int) -> None:
+    """Raises ConfigError when the model was not made for `max_context` tokens."""
+    text = model.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and max_context > limit:
+        raise ConfigError(
+            f"model.max_context is {max_context}, but the model has {limit} positions: set model.max_context <= {limit}"
+        )
+
+
+def check_supported(model: PreTrainedModel, layers_cached: int) -> None:
+    """Raises EngineError when some of the model's layers keep state outside the attention interface."""
+    expected = model.config.get_text_config().num_hidden_layers
+    if layers_cached != expected:
+        raise EngineError(
+            f"{type(model).__name__} has {expected} layers, {layers_cached} of which use transformers' attention "
+            "interface: the local engine cannot serve it; set inference.engine = 'vllm'"
+        )

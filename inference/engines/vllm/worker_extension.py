@@ -1,0 +1,35 @@
+"""Mixed into vLLM's worker class: puts new weights in place without a restart. Imports vllm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+
+def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_tensor(name)
+
+
+class WeightLoader:
+    """Methods that every worker offers to the engine's collective_rpc."""
+
+    model_runner: Any
+
+    def load_from_file(self, path: str) -> None:
+        """Replace the weights by the safetensors file at `path`, named as in the Hugging Face model."""
+        self.model_runner.reload_weights(weights_iterator=_tensors(path))
+        self._repack_tied_heads()
+
+    def _repack_tied_heads(self) -> None:
+        # On CPU a linear layer computes with a packed copy of its weight. The reload packs linear layers again, but
+        # not an embedding that serves as output head: without this it keeps answering with the old weights.
+        for module in self.model_runner.get_model().modules():
+            if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+                dispatch_cpu_unquantized_gemm(module, remove_weight=False)

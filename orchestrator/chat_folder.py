@@ -1,0 +1,37 @@
+"""The folder that environment workers and the gateway read tokenizer and chat template from.
+
+The model's own, unless model.chat_template replaces the template: then a folder in the run directory, made of copies of
+the model's small files and a template file of its own. Weights are not needed there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from composer_prime.errors import ConfigError
+
+_SMALL_FILES = ("*.json", "*.model", "*.txt")
+
+
+def chat_folder(model_dir: Path, template: Path | None, run_root: Path) -> Path:
+    """Raises ConfigError when the template file cannot be read."""
+    if template is None:
+        return model_dir
+    try:
+        text = template.expanduser().read_text()
+    except OSError as error:
+        raise ConfigError(f"model.chat_template is {template}, which cannot be read: {error.strerror}") from None
+    folder = run_root / "chat"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for pattern in _SMALL_FILES:
+        for path in model_dir.glob(pattern):
+            shutil.copyfile(path, folder / path.name)
+    settings = folder / "tokenizer_config.json"
+    values = json.loads(settings.read_text()) if settings.exists() else {}
+    values.pop("chat_template", None)
+    settings.write_text(json.dumps(values, indent=2))
+    (folder / "chat_template.jinja").write_text(text)
+    return folder

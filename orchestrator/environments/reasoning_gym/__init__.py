@@ -1,0 +1,17 @@
+"""reasoning_gym: procedurally generated reasoning tasks with verified answers, one model turn each.
+
+`splits.py` chooses which generated questions belong to training and which to evaluation; `taskset.py` is the verifiers
+task set over reasoning-gym's datasets. The plugin class is resolved on first use.
+"""
+
+from typing import Any
+
+__all__ = ["ReasoningGym"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ReasoningGym":
+        from orchestrator.environments.reasoning_gym.taskset import ReasoningGym
+
+        return ReasoningGym
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

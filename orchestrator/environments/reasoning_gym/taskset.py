@@ -1,0 +1,157 @@
+"""reasoning-gym's datasets as a verifiers task set. Importing this module imports verifiers and reasoning-gym.
+
+    taskset = { id = "orchestrator.environments.reasoning_gym", datasets = { chain_sum = { max_terms = 3 } } }
+
+The score is the dataset's own `score_answer` of the answer found in the reply.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import verifiers.v1 as vf
+from pydantic import Field, field_validator
+
+from composer_prime.errors import ConfigError
+from orchestrator.environments.reasoning_gym.splits import Split, entries_of
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", SyntaxWarning)  # Of a dependency's source, at its first import.
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+logger = logging.getLogger(__name__)
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_INSTRUCTIONS = {
+    "tag": "Think, then give only the final answer between <answer> and </answer>.",
+    "last_line": "Give the final answer alone on the last line.",
+    "whole": "Give only the final answer.",
+}
+AnswerPlace = Literal["tag", "last_line", "whole"]
+
+
+class ReasoningGymConfig(vf.TasksetConfig):
+    """Which tasks load."""
+
+    datasets: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """reasoning-gym datasets and their settings; the tasks take turns. A list of names or one name will do."""
+    split: Split = "train"
+    """Training or held-out questions. They share none, whatever their seeds."""
+    num_tasks: int = Field(1024, ge=1)
+    """Number of tasks, over all datasets."""
+    seed: int = 0
+    """Seed of the generators."""
+    eval_share: float = Field(0.1, gt=0, lt=1)
+    """Share of all questions that is held out."""
+    answer_in: AnswerPlace = "tag"
+    """Where the reply's answer stands: between <answer> tags, on the last line, or the whole reply."""
+    instruction: str | None = None
+    """System prompt; None takes one that asks for `answer_in`, an empty one is left out."""
+    max_answer_chars: int = Field(2000, ge=1)
+    """A longer answer scores 0 unread: some scorers take long to parse what a model may write."""
+
+    @field_validator("datasets", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [value]
+        return {name: {} for name in value} if isinstance(value, list | tuple) else value
+
+    @field_validator("datasets")
+    @classmethod
+    def _known(cls, datasets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for name in datasets:
+            if name not in DATASETS:
+                near = difflib.get_close_matches(name, DATASETS, n=3)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(DATASETS))}"
+                raise ValueError(f"reasoning_gym has no dataset {name!r}: {hint}")
+        return datasets
+
+
+class ReasoningGymData(vf.TaskData):
+    """The wire row of a task."""
+
+    dataset: str
+    answer: str | None
+    """reasoning-gym's own answer; None where only its scorer knows a right one."""
+
+
+class ReasoningGymTask(vf.Task[ReasoningGymData]):
+    """Scores the reply with the dataset that made the question."""
+
+    def __init__(
+        self, data: ReasoningGymData, settings: ReasoningGymConfig, *, dataset: Any, entry: dict[str, Any]
+    ) -> None:
+        super().__init__(data, settings.task)
+        self._settings, self._dataset, self._entry = settings, dataset, entry
+
+    @vf.stop
+    async def answered(self, trace: vf.Trace) -> bool:
+        return trace.num_turns >= 1
+
+    @vf.reward(weight=1.0)
+    async def correct(self, trace: vf.Trace) -> float:
+        return self._score(find_answer(trace.last_reply, self._settings.answer_in))
+
+    @vf.metric
+    async def has_answer(self, trace: vf.Trace) -> float:
+        return float(find_answer(trace.last_reply, self._settings.answer_in) is not None)
+
+    def _score(self, answer: str | None) -> float:
+        if answer is not None and len(answer) > self._settings.max_answer_chars:
+            return 0.0
+        try:
+            return float(self._dataset.score_answer(answer, self._entry))
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError):
+            # The entry is reasoning-gym's own, so it was this answer that its scorer could not parse. That is a wrong
+            # answer, not a broken environment: dropping it would teach the policy how to leave the loss.
+            logger.info("%s: its scorer failed on %r", self.data.name, answer, exc_info=True)
+            return 0.0
+
+
+class ReasoningGym(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
+    """Task i of a configuration is always the same question."""
+
+    def load(self) -> Iterator[ReasoningGymTask]:
+        config = self.config
+        names = list(config.datasets)
+        counts = [len(range(place, config.num_tasks, len(names))) for place in range(len(names))]
+        streams = [self._stream(name, count) for name, count in zip(names, counts, strict=True) if count]
+        for index in range(config.num_tasks if names else 0):
+            yield next(streams[index % len(streams)])
+
+    def _stream(self, name: str, count: int) -> Iterator[ReasoningGymTask]:
+        config = self.config
+        try:
+            dataset = reasoning_gym.create_dataset(name, **{"seed": config.seed, **config.datasets[name]})
+        except (AssertionError, TypeError, ValueError) as error:
+            known = ", ".join(field.name for field in dataclasses.fields(DATASETS[name][1]))
+            message = f"reasoning_gym: {name} does not take {config.datasets[name]}: {error}; its settings are {known}"
+            raise ConfigError(message) from error
+        system = _INSTRUCTIONS[config.answer_in] if config.instruction is None else config.instruction or None
+        entries = entries_of(dataset, name, split=config.split, eval_share=config.eval_share, count=count)
+        for index, entry in enumerate(entries):
+            data = ReasoningGymData(
+                name=f"{name}-{config.split}-{index}",
+                prompt=entry["question"],
+                system_prompt=system,
+                dataset=name,
+                answer=None if entry["answer"] is None else str(entry["answer"]),
+            )
+            yield ReasoningGymTask(data, config, dataset=dataset, entry=entry)
+
+
+def find_answer(reply: str, place: AnswerPlace) -> str | None:
+    """The final answer in a reply, None where there is none."""
+    if place == "tag":
+        tagged = _TAGGED.findall(reply)
+        return tagged[-1].strip() if tagged else None
+    lines = reply.strip().splitlines() if place == "last_line" else [reply]
+    return (lines[-1].strip() or None) if lines else None

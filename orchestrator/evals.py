@@ -1,0 +1,207 @@
+"""Interleaved evaluation on held-out tasks.
+
+    request(step) -> nodes serve version >= step -> rollouts (evaluation lane of the permits) -> metrics, rollouts/eval_*.jsonl
+
+One evaluation runs at a time, beside training. When the next one falls due meanwhile, it waits; of several that wait the
+newest is run. The first evaluation takes all permits, so that it is over before the first swap; the last waits until
+every serving node has the last version. Rollouts that failed are left out of the estimates and counted, never scored 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from composer_prime.config.orchestrator import EvalConfig, OrchestratorConfig, SourceConfig
+from composer_prime.errors import DeadlineError
+from composer_prime.estimates import bootstrap_interval, pass_at_k
+from composer_prime.monitor.jsonl import MetricsFile
+from composer_prime.run_dir import RunDir
+from orchestrator import rollout_log
+from orchestrator.finish import finished_rollout, score_failure
+from orchestrator.groups import FinishedRollout
+from orchestrator.permits import Lane
+from orchestrator.pulse import Pulse
+from orchestrator.requests import RequestFactory
+from orchestrator.rollout import RolloutRunner
+from orchestrator.workers.protocol import RolloutFailure
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class TaskResult:
+    """What one held-out task's rollouts gave."""
+
+    rollouts: list[FinishedRollout] = field(default_factory=list)
+
+    @property
+    def rewards(self) -> list[float]:
+        return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
+
+
+class Evaluator:
+    def __init__(
+        self,
+        *,
+        config: OrchestratorConfig,
+        sources: list[SourceConfig],
+        num_tasks: dict[str, int | None],
+        runner: RolloutRunner,
+        requests: RequestFactory,
+        run_dir: RunDir,
+        metrics: MetricsFile,
+        serving_version: Callable[[], int | None],
+        changed: Pulse,
+    ) -> None:
+        """`num_tasks`: held-out tasks by source. `serving_version`: oldest version of the serving nodes; None without one."""
+        self._config, self._sources, self._num_tasks = config, sources, num_tasks
+        self._runner, self._requests, self._run_dir, self._metrics = runner, requests, run_dir, metrics
+        self._serving_version, self._changed = serving_version, changed
+        self._wanted: int | None = None
+        self.running: int | None = None
+        """Step under evaluation; None while idle."""
+        self._done_rollouts = self._all_rollouts = 0
+        self.skipped = 0
+
+    def due(self, step: int, max_steps: int) -> bool:
+        """Whether version `step` is to be evaluated: before the first step, every every_steps, after the last."""
+        every = self._config.eval.every_steps
+        return bool(self._sources and every and (step % every == 0 or step == max_steps))
+
+    def request(self, step: int) -> None:
+        """Evaluate version `step` next, unless its file is there already (a resumed run)."""
+        if self._run_dir.eval_rollouts(step).exists():
+            return
+        if self._wanted is not None:
+            self.skipped += 1
+            logger.warning("the evaluation of step %d is skipped: that of step %d is due already", self._wanted, step)
+        self._wanted = step
+        self._changed.beat()
+
+    @property
+    def idle(self) -> bool:
+        return self._wanted is None and self.running is None
+
+    def waiting_for(self) -> str | None:
+        """Progress in words; None while idle."""
+        if self.running is None:
+            return None
+        return f"evaluation of step {self.running}: {self._done_rollouts} of {self._all_rollouts} rollouts"
+
+    async def run(self) -> None:
+        """Serve requests until cancelled. Raises EnvironmentWorkerError; DeadlineError when no node gets the version."""
+        while True:
+            while self._wanted is None:
+                await self._changed.wait(3600)
+            step, self._wanted = self._wanted, None
+            self.running = step
+            try:
+                await self._evaluate(step)
+            finally:
+                self.running = None
+                self._changed.beat()
+
+    async def _evaluate(self, step: int) -> None:
+        self._done_rollouts = 0
+        counts = {source.name: self._count(source) for source in self._sources}
+        self._all_rollouts = sum(counts.values()) * self._config.eval.samples
+        await self._await_version(step)
+        begun = time.monotonic()
+        plays = [self._evaluate_source(source, step, counts[source.name]) for source in self._sources]
+        results = dict(zip(counts, await asyncio.gather(*plays), strict=True))
+        await asyncio.to_thread(_write, self._run_dir.eval_rollouts(step), step, results)
+        figures = {"time/eval_s": time.monotonic() - begun}
+        for source, tasks in results.items():
+            figures |= summary(source, tasks, self._config.eval)
+        await asyncio.to_thread(self._metrics.log, step, figures)
+        logger.info("evaluation of step %d: %s", step, {name: round(value, 4) for name, value in figures.items()})
+
+    def _count(self, source: SourceConfig) -> int:
+        available = self._num_tasks[source.name]
+        return self._config.eval.tasks if available is None else min(self._config.eval.tasks, available)
+
+    async def _await_version(self, step: int) -> None:
+        """Until the nodes that serve have `step` or newer weights."""
+        timeout_s = self._config.eval.version_timeout_s
+        deadline = time.monotonic() + timeout_s
+        while (serving := self._serving_version()) is None or serving < step:
+            if time.monotonic() >= deadline:
+                raise DeadlineError(
+                    f"evaluation of step {step} waited {timeout_s:.0f} s (orchestrator.eval.version_timeout_s) for nodes "
+                    f"with policy version {step}; they serve {'nothing' if serving is None else f'version {serving}'}"
+                )
+            await self._changed.wait(0.1)
+
+    async def _evaluate_source(self, source: SourceConfig, step: int, count: int) -> list[TaskResult]:
+        results = [TaskResult() for _ in range(count)]
+        async with asyncio.TaskGroup() as group:
+            for task_index, result in enumerate(results):
+                for sample in range(self._config.eval.samples):
+                    group.create_task(self._play(source.name, step, task_index, sample, result))
+        for result in results:
+            result.rollouts.sort(key=lambda rollout: rollout.sibling)
+        return results
+
+    async def _play(self, source: str, step: int, task_index: int, sample: int, result: TaskResult) -> None:
+        failures: list[RolloutFailure] = []
+        for attempt in range(self._config.max_retries + 1):
+            request = self._requests.evaluation(
+                source, step=step, task_index=task_index, sample=sample, attempt=attempt
+            )
+            played = await self._runner.run(source, request, lane=Lane.EVAL, order=task_index)
+            failure = score_failure(played)
+            rollout = finished_rollout(
+                played, sibling=sample, seed=request.seed or 0, samples=[], failure=failure, earlier=failures
+            )
+            if failure is None or not failure.retryable:
+                break
+            failures.append(failure)
+        result.rollouts.append(rollout)
+        self._done_rollouts += 1
+
+
+def summary(source: str, tasks: list[TaskResult], config: EvalConfig) -> dict[str, float]:
+    """eval/<source>/…: means over tasks, with 95 % intervals from resampling tasks. What was not measured is absent."""
+    name = f"eval/{source}"
+    scored = [task.rewards for task in tasks if task.rewards]
+    rollouts = [rollout for task in tasks for rollout in task.rollouts]
+    figures: dict[str, float] = {f"{name}/tasks": len(scored), f"{name}/rollouts": sum(map(len, scored))}
+    figures[f"{name}/failed"] = sum(rollout.failure is not None for rollout in rollouts)
+    if scored:
+        figures |= _estimate(f"{name}/reward_mean", [fmean(rewards) for rewards in scored])
+    for k in config.pass_k:
+        chances = [
+            pass_at_k(len(rewards), sum(reward >= config.pass_threshold for reward in rewards), k)
+            for rewards in scored
+            if len(rewards) >= k
+        ]
+        if chances:
+            figures |= _estimate(f"{name}/pass@{k}", chances)
+    versions = [(r.version_min, r.version_max) for r in rollouts if r.version_min is not None]
+    if versions:
+        figures[f"{name}/version_min"] = min(low for low, _ in versions)
+        figures[f"{name}/version_max"] = max(high for _, high in versions)
+    return figures
+
+
+def _estimate(name: str, values: list[float]) -> dict[str, float]:
+    interval = bootstrap_interval(values)
+    return {name: fmean(values)} | ({f"{name}_low": interval[0], f"{name}_high": interval[1]} if interval else {})
+
+
+def _write(path: Path, step: int, results: dict[str, list[TaskResult]]) -> None:
+    rollout_log.write(
+        path,
+        (
+            rollout_log.rollout_line(step, source, rollout, "evaluated")
+            for source, tasks in results.items()
+            for task in tasks
+            for rollout in task.rollouts
+        ),
+    )

@@ -1,0 +1,70 @@
+"""How late the event loop runs what is due: a timer that measures itself.
+
+    call_later(interval) -> runs `lag` late -> sample -> call_later(interval) ...
+
+Lag is what every rollout, heartbeat and HTTP request waits on top of its own work, so it is a metric of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+
+_MAX_SAMPLES = 1 << 14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LagStats:
+    """Lags of one window, in seconds; None without a sample."""
+
+    samples: int
+    p50_s: float | None
+    p99_s: float | None
+    max_s: float | None
+
+    def metrics(self) -> dict[str, float]:
+        """As metrics.jsonl and /metrics name them."""
+        named = {"loop_lag/p50_s": self.p50_s, "loop_lag/p99_s": self.p99_s, "loop_lag/max_s": self.max_s}
+        return {name: round(value, 6) for name, value in named.items() if value is not None}
+
+
+class LoopLag:
+    """Measures the running loop between `start` and `stop`."""
+
+    def __init__(self, interval_s: float = 0.02) -> None:
+        self._interval_s = interval_s
+        self._samples: list[float] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+
+    def start(self) -> None:
+        self._schedule(asyncio.get_running_loop())
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def window(self, *, reset: bool = True) -> LagStats:
+        """Lags since the last reset (at most the first 16384 of them, five minutes' worth, and always the largest)."""
+        samples = np.array(self._samples)
+        if reset:
+            self._samples = []
+        if not len(samples):
+            return LagStats(samples=0, p50_s=None, p99_s=None, max_s=None)
+        p50, p99 = np.percentile(samples, [50, 99])
+        return LagStats(samples=len(samples), p50_s=float(p50), p99_s=float(p99), max_s=float(samples.max()))
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._due = loop.time() + self._interval_s
+        self._timer = loop.call_at(self._due, self._fire, loop)
+
+    def _fire(self, loop: asyncio.AbstractEventLoop) -> None:
+        lag = max(0.0, loop.time() - self._due)
+        if len(self._samples) < _MAX_SAMPLES:
+            self._samples.append(lag)
+        elif lag > self._samples[-1]:
+            self._samples[-1] = lag
+        self._schedule(loop)

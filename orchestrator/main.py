@@ -1,0 +1,123 @@
+"""The console script `orchestrator`: the orchestrator role alone.
+
+    orchestrator --run-dir DIR                       as the launcher starts it: DIR was prepared, DIR/config.json is read
+    orchestrator @ file.toml [--section.key VALUE]   on its own: nodes and trainer connect from elsewhere
+
+Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by Ctrl-C / SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from composer_prime import run_id
+from composer_prime.config import Config, load
+from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.keys import RunKeys
+from composer_prime.run_dir import RunDir, write_atomic
+
+FAILED = 1
+_USAGE = "usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]"
+
+
+def main() -> int:
+    words = load.arguments()
+    try:
+        if words[:1] == ["--run-dir"]:
+            run_dir = _given(words)
+            config = load.read(run_dir.config)
+            _die_with_parent()
+        else:
+            command = load.parse(words)
+            config, run_dir = command.config, RunDir(command.config.run.directory.absolute())
+            if command.dry_run:
+                print(load.dump(config), end="")
+                return 0
+            _prepare(config, run_dir)
+        return _run(config, run_dir)
+    except ConfigError as error:
+        load.fail(error)
+
+
+def _given(words: list[str]) -> RunDir:
+    if len(words) != 2:
+        raise ConfigError(_USAGE)
+    return RunDir(Path(words[1]).absolute())
+
+
+def _prepare(config: Config, run_dir: RunDir) -> None:
+    """What the launcher does for its roles, for an orchestrator that is started on its own."""
+    used = run_dir.journal.is_dir() or run_dir.checkpoints.is_dir()
+    if used and not (config.run.resume or config.run.overwrite):
+        raise ConfigError(
+            f"the run directory {run_dir.root} exists already: continue it with --resume, or choose another run.name"
+        )
+    write_atomic(run_dir.config, load.dump(config).encode())
+    run_id.create(run_dir, config.run.name)
+    RunKeys.create(run_dir.keys)
+
+
+def _run(config: Config, run_dir: RunDir) -> int:
+    from composer_prime.model_source import resolve_model
+    from orchestrator.gateway.gateway import TOKEN_VARIABLE
+    from orchestrator.pipeline import Pipeline
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    # Only this run's own workers may generate in the name of its rollouts.
+    os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(24))
+    name, model_dir = run_id.read(run_dir), resolve_model(config.model.path)
+
+    async def serve() -> int:
+        return await _until_signal(Pipeline(config, run_dir, name, model_dir).run())
+
+    try:
+        return asyncio.run(serve())
+    except ConfigError:
+        raise
+    except (ComposerError, OSError) as error:
+        print(f"orchestrator: {error}", file=sys.stderr)
+        return FAILED
+
+
+async def _until_signal(work) -> int:
+    """Runs `work`; SIGINT or SIGTERM cancels it, which closes everything it opened."""
+    task, stopped_by = asyncio.ensure_future(work), []
+
+    def stop(number: int) -> None:
+        stopped_by.append(number)
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not stopped_by:
+            raise
+        return 128 + stopped_by[0]
+    return 0
+
+
+def _die_with_parent() -> None:
+    """A role that the launcher started ends with it, also when the launcher was killed."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

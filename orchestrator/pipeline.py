@@ -1,0 +1,390 @@
+"""The orchestrator, wired: read this file first.
+
+    sources ──plan──> dispatch ──> environment workers <──HTTP──> gateway <──ZMQ──> inference nodes
+       ^                 │ (permits)                                │ records: token ids, logprobs, versions
+       │ observe         v                                          v
+    curriculum <── group ended <── advantages, filter <── compile (token ids -> samples)
+                         v
+    journal <── buffer ──> batch N ──> step server <──ZMQ── trainer ranks
+                 (staleness)                └── StepDone(N): publish version N, evaluate, checkpoint
+
+Who waits on whom: trainer ranks wait for a batch (batch_timeout_s); the batch for groups; a group for its rollouts
+(source.timeout_s each); rollouts for a permit, a worker and a node (no_node_timeout_s); new groups for the trainer's next
+version (trainer_timeout_s). One event loop; packing, compiling and all file work are in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from pathlib import Path
+
+from composer_prime.config import Config
+from composer_prime.errors import CheckpointError, DeadlineError
+from composer_prime.keys import RunKeys
+from composer_prime.monitor.jsonl import MetricsFile
+from composer_prime.packing import model_flops
+from composer_prime.run_dir import RunDir, write_atomic
+from composer_prime.weights.store import WeightStore
+from composer_prime.wire.step import StepDone
+from orchestrator import checkpoint
+from orchestrator.batches import Batches
+from orchestrator.chat_folder import chat_folder
+from orchestrator.dispatch import Dispatcher
+from orchestrator.evals import Evaluator
+from orchestrator.gateway import Gateway
+from orchestrator.journal import Entry, Journal
+from orchestrator.permits import Permits
+from orchestrator.pulse import Pulse
+from orchestrator.requests import RequestFactory
+from orchestrator.resume import resume
+from orchestrator.rollout import RolloutRunner
+from orchestrator.sources import Sources, eval_sources, source_spec
+from orchestrator.steering import Steering
+from orchestrator.step_server import StepServer
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.protocol import EVAL
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+"""How often limits and node versions, which change without a beat, are looked at."""
+_REPORT_S = 5.0
+_FAREWELL_S = 2.0
+"""After a failure: how long ranks that ask are still told why."""
+
+
+class Pipeline:
+    def __init__(self, config: Config, run_dir: RunDir, run_id: str, model_dir: Path) -> None:
+        """Raises ConfigError when keys are missing, CheckpointError when the checkpoint to resume is unusable."""
+        self.config, self.run_dir, self.run_id, self.model_dir = config, run_dir, run_id, model_dir
+        self.changed = Pulse()
+        self.metrics = MetricsFile(run_dir.metrics, "orchestrator")
+        self.keys = RunKeys(run_dir.keys)
+        self.store = WeightStore(run_dir.weights)
+        self.state: checkpoint.State | None = None
+        if config.run.resume:
+            self.state = checkpoint.load(run_dir, run_dir.newest_checkpoint(), run_id)
+        values = json.loads((model_dir / "config.json").read_text())
+        per_token, per_pair = model_flops(values.get("text_config") or values)
+        self.batches = Batches(run_id, flops_per_token=per_token, flops_per_pair=per_pair)
+        start = self.state.step if self.state else 0
+        self.batches.restore(trained=start, formed=start, batches=[])
+        self.steering: Steering | None = None
+        """None until the environments are loaded."""
+        self.evaluator: Evaluator | None = None
+        self.pools: dict[str, WorkerPool] = {}
+        self._loaded = asyncio.Event()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._final_checkpoint = config.run.max_steps == 0
+        self._stack = contextlib.AsyncExitStack()
+
+    async def run(self) -> None:
+        """From the first bind to the last evaluation. Raises what ended the run early."""
+        async with self._stack:
+            await self._open()
+            try:
+                await self._load()
+                await self._until_finished()
+            except Exception as error:
+                error = root_cause(error)
+                logger.error("the run failed: %s", error)
+                self.server.finish(f"the orchestrator failed: {error}", failed=True)
+                if self.batches.trained < self.config.run.max_steps and self.server.last_heard is not None:
+                    await asyncio.sleep(_FAREWELL_S)
+                raise error from None
+            self.server.finish(f"all {self.config.run.max_steps} steps are done", failed=False)
+            self._log()
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def _open(self) -> None:
+        """Bind every address and publish them."""
+        config = self.config
+        folder = await asyncio.to_thread(chat_folder, self.model_dir, config.model.chat_template, self.run_dir.root)
+        self.gateway = Gateway(config, self.keys, self.run_id, self.store, model_dir=folder)
+        await self.gateway.start()
+        self._stack.push_async_callback(self._close_gateway)
+        self.server = StepServer(
+            run_id=self.run_id,
+            batches=self.batches,
+            changed=self.changed,
+            waiting_for=self.waiting_for,
+            on_step_done=self._step_done,
+            on_checkpoint=self._checkpoint,
+            on_error=self.fail,
+            max_steps=config.run.max_steps,
+        )
+        endpoint = self.server.bind(config.orchestrator.step_address, self.keys)
+        self._stack.push_async_callback(self.server.close)
+        addresses = {
+            "step": reachable(endpoint),
+            "node": reachable(self.gateway.node_endpoint),
+            "http": self.gateway.http_url,
+        }
+        write_atomic(self.run_dir.endpoints, json.dumps(addresses).encode() + b"\n")
+        logger.info("run %s: %s", self.run_id, addresses)
+        self._spawn(self.gateway.watch())
+        self._spawn(self._report())
+        if self.state is not None:
+            await self._publish(self.state.step)
+        self._folder = folder
+
+    async def _close_gateway(self) -> None:
+        finished = self.batches.trained >= self.config.run.max_steps and not self._failure.done()
+        await self.gateway.close(finished=finished)
+
+    async def _load(self) -> None:
+        """Start the environments, then everything that needs to know their tasks."""
+        config, orchestrator = self.config, self.config.orchestrator
+        self._stack.push_async_callback(self._close_pools)
+        for source in orchestrator.source:
+            spec = source_spec(
+                source,
+                model_path=str(self._folder),
+                renderer=config.model.renderer,
+                max_context=config.model.max_context,
+            )
+            self.pools[source.name] = WorkerPool(
+                spec,
+                workers=source.workers,
+                start_timeout_s=orchestrator.worker_start_timeout_s,
+                log_dir=self.run_dir.root / "logs",
+            )
+        await asyncio.gather(*(pool.start() for pool in self.pools.values()))
+        num_tasks = {name: pool.num_tasks() for name, pool in self.pools.items()}
+        sources = Sources(orchestrator, seed=config.run.seed, num_tasks=num_tasks)
+        journal, entries = await asyncio.to_thread(self._journal)
+        self._stack.push_async_callback(journal.close)
+        self._wire(sources, journal)
+        if self.state is not None:
+            resumed = resume(self.state, entries, sources)
+            self.steering.restore(self.state, resumed)
+            logger.info(
+                "resumed after step %d: %d batches formed, %d groups ready, %d dispatched again",
+                self.state.step, len(resumed.batches), len(resumed.ready), len(resumed.in_flight),
+            )  # fmt: skip
+        self._loaded.set()
+        if self.evaluator.due(self.batches.trained, config.run.max_steps):
+            self.evaluator.request(self.batches.trained)
+        self.changed.beat()
+
+    def _journal(self) -> tuple[Journal, list[Entry]]:
+        if self.state is None:
+            return Journal.create(self.run_dir.journal), []
+        return Journal.resume(self.run_dir.journal)
+
+    def _wire(self, sources: Sources, journal: Journal) -> None:
+        config, orchestrator = self.config, self.config.orchestrator
+        self.permits = Permits(self.gateway.adaptive.limit, orchestrator.eval.share)
+        runner = RolloutRunner(self.pools, self.gateway.records, self.permits)
+        requests = RequestFactory(
+            config=orchestrator, gateway_url=f"{self.gateway.http_url}/v1", seed=config.run.seed
+        )
+        self.steering = Steering(
+            config=orchestrator,
+            run_id=self.run_id,
+            seed=config.run.seed,
+            max_steps=config.run.max_steps,
+            run_dir=self.run_dir,
+            sources=sources,
+            batches=self.batches,
+            journal=journal,
+            changed=self.changed,
+            serving_version=self._serving_version,
+            on_error=self.fail,
+        )
+        self.steering.dispatcher = Dispatcher(
+            config=orchestrator,
+            objective=config.channels.policy.objective,
+            runner=runner,
+            requests=requests,
+            serving_version=self._serving_version,
+            on_end=self.steering.group_ended,
+            on_error=self.fail,
+        )
+        self._stack.push_async_callback(self.steering.dispatcher.close)
+        evaluated = eval_sources(orchestrator)
+        self.evaluator = Evaluator(
+            config=orchestrator,
+            sources=evaluated,
+            num_tasks={source.name: self.pools[source.name].num_tasks(EVAL) for source in evaluated},
+            runner=runner,
+            requests=requests,
+            run_dir=self.run_dir,
+            metrics=self.metrics,
+            serving_version=self._evaluated_version,
+            changed=self.changed,
+        )
+
+    async def _close_pools(self) -> None:
+        await asyncio.gather(*(pool.close() for pool in self.pools.values()))
+        self.batches.close()
+
+    async def _until_finished(self) -> None:
+        self._spawn(self.evaluator.run())
+        self._spawn(self._advance())
+        self._spawn(self._watch())
+        finished = asyncio.create_task(self._finished())
+        try:
+            await asyncio.wait({finished, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
+        finally:
+            for task in [*self._tasks, finished]:
+                task.cancel()
+            await asyncio.gather(*self._tasks, finished, return_exceptions=True)
+
+    async def _finished(self) -> None:
+        """All steps are trained, the last checkpoint is saved and the last evaluation is written."""
+        while not (self._all_trained and self._final_checkpoint and self.evaluator.idle):
+            await self.changed.wait(3600)
+
+    @property
+    def _all_trained(self) -> bool:
+        return self.batches.trained >= self.config.run.max_steps
+
+    def _spawn(self, work) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda done: done.cancelled() or (done.exception() and self.fail(done.exception())))
+        self._tasks.append(task)
+
+    def fail(self, error: BaseException) -> None:
+        """The run can't go on. Only the first error counts."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    # -- loops ---------------------------------------------------------------------------------------------------
+
+    async def _advance(self) -> None:
+        while True:
+            self.permits.grant()
+            await self.steering.advance()
+            self._require_version()
+            await self.changed.wait(_TICK_S)
+
+    def _require_version(self) -> None:
+        """Nodes whose weights no future batch accepts get no more work until they have caught up."""
+        router = self.gateway.router
+        if router.oldest_version != min(self.steering.oldest_version, router.newest_version):
+            self.gateway.require_version(self.steering.oldest_version)
+
+    async def _watch(self) -> None:
+        """Deadlines that no single wait owns. Raises DeadlineError."""
+        orchestrator = self.config.orchestrator
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now, steering = time.monotonic(), self.steering
+            if self._all_trained:
+                steering.hungry_since = None
+            if steering.hungry_since is not None and now - steering.hungry_since > orchestrator.batch_timeout_s:
+                raise DeadlineError(
+                    f"waited {orchestrator.batch_timeout_s:.0f} s (orchestrator.batch_timeout_s) for "
+                    f"{self.waiting_for(self.batches.formed + 1)}"
+                )
+            idle_s = now - max(self.server.last_heard or 0.0, steering.fed_since)
+            waits = steering.hungry_since is None and not (self._all_trained and self._final_checkpoint)
+            if waits and idle_s > orchestrator.trainer_timeout_s:
+                raise DeadlineError(
+                    f"no word from the trainer for {idle_s:.0f} s (orchestrator.trainer_timeout_s), which should "
+                    f"{self._trainer_owes()}"
+                )
+
+    async def _report(self) -> None:
+        while True:
+            self._log()
+            await asyncio.sleep(_REPORT_S)
+
+    def _log(self) -> None:
+        self.metrics.log(self.batches.trained, {**self.gateway.metrics(), **self._own_figures()})
+
+    def _own_figures(self) -> dict[str, float | str | None]:
+        figures: dict[str, float | str | None] = {
+            "waiting_for": self._waits(),
+            "step_server/garbage": self.server.garbage,
+            "step_server/refused": self.server.refused,
+            "workers/restarts": sum(pool.restarts for pool in self.pools.values()),
+        }
+        return figures | (self.steering.metrics() if self.steering else {})
+
+    def _waits(self) -> str | None:
+        """What the orchestrator waits for right now, for the live view."""
+        if self.steering is None or self.batches.formed == self.batches.trained and not self._all_trained:
+            return self.waiting_for(self.batches.formed + 1)
+        if self.evaluator.running is not None and self._all_trained:
+            return self.evaluator.waiting_for()
+        if not self.steering.dispatcher.flights and not (self._all_trained and self._final_checkpoint):
+            return f"the trainer to {self._trainer_owes()}"
+        return None
+
+    # -- what the trainer says -----------------------------------------------------------------------------------
+
+    def waiting_for(self, step: int) -> str:
+        """Why batch `step` is not there yet."""
+        if self.steering is None:
+            loading = [name for name, pool in self.pools.items() if not pool.pids] or list(self.pools)
+            return f"batch {step}: the environment workers of {', '.join(loading) or 'all sources'} are loading"
+        text = self.steering.waiting_for(step)
+        serving = self.gateway.router.serving()
+        nodes = f"{len(serving)} nodes serve" if serving else f"no node serves: {self.gateway.router.why_no_node()}"
+        return "; ".join([text, nodes, *filter(None, [self.evaluator.waiting_for()])])
+
+    def _trainer_owes(self) -> str:
+        if self._all_trained:
+            return f"ask for checkpoint {self.batches.trained}"
+        return f"train step {self.batches.trained + 1}"
+
+    async def _step_done(self, message: StepDone) -> None:
+        await self._loaded.wait()
+        self.steering.step_done(message.step, message.sample_ids)
+        await self._publish(message.version)
+        if message.sample_ids and self.evaluator.due(message.step, self.config.run.max_steps):
+            self.evaluator.request(message.step)
+        if self._all_trained and message.step in self.run_dir.complete_checkpoints():
+            self._final_checkpoint = True
+        self.changed.beat()
+
+    async def _publish(self, version: int) -> None:
+        """Pass policy version `version` on to the nodes."""
+        try:
+            signed = await asyncio.to_thread(self.store.manifest, version)
+        except FileNotFoundError:
+            if self.server.last_heard is None:
+                return
+            raise CheckpointError(
+                f"the trainer announced policy version {version}, but {self.store.root} has no manifest of it"
+            ) from None
+        self.gateway.publish(signed)
+
+    async def _checkpoint(self, step: int) -> None:
+        await self._loaded.wait()
+        await self.steering.checkpoint(step)
+        if step >= self.config.run.max_steps:
+            self._final_checkpoint = True
+        self.changed.beat()
+
+    # -- versions ------------------------------------------------------------------------------------------------
+
+    def _serving_version(self) -> int:
+        """Oldest policy version that a rollout begun now can be sampled with."""
+        required = self.gateway.router.oldest_version
+        return min((node.version for node in self.gateway.router.serving()), default=required)
+
+    def _evaluated_version(self) -> int | None:
+        return min((node.version for node in self.gateway.router.serving()), default=None)
+
+
+def reachable(endpoint: str) -> str:
+    """`endpoint` as a process on this machine can connect to it, also when it is bound to every interface."""
+    return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The first error inside nested exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

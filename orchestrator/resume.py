@@ -1,0 +1,91 @@
+"""From a checkpoint's state and the journal to what was going on when the run broke off. Pure; no files, no clock.
+
+    entries up to state.journal_seq    only the groups and batches that the state names still count
+    entries after it, in order         Started -> planned      Finished -> ready       Dropped -> gone
+                                       Formed  -> its groups leave the buffer
+
+Every batch that was formed is served again as it was; groups that were in flight keep their number, task and seeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from composer_prime.errors import CheckpointError
+from orchestrator.batches import Batch
+from orchestrator.checkpoint import State
+from orchestrator.groups import FinishedGroup, GroupPlan
+from orchestrator.journal import Dropped, Entry, Finished, Formed, Started
+from orchestrator.sources import Sources
+
+
+@dataclass(slots=True, kw_only=True)
+class Resumed:
+    next_group: int
+    in_flight: dict[int, GroupPlan]
+    """Groups to dispatch again, by number."""
+    ready: dict[int, FinishedGroup] = field(default_factory=dict)
+    batches: dict[int, Batch] = field(default_factory=dict)
+    """Formed batches after the checkpoint's step."""
+    dropped: list[FinishedGroup] = field(default_factory=list)
+    """Dropped since the last formed batch."""
+
+
+def resume(state: State, entries: list[Entry], sources: Sources) -> Resumed:
+    """Brings the curricula of `sources` up to date on the way.
+
+    Raises CheckpointError when the journal lacks a group that the checkpoint or a formed batch names.
+    """
+    sources.load_state(state.curricula)
+    groups = {entry.group.plan.group: entry.group for entry in entries if isinstance(entry, Finished | Dropped)}
+    finished = {entry.group.plan.group: entry.group for entry in entries if isinstance(entry, Finished)}
+    live = {plan.group: plan for plan in state.in_flight}
+    next_group, ready, dropped = state.next_group, set(state.ready), list(state.dropped)
+    batches = dict(state.batches)
+    metrics = {entry.step: entry.metrics for entry in entries if isinstance(entry, Formed)}
+    for entry in entries:
+        if entry.seq <= state.journal_seq:
+            continue
+        if isinstance(entry, Started):
+            sources.curricula[entry.plan.source].next_task()
+            live[entry.plan.group] = entry.plan
+            next_group = entry.plan.group + 1
+        elif isinstance(entry, Finished):
+            sources.observe(entry.group)
+            live.pop(entry.group.plan.group, None)
+            ready.add(entry.group.plan.group)
+        elif isinstance(entry, Dropped):
+            number = entry.group.plan.group
+            if number not in ready:
+                sources.observe(entry.group)
+            live.pop(number, None)
+            ready.discard(number)
+            dropped.append(number)
+        else:
+            batches[entry.step] = entry.groups
+            ready -= set(entry.groups)
+            dropped = [number for number in dropped if number not in entry.dropped]
+    _check(state, batches, ready, finished)
+    return Resumed(
+        next_group=next_group,
+        in_flight=dict(sorted(live.items())),
+        ready={number: finished[number] for number in sorted(ready)},
+        batches={
+            step: Batch(step=step, groups=[finished[number] for number in numbers], metrics=metrics.get(step, {}))
+            for step, numbers in sorted(batches.items())
+        },
+        dropped=[groups[number] for number in dropped if number in groups],
+    )
+
+
+def _check(state: State, batches: dict[int, list[int]], ready: set[int], finished: dict[int, FinishedGroup]) -> None:
+    wanted = ready | {number for numbers in batches.values() for number in numbers}
+    missing = sorted(wanted - finished.keys())
+    if missing:
+        raise CheckpointError(
+            f"the journal lacks groups {missing[:8]} ({len(missing)} in all), which checkpoint {state.step} or a batch "
+            "after it names: restore the run directory's journal/ folder, or start a new run"
+        )
+    expected = list(range(state.step + 1, state.step + 1 + len(batches)))
+    if sorted(batches) != expected:
+        raise CheckpointError(f"the journal holds batches {sorted(batches)} after checkpoint {state.step}, not {expected}")

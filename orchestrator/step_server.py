@@ -1,0 +1,204 @@
+"""The trainer's side door: one ROUTER (CURVE) that answers composer_prime/wire/step.py.
+
+    rank --StepRequest--> poll task: batch there?  yes -> StepReply (packed once, in a thread)
+                                                   no  -> waits at most POLL_S -> NotReady{waiting_for}
+    rank 0 --StepDone / CheckpointRequest--> handled one after another, in order of arrival
+
+A rank's newer request replaces its older one. What is no message of the protocol is counted and dropped; a message of
+another run, layout or an impossible step is refused with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import zmq
+
+from composer_prime.errors import ComposerError, WireError
+from composer_prime.keys import RunKeys
+from composer_prime.wire.sockets import SecureServer, bind_router
+from composer_prime.wire.step import (
+    CheckpointRequest,
+    CheckpointSaved,
+    FromTrainer,
+    NotReady,
+    Refused,
+    RunFinished,
+    StepDone,
+    StepRequest,
+)
+from orchestrator.batches import Batches, Layout
+from orchestrator.pulse import Pulse
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.5
+"""How long a request waits here for its batch before NotReady; the protocol allows 2 s."""
+
+
+_CLOSE_S = 10.0
+
+
+class StepServer:
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        batches: Batches,
+        changed: Pulse,
+        waiting_for: Callable[[int], str],
+        on_step_done: Callable[[StepDone], Awaitable[None]],
+        on_checkpoint: Callable[[int], Awaitable[None]],
+        on_error: Callable[[BaseException], None],
+        max_steps: int,
+    ) -> None:
+        """`waiting_for(step)`: what the batch of `step` still lacks. `changed` beats when a batch was formed."""
+        self._run_id, self._batches, self._changed, self._max_steps = run_id, batches, changed, max_steps
+        self._waiting_for, self._on_error = waiting_for, on_error
+        self._on_step_done, self._on_checkpoint = on_step_done, on_checkpoint
+        self._decoder = msgspec.msgpack.Decoder(FromTrainer)
+        self._server: SecureServer | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._polls: dict[bytes, asyncio.Task[None]] = {}
+        self._orders: asyncio.Queue[tuple[bytes, StepDone | CheckpointRequest]] = asyncio.Queue()
+        self._finished: RunFinished | None = None
+        self.garbage = 0
+        """Messages dropped because they were none."""
+        self.refused = 0
+        self.last_heard: float | None = None
+        """Monotonic seconds of the last valid message of any rank; None before the first."""
+
+    def bind(self, address: str, keys: RunKeys) -> str:
+        """The endpoint really bound. Raises PortInUseError."""
+        self._server = bind_router(address, keys.curve("server"), [keys.curve("trainer").public])
+        self._spawn(self._receive())
+        self._spawn(self._in_order())
+        return self._server.endpoint
+
+    def finish(self, reason: str, *, failed: bool) -> None:
+        """From now on every StepRequest is answered with RunFinished."""
+        self._finished = RunFinished(reason=reason, failed=failed)
+        self._changed.beat()
+
+    async def close(self) -> None:
+        """Stop, once the order at hand is answered (a checkpoint that is being saved gets its CheckpointSaved)."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._orders.join()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close)
+
+    def _spawn(self, work) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._on_error(task.exception())
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._server.socket.recv_multipart()
+            identity, payload = frames[0], frames[-1]
+            try:
+                message = self._decoder.decode(payload)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                self.garbage += 1
+                logger.warning("step server: dropped %d bytes that are no message: %s", len(payload), error)
+                continue
+            if message.run_id != self._run_id:
+                await self._refuse(identity, f"this is run {self._run_id!r}, the message is for run {message.run_id!r}")
+                continue
+            self.last_heard = time.monotonic()
+            if isinstance(message, StepRequest):
+                self._poll(identity, message)
+            else:
+                self._orders.put_nowait((identity, message))
+
+    def _poll(self, identity: bytes, request: StepRequest) -> None:
+        earlier = self._polls.pop(identity, None)
+        if earlier is not None:
+            earlier.cancel()
+        self._polls[identity] = task = self._spawn(self._answer(identity, request))
+        task.add_done_callback(lambda done: self._polls.get(identity) is done and self._polls.pop(identity))
+
+    async def _answer(self, identity: bytes, request: StepRequest) -> None:
+        objection = self._objection(request)
+        if objection is not None:
+            await self._refuse(identity, objection)
+            return
+        if request.step > self._max_steps and self._finished is None:
+            finished = RunFinished(reason=f"run.max_steps = {self._max_steps} steps are done", failed=False)
+            await self._send(identity, finished)
+            return
+        await self._changed.wait_for(lambda: self._batches.get(request.step) or self._finished, POLL_S)
+        if self._finished is not None:
+            await self._send(identity, self._finished)
+        elif self._batches.get(request.step) is None:
+            await self._send(identity, NotReady(step=request.step, waiting_for=self._waiting_for(request.step)))
+        else:
+            layout = Layout(request.world_size, request.max_tokens)
+            try:
+                payload = await self._batches.reply(request.step, request.rank, layout)
+            except ComposerError as error:
+                await self._refuse(identity, str(error))
+                return
+            await self._send_bytes(identity, payload)
+
+    def _objection(self, request: StepRequest) -> str | None:
+        if not 0 <= request.rank < request.world_size:
+            return f"rank {request.rank} of {request.world_size} ranks: ranks count from 0 to world_size - 1"
+        if request.step <= self._batches.trained:
+            return (
+                f"step {request.step} was asked for, but steps up to {self._batches.trained} are trained: "
+                "a trainer that restarts from a checkpoint announces it with StepDone first"
+            )
+        return None
+
+    async def _in_order(self) -> None:
+        """StepDone and CheckpointRequest, one after another: a checkpoint sees the step before it."""
+        while True:
+            identity, message = await self._orders.get()
+            try:
+                if isinstance(message, StepDone):
+                    await self._on_step_done(message)
+                else:
+                    await self._save(identity, message.step)
+            except WireError as error:
+                await self._refuse(identity, str(error))
+            finally:
+                self._orders.task_done()
+
+    async def _save(self, identity: bytes, step: int) -> None:
+        try:
+            await self._on_checkpoint(step)
+        except (ComposerError, OSError) as error:
+            logger.error("checkpoint of step %d failed: %s", step, error)
+            await self._send(identity, CheckpointSaved(step=step, error=str(error)))
+        else:
+            await self._send(identity, CheckpointSaved(step=step))
+
+    async def _refuse(self, identity: bytes, reason: str) -> None:
+        self.refused += 1
+        logger.warning("step server: refused a request: %s", reason)
+        await self._send(identity, Refused(error=reason))
+
+    async def _send(self, identity: bytes, message: msgspec.Struct) -> None:
+        await self._send_bytes(identity, msgspec.msgpack.encode(message))
+
+    async def _send_bytes(self, identity: bytes, payload: bytes) -> None:
+        try:
+            await self._server.socket.send_multipart([identity, payload], copy=False)
+        except zmq.ZMQError as error:
+            logger.warning("step server: a rank is gone, its answer is dropped: %s", error)

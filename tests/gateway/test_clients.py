@@ -1,0 +1,147 @@
+"""Clients that people and environments really use, unchanged, against the gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gateway_config import MODEL
+from node_peer import PeerNode, tokens_for
+
+from composer_prime.wire.node import Generate
+from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        },
+    }
+]
+MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
+
+
+def saying(node: PeerNode, text: str):
+    """Makes `node` answer with `text` and the end-of-turn token."""
+    from orchestrator.chat_renderer import read_tokenizer
+
+    tokenizer = read_tokenizer(str(MODEL))
+    ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+
+    def answer(request: Generate):
+        return node.usual_answer(
+            request,
+            token_ids=pack_ints(ids),
+            logprobs=pack_floats([-0.25] * len(ids)),
+            version_spans=[VersionSpan(0, len(ids), 0)],
+        )
+
+    node.answer = answer
+    return ids
+
+
+async def test_the_openai_client_chats_with_tools_and_logprobs(open_gateway, node_keys):
+    """An ordinary OpenAI client gets text, tool calls, logprobs and usage; streaming works as well."""
+    from openai import AsyncOpenAI
+
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0") as node:
+        client = AsyncOpenAI(base_url=gateway.http_url + "/v1", api_key="EMPTY")
+        ids = saying(node, "The answer is 4.")
+        plain = await client.chat.completions.create(
+            model="policy", messages=MESSAGES, max_tokens=200, logprobs=True, temperature=0.5, seed=1
+        )
+        choice = plain.choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("The answer is 4.", "stop")
+        assert [entry.logprob for entry in choice.logprobs.content] == [-0.25] * len(ids)
+        assert plain.usage.completion_tokens == len(ids)
+        assert plain.usage.prompt_tokens == len(ints(node.generates[0].prompt_ids))
+        assert node.generates[0].sampling.temperature == 0.5
+
+        saying(node, '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>')
+        called = await client.chat.completions.create(model="policy", messages=MESSAGES, tools=TOOLS, max_tokens=200)
+        [call] = called.choices[0].message.tool_calls
+        assert (called.choices[0].finish_reason, call.function.name) == ("tool_calls", "add")
+        assert call.function.arguments == '{"a": 2, "b": 2}'
+
+        stream = await client.chat.completions.create(
+            model="policy", messages=MESSAGES, tools=TOOLS, max_tokens=200, stream=True
+        )
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.tool_calls[0].function.name == "add"
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+        text = await client.completions.create(model="policy", prompt=[5, 6, 7], max_tokens=200, logprobs=0)
+        assert text.choices[0].text.startswith("<tool_call>")
+        assert len(text.choices[0].logprobs.tokens) == len(text.choices[0].logprobs.token_logprobs)
+        assert "policy" in [model.id async for model in client.models.list()]
+        await client.close()
+
+
+async def test_renderers_client_gets_ids_and_logprobs(open_gateway, node_keys):
+    """renderers.client.generate over openai's AsyncOpenAI: what verifiers' TrainClient stands on."""
+    from openai import AsyncOpenAI
+    from renderers.client import generate
+
+    from orchestrator.chat_renderer import build_renderer
+
+    _, renderer = build_renderer(str(MODEL), None)
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0"):
+        client = AsyncOpenAI(base_url=gateway.http_url + "/v1", api_key="EMPTY")
+        gateway.open("r1")
+        result = await generate(
+            client=client,
+            renderer=renderer,
+            messages=MESSAGES,
+            model="policy",
+            tools=TOOLS,
+            sampling_params={"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 3, "max_tokens": 6},
+            extra_headers={"X-Session-ID": "r1"},
+        )
+        ids, logprobs = tokens_for(result["prompt_ids"], 6)
+        assert result["completion_ids"] == ids.tolist()
+        assert result["completion_logprobs"] == logprobs.tolist()
+        [record] = gateway.take("r1")
+        assert record.prompt_ids.tolist() == result["prompt_ids"]
+        assert (record.sampling.top_k, record.sampling.seed, record.sampling.temperature) == (20, 3, 0.7)
+        await client.close()
+
+
+@pytest.mark.timeout(120)
+async def test_verifiers_training_client_works_unchanged(open_gateway, node_keys):
+    """verifiers 0.4's TrainClient: a typed response with the node's ids and logprobs, recorded under its session."""
+    pytest.importorskip("verifiers.v1")
+    from verifiers.v1.clients.train import TrainClient
+    from verifiers.v1.configs.client import TrainClientConfig
+    from verifiers.v1.dialects.chat import ChatDialect
+    from verifiers.v1.errors import ProviderError
+    from verifiers.v1.types import SamplingConfig
+
+    from orchestrator.chat_renderer import build_renderer
+
+    assert Path(MODEL).is_dir()
+    config, _ = build_renderer(str(MODEL), None)
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0"):
+        client = TrainClient(
+            TrainClientConfig(
+                base_url=gateway.http_url + "/v1",
+                api_key_var="COMPOSER_GATEWAY_TOKEN",
+                renderer=config,
+                renderer_model_name=str(MODEL),
+            )
+        )
+        gateway.open("r7")
+        body = {"model": "policy", "messages": MESSAGES, "tools": TOOLS}
+        response = await client.get_response(
+            ChatDialect(), body, SamplingConfig(temperature=1.0, max_tokens=6), session_id="r7"
+        )
+        [record] = gateway.take("r7")
+        assert response.tokens.prompt_ids == record.prompt_ids.tolist()
+        assert response.tokens.completion_ids == record.completion_ids.tolist()
+        assert response.tokens.completion_logprobs == record.logprobs.tolist()
+        with pytest.raises(ProviderError, match="maximum context length"):
+            long = {"model": "policy", "messages": [{"role": "user", "content": "word " * 3000}]}
+            await client.get_response(ChatDialect(), long, SamplingConfig(max_tokens=6), session_id="r7")
+        await client.close()

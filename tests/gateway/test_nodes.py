@@ -1,0 +1,383 @@
+"""Nodes come, go, come back, lag behind and lie; requests and runs survive it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+from gateway_config import MODEL, config_with
+from http_calls import generate_body, get, post
+from node_peer import PeerNode, tokens_for
+
+from composer_prime.errors import DeadlineError, PortInUseError, SignatureError
+from composer_prime.keys import ClientKeys, RunKeys
+from composer_prime.weights.manifest import Canary, Manifest, sign
+from composer_prime.wire.node import (
+    Chunk,
+    ChunkMissing,
+    ChunkRequest,
+    Drain,
+    Generate,
+    Heard,
+    HelloAgain,
+    NewVersion,
+    Rejected,
+    Welcome,
+)
+from composer_prime.wire.sockets import dealer
+from orchestrator.gateway import Gateway
+from orchestrator.gateway.chunks import PIECE_BYTES
+
+
+def signed_manifest(keys: RunKeys, version: int, chunks=(), run_id: str = "run-1") -> bytes:
+    canary = Canary(token_ids=[1, 2], logprobs=[-1.0])
+    manifest = Manifest(run_id=run_id, version=version, parent=None, kind="anchor", dtype="float32",
+                        chunks=list(chunks), tensors={}, canary=canary)  # fmt: skip
+    return sign(manifest, keys.signer())
+
+
+async def test_a_vanished_nodes_request_goes_to_another_with_a_new_lease(open_gateway, node_keys):
+    """A node that dies without a word costs lost_after_s, not the rollout."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=60) as a:
+        call = asyncio.create_task(post(gateway.http_url, generate_body(5, 6)))
+        await a.until(lambda: bool(a.generates))
+        async with PeerNode(gateway.node_endpoint, node_keys, "b") as b:
+            await a.vanish()
+            status, reply = await call
+            assert status == 200
+            assert reply["choices"][0]["token_ids"] == tokens_for([5, 6], 6)[0].tolist()
+            assert b.generates[0].lease != a.generates[0].lease
+            assert gateway.router.counters.reissued == 1
+            assert gateway.versions() == {"b": 0}
+
+
+async def test_a_silent_nodes_late_answer_is_dropped_by_its_lease(open_gateway, node_keys):
+    """A node that stops its heartbeats is given up; what it answers afterwards reaches nobody."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as a:
+        held: list[Generate] = []
+        a.answer = lambda request: held.append(request)
+        a.heartbeat_s = 60
+        gateway.open("r1")
+        call = asyncio.create_task(post(gateway.http_url, generate_body(5, 6), X_Session_ID="r1"))
+        await a.until(lambda: bool(held))
+        async with PeerNode(gateway.node_endpoint, node_keys, "b"):
+            assert (await call)[0] == 200
+            [record] = gateway.take("r1")
+            assert record.node_id == "b"
+            # It speaks again: the gateway asks for a Hello, and drops the old answer.
+            a.send(a.usual_answer(held[0], token_ids=b"\0" * 24))
+            await a.until(
+                lambda: any(isinstance(m, HelloAgain) for m in a.received) or gateway.versions().get("a") == 0
+            )
+            a.send(a.usual_answer(held[0], token_ids=b"\0" * 24))
+            await a.until(lambda: gateway.router.counters.late_answers == 1)
+            assert gateway.router.counters.answered == 1
+
+
+async def test_a_node_that_comes_back_attaches_again_under_its_id(open_gateway, node_keys):
+    """A restarted process takes its node's place at once; the old connection's requests go to it."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=60) as old:
+        call = asyncio.create_task(post(gateway.http_url, generate_body(5)))
+        await old.until(lambda: bool(old.generates))
+        async with PeerNode(gateway.node_endpoint, node_keys, "a") as new:
+            assert (await call)[0] == 200
+            assert len(new.generates) == 1
+            await old.until(lambda: isinstance(old.welcome, Rejected))
+            [described] = gateway.state()["nodes"]
+            assert (described["attachments"], described["answers"]) == (2, 1)
+
+
+async def test_a_request_lost_on_the_way_is_found_by_the_nodes_heartbeats(open_gateway, node_keys):
+    """A node that reports no work for lost_after_s does not hold what we think it holds."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as node:
+        lost: list[Generate] = []
+
+        def lose_first(request: Generate):
+            if not lost:
+                lost.append(request)
+                node.running.clear()
+                return None
+            return node.usual_answer(request)
+
+        node.answer = lose_first
+        status, _ = await post(gateway.http_url, generate_body(5))
+        assert status == 200 and len(node.generates) == 2
+
+
+async def test_a_session_stays_on_its_node_and_others_go_to_the_least_loaded(open_gateway, node_keys):
+    """Turns of one conversation find their prefix cache; parallel conversations spread."""
+    async with (
+        open_gateway() as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=0.05) as a,
+        PeerNode(gateway.node_endpoint, node_keys, "b", delay_s=0.05) as b,
+    ):
+
+        async def rollout(name: str) -> None:
+            for turn in range(4):
+                assert (await post(gateway.http_url, generate_body(5, turn), X_Session_ID=name))[0] == 200
+
+        await asyncio.gather(*(rollout(f"r{i}") for i in range(8)))
+        nodes_of = {name: {p.node_id for p in (a, b) for g in p.generates if g.session == name}
+                    for name in (f"r{i}" for i in range(8))}  # fmt: skip
+        assert all(len(nodes) == 1 for nodes in nodes_of.values())
+        assert {len(a.generates), len(b.generates)} == {16}
+
+
+async def test_full_nodes_make_requests_wait_in_order(open_gateway, node_keys):
+    """A node never holds more than max_concurrent requests, and the queue is first come, first served."""
+    async with (
+        open_gateway() as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=0.02, max_concurrent=2) as node,
+    ):
+        calls = []
+        for i in range(10):
+            calls.append(asyncio.create_task(post(gateway.http_url, generate_body(5, i))))
+            await asyncio.sleep(0.005)
+            assert len(node.running) <= 2
+        assert all(status == 200 for status, _ in await asyncio.gather(*calls))
+        order = [np.frombuffer(g.prompt_ids, "<i4")[1] for g in node.generates]
+        assert order == list(range(10))
+
+
+async def test_without_a_node_requests_end_with_a_message_that_says_what_was_waited_for(open_gateway):
+    """The deadline's message names the address, how to start a node, and fails the run."""
+    async with open_gateway(orchestrator={"no_node_timeout_s": 0.4}) as gateway:
+        watch = asyncio.create_task(gateway.watch())
+        status, reply = await post(gateway.http_url, generate_body(5))
+        assert status == 503
+        for part in (gateway.node_endpoint, "inference join", "0.4", "since"):
+            assert part in reply["error"]["message"]
+        with pytest.raises(DeadlineError, match="inference join"):
+            await watch
+        with pytest.raises(DeadlineError, match="none has connected"):
+            await gateway.wait_for_node(0.05)
+
+
+async def test_health_tells_whether_a_node_serves(open_gateway, node_keys):
+    """/health is 503 with the reason, then 200."""
+    async with open_gateway() as gateway:
+        status, body = await get(gateway.http_url + "/health")
+        assert status == 503 and "inference join" in body["why"]
+        async with PeerNode(gateway.node_endpoint, node_keys, "a"):
+            await gateway.wait_for_node(2.0)
+            assert (await get(gateway.http_url + "/health"))[0] == 200
+
+
+async def test_metrics_say_who_waits_for_what(open_gateway, node_keys):
+    """/metrics is plain JSON with nodes, queue and the longest waits."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=1) as node:
+        call = asyncio.create_task(post(gateway.http_url, generate_body(5), X_Session_ID="r1"))
+        await node.until(lambda: bool(node.running))
+        _, state = await get(gateway.http_url + "/metrics")
+        assert state["nodes"][0]["node_id"] == "a" and state["nodes"][0]["serves"] is True
+        [wait] = state["requests"]["longest_waits"]
+        assert (wait["session"], wait["for"]) == ("r1", "node a")
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+
+async def test_a_wrong_key_is_turned_away(open_gateway, node_keys):
+    """Neither an unlisted client key nor a wrong server key gets a word through; the right one still does."""
+    unlisted = zmq.curve_keypair()
+    stranger = ClientKeys(node_keys.server_public, type(node_keys.own)(*unlisted))
+    misled = ClientKeys(zmq.curve_keypair()[0], node_keys.own)
+    async with open_gateway() as gateway:
+        peers = [PeerNode(gateway.node_endpoint, keys, name) for keys, name in ((stranger, "x"), (misled, "y"))]
+        for peer in peers:
+            peer.connect()
+        async with PeerNode(gateway.node_endpoint, node_keys, "z"):
+            await asyncio.sleep(0.3)
+            assert [peer.welcome for peer in peers] == [None, None]
+            assert gateway.versions() == {"z": 0}
+        for peer in peers:
+            await peer.vanish()
+
+
+async def test_garbage_on_the_node_socket_is_counted_and_dropped(open_gateway, node_keys):
+    """Bytes from an admitted peer that are no message stop neither the gateway nor that peer's requests."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as node:
+        rng = np.random.default_rng(0)
+        junk = [[b""], [b"\xc1"], [b"{}"], [b"a", b"b"], [msgspec.msgpack.encode({"type": "hello"})]]
+        junk += [[rng.bytes(int(rng.integers(1, 200)))] for _ in range(200)]
+        junk.append([b"\x91" * 100_000])
+        for frames in junk:
+            node.send_raw(frames)
+        assert (await post(gateway.http_url, generate_body(5)))[0] == 200
+        assert gateway.state()["link"]["garbage"] == len(junk)
+        assert gateway.state()["nodes"][0]["garbage"] == len(junk)
+
+
+async def test_raw_bytes_on_the_node_port_do_no_harm(open_gateway, node_keys):
+    """A port scanner or an HTTP client on the ZMQ port is ignored."""
+    async with open_gateway() as gateway:
+        host, port = gateway.node_endpoint.removeprefix("tcp://").split(":")
+        for junk in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b""):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(junk)
+            writer.close()
+        async with PeerNode(gateway.node_endpoint, node_keys, "a"):
+            assert (await post(gateway.http_url, generate_body(5)))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"protocol": 2}, "protocol 2"),
+        ({"run_id": "another"}, "'another'"),
+        ({"node_id": ""}, "node id"),
+        ({"max_concurrent": 0}, "max_concurrent"),
+    ],
+)
+async def test_a_hello_that_does_not_fit_is_rejected_with_the_reason(open_gateway, node_keys, changes, complaint):
+    """A node of another release, run or with no places learns why it cannot join."""
+    async with open_gateway() as gateway:
+        node = PeerNode(gateway.node_endpoint, node_keys, "a")
+        node.connect()
+        await node.until(lambda: isinstance(node.welcome, Welcome))
+        node.welcome = None
+        node.say_hello(**changes)
+        await node.until(lambda: node.welcome is not None)
+        assert isinstance(node.welcome, Rejected) and complaint in node.welcome.reason
+        await node.vanish()
+
+
+async def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(open_gateway, node_keys):
+    """drain() is how a node leaves without costing anyone a token."""
+    async with (
+        open_gateway() as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=0.2) as a,
+        PeerNode(gateway.node_endpoint, node_keys, "b") as b,
+    ):
+        first = asyncio.create_task(post(gateway.http_url, generate_body(5), X_Session_ID="r1"))
+        await a.until(lambda: bool(a.running))
+        assert gateway.drain("a", "maintenance")
+        await a.until(lambda: any(isinstance(m, Drain) for m in a.received))
+        for _ in range(3):
+            await post(gateway.http_url, generate_body(6), X_Session_ID="r1")
+        assert (await first)[0] == 200
+        assert (len(a.generates), len(b.generates)) == (1, 3)
+        a.goodbye()
+        await b.until(lambda: "a" not in gateway.versions())
+        assert not gateway.drain("a", "again")
+
+
+async def test_a_published_version_reaches_all_nodes_and_late_comers(open_gateway, node_keys, keys):
+    """NewVersion goes to the attached, Welcome carries the newest manifest to the others."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as a:
+        assert isinstance(a.welcome, Welcome) and a.welcome.manifest == b""
+        signed = signed_manifest(keys, 3)
+        assert gateway.publish(signed) == 3
+        await a.until(lambda: any(isinstance(m, NewVersion) and m.manifest == signed for m in a.received))
+        async with PeerNode(gateway.node_endpoint, node_keys, "b", version=3) as b:
+            assert isinstance(b.welcome, Welcome) and b.welcome.manifest == signed
+            assert b.welcome.verify_key == keys.verifier().public_bytes_raw()
+            assert gateway.versions() == {"a": 0, "b": 3}
+        with pytest.raises(SignatureError):
+            gateway.publish(signed_manifest(keys, 4, run_id="another"))
+
+
+async def test_nodes_behind_the_required_version_get_no_request(open_gateway, node_keys, keys):
+    """A node that joins with version 0 samples nothing until it has caught up; one from a lost future neither."""
+    async with (
+        open_gateway() as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "old") as old,
+        PeerNode(gateway.node_endpoint, node_keys, "ahead", version=9) as ahead,
+    ):
+        gateway.publish(signed_manifest(keys, 5))
+        gateway.require_version(4)
+        call = asyncio.create_task(post(gateway.http_url, generate_body(5)))
+        await asyncio.sleep(0.3)
+        assert not old.generates and not ahead.generates
+        assert "needs a version in 4..5" in gateway.state()["nodes"][0]["why_not"]
+        old.version = 5
+        old.beat()
+        assert (await call)[0] == 200
+        assert len(old.generates) == 1
+
+
+async def test_weight_chunks_are_served_in_pieces_from_any_offset(open_gateway, node_keys, store):
+    """A node that lost its connection goes on where it stopped; missing chunks are said to be missing."""
+    data = np.random.default_rng(0).bytes(2 * PIECE_BYTES + 12345)
+    exact = np.random.default_rng(1).bytes(PIECE_BYTES)
+    [ref], [exact_ref] = store.put_chunks(data), store.put_chunks(exact)
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as node:
+
+        async def pull(sha256: str, offset: int) -> Chunk | ChunkMissing:
+            before = len(node.received)
+            node.send(ChunkRequest(sha256=sha256, offset=offset))
+            kinds = (Chunk, ChunkMissing)
+            await node.until(lambda: any(isinstance(m, kinds) for m in node.received[before:]))
+            return next(m for m in node.received[before:] if isinstance(m, kinds))
+
+        got, offset, last = b"", 0, False
+        while not last:
+            piece = await pull(ref.sha256, offset)
+            assert isinstance(piece, Chunk) and len(piece.data) <= PIECE_BYTES
+            got, offset, last = got + piece.data, offset + len(piece.data), piece.last
+        assert got == data
+        resumed = await pull(ref.sha256, 2 * PIECE_BYTES + 10_000)
+        assert isinstance(resumed, Chunk) and resumed.data == data[-2345:] and resumed.last
+        whole = await pull(exact_ref.sha256, 0)
+        assert isinstance(whole, Chunk) and whole.data == exact and whole.last
+        for sha256, offset in (("0" * 64, 0), ("../../keys/server.curve", 0), (ref.sha256, -1)):
+            assert isinstance(await pull(sha256, offset), ChunkMissing)
+
+
+async def test_ports_in_use_are_named(open_gateway, keys, store):
+    """Both sides say which address is taken, and a failed start leaves nothing bound."""
+    async with open_gateway() as gateway:
+        port = int(gateway.http_url.rsplit(":", 1)[1])
+        for section in ({"gateway_port": port}, {"node_address": gateway.node_endpoint}):
+            other = Gateway(config_with(orchestrator=section), keys, "run-1", store,
+                            model_dir=MODEL)  # fmt: skip
+            with pytest.raises(PortInUseError, match=str(next(iter(section.values())))):
+                await other.start()
+    # Free again after close: the same ports can be bound.
+    again = {"gateway_port": port, "node_address": gateway.node_endpoint}
+    async with open_gateway(orchestrator=again) as gateway:
+        assert gateway.http_url.endswith(str(port))
+
+
+async def test_a_node_survives_a_restart_of_the_orchestrator(open_gateway, node_keys):
+    """The new gateway does not know the connection, asks for a Hello, and the node serves again."""
+    async with open_gateway() as first:
+        endpoint = first.node_endpoint
+        node = PeerNode(endpoint, node_keys, "a")
+        await node.__aenter__()
+    async with open_gateway(orchestrator={"node_address": endpoint}) as second:
+        await second.wait_for_node(10.0)
+        assert any(isinstance(m, HelloAgain) for m in node.received)
+        assert (await post(second.http_url, generate_body(5)))[0] == 200
+        await node.until(lambda: any(isinstance(m, Heard) for m in node.received))
+    await node.vanish()
+
+
+async def test_a_flood_from_one_node_does_not_stop_the_others(open_gateway, node_keys):
+    """Messages are handled in bursts: HTTP clients are served in between."""
+    async with (
+        open_gateway() as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "a") as a,
+        PeerNode(gateway.node_endpoint, node_keys, "b"),
+    ):
+        for _ in range(20_000):
+            a.send_raw([b"junk"])
+        started = time.monotonic()
+        assert (await post(gateway.http_url, generate_body(5)))[0] == 200
+        assert time.monotonic() - started < 2.0
+
+
+async def test_a_dealer_that_never_says_hello_is_asked_to(open_gateway, node_keys):
+    """A heartbeat on an unknown connection is answered with HelloAgain."""
+    async with open_gateway() as gateway:
+        context = zmq.asyncio.Context()
+        socket = dealer(context, gateway.node_endpoint, node_keys)
+        await socket.send(msgspec.msgpack.encode({"type": "goodbye", "reason": "x"}))
+        raw = await asyncio.wait_for(socket.recv(), 5)
+        assert msgspec.msgpack.decode(raw, type=HelloAgain) == HelloAgain()
+        context.destroy(linger=0)

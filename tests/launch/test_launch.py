@@ -1,0 +1,173 @@
+"""The launcher with real processes: small scripts stand in for the roles, nothing of the launcher is replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+STAND = Path(__file__).with_name("stand.py")
+STEADY = "time.sleep(60)"
+TRAINS = """
+for step in (1, 2, 3):
+    log('trainer', step, **{'loss/total': 0.1, 'reward/mean': step / 10, 'time/step_s': 0.1, 'tokens/trained': 50})
+    time.sleep(0.2)
+"""
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STEADY
+GRANDCHILD = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+
+
+class Stand:
+    """A launcher process and what it leaves behind."""
+
+    def __init__(self, folder: Path, scenario: dict[str, str], *extra: str) -> None:
+        self.folder = folder
+        self.run_dir = folder / "outputs" / "stand"
+        file = folder / "scenario.json"
+        file.write_text(json.dumps(scenario))
+        environment = {**os.environ, "STAND_MARK": str(folder)}
+        self.process = subprocess.Popen(
+            [sys.executable, str(STAND), str(folder), str(file), *extra],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def finish(self, timeout_s: float = 40) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output
+
+    def members(self) -> list[psutil.Process]:
+        """Every living process that descends from the launcher, found by an inherited environment variable."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                marked = process.environ().get("STAND_MARK") == str(self.folder)
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.Error, OSError):
+                continue
+        return found
+
+    def wait_for(self, condition, timeout_s: float = 20) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "the stand did not get there in time"
+            time.sleep(0.05)
+
+    def wait_for_roles(self, count: int) -> None:
+        """`count` role processes besides the launcher and its guard."""
+        self.wait_for(lambda: len([p for p in self.members() if b"os.chdir" in " ".join(p.cmdline()).encode()]) >= count)
+
+
+@pytest.fixture
+def stand(tmp_path: Path):
+    made: list[Stand] = []
+
+    def start(scenario: dict[str, str], *extra: str) -> Stand:
+        made.append(Stand(tmp_path, scenario, *extra))
+        return made[-1]
+
+    yield start
+    for each in made:
+        for process in each.members():
+            process.kill()
+
+
+def test_finished_run_stops_nodes_and_leaves_nothing(stand):
+    # Orchestrator and ranks end with 0: the run is a success, the node is stopped, no process is left.
+    run = stand({"orchestrator": "time.sleep(1)", "node-0": GRANDCHILD + STEADY, "trainer-0": TRAINS})
+    status, output = run.finish()
+    assert status == 0, output
+    assert "step 3/3" in output and "stand finished after 3 of 3 steps" in output
+    assert "first 3 steps 0.200" in output
+    assert run.members() == []
+
+
+def test_failing_role_ends_the_run_with_its_last_lines(stand):
+    # A rank that dies ends the run: non-zero status, the rank's last log lines, nobody left.
+    broken = "print('the gradient exploded'); sys.exit(3)"
+    run = stand({"orchestrator": GRANDCHILD + STEADY, "node-0": STEADY, "trainer-0": TRAINS, "trainer-1": broken})
+    status, output = run.finish()
+    assert status == 1
+    assert "trainer-1 ended with exit status 3" in output and "the gradient exploded" in output
+    assert run.members() == []
+
+
+def test_killed_orchestrator_is_named_with_its_signal(stand):
+    # kill -9 of the orchestrator is reported as a signal.
+    killed = "os.kill(os.getpid(), signal.SIGKILL)"
+    status, output = stand({"orchestrator": killed, "trainer-0": STEADY}).finish()
+    assert status == 1 and "orchestrator was ended by SIGKILL" in output
+
+
+def test_dead_node_is_started_again(stand):
+    # A node that dies once is restarted and the run succeeds.
+    flaky = "first = not os.path.exists('seen'); open('seen', 'a').close()\nif first: sys.exit(7)\n" + STEADY
+    status, output = stand({"orchestrator": "time.sleep(3)", "node-0": flaky, "trainer-0": TRAINS}).finish()
+    assert status == 0, output
+    assert "node-0 ended with exit status 7; starting it again in 1 s (1 of 5)" in output
+
+
+def test_node_that_keeps_dying_ends_the_run(stand):
+    # The cap of restarts ends the run when no other node is left.
+    run = stand(
+        {"orchestrator": STEADY, "node-0": "print('no memory'); sys.exit(7)"}, "--inference.max_restarts", "1"
+    )
+    status, output = run.finish()
+    assert status == 1 and "died 2 times and no other node is left" in output and "no memory" in output
+    assert run.members() == []
+
+
+def test_node_with_a_wrong_configuration_is_not_retried(stand):
+    # Exit status 2 (usage) of a node fails the run at once.
+    status, output = stand({"orchestrator": STEADY, "node-0": "sys.exit(2)"}).finish()
+    assert status == 1 and "starting it again" not in output
+
+
+def test_ctrl_c_stops_everything_with_130(stand):
+    # One Ctrl-C: clean stop, status 130, also with a role that ignores SIGTERM.
+    run = stand({"orchestrator": GRANDCHILD + STEADY, "node-0": STEADY, "trainer-0": STUBBORN})
+    run.wait_for_roles(3)
+    run.process.send_signal(signal.SIGINT)
+    status, output = run.finish()
+    assert status == 130 and "killing it" in output and "--resume" in output
+    assert run.members() == []
+
+
+def test_second_ctrl_c_kills_at_once(stand):
+    # A second Ctrl-C does not wait for the grace period.
+    run = stand({"orchestrator": STUBBORN, "trainer-0": STUBBORN}, "--run.stop_grace_s", "60")
+    run.wait_for_roles(2)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    status, _ = run.finish(15)
+    assert status == 130 and run.members() == []
+
+
+def test_killed_launcher_leaves_no_process(stand):
+    # kill -9 of the launcher: roles, stubborn ones and grandchildren in sessions of their own all end.
+    run = stand({"orchestrator": GRANDCHILD + STUBBORN, "node-0": STEADY, "trainer-0": STEADY})
+    run.wait_for_roles(3)
+    run.process.kill()
+    run.process.wait()
+    run.wait_for(lambda: run.members() == [])
+
+
+def test_second_launcher_in_the_same_directory_is_refused(stand, tmp_path):
+    # One launcher a run directory, also with --resume.
+    run = stand({"orchestrator": STEADY})
+    run.wait_for_roles(1)
+    status, output = stand({"orchestrator": STEADY}, "--resume").finish()
+    assert status == 1 and "another launcher" in output and str(run.process.pid) in output

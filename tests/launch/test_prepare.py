@@ -1,0 +1,127 @@
+"""The run directory before a start: what is refused, what is kept, what goes on."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from composer_prime.config import Config
+from composer_prime.config.load import read
+from composer_prime.errors import ConfigError
+from composer_prime.run_dir import RunDir
+from trainer.prepare import prepare
+
+
+def config(folder: Path, **run) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"name": "one", "output_dir": str(folder), "max_steps": 4, **run},
+            "model": {"path": "tiny", "max_context": 512},
+            "orchestrator": {
+                "source": [{"name": "a", "taskset": {"id": "x"}}],
+                "sampling": {"max_tokens": 64},
+            },
+        }
+    )
+
+
+def start(settings: Config):
+    prepared = prepare(settings)
+    prepared.lock.close()
+    return prepared
+
+
+def checkpoint(run_dir: RunDir, step: int, complete: bool = True) -> None:
+    folder = run_dir.checkpoint(step)
+    folder.mkdir(parents=True)
+    if complete:
+        (folder / "COMPLETE").touch()
+
+
+def test_new_run_directory_holds_config_id_and_private_keys(tmp_path):
+    # A fresh directory gets config.json, run_id and keys that only the owner reads.
+    run_dir = start(config(tmp_path)).run_dir
+    assert read(run_dir.config).run.name == "one"
+    assert (run_dir.root / "run_id").read_text().startswith("one-")
+    for key in run_dir.keys.glob("*.curve"):
+        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+
+
+def test_existing_run_is_refused_with_both_ways_out(tmp_path):
+    # Without --resume or run.overwrite the message names both, and the folder.
+    start(config(tmp_path))
+    with pytest.raises(ConfigError, match=r"--resume.*run\.overwrite") as caught:
+        prepare(config(tmp_path))
+    assert str(tmp_path / "one") in str(caught.value)
+
+
+def test_foreign_folder_is_never_emptied(tmp_path):
+    # A folder that is no run directory keeps its files, also with run.overwrite.
+    mine = tmp_path / "one" / "thesis.tex"
+    mine.parent.mkdir()
+    mine.write_text("years of work")
+    with pytest.raises(ConfigError, match="no run directory"):
+        prepare(config(tmp_path, overwrite=True))
+    assert mine.read_text() == "years of work"
+
+
+def test_overwrite_empties_a_run_directory(tmp_path):
+    # run.overwrite makes a new run: new id, old metrics gone.
+    first = start(config(tmp_path))
+    identity = (first.run_dir.root / "run_id").read_text()
+    first.run_dir.metrics.write_text("{}\n")
+    again = start(config(tmp_path, overwrite=True))
+    assert not again.run_dir.metrics.exists()
+    assert (again.run_dir.root / "run_id").read_text() != identity
+
+
+def test_resume_takes_the_newest_complete_checkpoint(tmp_path):
+    # A newer folder without COMPLETE is ignored; id and keys stay; a stale endpoints.json goes.
+    first = start(config(tmp_path))
+    keys = (first.run_dir.keys / "server.curve").read_bytes()
+    checkpoint(first.run_dir, 2)
+    checkpoint(first.run_dir, 4, complete=False)
+    first.run_dir.endpoints.write_text("{}")
+    again = start(config(tmp_path, resume=True, max_steps=9))
+    assert again.start_step == 2 and again.config.run.resume
+    assert (again.run_dir.keys / "server.curve").read_bytes() == keys
+    assert not again.run_dir.endpoints.exists()
+    assert "changed: run.max_steps was 4, now 9" in again.notes
+
+
+def test_resume_before_the_first_checkpoint_starts_over(tmp_path):
+    # Nothing saved yet: journal and ledger of the crashed start go, keys stay, roles are told to start fresh.
+    first = start(config(tmp_path))
+    first.run_dir.journal.mkdir()
+    first.run_dir.ledger.write_text("{}\n")
+    again = start(config(tmp_path, resume=True))
+    assert again.start_step == 0 and not read(again.run_dir.config).run.resume
+    assert not first.run_dir.journal.exists() and not first.run_dir.ledger.exists()
+    assert (first.run_dir.keys / "server.curve").exists()
+
+
+def test_resume_under_other_sources_is_refused_naming_both(tmp_path):
+    # What would make saved state meaningless is refused with the old and the new value.
+    start(config(tmp_path))
+    other = config(tmp_path, resume=True, seed=5)
+    other.orchestrator.source[0].taskset["id"] = "y"
+    with pytest.raises(ConfigError) as caught:
+        prepare(other)
+    text = str(caught.value)
+    assert "run.seed was 0, now 5" in text and "orchestrator.source.0.taskset.id was 'x', now 'y'" in text
+
+
+def test_resume_without_a_run_is_refused(tmp_path):
+    # --resume of nothing does not start a new run by accident.
+    with pytest.raises(ConfigError, match="there is no run in"):
+        prepare(config(tmp_path, resume=True))
+
+
+def test_remote_orchestrator_needs_its_keys(tmp_path):
+    # With orchestrator.address fresh keys would be refused there, so they must be copied.
+    settings = config(tmp_path)
+    settings.orchestrator.address = "tcp://10.0.0.1:5555"
+    with pytest.raises(ConfigError, match="copy keys/ and run_id"):
+        prepare(settings)

@@ -1,0 +1,259 @@
+"""Worker processes against a real HTTP peer: dispatch, cancellation, deadlines, crashes, hangs, orphans."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peer import Peer
+
+from composer_prime.errors import EmptyTaskSetError, EnvironmentNotInstalledError, EnvironmentWorkerError
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.protocol import RunRollout, SourceSpec
+
+
+def source(model_path: str, taskset: dict[str, Any] | None = None, turns: int = 1, **spec: Any) -> SourceSpec:
+    tasksets = {"train": {"id": "bench_env", **(taskset or {})}}
+    harness = {"id": "bench_env", "turns": turns}
+    return SourceSpec(name="bench", **{"tasksets": tasksets, "harness": harness, "model_path": model_path} | spec)
+
+
+def rollout(peer: Peer, rollout_id: str, task_index: int = 0, timeout_s: float = 30.0, **more: Any) -> RunRollout:
+    request = {"rollout_id": rollout_id, "task_index": task_index, "timeout_s": timeout_s, **more}
+    return RunRollout(**{"model": "policy", "gateway_url": peer.url, "max_tokens": 16} | request)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+async def until(condition: Any, timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def test_rollouts_of_two_workers_and_task_sets(model_path: str) -> None:
+    """Every rollout runs under the id we chose, on either worker, from either task set, with its own seed."""
+
+    async def scenario() -> None:
+        spec = source(model_path, turns=2)
+        spec = source(
+            model_path,
+            tasksets={"train": {"id": "bench_env"}, "eval": {"id": "bench_env", "num_tasks": 3, "prompt": "held out"}},
+            harness=spec.harness,
+        )
+        async with Peer(delay_s=0.05) as peer, WorkerPool(spec, workers=2) as pool:
+            assert (pool.num_tasks(), pool.num_tasks("eval")) == (8, 3)
+            requests = [rollout(peer, f"r{i}", i % 8, seed=i, temperature=0.5, top_k=7) for i in range(24)]
+            requests.append(rollout(peer, "held-out", 2, taskset="eval"))
+            replies = await asyncio.gather(*map(pool.run, requests))
+            assert [reply.error for reply in replies] == [None] * 25
+            assert [reply.rollout_id for reply in replies] == [request.rollout_id for request in requests]
+            assert {len(peer.sessions[request.rollout_id]) for request in requests} == {2}
+            assert peer.params["r5"]["seed"] == 5
+            assert (peer.params["r5"]["temperature"], peer.params["r5"]["top_k"]) == (0.5, 7)
+            assert replies[-1].turns[0].text == "held out 2"
+            assert replies[0].reward == 2.0
+            assert replies[0].parts == {"length": 1.0}
+            assert replies[0].metrics == {"turns": 2.0}
+            assert replies[0].cpu_s is not None
+            assert replies[0].wall_s > 0.1
+            described = await pool.describe("eval", first=1, count=2)
+            assert [(task.task_id, task.prompt) for task in described] == [
+                ("count-1", "held out 1"),
+                ("count-2", "held out 2"),
+            ]
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_extends_the_tokens_of_the_last(model_path: str) -> None:
+    """The prompt of turn two is turn one's prompt and sampled ids, then the new message: nothing is re-tokenised."""
+
+    async def scenario() -> None:
+        async with Peer() as peer, WorkerPool(source(model_path, turns=3)) as pool:
+            reply = await pool.run(rollout(peer, "r", seed=1))
+            assert [turn.role for turn in reply.turns] == ["user", "assistant"] * 3
+            assert [turn.call for turn in reply.turns] == [None, 0, None, 1, None, 2]
+            assert [turn.parent for turn in reply.turns] == [None, 0, 1, 2, 3, 4]
+            for (prompt, sampled), (following, _) in zip(peer.sessions["r"], peer.sessions["r"][1:], strict=False):
+                assert following[: len(prompt) + len(sampled)] == prompt + sampled
+
+    asyncio.run(scenario())
+
+
+def test_cancelling_stops_the_inference(model_path: str) -> None:
+    """Both ways to cancel close the gateway's connection; only `cancel` yields a reply."""
+
+    async def scenario() -> None:
+        async with Peer(delay_s=60) as peer, WorkerPool(source(model_path)) as pool:
+            first, second = (asyncio.create_task(pool.run(rollout(peer, name))) for name in ("first", "second"))
+            await until(lambda: peer.running == 2)
+            assert pool.cancel("first")
+            assert not pool.cancel("unknown")
+            reply = await first
+            assert reply.error is not None
+            assert (reply.reward, reply.error.kind) == (None, "cancelled")
+            second.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await second
+            await until(lambda: peer.cancelled == 2)
+            assert peer.running == 0
+            assert pool.running == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_deadline_is_an_error_with_the_turns_so_far(model_path: str) -> None:
+    """A rollout past timeout_s has no reward, says so, and its request at the gateway is gone."""
+
+    async def scenario() -> None:
+        async with Peer(delay_s=0.3) as peer, WorkerPool(source(model_path, turns=9)) as pool:
+            reply = await pool.run(rollout(peer, "r", timeout_s=0.8))
+            assert reply.error is not None
+            assert (reply.reward, reply.error.kind, reply.error.retryable) == (None, "timeout", True)
+            assert "0.8 s" in reply.error.message
+            assert sum(turn.role == "assistant" for turn in reply.turns) == 2
+            await until(lambda: peer.running == 0)
+
+    asyncio.run(scenario())
+
+
+def test_failures_never_become_a_zero_reward(model_path: str) -> None:
+    """A reward function that raises, a refusing gateway and a prompt beyond the context each have their kind."""
+
+    async def scenario() -> None:
+        spec = source(model_path, {"fail_at": 1, "prompt": "x" * 60}, turns=1)
+        async with WorkerPool(spec) as pool:
+            async with Peer() as peer:
+                task = (await pool.run(rollout(peer, "a", 1))).error
+                missing = (await pool.run(rollout(peer, "b", 99))).error
+            async with Peer(fail_status=503) as peer:
+                provider = (await pool.run(rollout(peer, "c"))).error
+            async with Peer(max_model_len=32) as peer:
+                overflow = (await pool.run(rollout(peer, "d"))).error
+        assert (task.kind, task.retryable) == ("task", True)
+        assert "the reward function broke" in task.message
+        assert (missing.kind, missing.retryable) == ("request", False)
+        assert (provider.kind, provider.retryable) == ("provider", True)
+        assert "no inference node" in provider.message
+        assert (overflow.kind, overflow.retryable) == ("context_overflow", False)
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_gateway_is_retryable(model_path: str) -> None:
+    """A refused connection to the gateway is a provider error worth another try."""
+
+    async def scenario() -> None:
+        async with Peer() as peer:
+            request = rollout(peer, "r")
+        async with WorkerPool(source(model_path)) as pool:
+            error = (await pool.run(request)).error
+            assert error is not None
+            assert (error.kind, error.retryable) == ("provider", True)
+
+    asyncio.run(scenario())
+
+
+def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(model_path: str, tmp_path: Path) -> None:
+    """Rollouts of a crashed worker get a retryable error with its last words; the next one runs on its successor."""
+
+    async def scenario() -> None:
+        spec = source(model_path, {"crash_at": 3})
+        async with Peer(delay_s=1) as peer, WorkerPool(spec, backoff_s=0.05, log_dir=tmp_path) as pool:
+            bystander = asyncio.create_task(pool.run(rollout(peer, "bystander")))
+            await until(lambda: peer.running == 1)
+            crashed = await pool.run(rollout(peer, "crash", 3))
+            for reply in (crashed, await bystander):
+                assert reply.reward is None
+                assert (reply.error.kind, reply.error.retryable) == ("worker", True)
+                assert "exit code 41" in reply.error.message
+                assert "the engine room is on fire" in reply.error.detail
+            again = await pool.run(rollout(peer, "again"))
+            assert again.reward == 2.0
+            assert pool.restarts == 1
+        assert "the engine room is on fire" in (tmp_path / "worker_bench_0.log").read_text()
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str) -> None:
+    """A blocked event loop ends the worker after hang_timeout_s; after max_restarts the pool says so for good."""
+
+    async def scenario() -> None:
+        spec = source(model_path, {"hang_at": 0}, heartbeat_s=0.2)
+        pool = WorkerPool(spec, hang_timeout_s=1.5, max_restarts=0)
+        async with Peer() as peer, pool:
+            reply = await pool.run(rollout(peer, "hang", 0))
+            assert reply.error.kind == "worker"
+            assert "no heartbeat" in reply.error.message
+            with pytest.raises(EnvironmentWorkerError, match=r"'bench'.*no heartbeat.*max_restarts = 0"):
+                await pool.run(rollout(peer, "next", 1))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("taskset", "harness", "error", "says"),
+    [
+        ({"id": "no_such_env"}, {"id": "bench_env"}, EnvironmentNotInstalledError, "taskset 'no_such_env'.*nstall"),
+        ({"id": "bench_env"}, {"id": "no.such.harness"}, EnvironmentNotInstalledError, "harness 'no.such.harness'"),
+        ({"id": "bench_env", "num_tasks": 0}, {"id": "bench_env"}, EmptyTaskSetError, "'bench'.*num_tasks"),
+    ],
+)
+def test_what_cannot_start_says_why(
+    model_path: str, taskset: dict[str, Any], harness: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    """A source that cannot load fails `start` with its own error, once, and leaves no process."""
+
+    async def scenario() -> None:
+        pool = WorkerPool(source(model_path, tasksets={"train": taskset}, harness=harness))
+        with pytest.raises(error, match=says):
+            await pool.start()
+        assert pool.pids == []
+
+    asyncio.run(scenario())
+
+
+ORPHANAGE = """
+import asyncio, sys
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.protocol import SourceSpec
+
+async def main():
+    env = {"id": "bench_env"}
+    spec = SourceSpec(name="o", tasksets={"train": env}, harness=env, model_path=sys.argv[1])
+    async with WorkerPool(spec) as pool:
+        print(pool.pids[0], flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_workers_end_with_a_killed_orchestrator(model_path: str) -> None:
+    """kill -9 of the parent leaves no worker behind."""
+    parent = subprocess.Popen([sys.executable, "-c", ORPHANAGE, model_path], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    assert alive(worker)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 5
+    while alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(worker)

@@ -1,0 +1,37 @@
+"""The console script `trainer`: one command that runs everything its file describes on this machine.
+
+    trainer @ configs/a1.toml [@ overlay.toml] [--section.key VALUE] [--resume] [--dry-run]
+"""
+
+from __future__ import annotations
+
+import sys
+
+from composer_prime.config.load import EXIT_USAGE, arguments, fail, parse
+from composer_prime.errors import ConfigError
+
+
+def main() -> int:
+    command = parse(arguments())
+    from composer_prime.plan import build
+
+    plan = build(command.config)
+    if command.dry_run:
+        print(plan.text())
+        return EXIT_USAGE if plan.problems else 0
+    if plan.problems:
+        fail(ConfigError("\n".join(["the run cannot start:", *(f"  - {problem}" for problem in plan.problems)])))
+    for note in plan.notes:
+        print(f"note: {note}", file=sys.stderr)
+    from composer_prime.model_source import resolve_model
+    from trainer.launch import launch
+
+    try:
+        resolve_model(command.config.model.path)
+        return launch(command.config)
+    except ConfigError as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

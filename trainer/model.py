@@ -1,0 +1,109 @@
+"""From a model folder to a sharded policy.
+
+    every rank: the architecture without values (meta device) -> FSDP2 shards -> empty storage on the device
+    rank 0:     the folder's weights in float32 on the CPU ----scatter, tensor by tensor----> all shards
+
+So no rank but the first ever holds the whole model, and the first holds it on the CPU only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from composer_prime.config import Config
+from composer_prime.errors import ModelNotFoundError
+from trainer import lora
+from trainer.attention import implementation
+from trainer.policy import Policy
+from trainer.probe import check_packing
+from trainer.world import World
+
+
+def build_policy(config: Config, folder: Path, world: World) -> Policy:
+    """The policy of `config`, sharded over all ranks, with the weights of `folder` as float32 masters.
+
+    Raises ModelNotFoundError (no loadable model) or ConfigError (a model that packed rows cannot train).
+    """
+    attention = implementation(config.model.attention, world.device.type)
+    torch.manual_seed(config.run.seed)
+    policy = Policy(empty_model(folder, attention, config), attention)
+    buffers = {name: buffer.to(world.device, copy=True) for name, buffer in policy.named_buffers()}
+    shard(policy, world)
+    policy.to_empty(device=world.device)
+    policy.lm.tie_weights()
+    for name, buffer in policy.named_buffers():
+        buffer.copy_(buffers[name])
+    _scatter(policy, _whole_state(config, folder) if world.first else {}, world)
+    if config.trainer.activation_checkpointing:
+        policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return policy.train()
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"model.path: {folder} holds no usable config.json: {error}") from None
+
+
+def empty_model(folder: Path, attention: str, config: Config) -> PreTrainedModel:
+    """The architecture of `folder` with parameters on the meta device and real buffers; adapters included."""
+    with init_empty_weights(include_buffers=False):
+        lm = AutoModelForCausalLM.from_config(
+            read_config(folder), dtype=torch.float32, attn_implementation=attention
+        )
+    lm.tie_weights()
+    if config.trainer.lora is not None:
+        lora.inject(lm, config.trainer.lora)
+    return lm
+
+
+def blocks(lm: PreTrainedModel) -> list[nn.Module]:
+    """The decoder blocks of `lm` in order: the classes that it declares indivisible, else its longest module list."""
+    names = set(lm._no_split_modules or ())
+    found = [module for module in lm.modules() if type(module).__name__ in names]
+    if not found:
+        lists = [module for module in lm.modules() if isinstance(module, nn.ModuleList)]
+        found = list(max(lists, key=len, default=nn.ModuleList()))
+    return found
+
+
+def shard(policy: Policy, world: World) -> None:
+    """FSDP2 over each block and the rest; gradients are summed over ranks in float32, not averaged."""
+    precision = MixedPrecisionPolicy(param_dtype=world.compute_dtype, reduce_dtype=torch.float32)
+    for block in blocks(policy.lm):
+        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=world.size > 1)
+    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _whole_state(config: Config, folder: Path) -> dict[str, Tensor]:
+    """Rank 0: every parameter of `folder` in float32 on the CPU, after a check that packed rows give its logprobs."""
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=implementation("sdpa", "cpu"), local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"model.path: no model can be loaded from {folder}: {error}") from None
+    check_packing(lm)
+    if config.trainer.lora is not None:
+        lora.inject(lm, config.trainer.lora)
+    return {f"lm.{name}": parameter.detach() for name, parameter in lm.named_parameters()}
+
+
+@torch.no_grad()
+def _scatter(policy: Policy, state: dict[str, Tensor], world: World) -> None:
+    for name, parameter in policy.named_parameters():
+        assert isinstance(parameter, DTensor)
+        whole = state.pop(name).to(world.device) if world.first else torch.empty(parameter.shape, device=world.device)
+        parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))

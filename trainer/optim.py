@@ -1,0 +1,93 @@
+"""Optimizer and learning rate: configuration -> parameter groups -> `build_optimizer`; `rate` is a pure function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from composer_prime.config.trainer import OptimConfig, ScheduleConfig
+from composer_prime.errors import ConfigError
+from trainer.model import blocks
+from trainer.muon import ShardedMuon
+from trainer.policy import Policy
+
+
+def rate(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
+    """The learning rate of step `step` (from 1), relative to the peak.
+
+    Linear warm-up that reaches 1 at step warmup_steps, then constant, or a cosine down to final_ratio at max_steps.
+    """
+    if step <= schedule.warmup_steps:
+        return step / schedule.warmup_steps
+    if schedule.type == "constant":
+        return 1.0
+    done = min(1.0, (step - schedule.warmup_steps) / max(1, max_steps - schedule.warmup_steps))
+    return schedule.final_ratio + (1.0 - schedule.final_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+class Optimizer:
+    """One or two torch optimizers that step together. Peaks are kept here, so a rate can be set for each step."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer], max_grad_norm: float | None) -> None:
+        self.parts = parts
+        self._peaks = [[group["lr"] for group in part.param_groups] for part in parts]
+        self._max_grad_norm = max_grad_norm
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for part in self.parts for group in part.param_groups for parameter in group["params"])
+
+    def grad_norm(self) -> Tensor:
+        """Global L2 norm of the gradients over all ranks; scalar, on the device."""
+        norm = get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def step(self, ratio: float, norm: Tensor) -> float:
+        """Clip by `norm`, set the rate to `ratio` of each peak, update, drop the gradients. Returns AdamW's rate."""
+        if self._max_grad_norm is not None:
+            clip_grads_with_norm_(list(self.parameters()), self._max_grad_norm, norm)
+        for part, peaks in zip(self.parts, self._peaks, strict=True):
+            for group, peak in zip(part.param_groups, peaks, strict=True):
+                group["lr"] = peak * ratio
+            part.step()
+        self.zero_grad()
+        return self.parts[0].param_groups[0]["lr"]
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+
+def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
+    """AdamW for all trainable parameters, or Muon for the matrices of the blocks and AdamW for the rest.
+
+    Raises ConfigError when nothing is trainable.
+    """
+    trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ConfigError("no parameter of the model is trainable: check trainer.lora.target_modules")
+    matrices = _block_matrices(policy) if config.type == "muon" else []
+    taken = {id(parameter) for parameter in matrices}
+    rest = [parameter for parameter in trainable if id(parameter) not in taken]
+    parts: list[torch.optim.Optimizer] = [_adamw(rest, config)]
+    if matrices:
+        parts.append(ShardedMuon(matrices, config.muon_lr, config.momentum, config.weight_decay))
+    return Optimizer(parts, config.max_grad_norm)
+
+
+def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """Weight decay for matrices only: norms and biases keep their scale."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    filled = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(filled, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _block_matrices(policy: Policy) -> list[nn.Parameter]:
+    return [p for block in blocks(policy.lm) for p in block.parameters() if p.ndim == 2 and p.requires_grad]

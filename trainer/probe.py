@@ -1,0 +1,68 @@
+"""A check before training: does this architecture give the same log-probabilities packed as alone?
+
+Two short documents go through transformers' own forward pass one by one, then through the trainer's path in one row.
+Attention that leaks between documents, state carried along a row, or a head with an unknown scaling all show here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from composer_prime.errors import ConfigError
+from trainer.attention import NAME
+from trainer.policy import Policy
+from trainer.rows import PackedRow
+
+LENGTHS = (7, 12)
+TOLERANCE = 1e-3
+
+
+@torch.no_grad()
+def check_packing(lm: PreTrainedModel) -> float:
+    """The largest difference in nats on the CPU in float32.
+
+    Raises ConfigError when it is above 1e-3: the model cannot be trained on packed rows as this program makes them.
+    """
+    draw = torch.Generator().manual_seed(0)
+    vocabulary = lm.config.get_text_config().vocab_size
+    documents = [torch.randint(0, vocabulary, (length,), generator=draw) for length in LENGTHS]
+    lm.eval()
+    packed = Policy(lm, NAME)(_row(documents)).logprobs_T
+    lm.set_attn_implementation("sdpa")
+    alone = torch.cat([_reference(lm, document) for document in documents])
+    lm.set_attn_implementation(NAME)
+    worst = (packed - alone).abs().max().item()
+    if not worst <= TOLERANCE:
+        raise ConfigError(
+            f"{type(lm).__name__}: log-probabilities in a packed row differ by {worst:.3g} nats from those of the same "
+            f"documents alone (allowed {TOLERANCE}): this architecture cannot be trained on packed rows; use another "
+            "model, or open an issue that names it"
+        )
+    return worst
+
+
+def _reference(lm: PreTrainedModel, document: Tensor) -> Tensor:
+    logprobs_TV = lm(input_ids=document[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    return logprobs_TV.gather(1, document[1:, None]).squeeze(1)
+
+
+def _row(documents: list[Tensor]) -> PackedRow:
+    """All tokens but each document's first are targets."""
+    ids = torch.cat(documents)
+    positions = torch.cat([torch.arange(len(document)) for document in documents])
+    targets = positions.nonzero().squeeze(1)
+    nothing = torch.zeros(len(targets))
+    return PackedRow(
+        input_ids=ids[None],
+        position_ids=positions[None],
+        lengths=[len(document) for document in documents],
+        source_T=targets - 1,
+        targets_T=ids[targets],
+        temperature_T=None,
+        sampler_logprobs_T=nothing,
+        advantages_T=nothing,
+        sequence_T=torch.zeros_like(targets),
+        sample_ids=[],
+    )

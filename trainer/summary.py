@@ -1,0 +1,66 @@
+"""What the launcher prints at the end: how rewards and evaluations moved, where things lie, what to type next."""
+
+from __future__ import annotations
+
+from composer_prime.footprint import GIB
+from composer_prime.intervals import difference_interval, mean_interval
+from composer_prime.monitor.progress import Progress, sparkline
+from composer_prime.monitor.rollouts import eval_scores
+from trainer.prepare import Prepared
+from trainer.view import eval_text
+
+FIRST, LAST = 5, 10
+
+
+def summary(prepared: Prepared, progress: Progress, status: int, peak_bytes: int) -> str:
+    """Several lines; figures that the run did not produce are left out."""
+    config, run_dir = prepared.config, prepared.run_dir
+    taken = progress.last.step if progress.last else prepared.start_step
+    state = "finished" if status == 0 else "was interrupted" if status >= 128 else "failed"
+    lines = ["", f"{config.run.name} {state} after {taken} of {config.run.max_steps} steps"]
+    lines += _rewards(progress)
+    lines += _evaluations(prepared, progress)
+    if peak_bytes:
+        lines.append(f"  memory      {peak_bytes / GIB:.1f} GiB at most, all processes together")
+    if run_dir.final.is_dir() and status == 0 and config.run.max_steps:
+        lines.append(f"  model       {run_dir.final} (Hugging Face format)")
+    lines.append(f"  everything  {run_dir.root}")
+    return "\n".join(lines + _next(prepared, status))
+
+
+def _rewards(progress: Progress) -> list[str]:
+    rewards = progress.rewards()
+    if not rewards:
+        return []
+    first, last = rewards[:FIRST], rewards[-LAST:]
+    return [
+        f"  reward      first {len(first)} steps {sum(first) / len(first):.3f}, "
+        f"last {len(last)} steps {sum(last) / len(last):.3f}  {sparkline(rewards)}"
+    ]
+
+
+def _evaluations(prepared: Prepared, progress: Progress) -> list[str]:
+    """Held-out scores before and after, with 95 % intervals over tasks."""
+    scored = {step: scores for step, scores in eval_scores(prepared.run_dir).items() if scores}
+    if not scored:
+        shown = sorted(progress.evals.items())
+        return [f"  eval        after step {step}: {eval_text(figures)}" for step, figures in shown]
+    first, last = min(scored), max(scored)
+    before = mean_interval(scored[first])
+    lines = [f"  eval        after step {first}: {before.text()} over {before.tasks} held-out tasks"]
+    if last != first:
+        lines.append(f"              after step {last}: {mean_interval(scored[last]).text()}")
+        if scored[first].keys() & scored[last].keys():
+            change = difference_interval(scored[first], scored[last])
+            lines.append(f"              change {change.text(sign=True)}, paired by task")
+    return lines
+
+
+def _next(prepared: Prepared, status: int) -> list[str]:
+    where = prepared.config.run.directory
+    lines = ["", "next:"]
+    if status != 0:
+        lines.append("  the same command with --resume        go on from the newest complete checkpoint")
+    lines.append(f"  uv run composer report {where}")
+    lines.append(f"  uv run composer rollouts {where}")
+    return lines

@@ -1,0 +1,112 @@
+"""This rank's place among the trainer ranks: process group, device mesh, precision.
+
+    gloo carries what lives on the CPU (all of it on CPU runs, status words on GPU runs), nccl what lives on GPUs
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composer_prime.config.trainer import TrainerConfig
+from composer_prime.errors import ConfigError
+
+_TEXT_BYTES = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+    compute_dtype: torch.dtype
+    """Forward and backward; masters are float32."""
+    mesh: DeviceMesh
+    """One dimension, `shard`: FSDP2 over all ranks."""
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+
+def join(config: TrainerConfig) -> World:
+    """Join the other ranks as torchrun's environment says; without one this is the only rank.
+
+    Raises ConfigError when the device is missing.
+    """
+    torch.set_num_threads(config.threads)
+    device = _device(config)
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0" if size > 1 else str(_free_port()))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=config.collective_timeout_s),
+    )
+    return World(
+        rank=rank,
+        size=size,
+        device=device,
+        compute_dtype=compute_dtype(config, device.type),
+        mesh=init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)),
+    )
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def compute_dtype(config: TrainerConfig, device_type: str) -> torch.dtype:
+    """auto is float32 on the CPU (bfloat16 is slower there) and bfloat16 on CUDA."""
+    if config.compute_dtype == "auto":
+        return torch.bfloat16 if device_type == "cuda" else torch.float32
+    return getattr(torch, config.compute_dtype)
+
+
+def gather_words(words: list[int]) -> list[list[int]]:
+    """Every rank's row of integers, [world][len(words)], over gloo on the CPU: no accelerator is synchronised."""
+    own = torch.tensor(words, dtype=torch.int64)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return [row.tolist() for row in rows]
+
+
+def gather_texts(text: str) -> list[str]:
+    """Every rank's short text, cut at 2048 bytes; plain bytes, nothing is unpickled."""
+    raw = text.encode()[:_TEXT_BYTES]
+    own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else own[:0]
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def _device(config: TrainerConfig) -> torch.device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("trainer.device is 'cuda', but torch sees no GPU here: use trainer.device = 'cpu' or 'auto'")
+    local_rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"local trainer rank {local_rank} has no GPU of its own: this machine shows {count}; lower trainer.ranks "
+            f"to {count} or set trainer.device = 'cpu'"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
