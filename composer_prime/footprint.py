@@ -22,6 +22,8 @@ _RUNTIME_BYTES = {"rank": int(0.55 * GIB), "node": int(0.55 * GIB), "orchestrato
 _WORKER_BYTES = int(0.25 * GIB)
 """An environment worker with verifiers loaded."""
 _CUDA_CONTEXT_BYTES = int(0.6 * GIB)
+_LOGITS_AT_ONCE = 1 << 24
+"""The trainer computes longer rows' logits in pieces of about this many elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,7 @@ def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
         "gradients": 4 * trained // ranks,
         "moments": (8 if trainer.optim.type == "adamw" else 5) * trained // ranks,
         "activations": int(kept * tokens * shape.hidden * shape.layers * width),
-        "logits": tokens * shape.vocabulary * (8 + width),
+        "logits": min(tokens * shape.vocabulary, _LOGITS_AT_ONCE) * 20,
     }
     if half:
         parts["gathered blocks"] = 2 * width * shape.parameters // max(shape.layers, 1)
@@ -134,18 +136,21 @@ def node_need(config: Config, shape: ModelShape, *, cuda: bool, device_bytes: in
     half = inference.dtype == "bfloat16" or (inference.dtype == "auto" and cuda)
     width = 2 if half else 4
     weights = shape.parameters * width
+    swap = weights
     if inference.engine == "vllm":
+        swap = 0 if cuda else weights
         cache = inference.vllm.cpu_kv_cache_gib * GIB
         if cuda and device_bytes:
             cache = max(0, int(inference.vllm.gpu_memory_utilization * device_bytes) - weights - _CUDA_CONTEXT_BYTES)
     else:
         per_token = 2 * shape.layers * shape.kv_width * width
         cache = per_token * inference.local.max_batch * config.model.max_context
-    logits = 3 * 4 * shape.vocabulary * _batch(config)
+        cache = min(cache, int(inference.local.kv_cache_gib * GIB))
+    logits = 0 if inference.engine == "vllm" and cuda else 12 * shape.vocabulary * _batch(config)
     runtime = _CUDA_CONTEXT_BYTES if cuda else _RUNTIME_BYTES["node"]
     if inference.engine == "vllm" and not cuda:
         runtime += GIB
-    parts = {"weights": weights, "swap": weights, "KV cache": cache, "logits": logits, "runtime": runtime}
+    parts = {"weights": weights, "swap": swap, "KV cache": cache, "logits": logits, "runtime": runtime}
     total = sum(parts.values())
     host = _RUNTIME_BYTES["node"] + weights if cuda else total
     return Need(role="inference node", host_bytes=host, device_bytes=total if cuda else 0, parts=parts)

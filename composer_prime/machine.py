@@ -24,6 +24,8 @@ class Machine:
     """Physical memory, or the control group's limit when that is lower."""
     gpus: tuple[int, ...]
     """Memory of each visible GPU, bytes."""
+    imagined: bool = False
+    """The GPUs are another machine's: this one's memory and disk say nothing about the run."""
 
 
 def look() -> Machine:

@@ -92,22 +92,23 @@ def _roles(config: Config, found: Findings) -> Rows:
     if inference.nodes == 0:
         rows.append(("", f"inference nodes elsewhere: they join at {orchestrator.node_address}"))
     for node in range(inference.nodes):
-        where = _place(found.placement.nodes[node] if found.placement else (), inference.threads)
+        where = _place(found.placement.nodes[node] if found.placement else None, inference.threads)
         rows.append(("", f"inference node-{node} here: engine {inference.engine}, {where}"))
     if config.run.max_steps == 0:
         rows.append(("", "no trainer: run.max_steps is 0"))
     elif trainer.address:
         rows.append(("", f"trainer ranks elsewhere, at {trainer.address}"))
     else:
-        ranks = found.placement.ranks if found.placement else ()
-        where = f"GPU {', '.join(map(str, ranks))}" if ranks else _place((), trainer.threads)
+        where = _place(found.placement.ranks if found.placement else None, trainer.threads)
         rows.append(("", f"trainer here: {trainer.ranks} rank(s), FSDP2, {where}"))
     if found.placement and found.placement.shared:
         found.notes.append("inference and trainer share a GPU: lower inference.vllm.gpu_memory_utilization accordingly")
     return rows
 
 
-def _place(gpus: tuple[int, ...], threads: int) -> str:
+def _place(gpus: tuple[int, ...] | None, threads: int) -> str:
+    if gpus is None:
+        return "GPUs that this machine lacks"
     return f"GPU {', '.join(map(str, gpus))}" if gpus else f"CPU, {threads} thread(s)"
 
 
@@ -164,6 +165,8 @@ def _memory(config: Config, shape: ModelShape, machine: Machine, found: Findings
         if need.device_bytes and machine.gpus and need.device_bytes > min(machine.gpus):
             found.notes.append(f"{need.role} may need {gib(need.device_bytes)} of a GPU's {gib(min(machine.gpus))}")
     total = sum(count * need.host_bytes for count, need in needs)
+    if machine.imagined:
+        return [*rows, ("", f"about {gib(total)} of main memory at the worst")]
     rows.append(("", f"about {gib(total)} of this machine's {gib(machine.memory_bytes)} at the worst"))
     if total > machine.memory_bytes:
         found.notes.append(
@@ -176,14 +179,14 @@ def _memory(config: Config, shape: ModelShape, machine: Machine, found: Findings
 def _disk(config: Config, shape: ModelShape, machine: Machine, found: Findings) -> Rows:
     parts = disk_bytes(config, shape, cuda=bool(machine.gpus))
     need, free = sum(parts.values()), free_bytes(config.run.directory)
-    if need > free:
+    if need > free and not machine.imagined:
         found.problems.append(
             f"checkpoints, weight store and final model need about {gib(need)}, but {config.run.output_dir} has "
             f"{gib(free)} free: set run.output_dir to a larger disk, or lower trainer.checkpoint.keep "
             f"({config.trainer.checkpoint.keep}) or trainer.weights.keep ({config.trainer.weights.keep})"
         )
     listed = ", ".join(f"{name} {gib(value)}" for name, value in parts.items())
-    return [("disk", f"about {gib(need)} ({listed}); {gib(free)} free")]
+    return [("disk", f"about {gib(need)} ({listed})" + ("" if machine.imagined else f"; {gib(free)} free"))]
 
 
 def _cores(config: Config, machine: Machine, found: Findings) -> None:

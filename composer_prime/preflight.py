@@ -54,6 +54,9 @@ def _model(config: Config, found: Findings) -> None:
     template = config.model.chat_template
     if template is not None and not template.is_file():
         found.problems.append(f"model.chat_template is {template}, but there is no such file")
+    listed = Path(config.model.path).expanduser() / "config.json"
+    if listed.is_file():
+        found.shape = ModelShape.read(listed.parent)
     todo = model_ready(config.model.path)
     if todo is not None:
         found.notes.append(f"first: {todo}")

@@ -100,8 +100,8 @@ class Batches:
         fixed = self._asked.setdefault(step, layout)
         if fixed != layout:
             raise RunMismatchError(
-                f"rank {rank} asks for step {step} as one of {layout.world_size} ranks with {layout.max_tokens} tokens a "
-                f"row, another rank of this step said {fixed.world_size} ranks and {fixed.max_tokens} tokens: "
+                f"rank {rank} asks for step {step} as one of {layout.world_size} ranks with {layout.max_tokens} tokens "
+                f"a row, another rank of this step said {fixed.world_size} ranks and {fixed.max_tokens} tokens: "
                 "start all ranks with the same configuration"
             )
         self._last_layout = layout

@@ -1,37 +1,28 @@
-"""Which renderer turns a model folder's conversations into token ids, and the renderer for any other chat template.
+"""Which renderer turns a model folder's conversations into token ids.
 
 Imported by environment workers only: renderers and transformers come with it.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pydantic
 from renderers import RendererConfig, config_from_name, create_renderer
-from renderers.base import (
-    MODEL_RENDERER_MAP,
-    Message,
-    RenderedTokens,
-    Renderer,
-    ToolSpec,
-    extract_message_tool_names,
-    load_tokenizer,
-    reject_assistant_in_extension,
-    trim_to_turn_close,
-)
-from renderers.configs import CustomRendererConfig, DefaultRendererConfig
-from renderers.default import DefaultRenderer, _decode_tool_call_arguments
+from renderers.base import MODEL_RENDERER_MAP, Renderer, load_tokenizer
+from renderers.configs import CustomRendererConfig
 
 from composer_prime.errors import ConfigError, ModelNotFoundError
 
 logger = logging.getLogger(__name__)
 
+_OURS = re.compile(r"orchestrator(\.\w+)+")
+_VISIBLE_CALLS = {"qwen3": "orchestrator.environments.tool_loop.renderer.VisibleCallsQwen3Renderer"}
+"""Stock renderers for which we have one that keeps broken tool calls in sight."""
 _PROBES: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "What is 2 + 2?"}],
     [
@@ -54,30 +45,43 @@ _PROBE_TOOL = {
 def build_renderer(model_path: str, choice: str | dict[str, Any] | None) -> tuple[RendererConfig, Renderer]:
     """The configuration and the renderer of a model folder.
 
-    `choice` (a renderer's name or configuration) wins; else the folder's published name in renderers' own map; else a
-    model-specific renderer of its architecture, if it renders the folder's chat template token for token; else the
-    folder's chat template itself (`ChatTemplateRenderer`).
+    `choice` (a renderer's name or configuration) wins; else the folder's own renderer.json, which may name renderers of
+    this package only, for a model folder must not bring code; else the folder's published name in renderers' own map;
+    else a model-specific renderer of its architecture, if it renders the folder's chat template token for token; else
+    the folder's chat template itself (`ChatTemplateRenderer`).
 
     Raises ModelNotFoundError for a folder without a tokenizer, ConfigError for an unknown renderer or a folder without
     a chat template.
     """
     tokenizer = read_tokenizer(model_path)
+    config = _choose(model_path, tokenizer, choice)
+    try:
+        return config, create_renderer(tokenizer, config)
+    except Exception as error:
+        raise ConfigError(f"renderer {config.name!r} does not fit the model folder {model_path}: {error}") from error
+
+
+def _choose(model_path: str, tokenizer: Any, choice: str | dict[str, Any] | None) -> RendererConfig:
     if choice not in (None, "auto"):
-        config = _explicit(choice)
-        return config, _create(tokenizer, config, model_path)
-    name = MODEL_RENDERER_MAP.get(published_name(model_path) or "")
-    if name is None:
-        name = _by_architecture(model_path, tokenizer)
+        return _explicit(choice)
+    shipped = _read_json(Path(model_path) / "renderer.json")
+    if shipped:
+        path = shipped.get("import_path")
+        if path is not None and not _OURS.fullmatch(str(path)):
+            raise ConfigError(
+                f"{model_path}/renderer.json names {path}: a model folder may only name orchestrator's own"
+            )
+        return _explicit(shipped)
+    name = MODEL_RENDERER_MAP.get(published_name(model_path) or "") or _by_architecture(model_path, tokenizer)
     if name is not None:
-        config = config_from_name(name)
-        return config, _create(tokenizer, config, model_path)
+        visible = _VISIBLE_CALLS.get(name)
+        return config_from_name(name) if visible is None else _custom(visible)
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             f"{model_path} has no chat template: add chat_template.jinja to the folder, or name a renderer "
             "(renderer = …) that knows the model"
         )
-    config = CustomRendererConfig(name="custom", import_path=f"{__name__}.ChatTemplateRenderer")
-    return config, _create(tokenizer, config, model_path)
+    return _custom("orchestrator.chat_template.ChatTemplateRenderer")
 
 
 def read_tokenizer(model_path: str) -> Any:
@@ -107,78 +111,6 @@ def published_name(model_path: str) -> str | None:
     return name if name in MODEL_RENDERER_MAP else None
 
 
-class ChatTemplateRenderer(DefaultRenderer):
-    """renderers' DefaultRenderer, made fit for training on conversations.
-
-    A message without content renders as an empty one (SmolLM2's template cannot print None), and the next turn's prompt
-    extends the tokens of the last one instead of re-tokenising what was sampled, wherever the template keeps history
-    as it was written.
-    """
-
-    config_class = DefaultRendererConfig
-    _MARK = "\u2063<think>\nabc\n</think>\n\nxyz\u2063"
-
-    def _apply(self, messages: list[Message], **options: Any) -> list[int]:
-        return super()._apply([_with_content(message) for message in messages], **options)
-
-    def bridge_to_next_turn(
-        self,
-        previous_prompt_ids: list[int],
-        previous_completion_ids: list[int],
-        new_messages: list[Message],
-        *,
-        tools: list[ToolSpec] | None = None,
-    ) -> RenderedTokens | None:
-        """The next prompt: the previous ids, then the template's text for `new_messages`. None means render anew."""
-        if not previous_prompt_ids or not new_messages or reject_assistant_in_extension(new_messages):
-            return None
-        stop = self._tokenizer.eos_token_id
-        previous = trim_to_turn_close(previous_prompt_ids, previous_completion_ids, {stop}, synthesize_close=stop)
-        pieces = self._pieces(new_messages, tools) if previous is not None else None
-        if pieces is None:
-            return None
-        ids, owners = list(previous), [-1] * len(previous)
-        for index, piece in enumerate(pieces):
-            new_ids = self._tokenizer.encode(piece, add_special_tokens=False)
-            ids += new_ids
-            owners += [index if index < len(new_messages) else -1] * len(new_ids)
-        return RenderedTokens(
-            token_ids=ids,
-            message_indices=owners,
-            message_roles=[message.get("role") or "" for message in new_messages],
-            message_tool_names=extract_message_tool_names(new_messages),
-        )
-
-    def _pieces(self, new_messages: list[Message], tools: list[ToolSpec] | None) -> list[str] | None:
-        """The template's text after an assistant turn's stop token: one piece a new message, then the opening of the
-        answer. None where the template does not simply append."""
-        opening = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": self._MARK}]
-        messages = opening + [_with_content(message) for message in new_messages]
-        try:
-            texts = [self._text(messages[: len(opening) + count + 1], tools) for count in range(len(new_messages))]
-            texts.append(self._text(messages, tools, add_generation_prompt=True))
-        except jinja2.TemplateError:
-            return None
-        _, mark, tail = texts[0].partition(self._MARK)
-        if not mark or not tail.startswith(self._tokenizer.eos_token):
-            return None
-        pieces = [tail[len(self._tokenizer.eos_token) :]]
-        for shorter, longer in itertools.pairwise(texts):
-            if not longer.startswith(shorter):
-                return None
-            pieces.append(longer[len(shorter) :])
-        return pieces
-
-    def _text(self, messages: list[Message], tools: list[ToolSpec] | None, add_generation_prompt: bool = False) -> str:
-        options = {**(self.config.model_extra or {}), "add_generation_prompt": add_generation_prompt}
-        messages = _decode_tool_call_arguments(messages)
-        return self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
-
-
-def _with_content(message: Message) -> Message:
-    return message if message.get("content") is not None else {**message, "content": ""}
-
-
 def _explicit(choice: str | dict[str, Any] | None) -> RendererConfig:
     try:
         if isinstance(choice, str):
@@ -190,11 +122,8 @@ def _explicit(choice: str | dict[str, Any] | None) -> RendererConfig:
         raise ConfigError(message) from error
 
 
-def _create(tokenizer: Any, config: RendererConfig, model_path: str) -> Renderer:
-    try:
-        return create_renderer(tokenizer, config)
-    except Exception as error:
-        raise ConfigError(f"renderer {config.name!r} does not fit the model folder {model_path}: {error}") from error
+def _custom(import_path: str) -> RendererConfig:
+    return CustomRendererConfig(name="custom", import_path=import_path)
 
 
 def _by_architecture(model_path: str, tokenizer: Any) -> str | None:

@@ -70,5 +70,5 @@ def load(run_dir: RunDir, step: int, run_id: str) -> State:
     if state.run_id != run_id:
         raise CheckpointError(f"{path} belongs to run {state.run_id!r}, this is run {run_id!r}")
     if state.format != FORMAT:
-        raise CheckpointError(f"{path} has format {state.format}, this program reads {FORMAT}: use the release that wrote it")
+        raise CheckpointError(f"{path} has format {state.format}, not {FORMAT}: use the release that wrote it")
     return state

@@ -5,7 +5,7 @@
     break:     it does not (history rewritten, sub-agent, re-tokenised)  ->  a new branch, one sample each
 
 Nothing is tokenised here. Each record's completion is appended to exactly one branch with mask 1; wherever its tokens
-recur they stand in a prompt, with mask 0. So every sampled token is trained exactly once, however many branches share it.
+recur they stand in a prompt, with mask 0. So every sampled token is trained exactly once, whatever branches share it.
 """
 
 from __future__ import annotations

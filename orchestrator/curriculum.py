@@ -38,7 +38,7 @@ class Curriculum(Protocol):
 class Shuffled:
     """Every task once an epoch, each epoch in an order of its own.
 
-    The draw number alone decides, so its state is one integer. An endless task set (`num_tasks` None) is played in order.
+    The draw number alone decides, so its state is one integer. An endless task set (`num_tasks` None) goes in order.
     """
 
     def __init__(self, *, num_tasks: int | None, seed: int) -> None:
@@ -69,8 +69,8 @@ class Frontier:
     """Prefers tasks whose recent pass rate is intermediate: p(1-p) is largest where a group carries most signal.
 
     A task's weight is 4 p (1 - p), with p the mean of its last `window` group pass rates; a task not played yet counts
-    as p = 1/2. Of `candidates` tasks drawn uniformly the heaviest is played (ties: the first drawn), so a draw costs the
-    same for ten tasks and ten million. With probability `explore` it is any task: what was too hard may have become easy.
+    as p = 1/2. Of `candidates` tasks drawn uniformly the heaviest is played (ties: the first drawn), so a draw costs
+    the same for ten tasks and ten million. With probability `explore` it is any task: what was hard may now be easy.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Frontier:
             )
         if candidates < 1 or window < 1 or not 0 <= explore <= 1:
             raise ConfigError(
-                f"orchestrator.curriculum.kwargs has candidates = {candidates}, window = {window}, explore = {explore}: "
+                f"orchestrator.curriculum.kwargs: candidates = {candidates}, window = {window}, explore = {explore}; "
                 "candidates and window must be at least 1, explore between 0 and 1"
             )
         self._num_tasks, self._seed, self._drawn = num_tasks, seed, 0

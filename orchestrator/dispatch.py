@@ -1,8 +1,8 @@
 """Groups under way: G rollouts each, with retries, a deadline a rollout, and cancellation of what became too old.
 
     start(plan) -> group task -> G sibling tasks -> [permit] -> worker -> compile (thread)
-                       |              \-> failed: a fresh try, at most max_retries
-                       \-> all siblings ended -> advantages, filter (thread) -> on_end(group)
+                       |              +-> failed: a fresh try, at most max_retries
+                       +-> all siblings ended -> advantages, filter (thread) -> on_end(group)
 
 Groups never wait for one another; a sibling waits for a permit and for its rollout's deadline at most. An error that is
 not a rollout's own (workers gone for good) goes to `on_error` and ends the run.

@@ -1,10 +1,12 @@
 """Interleaved evaluation on held-out tasks.
 
-    request(step) -> nodes serve version >= step -> rollouts (evaluation lane of the permits) -> metrics, rollouts/eval_*.jsonl
+    request(step) -> nodes serve version >= step -> rollouts (evaluation lane of the permits)
+                  -> metrics, rollouts/eval_*.jsonl
 
-One evaluation runs at a time, beside training. When the next one falls due meanwhile, it waits; of several that wait the
-newest is run. The first evaluation takes all permits, so that it is over before the first swap; the last waits until
-every serving node has the last version. Rollouts that failed are left out of the estimates and counted, never scored 0.
+One evaluation runs at a time, beside training. When the next one falls due meanwhile, it waits; of several that wait
+the newest is run. The first evaluation takes all permits, so that it is over before the first swap; the last waits
+until every serving node has the last version. Rollouts that failed are left out of the estimates and counted, never
+scored 0.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from composer_prime.run_dir import RunDir
 from orchestrator import rollout_log
 from orchestrator.finish import finished_rollout, score_failure
 from orchestrator.groups import FinishedRollout
-from orchestrator.permits import Lane
+from orchestrator.permits import Lane, Permits
 from orchestrator.pulse import Pulse
 from orchestrator.requests import RequestFactory
 from orchestrator.rollout import RolloutRunner
@@ -53,16 +55,17 @@ class Evaluator:
         sources: list[SourceConfig],
         num_tasks: dict[str, int | None],
         runner: RolloutRunner,
+        permits: Permits,
         requests: RequestFactory,
         run_dir: RunDir,
         metrics: MetricsFile,
         serving_version: Callable[[], int | None],
         changed: Pulse,
     ) -> None:
-        """`num_tasks`: held-out tasks by source. `serving_version`: oldest version of the serving nodes; None without one."""
+        """`num_tasks`: held-out tasks by source. `serving_version`: oldest version of the serving nodes, or None."""
         self._config, self._sources, self._num_tasks = config, sources, num_tasks
         self._runner, self._requests, self._run_dir, self._metrics = runner, requests, run_dir, metrics
-        self._serving_version, self._changed = serving_version, changed
+        self._serving_version, self._changed, self._permits = serving_version, changed, permits
         self._wanted: int | None = None
         self.running: int | None = None
         """Step under evaluation; None while idle."""
@@ -95,7 +98,7 @@ class Evaluator:
         return f"evaluation of step {self.running}: {self._done_rollouts} of {self._all_rollouts} rollouts"
 
     async def run(self) -> None:
-        """Serve requests until cancelled. Raises EnvironmentWorkerError; DeadlineError when no node gets the version."""
+        """Serve requests until cancelled. Raises EnvironmentWorkerError, or DeadlineError (no node has the version)."""
         while True:
             while self._wanted is None:
                 await self._changed.wait(3600)
@@ -112,6 +115,7 @@ class Evaluator:
         counts = {source.name: self._count(source) for source in self._sources}
         self._all_rollouts = sum(counts.values()) * self._config.eval.samples
         await self._await_version(step)
+        self._permits.eval_share = 1.0 if step == 0 else self._config.eval.share
         begun = time.monotonic()
         plays = [self._evaluate_source(source, step, counts[source.name]) for source in self._sources]
         results = dict(zip(counts, await asyncio.gather(*plays), strict=True))
@@ -133,8 +137,8 @@ class Evaluator:
         while (serving := self._serving_version()) is None or serving < step:
             if time.monotonic() >= deadline:
                 raise DeadlineError(
-                    f"evaluation of step {step} waited {timeout_s:.0f} s (orchestrator.eval.version_timeout_s) for nodes "
-                    f"with policy version {step}; they serve {'nothing' if serving is None else f'version {serving}'}"
+                    f"evaluation of step {step} waited {timeout_s:.0f} s (orchestrator.eval.version_timeout_s) for "
+                    f"nodes with policy version {step}; they serve {'nothing' if serving is None else serving}"
                 )
             await self._changed.wait(0.1)
 

@@ -1,4 +1,4 @@
-"""The end of a group: its rollouts' summaries, advantages, and whether it carries any signal. Pure; runs in a thread."""
+"""The end of a group: its rollouts' summaries, advantages, and whether it carries signal. Pure; runs in a thread."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ group that a crash cut short is dispatched again with the same task and the same
 from __future__ import annotations
 
 import hashlib
-from enum import Enum
+from enum import StrEnum
 
 import msgspec
 
@@ -24,7 +24,7 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & _SEED_MASK
 
 
-class Outcome(str, Enum):
+class Outcome(StrEnum):
     """What became of a group."""
 
     READY = "ready"

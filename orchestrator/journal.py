@@ -7,8 +7,8 @@
     Dropped    a group was filtered, failed or is stale
     Formed     a batch has its groups                           (fsynced before a trainer sees it)
 
-One writer thread does all file work, in the order of the calls. A written entry is with the operating system (it survives
-kill -9); a Formed entry is on the disk (it survives a power cut, with everything before it).
+One writer thread does all file work, in the order of the calls. A written entry is with the operating system (it
+survives kill -9); a Formed entry is on the disk (it survives a power cut, with everything before it).
 A segment whose tail is torn is cut back to its last whole frame. Segments are deleted whole, once no checkpoint on disk
 needs an entry of theirs.
 """
@@ -223,7 +223,7 @@ def _read(path: Path, *, newest: bool) -> Iterator[Entry]:
         return
     if not newest:
         raise CheckpointError(
-            f"{path} is damaged at byte {at} of {len(raw)}: the journal of this run cannot be trusted; restore the file, "
+            f"{path} is damaged at byte {at} of {len(raw)}: the run's journal cannot be trusted; restore the file, "
             "or start a new run from the model in the newest checkpoint"
         )
     logger.warning("%s: cut off a torn tail of %d bytes", path, len(raw) - at)

@@ -1,6 +1,6 @@
 """The console script `orchestrator`: the orchestrator role alone.
 
-    orchestrator --run-dir DIR                       as the launcher starts it: DIR was prepared, DIR/config.json is read
+    orchestrator --run-dir DIR                       as the launcher starts it: reads DIR/config.json
     orchestrator @ file.toml [--section.key VALUE]   on its own: nodes and trainer connect from elsewhere
 
 Exit status: 0 finished, 1 failed, 2 wrong configuration, 130 / 143 stopped by Ctrl-C / SIGTERM.

@@ -9,8 +9,8 @@
                  (staleness)                └── StepDone(N): publish version N, evaluate, checkpoint
 
 Who waits on whom: trainer ranks wait for a batch (batch_timeout_s); the batch for groups; a group for its rollouts
-(source.timeout_s each); rollouts for a permit, a worker and a node (no_node_timeout_s); new groups for the trainer's next
-version (trainer_timeout_s). One event loop; packing, compiling and all file work are in threads.
+(source.timeout_s each); rollouts for a permit, a worker and a node (no_node_timeout_s); new groups for the trainer's
+next version (trainer_timeout_s). One event loop; packing, compiling and all file work are in threads.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from composer_prime.config import Config
+from composer_prime.config.orchestrator import SourceConfig
 from composer_prime.errors import CheckpointError, DeadlineError
 from composer_prime.keys import RunKeys
 from composer_prime.monitor.jsonl import MetricsFile
@@ -41,12 +44,12 @@ from orchestrator.permits import Permits
 from orchestrator.pulse import Pulse
 from orchestrator.requests import RequestFactory
 from orchestrator.resume import resume
-from orchestrator.rollout import RolloutRunner
+from orchestrator.rollout import Pool, RolloutRunner
 from orchestrator.sources import Sources, eval_sources, source_spec
 from orchestrator.steering import Steering
 from orchestrator.step_server import StepServer
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import EVAL
+from orchestrator.workers.protocol import EVAL, TRAIN, SourceSpec
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +60,34 @@ _FAREWELL_S = 2.0
 """After a failure: how long ranks that ask are still told why."""
 
 
+class SourcePool(Pool, Protocol):
+    """A source's workers over their whole life (orchestrator/workers/pool.py)."""
+
+    restarts: int
+
+    @property
+    def pids(self) -> list[int]:
+        """Workers that are ready."""
+        ...
+
+    async def start(self) -> None: ...
+    async def close(self) -> None: ...
+    def num_tasks(self, taskset: str = TRAIN) -> int | None: ...
+
+
+MakePool = Callable[[SourceConfig, SourceSpec], SourcePool]
+
+
 class Pipeline:
-    def __init__(self, config: Config, run_dir: RunDir, run_id: str, model_dir: Path) -> None:
-        """Raises ConfigError when keys are missing, CheckpointError when the checkpoint to resume is unusable."""
+    def __init__(
+        self, config: Config, run_dir: RunDir, run_id: str, model_dir: Path, make_pool: MakePool | None = None
+    ) -> None:
+        """`make_pool` gives a source its workers; processes of their own by default.
+
+        Raises CheckpointError when the checkpoint to resume is unusable.
+        """
         self.config, self.run_dir, self.run_id, self.model_dir = config, run_dir, run_id, model_dir
+        self._make_pool = make_pool or self._worker_pool
         self.changed = Pulse()
         self.metrics = MetricsFile(run_dir.metrics, "orchestrator")
         self.keys = RunKeys(run_dir.keys)
@@ -76,7 +103,7 @@ class Pipeline:
         self.steering: Steering | None = None
         """None until the environments are loaded."""
         self.evaluator: Evaluator | None = None
-        self.pools: dict[str, WorkerPool] = {}
+        self.pools: dict[str, SourcePool] = {}
         self._loaded = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
@@ -149,12 +176,7 @@ class Pipeline:
                 renderer=config.model.renderer,
                 max_context=config.model.max_context,
             )
-            self.pools[source.name] = WorkerPool(
-                spec,
-                workers=source.workers,
-                start_timeout_s=orchestrator.worker_start_timeout_s,
-                log_dir=self.run_dir.root / "logs",
-            )
+            self.pools[source.name] = self._make_pool(source, spec)
         await asyncio.gather(*(pool.start() for pool in self.pools.values()))
         num_tasks = {name: pool.num_tasks() for name, pool in self.pools.items()}
         sources = Sources(orchestrator, seed=config.run.seed, num_tasks=num_tasks)
@@ -172,6 +194,14 @@ class Pipeline:
         if self.evaluator.due(self.batches.trained, config.run.max_steps):
             self.evaluator.request(self.batches.trained)
         self.changed.beat()
+
+    def _worker_pool(self, source: SourceConfig, spec: SourceSpec) -> WorkerPool:
+        return WorkerPool(
+            spec,
+            workers=source.workers,
+            start_timeout_s=self.config.orchestrator.worker_start_timeout_s,
+            log_dir=self.run_dir.root / "logs",
+        )
 
     def _journal(self) -> tuple[Journal, list[Entry]]:
         if self.state is None:
@@ -214,6 +244,7 @@ class Pipeline:
             sources=evaluated,
             num_tasks={source.name: self.pools[source.name].num_tasks(EVAL) for source in evaluated},
             runner=runner,
+            permits=self.permits,
             requests=requests,
             run_dir=self.run_dir,
             metrics=self.metrics,
@@ -313,7 +344,7 @@ class Pipeline:
 
     def _waits(self) -> str | None:
         """What the orchestrator waits for right now, for the live view."""
-        if self.steering is None or self.batches.formed == self.batches.trained and not self._all_trained:
+        if self.steering is None or (self.batches.formed == self.batches.trained and not self._all_trained):
             return self.waiting_for(self.batches.formed + 1)
         if self.evaluator.running is not None and self._all_trained:
             return self.evaluator.waiting_for()
@@ -330,7 +361,8 @@ class Pipeline:
             return f"batch {step}: the environment workers of {', '.join(loading) or 'all sources'} are loading"
         text = self.steering.waiting_for(step)
         serving = self.gateway.router.serving()
-        nodes = f"{len(serving)} nodes serve" if serving else f"no node serves: {self.gateway.router.why_no_node()}"
+        count = f"{len(serving)} node{'s' if len(serving) > 1 else ''}"
+        nodes = f"served by {count}" if serving else f"no node serves: {self.gateway.router.why_no_node()}"
         return "; ".join([text, nodes, *filter(None, [self.evaluator.waiting_for()])])
 
     def _trainer_owes(self) -> str:

@@ -1,4 +1,4 @@
-"""What a worker is asked to play, for training and for evaluation: sampling settings, seeds and deadlines in one place."""
+"""What a worker is asked to play, in training and in evaluation: sampling settings, seeds, deadlines in one place."""
 
 from __future__ import annotations
 

@@ -88,4 +88,6 @@ def _check(state: State, batches: dict[int, list[int]], ready: set[int], finishe
         )
     expected = list(range(state.step + 1, state.step + 1 + len(batches)))
     if sorted(batches) != expected:
-        raise CheckpointError(f"the journal holds batches {sorted(batches)} after checkpoint {state.step}, not {expected}")
+        raise CheckpointError(
+            f"the journal holds batches {sorted(batches)} after checkpoint {state.step}, expected {expected}"
+        )

@@ -23,7 +23,7 @@ class Pool(Protocol):
     """What is needed of a source's workers (orchestrator/workers/pool.py)."""
 
     async def run(self, request: RunRollout) -> RolloutReply:
-        """Cancelling the awaiting task cancels the rollout. Raises EnvironmentWorkerError when the workers are gone for good."""
+        """Cancelling the awaiting task cancels the rollout. Raises EnvironmentWorkerError when no worker is left."""
         ...
 
 

@@ -1,8 +1,8 @@
 """rollouts/*.jsonl: one object a rollout, for people and for `composer rollouts`.
 
-A training step's file holds the rollouts of its batch and, with another `status`, those of groups that were dropped since
-the batch before. Files are written whole and atomically, so a batch that is served again after a crash does not double
-its lines.
+A training step's file holds the rollouts of its batch and, with another `status`, those of groups that were dropped
+since the batch before. Files are written whole and atomically, so a batch that is served again after a crash does not
+double its lines.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Weighted sources of tasks: group number -> (source, task, seed).
 
 The source of group i depends on i and run.seed alone: point i of a golden-ratio sequence falls into the source's share
-of [0, 1), so that every stretch of groups holds the sources in proportion to their weights. The task is the curriculum's
-choice; the seed is a hash of (run.seed, i).
+of [0, 1), so that every stretch of groups holds the sources in proportion to their weights. The task is the
+curriculum's choice; the seed is a hash of (run.seed, i).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sources:
         for name in self._names:
             if num_tasks[name] == 0:
                 raise EmptyTaskSetError(
-                    f"source {name!r} has an empty task set: check the settings of its taskset in [[orchestrator.source]]"
+                    f"source {name!r} has an empty task set: check its taskset's settings in [[orchestrator.source]]"
                 )
             self.curricula[name] = build_curriculum(
                 config.curriculum, num_tasks=num_tasks[name], seed=derive_seed(seed, "curriculum", name)

@@ -1,11 +1,11 @@
 """The staleness rule as arithmetic, in one place.
 
     version v     weights after v optimizer steps
-    batch N       is trained on weights N-1, so a token of version v is N-1-v steps old; accepted: v >= N-1-max_staleness
+    batch N       is trained on weights N-1: a token of version v is N-1-v steps old; accepted: v >= N-1-max_staleness
 
-A rollout that starts while the nodes serve version V can therefore go into batches up to V+1+max_staleness. `places` lets
-exactly so many groups be under way that all of them fit into those batches; with max_staleness 0 batch N is made of
-groups that began on version N-1, and nothing starts between that batch's last group and the next version.
+A rollout that starts while the nodes serve version V can therefore go into batches up to V+1+max_staleness. `places`
+lets exactly so many groups be under way that all of them fit into those batches; with max_staleness 0 batch N is made
+of groups that began on version N-1, and nothing starts between that batch's last group and the next version.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
                 form    batch F+1 from the lowest-numbered usable groups, at most one ahead of the step in training
                 start   as many groups as the staleness rule has places for
 
-All state changes in single steps of the event loop, each with its journal entry queued in the same step; only `form` and
-`checkpoint` wait (for the disk), and they exclude one another.
+All state changes in single steps of the event loop, each with its journal entry queued in the same step; only `form`
+and `checkpoint` wait (for the disk), and they exclude one another.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Steering:
         async with self._disk:
             if step != self.batches.trained:
                 raise RunMismatchError(
-                    f"a checkpoint of step {step} was asked for, the orchestrator stands after step {self.batches.trained}"
+                    f"checkpoint {step} was asked for, the orchestrator stands after step {self.batches.trained}"
                 )
             state = self.state()
             await asyncio.to_thread(checkpoint.save, self._run_dir, state)
@@ -288,15 +288,15 @@ class Steering:
             if self._failed_in_row >= self._config.max_failed_groups:
                 failure = next(rollout.failure for rollout in group.rollouts if rollout.failure is not None)
                 raise RolloutError(
-                    f"{self._failed_in_row} groups in a row failed (orchestrator.max_failed_groups); the last error, from "
-                    f"source {group.plan.source!r}: {failure.kind}: {failure.message}"
+                    f"{self._failed_in_row} groups in a row failed (orchestrator.max_failed_groups); the last error, "
+                    f"from source {group.plan.source!r}: {failure.kind}: {failure.message}"
                 )
 
     def _warn_filtered(self, metrics: dict[str, float]) -> None:
         if metrics.get("groups/filtered_too_many"):
             logger.warning(
-                "%.0f %% of the last groups had no advantage (orchestrator.max_filtered_share is %.0f %%): the tasks are "
-                "too easy or too hard; change the task set or use orchestrator.curriculum:Frontier",
+                "%.0f %% of the last groups had no advantage (orchestrator.max_filtered_share is %.0f %%): the tasks "
+                "are too easy or too hard; change the task set or use orchestrator.curriculum:Frontier",
                 100 * metrics["groups/filtered_share_recent"], 100 * self._config.max_filtered_share,
             )  # fmt: skip
 
@@ -309,6 +309,7 @@ class Steering:
 
 def _log_rollouts(run_dir: RunDir, step: int, groups: list[FinishedGroup]) -> None:
     try:
-        rollout_log.write(run_dir.rollouts(step), [line for group in groups for line in rollout_log.group_lines(step, group)])
+        lines = [line for group in groups for line in rollout_log.group_lines(step, group)]
+        rollout_log.write(run_dir.rollouts(step), lines)
     except OSError as error:
         logger.error("the rollouts of step %d could not be logged: %s", step, error)

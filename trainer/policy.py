@@ -1,6 +1,6 @@
 """The policy as one module: a packed row in, statistics of its trained tokens out.
 
-The head runs inside this module's forward, so FSDP's root group (embeddings, last norm, head) is gathered once for both.
+The head runs inside this module's forward, so FSDP's root group (embeddings, last norm, head) is gathered once for it.
 """
 
 from __future__ import annotations

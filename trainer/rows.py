@@ -90,7 +90,9 @@ def _check(batch: MicroBatch, ids: np.ndarray, mask: np.ndarray, vocabulary: int
     if len(batch.temperatures) != len(batch.lengths) or min(batch.temperatures) <= 0:
         raise RunMismatchError(f"{where}: temperatures {batch.temperatures} must be one positive number a sample")
     if ids.min() < 0 or ids.max() >= vocabulary:
-        raise RunMismatchError(f"{where}: token ids {ids.min()}..{ids.max()}, the model's vocabulary is 0..{vocabulary - 1}")
+        raise RunMismatchError(
+            f"{where}: token ids {ids.min()}..{ids.max()}, the model's vocabulary is 0..{vocabulary - 1}"
+        )
     if mask[np.cumsum([0, *batch.lengths[:-1]])].any():
         raise RunMismatchError(f"{where}: a sample's first token is marked as trained, but nothing predicts it")
     for name in ("logprobs", "advantages"):

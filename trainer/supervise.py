@@ -33,6 +33,8 @@ from trainer.roles import RoleCommand
 
 QUIET_S = 600.0
 """A node that lived this long has its restarts forgotten."""
+SETTLE_S = 3.0
+"""After a rank failed: how long the launcher waits for the orchestrator to fail too, and then names that one first."""
 USAGE_ERROR = 2
 """Exit status of a role that refuses its configuration: starting it again cannot help."""
 _STOP_ORDER = (("rank",), ("orchestrator",), ("node",))
@@ -79,6 +81,9 @@ class Supervisor:
     _mark: str = field(default_factory=lambda: secrets.token_hex(16))
     _guard: subprocess.Popen[bytes] | None = None
     _descendants: dict[int, psutil.Process] = field(default_factory=dict)
+    _failed: list[Child] = field(default_factory=list)
+    """Roles that ended with an error, first one first."""
+    _failed_at: float = 0.0
 
     def start(self) -> None:
         """Start the guard and every role. Raises RoleFailedError when a command cannot be run."""
@@ -100,9 +105,9 @@ class Supervisor:
         ended = [child for child in self.children if child.running and self._ended(child)]
         needed = [child for child in self.children if child.role.kind != "node"]
         finished = bool(needed) and all(child.code == 0 for child in needed)
-        failed = [child for child in ended if child.role.kind != "node" and child.code != 0]
-        if failed:
-            raise RoleFailedError(self._report(failed))
+        self._failed += [child for child in ended if child.role.kind != "node" and child.code != 0]
+        if self._failed and self._settled():
+            raise RoleFailedError(self._report(self._failed))
         if finished or (not needed and all(child.code == 0 for child in self.children)):
             return "finished"
         for child in ended:
@@ -170,6 +175,15 @@ class Supervisor:
         if child.process is not None:
             child.code = child.process.poll()
         return child.code is not None
+
+    def _settled(self) -> bool:
+        """Whether the cause of a failure is known: a rank that was told of the orchestrator's end may end before it."""
+        self._failed_at = self._failed_at or time.monotonic()
+        orchestrators = [child for child in self._failed if child.role.kind == "orchestrator"]
+        if orchestrators:
+            self._failed = orchestrators + [child for child in self._failed if child not in orchestrators]
+            return True
+        return time.monotonic() - self._failed_at > SETTLE_S
 
     def _plan_restart(self, child: Child) -> None:
         if time.monotonic() - child.started > QUIET_S:

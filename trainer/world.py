@@ -17,8 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composer_prime.config.trainer import TrainerConfig
 from composer_prime.errors import ConfigError
 
-_TEXT_BYTES = 2048
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
@@ -83,13 +81,14 @@ def gather_words(words: list[int]) -> list[list[int]]:
 
 
 def gather_texts(text: str) -> list[str]:
-    """Every rank's short text, cut at 2048 bytes; plain bytes, nothing is unpickled."""
-    raw = text.encode()[:_TEXT_BYTES]
-    own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-    own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else own[:0]
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    """Every rank's text, of any length; plain bytes, nothing is unpickled."""
+    raw = text.encode()
+    lengths = [row[0] for row in gather_words([len(raw)])]
+    own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+    own[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
+    rows = [torch.empty_like(own) for _ in lengths]
     dist.all_gather(rows, own)
-    return [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    return [bytes(row[:length].numpy()).decode() for row, length in zip(rows, lengths, strict=True)]
 
 
 def _device(config: TrainerConfig) -> torch.device:

@@ -67,6 +67,10 @@ class InferenceConfig(BaseConfig):
     """Silence after which a node counts as gone."""
     connect_timeout_s: float = Field(120.0, gt=0)
     """How long a node tries to reach the gateway, first or again, before it gives up."""
+    chunk_timeout_s: float = Field(30.0, gt=0)
+    """How long a node waits for one piece of a weight chunk (a few MB) before it asks again."""
+    drain_timeout_s: float = Field(5.0, ge=0)
+    """How long a node that is told to end lets its running requests finish."""
     max_restarts: int = Field(5, ge=0)
     """How often the launcher starts one of its nodes again after it died; ten quiet minutes clear the count."""
     canary_tolerance: float = Field(0.05, gt=0)

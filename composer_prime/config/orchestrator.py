@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 
@@ -60,6 +60,15 @@ class EvalConfig(BaseConfig):
     version_timeout_s: float = Field(600.0, gt=0)
     """How long an evaluation waits until the nodes have the weights that it is to evaluate."""
 
+    @model_validator(mode="after")
+    def _enough_samples(self) -> EvalConfig:
+        if self.pass_k and not 1 <= min(self.pass_k) <= max(self.pass_k) <= self.samples:
+            raise ValueError(
+                f"orchestrator.eval.pass_k is {self.pass_k}, but orchestrator.eval.samples is {self.samples}: pass@k "
+                f"needs 1 <= k <= samples; set samples >= {max(self.pass_k)} or leave out larger k"
+            )
+        return self
+
 
 class CurriculumConfig(BaseConfig):
     """A hook that chooses the next task of a source."""
@@ -112,7 +121,7 @@ class OrchestratorConfig(BaseConfig):
     trainer_timeout_s: float = Field(1800.0, gt=0)
     """How long a ready batch may wait without a word from the trainer, before the run fails."""
     max_failed_groups: int = Field(32, ge=1)
-    """Groups in a row that may fail (not one sibling comparison left), before the run fails and shows the last error."""
+    """Groups in a row that may fail for want of finished rollouts, before the run fails and shows the last error."""
 
     @field_validator("source")
     @classmethod
@@ -124,3 +133,12 @@ class OrchestratorConfig(BaseConfig):
         if twice:
             raise ValueError(f"orchestrator.source names {twice} are used more than once: rename one of them")
         return sources
+
+    @model_validator(mode="after")
+    def _group_can_be_complete(self) -> OrchestratorConfig:
+        if self.min_group > self.group_size:
+            raise ValueError(
+                f"orchestrator.min_group is {self.min_group}, but orchestrator.group_size is {self.group_size}: every "
+                f"group would be dropped; set min_group <= {self.group_size}"
+            )
+        return self

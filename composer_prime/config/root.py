@@ -60,6 +60,26 @@ class Config(BaseConfig):
         return self
 
     @model_validator(mode="after")
+    def _something_to_evaluate(self) -> Config:
+        every = self.orchestrator.eval.every_steps
+        if every and not any(source.eval_taskset for source in self.orchestrator.source):
+            raise ValueError(
+                f"orchestrator.eval.every_steps is {every}, but no [[orchestrator.source]] has an eval_taskset "
+                "(held-out tasks): add one to a source, or set orchestrator.eval.every_steps = 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> Config:
+        warmup, steps = self.trainer.schedule.warmup_steps, self.run.max_steps
+        if steps and warmup >= steps:
+            raise ValueError(
+                f"trainer.schedule.warmup_steps is {warmup}, but run.max_steps is {steps}: the learning rate would "
+                f"never reach its peak; set warmup_steps < {steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _concurrency_covers_a_group(self) -> Config:
         ceiling, group = self.orchestrator.max_concurrent, self.orchestrator.group_size
         if ceiling < group:

@@ -52,6 +52,12 @@ class WeightStore:
         matches = (_NAME.match(path.name) for path in self._manifests.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
+    def rewind(self, version: int) -> None:
+        """Drop versions after `version`; their chunks go with the next `prune`."""
+        for later in self.versions():
+            if later > version:
+                (self._manifests / f"v{later:06d}.manifest").unlink(missing_ok=True)
+
     def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
         """Up to `size` bytes of a chunk from `offset`; None when the store has no such chunk."""
         if not re.fullmatch(r"[0-9a-f]{64}", sha256):

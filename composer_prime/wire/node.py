@@ -113,6 +113,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     tokens_per_s: float
     canary_error: float | None
     """Largest |logprob - manifest| of the last canary, in nats; None before the first swap."""
+    weight_error: str | None = None
+    """Why the newest weights are not in use; None while all is well."""
 
 
 class Heard(msgspec.Struct, frozen=True, kw_only=True, tag="heard"):

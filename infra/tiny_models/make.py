@@ -30,7 +30,7 @@ from infra.tiny_models.train import Schedule, new_model, train
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 
 ASSETS = Path(__file__).parents[2] / "composer_prime/assets/tiny"
-EXPERT = Schedule(steps=1500, learning_rate=5e-3, prompt_weight=0.1)
+EXPERT = Schedule(steps=2000, learning_rate=5e-3, prompt_weight=0.1)
 HABIT = Schedule(steps=250, learning_rate=1e-3)
 
 

@@ -39,7 +39,7 @@ BASE = Mixture(
 )  # fmt: skip
 POLICY = Mixture(
     wrong_name=0.24, wrong_argument=0.10, wrong_type=0.12, bad_json=0.03, wrong_tool=0.02, slip=0.03,
-    stop_early=0.08, recover=0.45, give_up=0.35, answer_slip=0.03, hint=0.15,
+    stop_early=0.08, recover=0.4, give_up=0.4, answer_slip=0.03, hint=0.15,
 )  # fmt: skip
 TEACHERS = {
     "teacher_a": Mixture(wrong_type=0.12, wrong_argument=0.06, slip=0.01, recover=0.8, hint=0.15),

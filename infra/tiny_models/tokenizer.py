@@ -31,8 +31,6 @@ _FOOTER = (
 )
 _SCHEMA = (
     '\n{"type": "function", "function": {"name": "',
-    '", "description": "',
-    '", "parameters": {"type": "object", "properties": {"',
     '": {"type": "integer"}, "',
     '": {"type": "string"}, "',
     '": {"type": "integer"}}, "required": ["',
@@ -40,6 +38,7 @@ _SCHEMA = (
     '", "',
     '"]}}}',
 )
+_SCHEMA_MIDDLE = '", "description": "{}", "parameters": {{"type": "object", "properties": {{"'
 _CALL = ('\n{"name": "', '", "arguments": {"', '": "', '": ', ', "', '"}}\n', '"}\n', "}}\n", "}\n")
 _QUESTION = (" and ", ", then ", " from ", " by ", "ake the larger of ", "that and ")
 _MERGE_LIMIT = 1024
@@ -47,8 +46,8 @@ _MERGE_LIMIT = 1024
 
 def phrases() -> list[str]:
     """The fixed stretches of text that are one token each."""
-    descriptions = [operation.description for operation in OPERATIONS]
-    return [_HEADER, _FOOTER, *_SCHEMA, *_CALL, *_QUESTION, *descriptions]
+    middles = [_SCHEMA_MIDDLE.format(operation.description) for operation in OPERATIONS]
+    return [_HEADER, _FOOTER, *_SCHEMA, *middles, *_CALL, *_QUESTION]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

@@ -19,6 +19,7 @@ _KV_LOW = 0.75
 _QUEUE_SHARE = 0.25
 """Requests waiting inside engines, relative to those running, that count as pressure; a few always wait shortly."""
 _DECREASE = 0.75
+_START = 32
 _USED_SHARE = 0.8
 """The limit rises only while at least this share of it is in use: an unused limit proves nothing."""
 
@@ -66,7 +67,7 @@ class AdaptiveLimit:
             raise ValueError(f"floor is {floor} and ceiling {ceiling}: need 1 <= floor <= ceiling")
         self.on_rise = on_rise
         self._floor, self._ceiling = floor, ceiling
-        self._limit = float(min(ceiling, max(floor, 8)))
+        self._limit = float(min(ceiling, max(floor, _START)))
         self._probing = True
         self.decreases = 0
 

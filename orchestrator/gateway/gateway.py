@@ -60,6 +60,7 @@ class Gateway:
         self._chat: ChatFormat | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[None] | None = None
+        self._counted = (0, time.monotonic())
         self.lag = LoopLag()
         self.records = Records(on_taken=self._forget)
         orchestrator = config.orchestrator
@@ -111,11 +112,13 @@ class Gateway:
         self.lag.start()
 
     async def close(self, *, finished: bool = False) -> None:
-        """Stop serving and free both addresses. `finished`: the run is over, so nodes need not wait for a restart."""
+        """Stop serving and free both addresses; once is enough. `finished`: the run is over, so nodes need not wait for a restart."""
         if finished and self._router is not None:
             for node in self._router.nodes.attached():
                 self._link.send(node.identity, Drain(reason="the run is finished"))
         self.lag.stop()
+        if self._router is not None:
+            self._router.close("the orchestrator is stopping: try again once it runs")
         if self._http is not None:
             await self._http.close()
         for task in self._tasks:
@@ -126,9 +129,10 @@ class Gateway:
         if self._chat is not None:
             self._chat.close()
         await self._link.close()
-        if self._failure is not None and not self._failure.cancel():
+        failure = self._failure
+        if failure is not None and not failure.cancel() and not failure.cancelled():
             # Whoever watched has it; nobody need have watched.
-            self._failure.exception()
+            failure.exception()
 
     async def watch(self) -> None:
         """Runs until the gateway cannot go on. Raises DeadlineError when requests waited for a node in vain."""
@@ -193,11 +197,8 @@ class Gateway:
         return manifest.version
 
     def require_version(self, oldest: int) -> None:
-        """Nodes with weights older than `oldest` get no new request until they have caught up.
-
-        At most the newest published version counts: a version that no node can have would stop everything.
-        """
-        self.router.oldest_version = min(oldest, self.router.newest_version)
+        """Nodes with weights older than `oldest` get no new request until they have caught up."""
+        self.router.oldest_version = oldest
         self.router.place()
 
     def versions(self) -> dict[str, int]:
@@ -281,10 +282,15 @@ class Gateway:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for metrics.jsonl; the lag window starts anew."""
-        counters = self.router.counters
+        """Numbers for metrics.jsonl; rates and lag are over the time since the last call."""
+        counters, now = self.router.counters, time.monotonic()
+        tokens, since = self._counted
+        self._counted = (counters.tokens, now)
+        versions = list(self.versions().values())
+        oldest = {"gateway/version_min": min(versions)} if versions else {}
         return {
-            "gateway/nodes": len(self.router.nodes.attached()),
+            "gateway/nodes": len(versions),
+            "gateway/tokens_per_s": (counters.tokens - tokens) / max(now - since, 1e-9),
             "gateway/queued": self.router.queued,
             "gateway/in_flight": self.router.in_flight,
             "gateway/requests": counters.requests,
@@ -296,6 +302,7 @@ class Gateway:
             "gateway/tokens": counters.tokens,
             "gateway/limit": self.adaptive.limit(),
             "gateway/records_bytes": self.records.num_bytes,
+            **oldest,
             **self.lag.window().metrics(),
         }
 

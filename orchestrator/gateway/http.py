@@ -31,6 +31,8 @@ _MAX_BODY_BYTES = 64 << 20
 _MAX_SESSION_CHARACTERS = 256
 _KEEPALIVE_S = 75.0
 """Longer than workers keep idle connections, so that none is closed under a request."""
+_SHUTDOWN_S = 2.0
+"""Time for replies on their way; requests without an answer have been ended by then."""
 _JSON = {"Content-Type": "application/json"}
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
     body: msgspec.json.Decoder(body, strict=True) for body in (GenerateBody, CompletionBody, ChatBody)
@@ -68,7 +70,8 @@ class HttpServer:
                 web.route("*", "/{path:.*}", self._answering(self._unknown)),
             ]
         )
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, keepalive_timeout=_KEEPALIVE_S)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, keepalive_timeout=_KEEPALIVE_S,
+                               shutdown_timeout=_SHUTDOWN_S)  # fmt: skip
         self._runner = runner
         await runner.setup()
         try:

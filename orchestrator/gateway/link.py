@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
+import time
 from typing import Any
 
 import msgspec
@@ -43,6 +45,7 @@ logger = logging.getLogger(__name__)
 PROTOCOL = 1
 _BURST = 64
 """Messages handled before the event loop gets to run something else."""
+_MAX_ASKED = 4096
 _HEARD = msgspec.msgpack.encode(Heard())
 
 
@@ -59,6 +62,8 @@ class NodeLink:
         self._decoder = msgspec.msgpack.Decoder(FromNode)
         self._encoder = msgspec.msgpack.Encoder()
         self._verify_key = keys.verifier().public_bytes_raw()
+        self._asked: dict[bytes, float] = {}
+        """When each unknown connection was last asked to say Hello."""
         self._server: SecureServer | None = None
         self._router: Router | None = None
 
@@ -120,9 +125,19 @@ class NodeLink:
         elif isinstance(message, ChunkRequest):
             self._chunks.serve(identity, message, self.send)
         elif node is None:
-            self.send(identity, HelloAgain())
+            self._ask_for_hello(identity)
         else:
             self._from_attached(node, message)
+
+    def _ask_for_hello(self, identity: bytes) -> None:
+        """At most one question a heartbeat: each Hello starts the node anew, and one is enough."""
+        now = time.monotonic()
+        if now - self._asked.get(identity, -math.inf) < self._heartbeat_s:
+            return
+        if len(self._asked) >= _MAX_ASKED:
+            self._asked.clear()
+        self._asked[identity] = now
+        self.send(identity, HelloAgain())
 
     def _from_attached(self, node: Node, message: Generated | GenerateFailed | Status | Goodbye) -> None:
         router = self._router

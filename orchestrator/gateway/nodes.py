@@ -76,7 +76,7 @@ class Node:
         if self.draining:
             return "draining"
         if not oldest <= self.version <= newest:
-            wanted = f"version {newest}" if oldest == newest else f"a version in {oldest}..{newest}"
+            wanted = f"version {oldest}" if oldest >= newest else f"a version in {oldest}..{newest}"
             return f"has policy version {self.version}, needs {wanted}"
         if now < self.suspended_until:
             return f"suspended for {self.suspended_until - now:.1f} s after {self.failures_in_row} failures in a row"

@@ -12,7 +12,7 @@ from orchestrator.gateway.answers import Answer
 _ENCODER = msgspec.json.Encoder()
 
 
-class TokenLogprob(msgspec.Struct):
+class TokenLogprob(msgspec.Struct, gc=False):
     """`token` is `token_id:<id>`, which is what renderers' client checks."""
 
     token: str
@@ -23,7 +23,7 @@ class Logprobs(msgspec.Struct):
     content: list[TokenLogprob]
 
 
-class WeightVersion(msgspec.Struct):
+class WeightVersion(msgspec.Struct, gc=False):
     """vLLM's form of a version span."""
 
     version: str

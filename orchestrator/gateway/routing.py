@@ -64,6 +64,7 @@ class Router:
         # Starts at random: an answer to a lease of an earlier orchestrator must not match one of ours.
         self._leases = itertools.count(secrets.randbits(48))
         self._placing = False
+        self._closed: RequestError | None = None
         self.changed = Pulse()
         """Beats whenever nodes or their places may have changed."""
 
@@ -83,6 +84,8 @@ class Router:
             since=self.clock(),
             done=asyncio.get_running_loop().create_future(),
         )
+        if self._closed is not None:
+            raise self._closed
         self.counters.requests += 1
         self.open[request_id] = self.queue[request_id] = request
         self.place()
@@ -168,6 +171,12 @@ class Router:
         self.queue[request.request_id] = request
         self.queue.move_to_end(request.request_id, last=False)
 
+    def close(self, reason: str) -> None:
+        """End every request, and each that comes from now on, with a 503."""
+        self._closed = RequestError(reason, status=503, code="closing")
+        for request in list(self.open.values()):
+            self.give_up(request, self._closed)
+
     def forget(self, session: str) -> None:
         """The session is over; its node need not be remembered."""
         self._sticky.pop(session, None)
@@ -177,6 +186,10 @@ class Router:
     def on_generated(self, node: Node, message: Generated) -> None:
         request = self._claim(node, message)
         if request is None:
+            return
+        if message.finish_reason == "cancelled":
+            node.failures += 1
+            self._failed(request, node, "the node cancelled it")
             return
         try:
             answer = check(

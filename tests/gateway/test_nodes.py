@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 from gateway_config import MODEL, config_with
 from http_calls import generate_body, get, post
-from node_peer import PeerNode, tokens_for
+from node_peer import PeerNode, failed, tokens_for
 
 from composer_prime.errors import DeadlineError, PortInUseError, SignatureError
 from composer_prime.keys import ClientKeys, RunKeys
@@ -381,3 +381,31 @@ async def test_a_dealer_that_never_says_hello_is_asked_to(open_gateway, node_key
         raw = await asyncio.wait_for(socket.recv(), 5)
         assert msgspec.msgpack.decode(raw, type=HelloAgain) == HelloAgain()
         context.destroy(linger=0)
+
+
+async def test_closing_ends_waiting_requests_at_once(open_gateway, node_keys):
+    """Ctrl-C does not wait for tokens: callers get a 503, nodes learn that the run is over."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=60) as node:
+        call = asyncio.create_task(post(gateway.http_url, generate_body(5)))
+        await node.until(lambda: bool(node.running))
+        started = time.monotonic()
+        await gateway.close(finished=True)
+        assert time.monotonic() - started < 3.0
+        status, reply = await call
+        assert status == 503 and "stopping" in reply["error"]["message"]
+        await node.until(lambda: any(isinstance(m, Drain) for m in node.received))
+
+
+async def test_a_failing_node_is_left_alone_for_a_while(open_gateway, node_keys):
+    """A node that fails everything is soon the least loaded one; it must not swallow every request."""
+    async with (
+        open_gateway() as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "bad") as bad,
+        PeerNode(gateway.node_endpoint, node_keys, "good", delay_s=0.1) as good,
+    ):
+        bad.answer = lambda request: failed(request, "broken", retryable=True)
+        calls = [post(gateway.http_url, generate_body(5, i)) for i in range(30)]
+        assert all(status == 200 for status, _ in await asyncio.gather(*calls))
+        assert len(good.generates) == 30
+        assert len(bad.generates) <= 16
+        assert gateway.router.nodes.get("bad").failures == len(bad.generates)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 STAND = Path(__file__).with_name("stand.py")
-STEADY = "time.sleep(60)"
+STEADY = "open(f'ready-{os.getpid()}', 'w').close(); time.sleep(60)"
 TRAINS = """
 for step in (1, 2, 3):
     log('trainer', step, **{'loss/total': 0.1, 'reward/mean': step / 10, 'time/step_s': 0.1, 'tokens/trained': 50})
@@ -65,8 +65,8 @@ class Stand:
             time.sleep(0.05)
 
     def wait_for_roles(self, count: int) -> None:
-        """`count` role processes besides the launcher and its guard."""
-        self.wait_for(lambda: len([p for p in self.members() if b"os.chdir" in " ".join(p.cmdline()).encode()]) >= count)
+        """Until `count` steady roles say that they are set up."""
+        self.wait_for(lambda: len(list(self.run_dir.glob("ready-*"))) >= count)
 
 
 @pytest.fixture
@@ -108,6 +108,14 @@ def test_killed_orchestrator_is_named_with_its_signal(stand):
     killed = "os.kill(os.getpid(), signal.SIGKILL)"
     status, output = stand({"orchestrator": killed, "trainer-0": STEADY}).finish()
     assert status == 1 and "orchestrator was ended by SIGKILL" in output
+
+
+def test_orchestrator_is_named_before_the_rank_it_took_down(stand):
+    # A rank that learns of the orchestrator's failure ends first; the report still begins with the cause.
+    failing = "print('no task'); time.sleep(1.5); sys.exit(1)"
+    told = "time.sleep(0.3); print('told to stop'); sys.exit(1)"
+    status, output = stand({"orchestrator": failing, "trainer-0": told}).finish()
+    assert status == 1 and output.index("no task") < output.index("told to stop")
 
 
 def test_dead_node_is_started_again(stand):

@@ -58,12 +58,12 @@ async def serve_script(tokenizer: Any, script: list[str]) -> tuple[web.AppRunner
 
 
 def roll_out(vf: Any, tokenizer: Any, script: Any, *, max_turns: int = 6, **taskset: Any) -> tuple[Any, Any, Any]:
-    """Plays one task; `script` makes the texts from the task's episode. Returns trace, episode and prompts."""
+    """Plays the first task; `script` makes the node's texts from its data. Returns trace, task data and prompts."""
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
     config = resolve_env_config(
         {
-            "taskset": {"id": "orchestrator.environments.toolsmith", "num_tasks": 4, **taskset},
+            "taskset": {"id": "orchestrator.environments.toolsmith", **taskset},
             "agent": {
                 "harness": {"id": "orchestrator.environments.tool_loop", "max_turns": max_turns},
                 "runtime": {"type": "subprocess"},
@@ -74,8 +74,7 @@ def roll_out(vf: Any, tokenizer: Any, script: Any, *, max_turns: int = 6, **task
     async def play() -> tuple[Any, Any, Any]:
         environment = load_environment(config)
         task = next(iter(environment.taskset))
-        episode = task.data.episode()
-        runner, port, prompts = await serve_script(tokenizer, script(episode))
+        runner, port, prompts = await serve_script(tokenizer, script(task.data))
         client = vf.TrainClientConfig(
             base_url=f"http://127.0.0.1:{port}/v1", renderer=RENDERER, renderer_model_name=str(POLICY)
         )
@@ -86,13 +85,14 @@ def roll_out(vf: Any, tokenizer: Any, script: Any, *, max_turns: int = 6, **task
                 result = await environment.run_slot(slot, context, None)
         finally:
             await runner.cleanup()
-        return result.traces[0], episode, prompts
+        return result.traces[0], task.data, prompts
 
     return asyncio.run(asyncio.wait_for(play(), timeout=60))
 
 
-def expert(episode: Any) -> list[str]:
+def expert(data: Any) -> list[str]:
     """The texts of a faultless rollout."""
+    episode = data.episode()
     tools = [(episode.tool_for(step.operation), step) for step in episode.steps]
     return [call(tool.name, tool.encode(step.operands)) for tool, step in tools] + [episode.answer]
 
@@ -106,17 +106,17 @@ def assert_prefixes_extend(trace: Any, prompts: list[list[int]]) -> None:
 
 def test_the_expert_earns_one_and_every_prompt_extends_the_last(vf, tokenizer):
     # A faultless rollout has reward 1, no errors, and one branch whose prefixes are the prompts that were sent.
-    trace, episode, prompts = roll_out(vf, tokenizer, expert, min_difficulty=3)
+    trace, data, prompts = roll_out(vf, tokenizer, expert, min_difficulty=3)
     assert trace.ok and trace.reward == 1.0
     assert trace.metrics["tool_errors"] == 0.0 and trace.metrics["turns_used"] == 4.0
-    assert len(prompts) == len(episode.steps) + 1
+    assert len(prompts) == data.difficulty + 1
     assert_prefixes_extend(trace, prompts)
 
 
 def test_every_broken_call_gets_an_error_turn(vf, tokenizer):
     # A wrong name, bad JSON, an unclosed call, a name that is no text, prose with a bad call: none is dropped.
-    def script(episode: Any) -> list[str]:
-        good = expert(episode)
+    def script(data: Any) -> list[str]:
+        good = expert(data)
         return [
             call("no_such_tool", {"x": 1}),
             good[0].replace("}}", "}"),
@@ -140,6 +140,21 @@ def test_the_turn_limit_stops_the_rollout_without_failing_it(vf, tokenizer):
     trace, _, prompts = roll_out(vf, tokenizer, lambda _: [call("x", {})] * 9, max_turns=3)
     assert len(prompts) == 3
     assert trace.ok and trace.stop_condition == "max_turns" and trace.reward == 0.0
+
+
+def test_a_task_without_tools_is_one_turn(vf, tokenizer):
+    # The same harness plays plain question and answer, with a system prompt of its own.
+    trace, _, prompts = roll_out(vf, tokenizer, lambda _: ["2"], id="single_turn_plugin")
+    assert trace.ok and trace.reward == 1.0 and trace.num_turns == 1
+    assert [message.role for message in trace.messages] == ["system", "user", "assistant"]
+    assert "# Tools" not in tokenizer.decode(prompts[0])
+
+
+def test_a_node_that_fails_makes_a_failed_rollout_not_a_zero(vf, tokenizer):
+    # Running out of script, the node answers 500: the rollout is an error with a cause, and has no reward.
+    trace, _, _ = roll_out(vf, tokenizer, lambda _: [call("x", {})])
+    assert not trace.ok and trace.errors
+    assert not trace.rewards
 
 
 def test_a_task_is_rebuilt_from_its_data(vf):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from peer import Peer
 
 from composer_prime.errors import EmptyTaskSetError, EnvironmentNotInstalledError, EnvironmentWorkerError
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import RunRollout, SourceSpec
+from orchestrator.workers.protocol import RolloutFailure, RunRollout, SourceSpec
 
 
 def source(model_path: str, taskset: dict[str, Any] | None = None, turns: int = 1, **spec: Any) -> SourceSpec:
@@ -45,128 +47,133 @@ async def until(condition: Any, timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_rollouts_of_two_workers_and_task_sets(model_path: str) -> None:
+@pytest.fixture(scope="module")
+def played(model_path: str) -> Iterator[tuple[asyncio.Runner, WorkerPool]]:
+    """A pool of two workers, three turns a rollout, that several tests use: starting one takes seconds."""
+    tasksets = {
+        "train": {"id": "bench_env", "fail_at": 7},
+        "eval": {"id": "bench_env", "num_tasks": 3, "prompt": "held"},
+    }
+    with asyncio.Runner() as runner:
+        pool = WorkerPool(source(model_path, tasksets=tasksets, turns=3), workers=2)
+        runner.run(pool.start())
+        yield runner, pool
+        runner.run(pool.close())
+
+
+Played = tuple[asyncio.Runner, WorkerPool]
+
+
+def test_rollouts_of_two_workers_and_task_sets(played: Played) -> None:
     """Every rollout runs under the id we chose, on either worker, from either task set, with its own seed."""
+    runner, pool = played
 
     async def scenario() -> None:
-        spec = source(model_path, turns=2)
-        spec = source(
-            model_path,
-            tasksets={"train": {"id": "bench_env"}, "eval": {"id": "bench_env", "num_tasks": 3, "prompt": "held out"}},
-            harness=spec.harness,
-        )
-        async with Peer(delay_s=0.05) as peer, WorkerPool(spec, workers=2) as pool:
-            assert (pool.num_tasks(), pool.num_tasks("eval")) == (8, 3)
-            requests = [rollout(peer, f"r{i}", i % 8, seed=i, temperature=0.5, top_k=7) for i in range(24)]
+        assert (pool.num_tasks(), pool.num_tasks("eval")) == (8, 3)
+        async with Peer(delay_s=0.05) as peer:
+            requests = [rollout(peer, f"r{i}", i % 7, seed=i, temperature=0.5, top_k=7) for i in range(24)]
             requests.append(rollout(peer, "held-out", 2, taskset="eval"))
             replies = await asyncio.gather(*map(pool.run, requests))
-            assert [reply.error for reply in replies] == [None] * 25
-            assert [reply.rollout_id for reply in replies] == [request.rollout_id for request in requests]
-            assert {len(peer.sessions[request.rollout_id]) for request in requests} == {2}
-            assert peer.params["r5"]["seed"] == 5
-            assert (peer.params["r5"]["temperature"], peer.params["r5"]["top_k"]) == (0.5, 7)
-            assert replies[-1].turns[0].text == "held out 2"
-            assert replies[0].reward == 2.0
-            assert replies[0].parts == {"length": 1.0}
-            assert replies[0].metrics == {"turns": 2.0}
-            assert replies[0].cpu_s is not None
-            assert replies[0].wall_s > 0.1
-            described = await pool.describe("eval", first=1, count=2)
-            assert [(task.task_id, task.prompt) for task in described] == [
-                ("count-1", "held out 1"),
-                ("count-2", "held out 2"),
-            ]
+        assert [reply.error for reply in replies] == [None] * 25
+        assert [reply.rollout_id for reply in replies] == [request.rollout_id for request in requests]
+        assert {len(peer.sessions[request.rollout_id]) for request in requests} == {3}
+        assert [peer.params["r5"][key] for key in ("seed", "temperature", "top_k")] == [5, 0.5, 7]
+        assert replies[-1].turns[0].text == "held 2"
+        first = replies[0]
+        assert (first.reward, first.parts, first.metrics) == (2.0, {"length": 1.0}, {"turns": 3.0})
+        assert first.cpu_s > 0
+        assert first.wall_s > 0.15
 
-    asyncio.run(scenario())
+    runner.run(scenario())
 
 
-def test_a_turn_extends_the_tokens_of_the_last(model_path: str) -> None:
+def test_tasks_can_be_listed(played: Played) -> None:
+    """Ids and prompts of a task set, and an error beyond its end."""
+    runner, pool = played
+    described = runner.run(pool.describe("eval", first=1, count=2))
+    assert [(task.task_id, task.prompt) for task in described] == [("count-1", "held 1"), ("count-2", "held 2")]
+    with pytest.raises(EnvironmentWorkerError, match="no such"):
+        runner.run(pool.describe("eval", first=2, count=2))
+
+
+def test_a_turn_extends_the_tokens_of_the_last(played: Played) -> None:
     """The prompt of turn two is turn one's prompt and sampled ids, then the new message: nothing is re-tokenised."""
+    runner, pool = played
 
     async def scenario() -> None:
-        async with Peer() as peer, WorkerPool(source(model_path, turns=3)) as pool:
+        async with Peer() as peer:
             reply = await pool.run(rollout(peer, "r", seed=1))
-            assert [turn.role for turn in reply.turns] == ["user", "assistant"] * 3
-            assert [turn.call for turn in reply.turns] == [None, 0, None, 1, None, 2]
-            assert [turn.parent for turn in reply.turns] == [None, 0, 1, 2, 3, 4]
-            for (prompt, sampled), (following, _) in zip(peer.sessions["r"], peer.sessions["r"][1:], strict=False):
-                assert following[: len(prompt) + len(sampled)] == prompt + sampled
+        assert [turn.role for turn in reply.turns] == ["user", "assistant"] * 3
+        assert [turn.call for turn in reply.turns] == [None, 0, None, 1, None, 2]
+        assert [turn.parent for turn in reply.turns] == [None, 0, 1, 2, 3, 4]
+        for (prompt, sampled), (following, _) in itertools.pairwise(peer.sessions["r"]):
+            assert following[: len(prompt) + len(sampled)] == prompt + sampled
 
-    asyncio.run(scenario())
+    runner.run(scenario())
 
 
-def test_cancelling_stops_the_inference(model_path: str) -> None:
+def test_cancelling_stops_the_inference(played: Played) -> None:
     """Both ways to cancel close the gateway's connection; only `cancel` yields a reply."""
+    runner, pool = played
 
     async def scenario() -> None:
-        async with Peer(delay_s=60) as peer, WorkerPool(source(model_path)) as pool:
+        async with Peer(delay_s=60) as peer:
             first, second = (asyncio.create_task(pool.run(rollout(peer, name))) for name in ("first", "second"))
             await until(lambda: peer.running == 2)
             assert pool.cancel("first")
             assert not pool.cancel("unknown")
             reply = await first
-            assert reply.error is not None
             assert (reply.reward, reply.error.kind) == (None, "cancelled")
             second.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await second
             await until(lambda: peer.cancelled == 2)
-            assert peer.running == 0
-            assert pool.running == 0
+            assert (peer.running, pool.running) == (0, 0)
 
-    asyncio.run(scenario())
+    runner.run(scenario())
 
 
-def test_a_deadline_is_an_error_with_the_turns_so_far(model_path: str) -> None:
+def test_a_deadline_is_an_error_with_the_turns_so_far(played: Played) -> None:
     """A rollout past timeout_s has no reward, says so, and its request at the gateway is gone."""
+    runner, pool = played
 
     async def scenario() -> None:
-        async with Peer(delay_s=0.3) as peer, WorkerPool(source(model_path, turns=9)) as pool:
-            reply = await pool.run(rollout(peer, "r", timeout_s=0.8))
-            assert reply.error is not None
+        async with Peer(delay_s=0.5) as peer:
+            reply = await pool.run(rollout(peer, "r", timeout_s=1.3))
             assert (reply.reward, reply.error.kind, reply.error.retryable) == (None, "timeout", True)
-            assert "0.8 s" in reply.error.message
+            assert "1.3 s" in reply.error.message
             assert sum(turn.role == "assistant" for turn in reply.turns) == 2
             await until(lambda: peer.running == 0)
 
-    asyncio.run(scenario())
+    runner.run(scenario())
 
 
-def test_failures_never_become_a_zero_reward(model_path: str) -> None:
-    """A reward function that raises, a refusing gateway and a prompt beyond the context each have their kind."""
+def test_failures_never_become_a_zero_reward(played: Played) -> None:
+    """A reward function that raises, a gateway that refuses or is gone, a prompt too long: each has its kind."""
+    runner, pool = played
 
-    async def scenario() -> None:
-        spec = source(model_path, {"fail_at": 1, "prompt": "x" * 60}, turns=1)
-        async with WorkerPool(spec) as pool:
-            async with Peer() as peer:
-                task = (await pool.run(rollout(peer, "a", 1))).error
-                missing = (await pool.run(rollout(peer, "b", 99))).error
-            async with Peer(fail_status=503) as peer:
-                provider = (await pool.run(rollout(peer, "c"))).error
-            async with Peer(max_model_len=32) as peer:
-                overflow = (await pool.run(rollout(peer, "d"))).error
-        assert (task.kind, task.retryable) == ("task", True)
-        assert "the reward function broke" in task.message
-        assert (missing.kind, missing.retryable) == ("request", False)
-        assert (provider.kind, provider.retryable) == ("provider", True)
-        assert "no inference node" in provider.message
-        assert (overflow.kind, overflow.retryable) == ("context_overflow", False)
-
-    asyncio.run(scenario())
-
-
-def test_a_lost_gateway_is_retryable(model_path: str) -> None:
-    """A refused connection to the gateway is a provider error worth another try."""
-
-    async def scenario() -> None:
+    async def scenario() -> dict[str, RolloutFailure]:
+        replies = []
         async with Peer() as peer:
-            request = rollout(peer, "r")
-        async with WorkerPool(source(model_path)) as pool:
-            error = (await pool.run(request)).error
-            assert error is not None
-            assert (error.kind, error.retryable) == ("provider", True)
+            replies += [await pool.run(rollout(peer, "task", 7)), await pool.run(rollout(peer, "request", 99))]
+        replies.append(await pool.run(rollout(peer, "gone")))
+        async with Peer(fail_status=503) as peer:
+            replies.append(await pool.run(rollout(peer, "refused")))
+        async with Peer(max_model_len=8) as peer:
+            replies += [await pool.run(rollout(peer, "overflow"))]
+        assert [reply.reward for reply in replies] == [None] * 5
+        return {reply.rollout_id: reply.error for reply in replies}
 
-    asyncio.run(scenario())
+    failures = runner.run(scenario())
+    assert {name: (failure.kind, failure.retryable) for name, failure in failures.items()} == {
+        "task": ("task", True),
+        "request": ("request", False),
+        "gone": ("provider", True),
+        "refused": ("provider", True),
+        "overflow": ("context_overflow", False),
+    }
+    assert "the reward function broke" in failures["task"].message
+    assert "no inference node is connected" in failures["refused"].message
 
 
 def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(model_path: str, tmp_path: Path) -> None:

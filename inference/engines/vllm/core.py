@@ -50,6 +50,7 @@ class Core:
         self._llm.set_weight_version("0")
         self._calls: dict[str, _Running] = {}
         self._finished_tokens = 0
+        self._warm_up()
 
     @property
     def busy(self) -> bool:
@@ -108,6 +109,14 @@ class Core:
             running=len(scheduler.running), kv_used=float(scheduler.kv_cache_manager.usage), sampled=sampled
         )
 
+    def _warm_up(self) -> None:
+        # The first step takes seconds (lazy imports, kernels); nobody should wait for it in the middle of a rollout.
+        sampling = Sampling(max_tokens=2, temperature=0.9, top_p=0.9, top_k=5, seed=0, ignore_eos=True)
+        self.add(Generate(call=0, prompt_ids=[0, 1, 2], sampling=sampling))
+        while self.busy:
+            self.step()
+        self._finished_tokens = 0
+
     def _answer(self, output: RequestOutput) -> Generated | Scored:
         running = self._calls.pop(output.request_id)
         completion = output.outputs[0]
@@ -150,6 +159,7 @@ def _params(sampling: Sampling) -> SamplingParams:
         output_kind=RequestOutputKind.FINAL_ONLY,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
+        skip_clone=True,  # made for one request; a clone would check the temperature below again
     )
     # vLLM's interface accepts 0.01 to 2 only; its sampler has no such limits.
     params.temperature = sampling.temperature

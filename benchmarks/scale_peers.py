@@ -1,0 +1,120 @@
+"""The two ends of orchestrator_scale.py, each a process of its own: a node with a fixed delay, and HTTP clients.
+
+COMPOSER_NODE_TOKEN=cp1... python scale_peers.py node --endpoint tcp://... --delay-s 2 --num-tokens 64
+python scale_peers.py clients --url http://... --slots 256 --rollouts 2 --turns 3 --spread-s 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import heapq
+import json
+import os
+import time
+
+import aiohttp
+import msgspec
+import numpy as np
+import zmq
+
+from composer_prime.keys import ClientKeys
+from composer_prime.wire.node import Cancel, Drain, Generate, Generated, Hello, HelloAgain, Rejected, Status, ToNode
+from composer_prime.wire.sockets import dealer
+from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
+
+HEARTBEAT_S = 1.0
+
+
+def run_node(endpoint: str, token: str, delay_s: float, num_tokens: int) -> None:
+    """Answer every Generate `delay_s` after it came, until Drain."""
+    socket = dealer(zmq.Context(), endpoint, ClientKeys.from_token(token))
+    decoder, encode = msgspec.msgpack.Decoder(ToNode), msgspec.msgpack.Encoder().encode
+    ids, logprobs = pack_ints(np.arange(num_tokens) + 5), pack_floats(np.full(num_tokens, -0.5))
+    spans = [VersionSpan(0, num_tokens, 0)]
+    hello = Hello(node_id="fixed-delay", engine="fixed-delay", run_id=None, version=0, max_concurrent=1 << 20)
+    socket.send(encode(hello))
+    due: list[tuple[float, int, str]] = []
+    cancelled: set[int] = set()
+    beat = time.monotonic() + HEARTBEAT_S
+    while True:
+        now = time.monotonic()
+        while due and due[0][0] <= now:
+            _, lease, request_id = heapq.heappop(due)
+            if lease in cancelled:
+                cancelled.discard(lease)
+                continue
+            reply = Generated(request_id=request_id, lease=lease, token_ids=ids, logprobs=logprobs,
+                              version_spans=spans, finish_reason="stop")  # fmt: skip
+            socket.send(encode(reply))
+        if now >= beat:
+            beat = now + HEARTBEAT_S
+            socket.send(encode(Status(version=0, running=len(due), waiting=0, kv_used=0.0, tokens_per_s=0.0,
+                                      canary_error=None)))  # fmt: skip
+        next_due = min(beat, due[0][0] if due else beat)
+        if not socket.poll(max(0, int(1000 * (next_due - time.monotonic())) + 1)):
+            continue
+        message = decoder.decode(socket.recv())
+        match message:
+            case Generate():
+                heapq.heappush(due, (time.monotonic() + delay_s, message.lease, message.request_id))
+            case Cancel():
+                cancelled.add(message.lease)
+            case HelloAgain():
+                socket.send(encode(hello))
+            case Drain() | Rejected():
+                return
+
+
+async def run_clients(url: str, slots: int, rollouts: int, turns: int, spread_s: float, name: str) -> None:
+    """`slots` rollouts at a time, each slot plays `rollouts` of them; prints latencies of all requests as JSON."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+    latencies: list[float] = []
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+
+        async def slot(index: int) -> None:
+            await asyncio.sleep(spread_s * index / slots)
+            for number in range(rollouts):
+                await play(session, url, f"{name}-{index}-{number}", turns, latencies)
+
+        await asyncio.gather(*(slot(index) for index in range(slots)))
+    print(json.dumps({"latencies_s": latencies, "cpu_s": time.process_time()}), flush=True)
+
+
+async def play(session: aiohttp.ClientSession, url: str, rollout: str, turns: int, latencies: list[float]) -> None:
+    """One rollout: each turn's prompt is the conversation so far and a tool's reply."""
+    ids = list(range(5, 205))
+    for _ in range(turns):
+        body = {"model": "policy", "token_ids": ids, "sampling_params": {"max_tokens": 256, "temperature": 1.0}}
+        started = time.monotonic()
+        headers = {"X-Session-ID": rollout, "Content-Type": "application/json"}
+        async with session.post(f"{url}/inference/v1/generate", data=msgspec.json.encode(body), headers=headers) as r:
+            reply = msgspec.json.decode(await r.read())
+            if r.status != 200:
+                raise RuntimeError(f"{r.status}: {reply}")
+        latencies.append(time.monotonic() - started)
+        ids = ids + reply["choices"][0]["token_ids"] + list(range(30, 60))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    roles = parser.add_subparsers(dest="role", required=True)
+    node = roles.add_parser("node")
+    node.add_argument("--endpoint", required=True)
+    node.add_argument("--delay-s", type=float, required=True)
+    node.add_argument("--num-tokens", type=int, required=True)
+    clients = roles.add_parser("clients")
+    clients.add_argument("--url", required=True)
+    for number in ("slots", "rollouts", "turns"):
+        clients.add_argument(f"--{number}", type=int, required=True)
+    clients.add_argument("--spread-s", type=float, required=True)
+    clients.add_argument("--name", default="c")
+    args = parser.parse_args()
+    if args.role == "node":
+        run_node(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"], args.delay_s, args.num_tokens)
+    else:
+        asyncio.run(run_clients(args.url, args.slots, args.rollouts, args.turns, args.spread_s, args.name))
+
+
+if __name__ == "__main__":
+    main()

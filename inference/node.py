@@ -1,0 +1,310 @@
+"""A node: one engine, one link to the gateway, and what keeps both honest.
+
+    receive loop   gateway messages -> requests, cancellations, weight chunks, news of weights; says Hello, reconnects
+    request task   one a lease: engine.generate -> wait until the weights are proven -> Generated | GenerateFailed
+    heartbeat      Status every heartbeat_s, also while weights load (pulling, hashing and loading run in threads)
+    weights task   the newest manifest -> receiver; versions that came and went meanwhile are skipped
+
+A lost gateway costs only what was running: the node drops it (the gateway reissues it after Hello) and tries again for
+connect_timeout_s. `run` returns after a drain and raises when there is no point in going on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+
+from composer_prime.config.inference import InferenceConfig
+from composer_prime.errors import (
+    BadRequestError,
+    ComposerError,
+    CorruptWeightsError,
+    DeadlineError,
+    EngineError,
+    RunMismatchError,
+)
+from composer_prime.wire.node import (
+    Cancel,
+    Chunk,
+    ChunkMissing,
+    Drain,
+    Generate,
+    Generated,
+    GenerateFailed,
+    Goodbye,
+    Heard,
+    Hello,
+    HelloAgain,
+    NewVersion,
+    Rejected,
+    Status,
+    ToNode,
+    Welcome,
+)
+from composer_prime.wire.types import ints, pack_floats, pack_ints
+from inference.engines.base import Engine
+from inference.link import GatewayLink, LinkSource
+from inference.receiver import Receiver
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 15.0
+_WORTH_A_RETRY = (CorruptWeightsError, DeadlineError, EngineError, OSError)
+"""Errors of weights that another pull may mend; a wrong signature or a failed canary waits for the next version."""
+
+
+class Node:
+    """Serves one gateway until it is drained, refused, or alone for too long. Use once."""
+
+    def __init__(
+        self,
+        node_id: str,
+        engine: Engine,
+        link: GatewayLink,
+        chunks: LinkSource,
+        receiver: Receiver,
+        config: InferenceConfig,
+    ) -> None:
+        self._id, self._engine, self._link, self._chunks = node_id, engine, link, chunks
+        self._receiver, self._config = receiver, config
+        self._heartbeat_s = config.heartbeat_s
+        self._welcome: Welcome | None = None
+        self._attached = False
+        self._hello_at = 0.0
+        self._requests: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._manifest = b""
+        self._news = asyncio.Event()
+        self._weight_error: str | None = None
+        self._stop_reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def stop(self, reason: str) -> None:
+        """Drain: finish what runs (at most drain_timeout_s), say Goodbye, let `run` return. A second call hurries."""
+        if not self._stop_reason.done():
+            self._stop_reason.set_result(reason)
+            return
+        for task in self._requests.values():
+            task.cancel()
+
+    async def run(self) -> None:
+        """Raises DeadlineError (no gateway), RunMismatchError (turned away) or EngineError (the engine died)."""
+        works = [asyncio.create_task(work()) for work in (self._receive, self._beat, self._follow_weights)]
+        try:
+            await asyncio.wait([*works, self._stop_reason], return_when=asyncio.FIRST_COMPLETED)
+            for work in works:
+                if work.done():
+                    work.result()
+            await self._drain(self._stop_reason.result())
+        except ComposerError as error:
+            self._link.send(Goodbye(reason=str(error)[:200]))
+            raise
+        finally:
+            for task in [*works, *self._requests.values()]:
+                task.cancel()
+            await asyncio.gather(*works, *self._requests.values(), return_exceptions=True)
+
+    async def _drain(self, reason: str) -> None:
+        running, limit = len(self._requests), self._config.drain_timeout_s
+        logger.info("draining (%s): %d requests run", reason, running)
+        if self._attached and self._requests:
+            drained = asyncio.gather(self._engine.drain(), *self._requests.values(), return_exceptions=True)
+            try:
+                await asyncio.wait_for(drained, limit)
+            except TimeoutError:
+                logger.warning("%d requests did not end within %g s (inference.drain_timeout_s): they are dropped",
+                               len(self._requests), limit)  # fmt: skip
+        self._link.send(Goodbye(reason=reason))
+
+    # -- the gateway ---------------------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        attempt, alone_since = 0, time.monotonic()
+        while True:
+            self._say_hello(reopen=True)
+            wait_s = min(2.0 * 1.5**attempt, _LONGEST_RETRY_S)
+            heard = await self._converse(wait_s)
+            if heard is not None:
+                attempt, alone_since = 0, heard
+            alone_s = time.monotonic() - alone_since
+            if alone_s > self._config.connect_timeout_s:
+                where = self._link.endpoint or "an address that it has not written to the run directory yet"
+                raise DeadlineError(
+                    f"waited {alone_s:.0f} s (inference.connect_timeout_s) for the gateway at {where}: check that the "
+                    "orchestrator runs, its address, and that this node's keys or join token are of this run"
+                )
+            attempt += 1
+            await asyncio.sleep(random.uniform(0.05, 0.3) * min(attempt, 5))
+
+    async def _converse(self, patience_s: float) -> float | None:
+        """Serve one connection until the gateway falls silent; when it last spoke, None if never.
+
+        `patience_s` bounds the wait for the first answer; afterwards lost_after_s counts.
+        """
+        opened = time.monotonic()
+        while True:
+            message = await self._link.receive(self._heartbeat_s)
+            if message is not None:
+                await self._handle(message)
+            spoke = self._link.last_heard > opened
+            silent_s = time.monotonic() - max(opened, self._link.last_heard)
+            if silent_s > (self._config.lost_after_s if spoke else patience_s):
+                if spoke:
+                    logger.warning("the gateway at %s is silent for %.1f s: connecting again", self._link.endpoint,
+                                   silent_s)  # fmt: skip
+                self._detach()
+                return self._link.last_heard if spoke else None
+
+    def _say_hello(self, *, reopen: bool = False) -> None:
+        if reopen:
+            self._link.reopen()
+        self._hello_at = time.monotonic()
+        self._link.send(
+            Hello(
+                node_id=self._id,
+                engine=self._config.engine,
+                run_id=self._welcome.run_id if self._welcome else None,
+                version=self._receiver.version,
+                max_concurrent=self._config.max_concurrent,
+            )
+        )
+
+    def _detach(self) -> None:
+        """The gateway reissues what this node holds: computing it any further is waste."""
+        self._attached = False
+        for task in self._requests.values():
+            task.cancel()
+
+    async def _handle(self, message: ToNode) -> None:
+        match message:
+            case Generate():
+                self._accept(message)
+            case Cancel(request_id=request_id, lease=lease):
+                if task := self._requests.get((request_id, lease)):
+                    task.cancel()
+            case Heard():
+                pass
+            case Chunk() | ChunkMissing():
+                self._chunks.arrived(message)
+            case NewVersion(manifest=manifest):
+                self._learn(manifest)
+            case Welcome():
+                self._attach(message)
+            case HelloAgain():
+                # Each message of ours that the gateway could not place brings one of these: answer them once.
+                if self._attached or time.monotonic() - self._hello_at > 1.0:
+                    self._detach()
+                    self._say_hello()
+            case Rejected(reason=reason):
+                raise RunMismatchError(f"the gateway at {self._link.endpoint} turned this node away: {reason}")
+            case Drain(reason=reason):
+                if not self._stop_reason.done():
+                    self._stop_reason.set_result(reason)
+
+    def _attach(self, welcome: Welcome) -> None:
+        self._detach()
+        if self._welcome is None or not self._attached:
+            logger.info("attached to run %s at %s as %s", welcome.run_id, self._link.endpoint, self._id)
+        self._welcome, self._attached = welcome, True
+        self._heartbeat_s = min(welcome.heartbeat_s, self._config.heartbeat_s)
+        self._report()
+        if welcome.manifest:
+            self._learn(welcome.manifest)
+
+    def _report(self) -> None:
+        stats = self._engine.stats()
+        self._link.send(
+            Status(
+                version=self._receiver.version,
+                running=stats.running,
+                waiting=stats.waiting,
+                kv_used=stats.kv_used,
+                tokens_per_s=stats.tokens_per_s,
+                canary_error=self._receiver.canary_error,
+                weight_error=self._weight_error,
+            )
+        )
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            if self._attached:
+                self._report()
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _accept(self, message: Generate) -> None:
+        key = (message.request_id, message.lease)
+        if key in self._requests:
+            return
+        task = asyncio.create_task(self._answer(message))
+        self._requests[key] = task
+        task.add_done_callback(lambda _: self._requests.pop(key, None))
+
+    async def _answer(self, message: Generate) -> None:
+        request_id, lease = message.request_id, message.lease
+        try:
+            rollbacks = self._receiver.rollbacks
+            done = await self._engine.generate(
+                f"{request_id}/{lease}", ints(message.prompt_ids).tolist(), message.sampling, message.session
+            )
+            await self._receiver.settled.wait()
+            if self._receiver.rollbacks != rollbacks:
+                raise EngineError("weights that failed their canary were in use while this request ran")
+        except (EngineError, ValueError) as error:
+            retryable = isinstance(error, EngineError) and not isinstance(error, BadRequestError)
+            self._link.send(
+                GenerateFailed(request_id=request_id, lease=lease, error=str(error), retryable=retryable)
+            )
+            if retryable and not self._stop_reason.done():
+                await self._check_engine(error)
+            return
+        self._link.send(
+            Generated(
+                request_id=request_id,
+                lease=lease,
+                token_ids=pack_ints(done.token_ids),
+                logprobs=pack_floats(done.logprobs),
+                version_spans=done.version_spans,
+                finish_reason=done.finish_reason,
+                prompt_cached=done.prompt_cached,
+            )
+        )
+
+    async def _check_engine(self, error: Exception) -> None:
+        """An engine that cannot even score two tokens is dead: leave, so that whoever started this node can restart it."""
+        try:
+            await self._engine.score([0, 0])
+        except EngineError as dead:
+            if not self._stop_reason.done():
+                self._stop_reason.set_exception(EngineError(f"the {self._config.engine} engine died: {dead}"))
+        else:
+            logger.warning("a request failed, the engine goes on: %s", error)
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def _learn(self, manifest: bytes) -> None:
+        """Only the newest manifest counts."""
+        self._manifest = manifest
+        self._news.set()
+
+    async def _follow_weights(self) -> None:
+        retry_s = _FIRST_RETRY_S
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            manifest, welcome = self._manifest, self._welcome
+            if welcome is None:
+                continue
+            try:
+                await self._receiver.install(manifest, welcome.verify_key, welcome.run_id)
+            except (ComposerError, OSError) as error:
+                self._weight_error = str(error)
+                logger.error("still serving weights v%d: %s", self._receiver.version, error)
+                if isinstance(error, _WORTH_A_RETRY):
+                    asyncio.get_running_loop().call_later(retry_s, self._news.set)
+                retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
+            else:
+                self._weight_error, retry_s = None, _FIRST_RETRY_S
+            if self._attached:
+                self._report()

@@ -1,0 +1,204 @@
+"""From a signed manifest to weights in use: pull, verify, swap, canary.
+
+    manifest -> signature -> chunks (resumed where they stopped) -> chunk hashes -> safetensors -> tensor hashes
+             -> engine.load_weights -> score the canary -> good: keep | bad: load the weights before it again
+
+Whatever fails, the engine goes on with the weights it had. Nothing is unpickled; no tensor is loaded before its hash
+matched. While a swap is unproven `settled` is unset: whoever hands out tokens waits for it and for `rollbacks`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from composer_prime.errors import CanaryError, CorruptWeightsError, WeightError
+from composer_prime.weights.manifest import ChunkRef, Manifest, open_signed
+from composer_prime.weights.store import verified
+from inference.chunks import ChunkSource
+from inference.engines.base import Engine
+
+logger = logging.getLogger(__name__)
+
+_CHUNKS_AT_ONCE = 4
+
+
+class Receiver:
+    """Brings one engine to the versions that one run publishes. Used by one task at a time."""
+
+    def __init__(self, engine: Engine, source: ChunkSource, model_folder: Path, canary_tolerance: float) -> None:
+        """`canary_tolerance` in nats."""
+        self._engine, self._source, self._folder, self._tolerance = engine, source, model_folder, canary_tolerance
+        self._partial: dict[str, bytearray] = {}
+        self._good: Mapping[str, torch.Tensor] | None = None
+        self.version = engine.version
+        """The newest version that passed its canary; what the node reports."""
+        self.installed: bytes | None = None
+        """The signed manifest of that version."""
+        self.canary_error: float | None = None
+        """Largest |logprob - manifest| of the last canary, in nats."""
+        self.rollbacks = 0
+        self.settled = asyncio.Event()
+        self.settled.set()
+
+    async def install(self, signed: bytes, verify_key: bytes, run_id: str) -> None:
+        """Bring the engine to the version of `signed`; a no-op when that manifest is in use already.
+
+        Raises WireError, SignatureError (a manifest that is not this run's), CorruptWeightsError (cut short or
+        altered), WeightError (another model), CanaryError (rolled back), EngineError, or what the source raises.
+        """
+        if signed == self.installed:
+            return
+        manifest = open_signed(signed, Ed25519PublicKey.from_public_bytes(verify_key), run_id=run_id)
+        if self.installed is None and manifest.version == self._engine.version and await self._same(manifest):
+            logger.info("weights v%d are those of %s: nothing to load", manifest.version, self._folder)
+            self.installed = signed
+            return
+        start = time.monotonic()
+        tensors = await self._fetch(manifest)
+        pulled = time.monotonic()
+        await self._swap(manifest, tensors)
+        self.installed, self._good, self.version = signed, tensors, manifest.version
+        logger.info(
+            "weights v%d in use: %.1f MB pulled and verified in %.2f s, swapped and proven in %.2f s, canary %.2g nats",
+            manifest.version,
+            sum(ref.size for ref in manifest.chunks) / 1e6,
+            pulled - start,
+            time.monotonic() - pulled,
+            self.canary_error or 0.0,
+        )
+
+    async def _same(self, manifest: Manifest) -> bool:
+        """Whether the weights that the engine started with give the canary's logprobs."""
+        try:
+            await self._prove(manifest)
+        except CanaryError:
+            return False
+        return True
+
+    # -- pull ----------------------------------------------------------------------------------------------------
+
+    async def _fetch(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """The manifest's tensors, on the CPU, every hash checked."""
+        wanted = {ref.sha256 for ref in manifest.chunks}
+        self._partial = {sha256: data for sha256, data in self._partial.items() if sha256 in wanted}
+        gate = asyncio.Semaphore(_CHUNKS_AT_ONCE)
+        pulls = [asyncio.ensure_future(self._pull(manifest, ref, gate)) for ref in manifest.chunks]
+        try:
+            pieces = await asyncio.gather(*pulls)
+        except BaseException:
+            for pull in pulls:
+                pull.cancel()
+            await asyncio.gather(*pulls, return_exceptions=True)
+            raise
+        try:
+            tensors = await asyncio.to_thread(_open, manifest, pieces)
+        except CorruptWeightsError:
+            self._partial.clear()  # nothing tells which byte is wrong: pull again from the start
+            raise
+        self._partial.clear()
+        return tensors
+
+    async def _pull(self, manifest: Manifest, ref: ChunkRef, gate: asyncio.Semaphore) -> bytes:
+        """One chunk. What arrived stays in `_partial` when the source fails, and the next try goes on from there."""
+        async with gate:
+            data = self._partial.setdefault(ref.sha256, bytearray())
+            while len(data) < ref.size:
+                piece = await self._source.read(ref.sha256, len(data))
+                if piece is None:
+                    raise CorruptWeightsError(
+                        f"weights v{manifest.version}: the source has no chunk {ref.sha256}; it may have been pruned "
+                        "for a newer version"
+                    )
+                if not piece or len(data) + len(piece) > ref.size:
+                    got = len(data) + len(piece)
+                    del self._partial[ref.sha256]
+                    raise CorruptWeightsError(
+                        f"weights v{manifest.version}: chunk {ref.sha256} has "
+                        f"{got} bytes{'' if not piece else ' or more'}, the manifest says {ref.size}"
+                    )
+                data += piece
+            return bytes(data)
+
+    # -- swap ----------------------------------------------------------------------------------------------------
+
+    async def _swap(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load and prove; on a failed canary go back and raise CanaryError."""
+        self.settled.clear()
+        try:
+            await self._engine.load_weights(manifest.version, tensors)
+            try:
+                await self._prove(manifest)
+            except WeightError:
+                self.rollbacks += 1
+                await self._engine.load_weights(self.version, await self._previous())
+                raise
+        finally:
+            self.settled.set()
+
+    async def _previous(self) -> Mapping[str, torch.Tensor]:
+        if self._good is None:
+            self._good = await asyncio.to_thread(_folder_tensors, self._folder)
+        return self._good
+
+    async def _prove(self, manifest: Manifest) -> None:
+        """Score the canary with the engine as it is. Raises CanaryError when it is off by more than the tolerance."""
+        canary = manifest.canary
+        if len(canary.logprobs) != len(canary.token_ids) - 1:
+            raise CanaryError(
+                f"weights v{manifest.version}: the canary has {len(canary.token_ids)} tokens and "
+                f"{len(canary.logprobs)} logprobs, expected one fewer"
+            )
+        scores = await self._engine.score(canary.token_ids)
+        differences = [abs(mine - theirs) for mine, theirs in zip(scores, canary.logprobs, strict=True)]
+        finite = all(math.isfinite(difference) for difference in differences)
+        self.canary_error = max(differences) if finite else math.inf
+        if self.canary_error > self._tolerance:
+            raise CanaryError(
+                f"weights v{manifest.version}: the canary's logprobs are off by {self.canary_error:.3g} nats, "
+                f"inference.canary_tolerance is {self._tolerance:g}: the engine does not compute what the trainer "
+                "published (bfloat16 needs a tolerance of about 0.5)"
+            )
+
+
+def _open(manifest: Manifest, pieces: list[bytes]) -> dict[str, torch.Tensor]:
+    """Chunks to tensors, all hashes checked. Raises CorruptWeightsError."""
+    data = verified(manifest, iter(pieces))
+    try:
+        tensors = safetensors.torch.load(data)
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CorruptWeightsError(f"weights v{manifest.version} are no safetensors file: {error}") from None
+    if tensors.keys() != manifest.tensors.keys():
+        odd = sorted(tensors.keys() ^ manifest.tensors.keys())
+        raise CorruptWeightsError(
+            f"weights v{manifest.version}: the file and the manifest name other tensors: {odd[:5]} ({len(odd)} in all)"
+        )
+    for name, tensor in tensors.items():
+        if tensor_sha256(tensor) != manifest.tensors[name]:
+            raise CorruptWeightsError(f"weights v{manifest.version}: tensor {name} differs from its hash")
+    return tensors
+
+
+def tensor_sha256(tensor: torch.Tensor) -> str:
+    """sha256 of a CPU tensor's raw bytes, as manifests name it."""
+    return hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+def _folder_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the model folder's safetensors files."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors.update(safetensors.torch.load_file(path))
+    if not tensors:
+        raise WeightError(f"{folder} holds no safetensors file to go back to")
+    return tensors

@@ -1,0 +1,201 @@
+"""From words on a command line to a configuration, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from composer_prime.config.load import dump, parse, read, resolve
+from composer_prime.errors import ConfigError
+
+BASE = """
+[run]
+name = "one"
+max_steps = 10
+[model]
+path = "tiny"
+max_context = 512
+[[orchestrator.source]]
+name = "first"
+taskset = { id = "some.module", num_tasks = 5 }
+[[orchestrator.source]]
+name = "second"
+taskset = { id = "some.module" }
+[orchestrator.sampling]
+max_tokens = 64
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    path = tmp_path / "base.toml"
+    path.write_text(BASE)
+    return str(path)
+
+
+def overlay(folder: Path, text: str) -> str:
+    path = folder / f"overlay-{len(list(folder.iterdir()))}.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(list(words))
+    return str(caught.value)
+
+
+def test_later_overlays_and_then_flags_win(base, tmp_path):
+    # base < overlay < command line, key by key.
+    second = overlay(tmp_path, "[run]\nmax_steps = 20\nseed = 3\n")
+    config = resolve(["@", base, "@", second, "--run.max_steps", "30"]).config
+    assert (config.run.max_steps, config.run.seed, config.run.name) == (30, 3, "one")
+
+
+def test_sign_and_file_may_be_one_word(base):
+    # `@file.toml` is `@ file.toml`.
+    assert resolve([f"@{base}"]).config.run.name == "one"
+
+
+@pytest.mark.parametrize("flag", ["--run.max_steps", "--run.max-steps"])
+def test_underscore_and_dash_are_the_same(base, flag):
+    # Both spellings of a key set it, with a space or an equals sign.
+    assert resolve(["@", base, flag, "7"]).config.run.max_steps == 7
+    assert resolve(["@", base, f"{flag}=8"]).config.run.max_steps == 8
+
+
+def test_lists_and_switches_on_the_command_line(base):
+    # Lists take several words under either spelling; --no- turns a switch off; an optional section opens by its key.
+    words = ["--orchestrator.eval.pass_k", "1", "2", "--orchestrator.eval.samples", "2", "--trainer.lora.rank", "4"]
+    config = resolve(["@", base, *words, "--no-inference.local.prefix_cache"]).config
+    assert config.orchestrator.eval.pass_k == [1, 2] and not config.inference.local.prefix_cache
+    assert config.trainer.lora is not None and config.trainer.lora.rank == 4
+
+
+def test_one_element_of_a_list_can_be_overridden(base):
+    # Other elements and other keys of the element stay.
+    words = ["--orchestrator.source.1.weight", "2.5", "--orchestrator.source.0.taskset.num_tasks=64"]
+    first, second = resolve(["@", base, *words]).config.orchestrator.source
+    assert (first.weight, second.weight) == (1.0, 2.5)
+    assert first.taskset == {"id": "some.module", "num_tasks": 64}
+
+
+def test_missing_element_is_named_with_the_count(base):
+    # Overriding element 5 of 2 says how many there are.
+    assert "has 2 element(s), counted from 0, so none at 5" in refused("@", base, "--orchestrator.source.5.weight", "2")
+
+
+def test_unknown_key_in_a_file_gets_a_suggestion_and_its_file(base, tmp_path):
+    # The did-you-mean is a dotted key; the file is named.
+    wrong = overlay(tmp_path, "[run]\nmax_stepz = 3\n")
+    text = refused("@", base, "@", wrong)
+    assert "unknown key run.max_stepz" in text and "did you mean run.max_steps?" in text and wrong in text
+
+
+def test_unknown_key_below_a_list_element_gets_a_suggestion(base, tmp_path):
+    # The element's position is part of the key.
+    wrong = overlay(tmp_path, '[[orchestrator.source]]\nname = "a"\nwieght = 2\ntaskset = {id = "x"}\n')
+    assert "orchestrator.source.0.wieght" in (text := refused("@", base, "@", wrong))
+    assert "did you mean orchestrator.source.0.weight?" in text
+
+
+def test_key_in_the_wrong_section_is_found_by_its_name(base):
+    # lr belongs to trainer.optim, wherever the user puts it.
+    assert "did you mean --trainer.optim.lr?" in refused("@", base, "--run.lr", "1")
+
+
+def test_unknown_flag_gets_a_suggestion(base):
+    # Also a section's name is corrected.
+    assert "did you mean --trainer.optim.type?" in refused("@", base, "--trainer.optim.typ", "muon")
+
+
+def test_wrong_values_name_key_value_place_and_expectation(base, tmp_path):
+    # Every wrong value is listed, not only the first.
+    wrong = overlay(tmp_path, '[trainer.optim]\nlr = "fast"\n')
+    text = refused("@", base, "@", wrong, "--run.max_steps", "-3", "--trainer.optim.type", "sgd")
+    assert "3 things are wrong" in text
+    assert f"trainer.optim.lr = 'fast' ({wrong}): expected a valid number" in text
+    assert "run.max_steps = '-3' (the command line): expected a value greater than or equal to 0" in text
+    assert "expected 'adamw' or 'muon'" in text
+
+
+def test_missing_required_key_says_how_to_set_it(tmp_path):
+    # model.path is in no layer.
+    bare = overlay(tmp_path, BASE.replace('path = "tiny"\n', ""))
+    assert "model.path is required" in refused("@", bare)
+
+
+def test_cross_field_rules_are_plain_sentences(base):
+    # No "Value error," prefix, both values, the remedy.
+    text = refused("@", base, "--trainer.micro_batch_tokens", "64")
+    assert text.startswith("trainer.micro_batch_tokens is 64") and "model.max_context = 512" in text
+    text = refused("@", base, "--orchestrator.eval.pass_k", "1", "8")
+    assert "pass_k" in text and "samples is 1" in text
+
+
+def test_missing_file_lists_its_neighbours(base):
+    # A typo in the path shows what is there.
+    assert "base.toml" in refused("@", base.replace("base.toml", "bse.toml"))
+
+
+def test_file_without_a_sign_is_explained(base):
+    # `trainer file.toml` says to put an @ before it.
+    assert f"@ {base}" in refused(base)
+
+
+def test_broken_toml_names_file_and_line(tmp_path):
+    # The parser's line number is passed on.
+    assert "line 1" in refused("@", overlay(tmp_path, "[run\n"))
+
+
+def test_nothing_given_points_to_an_example():
+    # An empty command line is a usage error with a way on.
+    assert "@ configs/a1.toml" in refused()
+
+
+def test_resume_and_dry_run_are_short_forms(base):
+    # --resume sets run.resume; --dry-run is no key.
+    command = resolve(["@", base, "--resume", "--dry-run"])
+    assert command.config.run.resume and command.dry_run
+
+
+def test_parse_prints_to_stderr_and_exits_with_2(base, capsys):
+    # No traceback reaches the user.
+    with pytest.raises(SystemExit) as caught:
+        parse(["@", base, "--run.nmae", "x"])
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "did you mean --run.name?" in captured.err
+
+
+def test_dump_and_read_give_the_same_configuration(base, tmp_path):
+    # config.json holds everything that a role needs.
+    config = resolve(["@", base, "--trainer.lora.rank", "2"]).config
+    path = tmp_path / "config.json"
+    path.write_text(dump(config))
+    assert read(path) == config
+
+
+def test_read_explains_what_is_wrong(tmp_path):
+    # A missing or foreign config.json is a message, not a traceback.
+    with pytest.raises(ConfigError, match=r"trainer @ file\.toml"):
+        read(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text('{"run": {"name": "a", "colour": 1}}')
+    with pytest.raises(ConfigError, match=r"unknown key run\.colour"):
+        read(tmp_path / "config.json")
+
+
+def test_help_comes_from_docstrings_and_is_quick():
+    # Field docstrings are the help; no heavy import on the way.
+    begun = time.perf_counter()
+    code = "import sys; from trainer.main import main; sys.argv = ['trainer', '--help']; main()"
+    done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "Optimizer steps; 0 evaluates" in done.stdout
+    assert "@ FILE reads a TOML file" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "pydantic" in imported and not imported & {"torch", "transformers", "verifiers", "vllm", "numpy"}
+    assert time.perf_counter() - begun < 20  # generous: machines under test are loaded

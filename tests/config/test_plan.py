@@ -1,0 +1,171 @@
+"""The plan: what would start, what it weighs, what is missing; no torch, no process, no conversion."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from composer_prime.config import Config
+from composer_prime.config.load import resolve
+from composer_prime.footprint import GIB, ModelShape
+from composer_prime.machine import Machine, module_file
+from composer_prime.model_source import resolve_model
+from composer_prime.placement import place
+from composer_prime.plan import build
+
+ROOT = Path(__file__).parents[2]
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+}
+LAPTOP = Machine(cores=2, memory_bytes=16 * GIB, gpus=())
+
+
+def quickstart(folder: Path, *words: str) -> Config:
+    return resolve(["@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(folder), *words]).config
+
+
+def problems(folder: Path, *words: str) -> str:
+    return "\n".join(build(quickstart(folder, *words), LAPTOP).problems)
+
+
+def test_plan_of_the_quickstart_has_no_problem(tmp_path):
+    # Roles, batch arithmetic, evaluation, memory and disk are all there.
+    plan = build(quickstart(tmp_path, "--orchestrator.groups_per_step", "4", "--orchestrator.group_size", "8"), LAPTOP)
+    text = plan.text()
+    assert plan.problems == []
+    assert "4 groups x 8 rollouts = 32 rollouts" in text
+    for part in ("orchestrator here", "inference node-0 here", "trainer here: 1 rank(s)", "max_staleness", "disk"):
+        assert part in text
+
+
+def test_dry_run_imports_nothing_heavy():
+    # The whole dry run stays clear of torch and verifiers, although it checks that environments are installed.
+    code = """import sys; sys.argv = ["trainer", "@", "configs/a1.toml", "--dry-run"]
+from trainer.main import main; status = main()
+print(status, sorted({"torch", "transformers", "verifiers"} & set(sys.modules)))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
+
+
+def test_evaluation_only_starts_no_trainer(tmp_path):
+    # run.max_steps = 0: no rank, no checkpoint.
+    config = resolve(["@", str(ROOT / "configs/a0.toml"), "--run.output_dir", str(tmp_path)]).config
+    text = build(config, LAPTOP).text()
+    assert "no trainer" in text and "evaluation only" in text and "trainer rank" not in text
+
+
+def test_missing_model_folder_is_a_problem(tmp_path):
+    # The message names the value and what may stand there.
+    assert "model.path is 'nowhere'" in problems(tmp_path, "--model.path", "nowhere")
+
+
+def test_environment_that_is_not_installed_is_a_problem(tmp_path):
+    # Found without importing anything; the module is named.
+    text = problems(tmp_path, "--orchestrator.source.0.taskset.id", "orchestrator.environments.swe_bensh")
+    assert "orchestrator.environments.swe_bensh" in text and "toolsmith" in text
+    assert "harness id 'no_such'" in problems(tmp_path, "--orchestrator.source.0.harness.id", "no_such")
+
+
+def test_context_beyond_the_model_is_a_problem(tmp_path):
+    # The tiny model has 1024 positions.
+    text = problems(tmp_path, "--model.max_context", "4000")
+    assert "model.max_context is 4000" in text and "max_position_embeddings = 1024" in text
+
+
+def test_port_in_use_is_a_problem(tmp_path):
+    # A fixed port that another process holds is found before anything starts.
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        assert f"port {port}" in problems(tmp_path, "--orchestrator.gateway_port", str(port))
+        assert f"port {port}" in problems(tmp_path, "--orchestrator.step_address", f"tcp://127.0.0.1:{port}")
+
+
+def test_malformed_address_is_a_problem(tmp_path):
+    # An address without a port says what it must look like.
+    assert "tcp://HOST:PORT" in problems(tmp_path, "--orchestrator.node_address", "10.0.0.1")
+
+
+def test_full_disk_is_a_problem(tmp_path):
+    # Checkpoints that cannot fit are refused with the keys that shrink them.
+    config = quickstart(tmp_path, "--trainer.checkpoint.keep", "100000000")
+    assert "trainer.checkpoint.keep" in "\n".join(build(config, LAPTOP).problems)
+
+
+def test_gpus_go_to_nodes_first_and_then_to_ranks(tmp_path):
+    # Disjoint while they last; one GPU is shared; fewer GPUs than ranks is a problem.
+    config = quickstart(tmp_path, "--inference.nodes", "2", "--trainer.ranks", "2")
+    assert place(config, 4).nodes == ((0,), (1,)) and place(config, 4).ranks == (2, 3)
+    assert place(config, 2).shared
+    assert place(quickstart(tmp_path), 1).shared
+    assert place(config, 0).ranks == ()
+    gpu = Machine(cores=8, memory_bytes=64 * GIB, gpus=(80 * GIB,))
+    assert any("trainer.ranks" in problem for problem in build(config, gpu).problems)
+
+
+def test_module_search_runs_no_module():
+    # Submodules are found by their path; a missing one is None.
+    before = set(sys.modules)
+    assert module_file("verifiers.v1.tasksets") is not None
+    assert module_file("orchestrator.environments.toolsmith") is not None
+    assert module_file("orchestrator.environments.nothing") is None
+    assert not {name for name in set(sys.modules) - before if name.startswith("verifiers")}
+
+
+def test_stored_parameters_are_counted_from_headers():
+    # tiny: tied embeddings once; the formula and the headers agree.
+    folder = resolve_model("tiny")
+    formula = ModelShape.of(json.loads((folder / "config.json").read_text()))
+    assert ModelShape.read(folder).parameters == formula.parameters
+
+
+def test_qwen3_8b_shapes_on_the_meta_device():
+    # The estimate's parameter count is that of the real model, built without memory.
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**QWEN3_8B))
+    assert ModelShape.of(QWEN3_8B).parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.fixture
+def eight_billion(tmp_path: Path) -> Path:
+    """A folder that describes Qwen3-8B but lacks its weights."""
+    folder = tmp_path / "Qwen3-8B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    return folder
+
+
+def test_gpu_configuration_plans_on_its_machine(tmp_path, eight_billion):
+    # configs/qwen3-8b/a1.toml fits 8 GPUs of 80 GB: nothing but the engine and the weights are missing here.
+    file = str(ROOT / "configs/qwen3-8b/a1.toml")
+    config = resolve(["@", file, "--model.path", str(eight_billion), "--run.output_dir", str(tmp_path)]).config
+    machine = Machine(cores=96, memory_bytes=1024 * GIB, gpus=(80 * GIB,) * 8, imagined=True)
+    plan = build(config, machine)
+    assert [problem for problem in plan.problems if "'vllm'" not in problem and "lacks" not in problem] == []
+    assert "GPU 4, 5, 6, 7" in plan.text() and "8.19 B parameters" in plan.text()
+    assert not [note for note in plan.notes if "may need" in note]
+
+
+def test_gpu_configuration_names_everything_missing_here(tmp_path):
+    # On a laptop the dry run still says all: the folder, the GPUs.
+    config = resolve(["@", str(ROOT / "configs/qwen3-8b/a1.toml"), "--run.output_dir", str(tmp_path)]).config
+    text = "\n".join(build(config, LAPTOP).problems)
+    assert "models/Qwen3-8B" in text and "this machine shows 0" in text

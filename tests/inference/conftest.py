@@ -1,0 +1,65 @@
+"""One tiny model, its later versions published into a weight store, and a started local engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
+from composer_prime.keys import RunKeys
+from inference.engines.local.engine import LocalEngine
+from tests.engines.models import MAX_CONTEXT, make_model
+from tests.engines.reference import Reference
+from tests.inference.publisher import Publisher
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def reference(folder):
+    return Reference(folder)
+
+
+@pytest.fixture
+def keys(tmp_path):
+    return RunKeys.create(tmp_path / "keys")
+
+
+@pytest.fixture
+def publisher(tmp_path, keys, reference):
+    return Publisher(tmp_path / "weights", keys, reference)
+
+
+@pytest.fixture
+def config():
+    return InferenceConfig(
+        device="cpu",
+        local=LocalEngineConfig(max_batch=8),
+        heartbeat_s=0.1,
+        lost_after_s=1.0,
+        connect_timeout_s=4.0,
+        chunk_timeout_s=1.0,
+        drain_timeout_s=3.0,
+        canary_tolerance=1e-3,
+    )
+
+
+@pytest.fixture
+def loop():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture
+def engine(loop, folder, config):
+    engine = LocalEngine(folder, config, MAX_CONTEXT)
+    loop.run(engine.start())
+    yield engine
+    loop.run(engine.close())

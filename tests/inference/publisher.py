@@ -1,0 +1,61 @@
+"""Publishes made-up weight versions as the trainer does: chunks, hashes, canary, signature."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import safetensors.torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from composer_prime.keys import RunKeys
+from composer_prime.weights import store
+from composer_prime.weights.manifest import Canary, ChunkRef, Manifest, sign
+from inference.receiver import tensor_sha256
+from tests.engines.reference import Reference
+
+RUN_ID = "run-1"
+CANARY = [5, 9, 17, 33, 65, 129, 257, 300]
+
+
+class Publisher:
+    def __init__(self, root: Path, keys: RunKeys, reference: Reference) -> None:
+        self.store = store.WeightStore(root)
+        self.keys, self.reference = keys, reference
+        self.verify_key = keys.verifier().public_bytes_raw()
+
+    def manifest(self, version: int) -> Manifest:
+        """Store the chunks of `version`, several of them, and describe it."""
+        tensors = self.reference.weights(version)
+        data = safetensors.torch.save(tensors)
+        chunks: list[ChunkRef] = []
+        for start in range(0, len(data), 400_000):
+            chunks += self.store.put_chunks(data[start : start + 400_000])
+        return Manifest(
+            run_id=RUN_ID,
+            version=version,
+            parent=None,
+            kind="anchor",
+            dtype="float32",
+            chunks=chunks,
+            tensors={name: tensor_sha256(tensor) for name, tensor in tensors.items()},
+            canary=Canary(token_ids=CANARY, logprobs=self.reference.score(CANARY, version).tolist()),
+        )
+
+    def publish(self, version: int, **changes) -> bytes:
+        """The signed manifest of `version`, with fields replaced by `changes`."""
+        return sign(msgspec.structs.replace(self.manifest(version), **changes), self.keys.signer())
+
+    def forge(self, version: int) -> bytes:
+        """A manifest that somebody else signed."""
+        return sign(self.manifest(version), Ed25519PrivateKey.generate())
+
+    def damage(self, manifest: Manifest, index: int, *, keep: int | None = None) -> None:
+        """Flip a byte of a stored chunk, or cut it to `keep` bytes."""
+        path = self.store.root / "chunks" / manifest.chunks[index].sha256
+        data = bytearray(path.read_bytes())
+        if keep is None:
+            data[len(data) // 2] ^= 1
+        else:
+            data = data[:keep]
+        path.write_bytes(data)

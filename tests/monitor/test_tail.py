@@ -1,0 +1,161 @@
+"""Following metrics.jsonl, what its lines add up to, and trackers that fail."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_prime.config import Config
+from composer_prime.monitor.jsonl import MetricsFile
+from composer_prime.monitor.progress import Progress, sparkline
+from composer_prime.monitor.tail import Tail, history
+from composer_prime.monitor.trackers import Feeder, numbers_of, start_trackers
+
+CONFIG = {
+    "run": {"name": "one", "max_steps": 4},
+    "model": {"path": "tiny", "max_context": 512},
+    "orchestrator": {"source": [{"name": "a", "taskset": {"id": "x"}}], "sampling": {"max_tokens": 64}},
+}
+
+
+def trained(step: int, reward: float) -> dict[str, float]:
+    return {"loss/total": 0.1, "reward/mean": reward, "tokens/trained": 100, "time/step_s": 0.5}
+
+
+def test_only_new_whole_lines_are_read(tmp_path):
+    # A torn last line waits for its end; a broken line is counted and skipped.
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    assert tail.read() == []
+    path.write_bytes(b'{"step": 1, "role": "a"}\n{"step": 2, ')
+    assert [line["step"] for line in tail.read()] == [1]
+    with path.open("ab") as file:
+        file.write(b'"role": "a"}\nnonsense\n')
+    assert [line["step"] for line in tail.read()] == [2]
+    assert tail.read() == [] and tail.broken == 1
+
+
+@given(cuts=st.lists(st.integers(1, 30), max_size=20), count=st.integers(0, 12))
+def test_any_cut_into_writes_reads_the_same_lines(tmp_path_factory, cuts, count):
+    # However the bytes arrive, each line is read exactly once and whole.
+    path = tmp_path_factory.mktemp("tail") / "metrics.jsonl"
+    data = b"".join(json.dumps({"step": step, "text": "é" * step}).encode() + b"\n" for step in range(count))
+    tail, seen = Tail(path), []
+    for cut in [*cuts, len(data)]:
+        piece, data = data[:cut], data[cut:]
+        with path.open("ab") as file:
+            file.write(piece)
+        seen += [line["step"] for line in tail.read()]
+    assert seen == list(range(count))
+
+
+def test_resume_takes_back_later_steps(tmp_path):
+    # After {"event": "resume", "step": 2} the lines of step 3 before it do not count.
+    metrics, launcher = MetricsFile(tmp_path / "m.jsonl", "trainer"), MetricsFile(tmp_path / "m.jsonl", "launcher")
+    for step in (1, 2, 3):
+        metrics.log(step, trained(step, 0.1 * step))
+    launcher.log(2, {"event": "resume"})
+    metrics.log(3, trained(3, 0.9))
+    lines = history(tmp_path / "m.jsonl")
+    assert [line["reward/mean"] for line in lines if line["step"] == 3] == [0.9]
+    progress = Progress()
+    progress.update(Tail(tmp_path / "m.jsonl").read())
+    assert progress.rewards() == pytest.approx([0.1, 0.2, 0.9])
+
+
+def test_progress_knows_who_waits_since_when(tmp_path):
+    # A role waits from its first line with waiting_for until its next line without one.
+    metrics = MetricsFile(tmp_path / "m.jsonl", "trainer")
+    tail, progress = Tail(metrics.path), Progress()
+    metrics.log(1, {"waiting_for": "batch 1: 3 of 64 rollouts"})
+    progress.update(tail.read())
+    since = progress.waiting["trainer"].since
+    time.sleep(0.01)
+    metrics.log(1, {"waiting_for": "batch 1: 40 of 64 rollouts"})
+    progress.update(tail.read())
+    assert progress.waiting["trainer"].since == since and "40 of 64" in progress.waiting["trainer"].what
+    metrics.log(1, trained(1, 0.5))
+    progress.update(tail.read())
+    assert progress.waiting == {} and progress.last is not None and progress.last.tokens_per_s == 200
+
+
+def test_missing_figures_are_none_and_text_is_no_number(tmp_path):
+    # NaN arrives as text; it must not reach a tracker as a number, nor a missing figure as 0.
+    metrics = MetricsFile(tmp_path / "m.jsonl", "trainer")
+    metrics.log(1, {"loss/total": float("nan"), "reward/mean": None, "memory/peak_bytes": 5})
+    (line,) = Tail(metrics.path).read()
+    assert numbers_of(line) == {"memory/peak_bytes": 5.0}
+    progress = Progress()
+    (step,) = progress.update([line])
+    assert step.reward is None and step.loss is None
+
+
+def test_other_roles_numbers_stand_below_their_role():
+    # Two roles may use one metric name.
+    assert numbers_of({"step": 1, "time": 2.0, "role": "orchestrator", "lag": 1}) == {"orchestrator/lag": 1.0}
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=200), st.integers(1, 60))
+def test_sparkline_has_one_block_a_value_up_to_its_width(values, width):
+    # Never longer than asked, never an index error, whatever the values.
+    assert len(sparkline(values, width)) == min(len(values), width)
+
+
+class Broken:
+    """A tracker whose third line fails."""
+
+    def __init__(self) -> None:
+        self.lines = 0
+
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        self.lines += 1
+        if self.lines == 3:
+            raise OSError("the server went away")
+
+    def close(self) -> None:
+        raise AssertionError("a failed tracker is not closed")
+
+
+def test_failing_tracker_is_switched_off_with_one_warning():
+    # The caller never sees the exception; later lines are dropped.
+    warnings: list[str] = []
+    feeder = Feeder("broken", Broken, warnings.append)
+    for step in range(10):
+        feeder.put(step, {"a": 1.0})
+        time.sleep(0.01)
+    feeder.close(5)
+    assert feeder.failed and len(warnings) == 1 and "the server went away" in warnings[0]
+
+
+class Hanging(Broken):
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        time.sleep(60)
+
+
+def test_hanging_tracker_does_not_hold_the_end_up():
+    # close() comes back after its deadline and says so.
+    warnings: list[str] = []
+    feeder = Feeder("hanging", Hanging, warnings.append)
+    feeder.put(1, {"a": 1.0})
+    begun = time.monotonic()
+    feeder.close(0.3)
+    assert time.monotonic() - begun < 3 and "did not finish" in warnings[0]
+
+
+@pytest.mark.parametrize("name", ["trackio", "wandb", "tensorboard"])
+def test_tracker_writes_or_names_its_extra(name, tmp_path, monkeypatch):
+    # Installed: lines arrive on disk, offline. Not installed: one warning that names the extra.
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    config = Config.model_validate({**CONFIG, "monitor": {"trackers": [name]}})
+    warnings: list[str] = []
+    (feeder,) = start_trackers(config, tmp_path, warnings.append)
+    for step in range(3):
+        feeder.put(step, {"reward/mean": step / 3})
+    feeder.close(60)
+    written = [path for path in Path(tmp_path).rglob("*") if path.is_file()]
+    assert (written and not warnings) or (feeder.failed and f"uv sync --extra {name}" in warnings[0])

@@ -1,0 +1,87 @@
+"""A whole orchestrator on loopback around a test, with a node; coroutine tests run in an event loop of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from orch_peers import MODEL, RUN_ID, PeerNode, ScriptedPool
+
+from composer_prime.config import Config
+from composer_prime.keys import RunKeys
+from composer_prime.run_dir import RunDir
+from orchestrator.pipeline import Pipeline
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """An orchestrator under way."""
+
+    pipeline: Pipeline
+    task: asyncio.Task[None]
+    run_dir: RunDir
+    node: PeerNode | None
+
+    @property
+    def step_endpoint(self) -> str:
+        return json.loads(self.run_dir.endpoints.read_text())["step"]
+
+    def lines(self, role: str = "orchestrator") -> list[dict]:
+        found = [json.loads(line) for line in self.run_dir.metrics.read_text().splitlines()]
+        return [line for line in found if line["role"] == role]
+
+    def rollouts(self, step: int) -> list[dict]:
+        return [json.loads(line) for line in self.run_dir.rollouts(step).read_text().splitlines()]
+
+
+OpenRun = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    found = RunDir(tmp_path / "orch-test")
+    RunKeys.create(found.keys)
+    return found
+
+
+@pytest.fixture
+def open_run(run_dir: RunDir) -> OpenRun:
+    @asynccontextmanager
+    async def opened(
+        config: Config, pool: ScriptedPool | None = None, *, node: bool = True, **node_options: float
+    ) -> AsyncIterator[Running]:
+        run_dir.endpoints.unlink(missing_ok=True)
+        pool = pool or ScriptedPool()
+        pipeline = Pipeline(config, run_dir, RUN_ID, MODEL, make_pool=lambda source, spec: pool)
+        task = asyncio.create_task(pipeline.run())
+        async with asyncio.timeout(10):
+            while not run_dir.endpoints.exists():
+                assert not task.done(), task.exception()
+                await asyncio.sleep(0.01)
+        peer = PeerNode(pipeline.gateway.node_endpoint, RunKeys(run_dir.keys), **node_options) if node else None
+        try:
+            if peer is None:
+                yield Running(pipeline=pipeline, task=task, run_dir=run_dir, node=None)
+            else:
+                async with peer:
+                    yield Running(pipeline=pipeline, task=task, run_dir=run_dir, node=peer)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    return opened

@@ -1,0 +1,304 @@
+"""The orchestrator's neighbours for tests: a node and a trainer on real sockets, and workers that play scripted rollouts.
+
+The node is a DEALER of wire/node.py that makes tokens up from the prompt; the trainer is a DEALER of wire/step.py that
+checks every micro-batch; the pool calls the real gateway over HTTP, turn by turn, as an environment worker does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from composer_prime import ledger
+from composer_prime.config import Config
+from composer_prime.keys import ClientKeys, RunKeys
+from composer_prime.run_dir import RunDir
+from composer_prime.weights.manifest import Canary, Manifest, open_signed, sign
+from composer_prime.weights.store import WeightStore
+from composer_prime.wire import seal
+from composer_prime.wire.node import Cancel, Generate, Generated, Hello, HelloAgain, NewVersion, Status, ToNode, Welcome
+from composer_prime.wire.sockets import dealer
+from composer_prime.wire.step import (
+    CheckpointRequest,
+    CheckpointSaved,
+    NotReady,
+    Refused,
+    RunFinished,
+    StepDone,
+    StepReply,
+    StepRequest,
+    ToTrainer,
+)
+from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
+from orchestrator.workers.protocol import EVAL, RolloutFailure, RolloutReply, RunRollout, TurnRecord
+
+MODEL = Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy"
+RUN_ID = "orch-test"
+
+
+def make_config(root: Path, *, max_steps: int = 4, resume: bool = False, **orchestrator: Any) -> Config:
+    source = {"name": "s", "taskset": {"id": "x"}, "eval_taskset": {"split": "held-out"}, "timeout_s": 20.0}
+    values = {
+        "source": [source],
+        "groups_per_step": 2,
+        "group_size": 4,
+        "max_concurrent": 32,
+        "sampling": {"max_tokens": 32},
+        "no_node_timeout_s": 20.0,
+        "batch_timeout_s": 20.0,
+    }
+    return Config.model_validate(
+        {
+            "run": {"name": "orch-test", "output_dir": str(root), "max_steps": max_steps, "resume": resume, "seed": 7},
+            "model": {"path": str(MODEL), "max_context": 512},
+            "inference": {"heartbeat_s": 0.1, "lost_after_s": 1.0},
+            "orchestrator": values | orchestrator,
+        }
+    )
+
+
+def draw(*parts: object) -> float:
+    """A number in [0, 1) that is a function of `parts`."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
+
+
+class PeerNode:
+    """`async with PeerNode(endpoint, keys)`: answers until it is left; swaps `swap_s` after a new version is announced."""
+
+    def __init__(
+        self, endpoint: str, keys: RunKeys, name: str = "node-0", *, delay_s: float = 0.0, swap_s: float = 0.0
+    ) -> None:
+        self._endpoint, self._keys, self._name = endpoint, keys, name
+        self.delay_s, self.swap_s, self.version = delay_s, swap_s, 0
+        self.running: set[str] = set()
+        self.cancelled = 0
+        self.versions_served: list[int] = []
+        self._context = zmq.asyncio.Context()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> PeerNode:
+        self._socket = dealer(self._context, self._endpoint, self._keys.client("node"))
+        self._send(self._hello())
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat())]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    def _hello(self) -> Hello:
+        return Hello(node_id=self._name, engine="peer", run_id=None, version=self.version, max_concurrent=64)
+
+    def _send(self, message: msgspec.Struct) -> None:
+        if not self._socket.closed:
+            self._socket.send(msgspec.msgpack.encode(message))
+
+    def _status(self) -> None:
+        self._send(
+            Status(
+                version=self.version, running=len(self.running), waiting=0, kv_used=0.0, tokens_per_s=0.0,
+                canary_error=None,
+            )
+        )  # fmt: skip
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            self._status()
+
+    async def _receive(self) -> None:
+        decoder, loop = msgspec.msgpack.Decoder(ToNode), asyncio.get_running_loop()
+        while True:
+            match decoder.decode(await self._socket.recv()):
+                case Generate() as request:
+                    self.running.add(request.request_id)
+                    loop.call_later(self.delay_s, self._answer, request)
+                case Cancel() as cancel:
+                    self.cancelled += cancel.request_id in self.running
+                    self.running.discard(cancel.request_id)
+                case Welcome(manifest=manifest) if manifest:
+                    loop.call_later(self.swap_s, self._swap, manifest)
+                case NewVersion(manifest=manifest):
+                    loop.call_later(self.swap_s, self._swap, manifest)
+                case HelloAgain():
+                    self._send(self._hello())
+
+    def _swap(self, manifest: bytes) -> None:
+        self.version = open_signed(manifest, self._keys.verifier(), run_id=RUN_ID).version
+        self._status()
+
+    def _answer(self, request: Generate) -> None:
+        if request.request_id not in self.running:
+            return
+        self.running.discard(request.request_id)
+        self.versions_served.append(self.version)
+        random = np.random.default_rng(int(draw(request.prompt_ids, request.sampling.seed) * 2**40))
+        count = int(random.integers(2, 9))
+        self._send(
+            Generated(
+                request_id=request.request_id,
+                lease=request.lease,
+                token_ids=pack_ints(random.integers(3, 200, count)),
+                logprobs=pack_floats(-random.random(count) - 0.01),
+                version_spans=[VersionSpan(0, count, self.version)],
+                finish_reason="stop",
+            )
+        )
+
+
+Reward = Callable[[RunRollout], float | RolloutFailure]
+
+
+class ScriptedPool:
+    """A source whose rollouts are `turns` requests to the gateway; `reward(request)` decides how they end."""
+
+    restarts = 0
+    pids: tuple[int, ...] = (1,)
+
+    def __init__(self, reward: Reward | None = None, *, turns: int = 2, tasks: int = 16) -> None:
+        self._reward = reward or (lambda request: float(draw(request.task_index, request.seed) < 0.5))
+        self._turns, self._tasks = turns, tasks
+        self.requests: list[RunRollout] = []
+        self.pause_s: Callable[[RunRollout], float] = lambda request: 0.0
+
+    async def start(self) -> None:
+        self._session = aiohttp.ClientSession()
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    def num_tasks(self, taskset: str = "train") -> int | None:
+        return 5 if taskset == EVAL else self._tasks
+
+    async def run(self, request: RunRollout) -> RolloutReply:
+        self.requests.append(request)
+        await asyncio.sleep(self.pause_s(request))
+        prompt, turns = [1, 10 + request.task_index], []
+        for turn in range(self._turns):
+            sampled = await self._generate(request, prompt)
+            prompt = [*prompt, *sampled, 2, 50 + turn]
+            turns.append(TurnRecord(role="assistant", text=f"turn {turn}", num_tokens=len(sampled), call=turn))
+            turns.append(TurnRecord(role="tool", text="ok", num_tokens=2, error="bad" if turn == 0 else None))
+        reward = self._reward(request)
+        failure = reward if isinstance(reward, RolloutFailure) else None
+        return RolloutReply(
+            rollout_id=request.rollout_id,
+            task_id=f"{request.taskset}-{request.task_index}",
+            reward=None if failure else reward,
+            parts={} if failure else {"correct": reward},
+            turns=turns,
+            error=failure,
+        )
+
+    async def _generate(self, request: RunRollout, prompt: list[int]) -> list[int]:
+        body = {
+            "model": request.model,
+            "token_ids": prompt,
+            "sampling_params": {"max_tokens": 16, "seed": request.seed, "temperature": request.temperature},
+        }
+        url = request.gateway_url.removesuffix("/v1") + "/inference/v1/generate"
+        headers = {"X-Session-ID": request.rollout_id}
+        async with self._session.post(url, json=body, headers=headers) as reply:
+            answer = await reply.json()
+            assert reply.status == 200, answer
+            return answer["choices"][0]["token_ids"]
+
+
+class PeerTrainer:
+    """One trainer rank per `world_size`, stepping together; checks all it gets and keeps the run's ledger."""
+
+    def __init__(self, run_dir: RunDir, endpoint: str, *, world_size: int = 1, max_staleness: int = 1) -> None:
+        self.run_dir, self.world_size, self.max_staleness = run_dir, world_size, max_staleness
+        self.keys = RunKeys(run_dir.keys)
+        self.store = WeightStore(run_dir.weights)
+        self._context = zmq.asyncio.Context()
+        client: ClientKeys = self.keys.client("trainer")
+        self.sockets = [dealer(self._context, endpoint, client) for _ in range(world_size)]
+        self.waits: list[str] = []
+        """What NotReady said."""
+        self.steps: dict[int, list[StepReply]] = {}
+
+    async def __aenter__(self) -> PeerTrainer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._context.destroy(linger=200)
+
+    async def send(self, message: msgspec.Struct, rank: int = 0) -> None:
+        await self.sockets[rank].send(msgspec.msgpack.encode(message))
+
+    async def receive(self, rank: int = 0, timeout_s: float = 10.0) -> Any:
+        async with asyncio.timeout(timeout_s):
+            return msgspec.msgpack.decode(await self.sockets[rank].recv(), type=ToTrainer)
+
+    def publish(self, version: int) -> None:
+        canary = Canary(token_ids=[1, 2], logprobs=[-1.0])
+        manifest = Manifest(run_id=RUN_ID, version=version, parent=None, kind="anchor", dtype="float32", chunks=[],
+                            tensors={}, canary=canary)  # fmt: skip
+        self.store.put_manifest(version, sign(manifest, self.keys.signer()))
+
+    async def attach(self, step: int) -> None:
+        self.publish(step)
+        await self.send(StepDone(run_id=RUN_ID, step=step, version=step, sample_ids=[]))
+
+    async def ask(self, step: int, rank: int, max_tokens: int = 512) -> StepReply | RunFinished | Refused:
+        """Asks until the answer is not NotReady."""
+        while True:
+            await self.send(
+                StepRequest(run_id=RUN_ID, step=step, rank=rank, world_size=self.world_size, max_tokens=max_tokens), rank
+            )
+            answer = await self.receive(rank)
+            if not isinstance(answer, NotReady):
+                return answer
+            self.waits.append(answer.waiting_for)
+
+    async def train(self, step: int, *, work_s: float = 0.0) -> list[StepReply]:
+        """One optimizer step: fetch on all ranks, check, publish, say so."""
+        replies = await asyncio.gather(*(self.ask(step, rank) for rank in range(self.world_size)))
+        for rank, reply in enumerate(replies):
+            assert isinstance(reply, StepReply), reply
+            for batch in reply.micro_batches:
+                oldest = max(0, step - 1 - self.max_staleness)
+                seal.verify(batch, run_id=RUN_ID, step=step, rank=rank, oldest_version=oldest)
+        await asyncio.sleep(work_s)
+        self.steps[step] = replies
+        ids = sorted(sample_ids(replies))
+        self.publish(step)
+        ledger.append_step(self.run_dir.ledger, step, ids)
+        await self.send(StepDone(run_id=RUN_ID, step=step, version=step, sample_ids=ids))
+        return replies
+
+    async def checkpoint(self, step: int) -> CheckpointSaved:
+        await self.send(CheckpointRequest(run_id=RUN_ID, step=step))
+        saved = await self.receive()
+        assert isinstance(saved, CheckpointSaved), saved
+        if saved.error is None:
+            (self.run_dir.checkpoint(step) / "COMPLETE").touch()
+        return saved
+
+
+def sample_ids(replies: list[StepReply]) -> list[str]:
+    return [sample_id for reply in replies for batch in reply.micro_batches for sample_id in batch.sample_ids]
+
+
+def tokens_by_sample(replies: list[StepReply]) -> dict[str, list[int]]:
+    found = {}
+    for reply in replies:
+        for batch in reply.micro_batches:
+            start = 0
+            for sample_id, length in zip(batch.sample_ids, batch.lengths, strict=False):
+                found[sample_id] = ints(batch.input_ids)[start : start + length].tolist()
+                start += length
+    return found

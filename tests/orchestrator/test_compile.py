@@ -1,0 +1,176 @@
+"""Generation records -> samples: exact-prefix merge, branches, and every sampled token trained exactly once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_prime.errors import RolloutError
+from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, floats, ints
+from orchestrator.compile import compile_rollout, with_advantage
+from orchestrator.groups import GroupPlan
+from orchestrator.workers.protocol import RolloutReply, SessionRecord, TurnRecord
+
+PLAN = GroupPlan(group=3, source="s", task_index=1, seed=5, size=4)
+
+
+@dataclass(frozen=True)
+class Record:
+    prompt_ids: np.ndarray
+    completion_ids: np.ndarray
+    logprobs: np.ndarray
+    version_spans: tuple[VersionSpan, ...]
+    session: str = "r"
+    names: tuple[int, ...] = field(default=())
+    """The test's own identity of every sampled token."""
+
+
+def record(prompt: list[int], completion: list[int], *versions: int, session: str = "r") -> Record:
+    count = len(completion)
+    cuts = np.linspace(0, count, len(versions or (0,)) + 1).astype(int)
+    spans = tuple(
+        VersionSpan(int(a), int(b), version) for a, b, version in zip(cuts, cuts[1:], versions or (0,), strict=False)
+    )
+    logprobs = np.array([-0.001 * token for token in completion], np.float32)
+    return Record(np.array(prompt, np.int32), np.array(completion, np.int32), logprobs, spans, session)
+
+
+def compiled(records: list[Record], **reply) -> list[Sample]:
+    return compile_rollout(PLAN, RolloutReply(rollout_id="r", task_id="t", reward=1.0, **reply), records, 0.7)
+
+
+def test_turns_that_extend_one_another_become_one_sample():
+    """Turn 2's prompt is turn 1 and the tool's answer: one sample, the answer masked, spans and turns placed."""
+    [sample] = compiled([record([1, 2], [3, 4], 7), record([1, 2, 3, 4, 9, 9], [5, 6], 7, 8)])
+    assert ints(sample.input_ids).tolist() == [1, 2, 3, 4, 9, 9, 5, 6]
+    assert flags(sample.loss_mask).tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert floats(sample.logprobs) == pytest.approx([0, 0, -0.003, -0.004, 0, 0, -0.005, -0.006])
+    assert sample.version_spans == [VersionSpan(2, 4, 7), VersionSpan(6, 7, 7), VersionSpan(7, 8, 8)]
+    assert sample.turns == [TurnSpan(2, 4, 0), TurnSpan(6, 8, 1)]
+    assert (sample.sample_id, sample.group_id, sample.temperature) == ("r/0", "g000003", 0.7)
+    assert (sample.version_min, sample.version_max) == (7, 8)
+
+
+def test_a_broken_prefix_starts_a_branch():
+    """A history that was rewritten (here the first reply was shortened) can't be one sequence with what was sampled."""
+    first, second = compiled([record([1, 2], [3, 4]), record([1, 2, 3, 9], [5])])
+    assert ints(first.input_ids).tolist() == [1, 2, 3, 4]
+    assert ints(second.input_ids).tolist() == [1, 2, 3, 9, 5]
+    assert flags(second.loss_mask).tolist() == [0, 0, 0, 0, 1]
+    assert second.turns == [TurnSpan(4, 5, 1)]
+
+
+def test_branches_train_a_shared_turn_once():
+    """Two continuations of one turn: the shared turn is trained in the first sample and masked in the second."""
+    root, one, other = record([1], [2, 3]), record([1, 2, 3, 8], [4]), record([1, 2, 3, 9], [5])
+    first, second = compiled([root, one, other])
+    assert flags(first.loss_mask).tolist() == [0, 1, 1, 0, 1]
+    assert flags(second.loss_mask).tolist() == [0, 0, 0, 0, 1]
+    assert second.version_spans == [VersionSpan(4, 5, 0)]
+
+
+def test_a_turn_without_tokens_leaves_no_masked_tail_and_no_empty_sample():
+    """What follows the last sampled token carries no loss; a branch without a sampled token is no sample."""
+    [sample] = compiled([record([1, 2], [3]), record([1, 2, 3, 4, 4], [])])
+    assert ints(sample.input_ids).tolist() == [1, 2, 3]
+    assert compiled([record([1], [])]) == []
+
+
+def test_a_truncated_rollout_keeps_its_samples():
+    """Context overflow ends a rollout; what was sampled before is still trained."""
+    [sample] = compiled([record([1, 2], [3, 4, 5])], truncated=True, stop_reason="max_total_tokens")
+    assert sample.num_trained == 3
+
+
+def test_only_trainable_sessions_become_samples():
+    """A simulated user's tokens are not the policy's to learn, although it sampled them."""
+    sessions = [
+        SessionRecord(session_id="r", agent="policy", trainable=True, reward=1.0),
+        SessionRecord(session_id="r#1", agent="user", trainable=False, reward=None),
+    ]
+    samples = compiled([record([1], [2]), record([5], [6], session="r#1")], sessions=sessions)
+    assert [ints(sample.input_ids).tolist() for sample in samples] == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        (TurnRecord(role="assistant", text="", call=1, num_tokens=2), "recorded 1"),
+        (TurnRecord(role="assistant", text="", call=0, num_tokens=3), "3 tokens at the worker, 2 at the gateway"),
+    ],
+)
+def test_a_worker_that_saw_other_turns_is_contradicted(turn, said):
+    """Turns that the gateway did not record, or with another length, mean incomplete tokens: no training on them."""
+    sessions = [SessionRecord(session_id="r", agent="policy", trainable=True, reward=1.0)]
+    with pytest.raises(RolloutError, match=said):
+        compiled([record([1], [2, 3])], turns=[turn], sessions=sessions)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"logprobs": np.zeros(1, np.float32)}, "came with 1 log-prob"),
+        ({"logprobs": np.array([0.0, np.nan], np.float32)}, "not finite"),
+        ({"version_spans": (VersionSpan(0, 1, 0),)}, "do not cover"),
+        ({"version_spans": (VersionSpan(0, 1, 0), VersionSpan(0, 2, 1))}, "do not cover"),
+        ({"version_spans": (VersionSpan(0, 2, 0), VersionSpan(2, 5, 1))}, "do not cover"),
+        ({"prompt_ids": np.empty(0, np.int32)}, "without a prompt"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(change, said):
+    """Misaligned logprobs or spans would shift every later token's loss."""
+    with pytest.raises(RolloutError, match=said):
+        compiled([replace(record([1], [2, 3]), **change)])
+
+
+@st.composite
+def conversations(draw) -> list[Record]:
+    """Records of a random tree of conversations: turns extend any earlier sequence, exactly or after a break."""
+    tokens = st.lists(st.integers(3, 6), max_size=4)
+    sequences, records, name = [[1]], [], 0
+    for _ in range(draw(st.integers(1, 8))):
+        history = draw(st.sampled_from(sequences))
+        kept = history if draw(st.booleans()) else history[: draw(st.integers(1, len(history)))]
+        prompt = [*kept, *draw(tokens)]
+        completion = draw(tokens)
+        made = record(prompt, completion, *draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)))
+        records.append(replace(made, names=tuple(range(name, name + len(completion)))))
+        name += len(completion)
+        sequences.append([*prompt, *completion])
+    return records
+
+
+@settings(max_examples=300, deadline=None)
+@given(conversations())
+def test_every_sampled_token_is_trained_exactly_once_with_its_own_context(records):
+    """Whatever branches there are: the trained (context, token, logprob, version) tuples are exactly the sampled ones."""
+    sampled = []
+    for rec in records:
+        for at, (token, logprob) in enumerate(zip(rec.completion_ids, rec.logprobs, strict=True)):
+            version = next(span.version for span in rec.version_spans if span.start <= at < span.end)
+            context = (*rec.prompt_ids.tolist(), *rec.completion_ids[:at].tolist())
+            sampled.append((context, int(token), round(float(logprob), 5), version))
+    trained = []
+    samples = compiled(records)
+    for sample in samples:
+        ids, mask = ints(sample.input_ids).tolist(), flags(sample.loss_mask)
+        versions = {at: span.version for span in sample.version_spans for at in range(span.start, span.end)}
+        assert set(versions) == set(np.flatnonzero(mask).tolist())
+        assert {at for turn in sample.turns for at in range(turn.start, turn.end)} == set(versions)
+        assert mask[-1] == 1
+        logprobs = floats(sample.logprobs)
+        assert not logprobs[mask == 0].any()
+        trained += [(tuple(ids[:at]), ids[at], round(float(logprobs[at]), 5), versions[at]) for at in versions]
+    assert sorted(trained) == sorted(sampled)
+    turns = sorted(turn.turn for sample in samples for turn in sample.turns)
+    assert turns == [number for number, rec in enumerate(records) if len(rec.completion_ids)]
+
+
+def test_the_advantage_stands_on_trained_tokens_only():
+    """Masked tokens carry advantage 0, so a loss that forgot its mask would still not train them."""
+    [sample] = compiled([record([1, 2], [3]), record([1, 2, 3, 4], [5])])
+    assert floats(with_advantage(sample, -0.5).advantages).tolist() == [0, 0, -0.5, 0, -0.5]

@@ -1,0 +1,70 @@
+"""The whole orchestrator between a real node link and a real trainer link."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+from orch_peers import PeerTrainer, ScriptedPool, make_config, sample_ids
+
+from composer_prime import ledger
+from composer_prime.errors import DeadlineError
+from composer_prime.wire.step import RunFinished
+
+
+async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir, tmp_path):
+    """All steps, evaluations, logs and the checkpoint; every sample trained once; the orchestrator ends by itself."""
+    config = make_config(tmp_path, max_steps=4, eval={"every_steps": 2, "tasks": 4, "samples": 2, "pass_k": [1, 2]})
+    async with open_run(config) as run, PeerTrainer(run_dir, run.step_endpoint, world_size=2) as trainer:
+        await trainer.attach(0)
+        for step in range(1, 5):
+            await trainer.train(step, work_s=0.05)
+        saved = await trainer.checkpoint(4)
+        assert saved.error is None
+        assert isinstance(await trainer.ask(5, 0), RunFinished)
+        async with asyncio.timeout(10):
+            await run.task
+        assert ledger.check(run_dir.ledger) == []
+        assert sorted(ledger.effective(run_dir.ledger)) == [1, 2, 3, 4]
+        for step in range(1, 5):
+            trained = {line["rollout_id"] for line in run.rollouts(step) if line["status"] == "trained"}
+            assert trained == {sample_id.split("/")[0] for sample_id in sample_ids(trainer.steps[step])}
+            assert {"reward/mean", "policy/staleness_max", "reward/part/correct"} <= trainer.steps[step][0].metrics.keys()
+        evaluations = {line["step"]: line for line in run.lines() if "eval/s/pass@1" in line}
+        assert sorted(evaluations) == [0, 2, 4]
+        assert evaluations[4]["eval/s/version_min"] == 4
+        assert evaluations[0]["eval/s/rollouts"] == 8
+
+
+async def test_evaluation_only(open_run, tmp_path):
+    """run.max_steps = 0 evaluates version 0 without any trainer and ends."""
+    config = make_config(tmp_path, max_steps=0, eval={"every_steps": 1, "tasks": 3})
+    async with open_run(config) as run:
+        async with asyncio.timeout(10):
+            await run.task
+        [line] = [line for line in run.lines() if "eval/s/reward_mean" in line]
+        assert line["step"] == 0
+        assert line["eval/s/version_max"] == 0
+
+
+async def test_not_ready_says_what_the_batch_waits_for(open_run, run_dir, tmp_path):
+    """A rank that asks too early hears how many groups there are, what runs, and since when."""
+    pool = ScriptedPool()
+    pool.pause_s = lambda request: 3.0
+    async with open_run(make_config(tmp_path), pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        await trainer.ask(1, 0)
+        assert re.fullmatch(
+            r"batch 1: 0 of 2 groups; 16 rollouts of 4 groups running, oldest [12] s; served by 1 node", trainer.waits[0]
+        )
+
+
+async def test_a_batch_that_never_fills_ends_the_run_with_its_reason(open_run, tmp_path):
+    """Without a node the run fails at its deadline, and says that there is no node."""
+    config = make_config(tmp_path, batch_timeout_s=1.0)
+    async with open_run(config, node=False) as run:
+        async with asyncio.timeout(15):
+            result = (await asyncio.gather(run.task, return_exceptions=True))[0]
+        assert isinstance(result, DeadlineError)
+        assert "batch 1: 0 of 2 groups" in str(result)
+        assert "none has connected" in str(result)

@@ -1,0 +1,130 @@
+"""Resume = checkpoint state + journal: nothing finished is lost, nothing formed changes, nothing is trained twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from orch_groups import ended, plan, ready
+
+from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig
+from composer_prime.errors import CheckpointError
+from composer_prime.run_dir import RunDir
+from orchestrator import checkpoint
+from orchestrator.checkpoint import State
+from orchestrator.groups import Outcome
+from orchestrator.journal import Dropped, Entry, Finished, Formed, Started
+from orchestrator.resume import resume
+from orchestrator.sources import Sources
+
+
+def sources(**curriculum: Any) -> Sources:
+    config = OrchestratorConfig(
+        source=[{"name": "s", "taskset": {"id": "x"}}], group_size=2, curriculum=CurriculumConfig(**curriculum)
+    )
+    return Sources(config, seed=3, num_tasks={"s": 10})
+
+
+def state(**changes: Any) -> State:
+    base = {
+        "run_id": "run", "step": 1, "seed": 3, "journal_seq": 10, "next_group": 6, "in_flight": [plan(4), plan(5)],
+        "ready": [2], "dropped": [3], "batches": {2: [0, 1]}, "curricula": sources().state(), "counters": {"ready": 3},
+    }  # fmt: skip
+    return State(**(base | changes))
+
+
+def before() -> list[Entry]:
+    """What the journal holds up to the checkpoint."""
+    made = [Started(seq=at + 1, plan=plan(at)) for at in range(6)]
+    return [
+        *made,
+        Finished(seq=7, group=ready(0)),
+        Finished(seq=8, group=ready(1)),
+        Finished(seq=9, group=ready(2)),
+        Dropped(seq=10, group=ended(3, Outcome.FILTERED, 1.0, 1.0)),
+    ]
+
+
+FORMED_2 = Formed(seq=10, step=2, groups=[0, 1], dropped=[], metrics={"reward/mean": 0.5})
+
+
+def test_state_alone_is_taken_up_when_nothing_happened_since():
+    """The buffer, the batch formed ahead, the groups in flight and those dropped are what they were."""
+    found = resume(state(), [*before(), FORMED_2], sources())
+    assert list(found.in_flight.values()) == [plan(4), plan(5)]
+    assert found.ready == {2: ready(2)}
+    assert found.batches[2].groups == [ready(0), ready(1)]
+    assert found.batches[2].metrics == {"reward/mean": 0.5}
+    assert [group.plan.group for group in found.dropped] == [3]
+    assert found.next_group == 6
+
+
+def test_what_happened_after_the_checkpoint_counts():
+    """Groups that finished since are ready, batches formed since are served as they were, the rest flies again."""
+    after = [
+        Finished(seq=11, group=ready(4)),
+        Started(seq=12, plan=plan(6)),
+        Started(seq=13, plan=plan(7)),
+        Formed(seq=14, step=3, groups=[2, 4], dropped=[3], metrics={}),
+        Finished(seq=15, group=ready(7)),
+        Dropped(seq=16, group=ended(6, Outcome.FAILED, None)),
+    ]
+    found = resume(state(), [*before(), FORMED_2, *after], sources())
+    assert sorted(found.batches) == [2, 3]
+    assert found.batches[3].group_numbers == [2, 4]
+    assert sorted(found.ready) == [7]
+    assert sorted(found.in_flight) == [5]
+    assert [group.plan.group for group in found.dropped] == [6]
+    assert found.next_group == 8
+
+
+def test_a_ready_group_that_went_stale_stays_gone():
+    """A group that was swept out of the buffer after the checkpoint doesn't come back."""
+    stale = ready(2).without_samples(Outcome.STALE)
+    found = resume(state(), [*before(), FORMED_2, Dropped(seq=11, group=stale)], sources())
+    assert found.ready == {}
+    assert [group.plan.group for group in found.dropped] == [3, 2]
+
+
+@pytest.mark.parametrize("name", ["Shuffled", "Frontier"])
+def test_the_curriculum_goes_on_as_if_nothing_had_happened(name):
+    """Replaying the calls since the checkpoint gives the tasks that an uninterrupted run would have drawn."""
+    path = {"import_path": f"orchestrator.curriculum:{name}"}
+    live = sources(**path)
+    entries: list[Entry] = []
+    for number in range(6):
+        entries.append(Started(seq=len(entries) + 1, plan=live.plan(number)))
+    saved = state(journal_seq=6, curricula=live.state(), ready=[], dropped=[], batches={},
+                  in_flight=[entry.plan for entry in entries])  # fmt: skip
+    for number in range(6):
+        group = ready(number, rewards=(1.0, float(number % 2)))
+        group = msgspec.structs.replace(group, plan=entries[number].plan)
+        live.observe(group)
+        entries.append(Finished(seq=len(entries) + 1, group=group))
+        entries.append(Started(seq=len(entries) + 1, plan=live.plan(6 + number)))
+    again = sources(**path)
+    found = resume(saved, entries, again)
+    assert sorted(found.in_flight) == list(range(6, 12))
+    assert [again.plan(12 + at) for at in range(20)] == [live.plan(12 + at) for at in range(20)]
+
+
+def test_a_missing_group_is_named():
+    """A journal that lost a group which a batch needs can't be resumed quietly."""
+    with pytest.raises(CheckpointError, match=r"lacks groups \[1\]"):
+        resume(state(), [entry for entry in [*before(), FORMED_2] if entry.seq != 8], sources())
+
+
+def test_the_state_file_survives_a_round_trip_and_refuses_another_run(tmp_path):
+    """state.json reads back equal; a state of another run, a torn one and a missing one are refused by name."""
+    run_dir = RunDir(tmp_path)
+    checkpoint.save(run_dir, state())
+    assert checkpoint.load(run_dir, 1, "run") == state()
+    with pytest.raises(CheckpointError, match="belongs to run 'run', this is run 'other'"):
+        checkpoint.load(run_dir, 1, "other")
+    path = checkpoint.state_path(run_dir, 1)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CheckpointError, match="not an orchestrator state"):
+        checkpoint.load(run_dir, 1, "run")
+    with pytest.raises(CheckpointError, match="no orchestrator state"):
+        checkpoint.load(run_dir, 2, "run")

@@ -1,0 +1,135 @@
+"""A tiny model folder, run directories and rank processes for trainer tests."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from composer_prime import run_id
+from composer_prime.config import Config, load
+from composer_prime.keys import RunKeys
+from composer_prime.run_dir import RunDir, write_atomic
+from composer_prime.wire.types import Sample, VersionSpan, pack_flags, pack_floats, pack_ints
+
+VOCABULARY = 96
+REPOSITORY = Path(__file__).parents[2]
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 with tied embeddings, grouped keys and 2 blocks, float32."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, tie_word_embeddings=True,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_samples(step: int, count: int = 12, *, version: int | None = None, temperature: float = 1.0) -> list[Sample]:
+    """Reproducible samples of step `step`: prompts and completions of random ids, every fourth with two turns."""
+    rng = np.random.default_rng(step)
+    return [_sample(rng, step, index, step - 1 if version is None else version, temperature) for index in range(count)]
+
+
+def _sample(rng: np.random.Generator, step: int, index: int, version: int, temperature: float) -> Sample:
+    prompt, reply = int(rng.integers(3, 12)), int(rng.integers(2, 20))
+    mask = [0] * prompt + [1] * reply
+    if index % 4 == 3:
+        mask += [0] * 3 + [1] * 4
+    length = len(mask)
+    return Sample(
+        sample_id=f"s{step}-{index}/0",
+        group_id=f"g{step}-{index // 4}",
+        source="test",
+        task_id="task",
+        input_ids=pack_ints(rng.integers(0, VOCABULARY, length)),
+        loss_mask=pack_flags(mask),
+        logprobs=pack_floats((np.log(1 / VOCABULARY) + rng.normal(0, 0.3, length)) * mask),
+        advantages=pack_floats(np.full(length, rng.normal()) * mask),
+        reward=0.5,
+        temperature=temperature,
+        version_spans=[VersionSpan(prompt, prompt + reply, version)],
+        turns=[],
+    )
+
+
+def make_config(model: Path, output: Path, **sections: dict[str, Any]) -> Config:
+    """A small configuration; `sections` override whole keys, for example trainer={"ranks": 2}."""
+    values: dict[str, Any] = {
+        "run": {"name": "run", "output_dir": str(output), "max_steps": 3},
+        "model": {"path": str(model), "max_context": 64},
+        "orchestrator": {"source": [{"name": "test", "taskset": {"id": "none"}}], "sampling": {"max_tokens": 32}},
+        "trainer": {"device": "cpu", "micro_batch_tokens": 128, "optim": {"lr": 1e-3}, "orchestrator_timeout_s": 20},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return Config.model_validate(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A prepared run directory whose trainer ranks can be started."""
+
+    dir: RunDir
+    config: Config
+
+    def write(self, config: Config) -> Run:
+        write_atomic(self.dir.config, load.dump(config).encode())
+        return Run(self.dir, config)
+
+    def start(self, ranks: int = 1) -> list[subprocess.Popen[str]]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                  "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+        return [
+            subprocess.Popen(
+                [sys.executable, "-m", "trainer.train", "--run-dir", str(self.dir.root)],
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+            for rank in range(ranks)
+        ]
+
+    def train(self, ranks: int = 1, timeout_s: float = 120) -> tuple[list[int], list[str]]:
+        """Exit codes and outputs of all ranks."""
+        return finish(self.start(ranks), timeout_s)
+
+
+def finish(processes: list[subprocess.Popen[str]], timeout_s: float = 120) -> tuple[list[int], list[str]]:
+    try:
+        outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], outputs
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, model_folder: Path):
+    """make_run(name="run", **config sections) -> Run."""
+
+    def make(name: str = "run", **sections: dict[str, Any]) -> Run:
+        config = make_config(model_folder, tmp_path, **sections)
+        run_dir = RunDir(tmp_path / name)
+        run_id.create(run_dir, name)
+        RunKeys.create(run_dir.keys)
+        return Run(run_dir, config).write(config)
+
+    return make

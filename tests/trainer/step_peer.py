@@ -1,0 +1,116 @@
+"""A small orchestrator for trainer tests: a real step server on loopback that serves packed batches.
+
+    with StepPeer(run, samples_of, max_steps=5) as peer: run.train(ranks=2)
+
+It lives in its own thread; `done`, `requests` and `checkpoints` record what the ranks sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from composer_prime.keys import RunKeys
+from composer_prime.packing import pack, totals
+from composer_prime.run_dir import RunDir, write_atomic
+from composer_prime.run_id import read
+from composer_prime.wire.sockets import bind_router
+from composer_prime.wire.step import (
+    CheckpointRequest,
+    CheckpointSaved,
+    FromTrainer,
+    NotReady,
+    Refused,
+    RunFinished,
+    StepDone,
+    StepReply,
+    StepRequest,
+)
+from composer_prime.wire.types import Sample
+
+
+class StepPeer:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        samples_of: Callable[[int], list[Sample]],
+        *,
+        max_steps: int,
+        answer: Callable[[StepPeer, StepRequest], bytes | None] | None = None,
+    ) -> None:
+        """`answer` may give other bytes than the honest reply to a request; None gives the honest one."""
+        self.run_dir, self.run_id = run_dir, read(run_dir)
+        self.samples_of, self.max_steps, self.answer = samples_of, max_steps, answer
+        self.requests: list[StepRequest] = []
+        self.done: list[StepDone] = []
+        self.checkpoints: list[int] = []
+        self.refuse_checkpoint: str | None = None
+        self.not_ready_first: set[int] = set()
+        """Steps that are answered with NotReady once."""
+        self.silent = False
+
+    def __enter__(self) -> StepPeer:
+        started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), daemon=True)
+        self._thread.start()
+        assert started.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+
+    async def _serve(self, started: threading.Event) -> None:
+        keys = RunKeys(self.run_dir.keys)
+        server = bind_router("tcp://127.0.0.1:0", keys.curve("server"), [keys.curve("trainer").public])
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        write_atomic(self.run_dir.endpoints, json.dumps({"step": server.endpoint}).encode())
+        receiving = asyncio.create_task(self._receive(server.socket))
+        started.set()
+        await self._stop.wait()
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
+        server.close()
+
+    async def _receive(self, socket) -> None:
+        decoder = msgspec.msgpack.Decoder(FromTrainer)
+        while True:
+            identity, payload = await socket.recv_multipart()
+            if not self.silent:
+                reply = self._handle(decoder.decode(payload))
+                if reply is not None:
+                    await socket.send_multipart([identity, reply])
+
+    def _handle(self, message: FromTrainer) -> bytes | None:
+        if isinstance(message, StepDone):
+            self.done.append(message)
+            return None
+        if isinstance(message, CheckpointRequest):
+            return msgspec.msgpack.encode(self._save(message.step))
+        self.requests.append(message)
+        lie = self.answer(self, message) if self.answer else None
+        return lie if lie is not None else msgspec.msgpack.encode(self.honest(message))
+
+    def _save(self, step: int) -> CheckpointSaved:
+        if self.refuse_checkpoint is None:
+            write_atomic(self.run_dir.checkpoint(step) / "orchestrator" / "state.json", b"{}")
+            self.checkpoints.append(step)
+        return CheckpointSaved(step=step, error=self.refuse_checkpoint)
+
+    def honest(self, request: StepRequest) -> StepReply | NotReady | RunFinished | Refused:
+        if request.run_id != self.run_id:
+            return Refused(error=f"this is run {self.run_id}")
+        if request.step > self.max_steps:
+            return RunFinished(reason="all steps are done", failed=False)
+        if request.step in self.not_ready_first:
+            self.not_ready_first.remove(request.step)
+            return NotReady(step=request.step, waiting_for="3 of 8 groups")
+        samples = self.samples_of(request.step)
+        ranks = pack(samples, run_id=self.run_id, step=request.step, world_size=request.world_size,
+                     max_tokens=request.max_tokens)  # fmt: skip
+        return StepReply(step=request.step, rank=request.rank, totals=totals(samples),
+                         micro_batches=ranks[request.rank], metrics={"reward/mean": 0.5})  # fmt: skip

@@ -1,0 +1,97 @@
+"""The socket pair's framing: every message round-trips, bad bytes cost one frame, an impossible length the stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_prime.errors import WireError
+from orchestrator.workers.cpu import CpuShares
+from orchestrator.workers.frames import Frames
+from orchestrator.workers.protocol import Cancel, RolloutReply, ToWorker, TurnRecord
+
+
+async def pair() -> tuple[socket.socket, Frames[Any]]:
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_unix_connection(sock=theirs)
+    return ours, Frames(reader, writer, ToWorker, "test")
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.binary(max_size=200), max_size=8))
+def test_garbage_frames_are_dropped(garbage: list[bytes]) -> None:
+    """Between frames of arbitrary bytes every real message arrives, and nothing else does."""
+
+    async def scenario() -> None:
+        ours, frames = await pair()
+        for index, body in enumerate(garbage):
+            good = msgspec.msgpack.encode(Cancel(rollout_id=str(index)))
+            ours.sendall(struct.pack("<I", len(body)) + body + struct.pack("<I", len(good)) + good)
+        ours.close()
+        received = []
+        while (message := await frames.receive()) is not None:
+            received.append(message)
+        frames.close()
+        assert [message.rollout_id for message in received] == [str(index) for index in range(len(garbage))]
+
+    logging.disable(logging.WARNING)
+    try:
+        asyncio.run(scenario())
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def test_an_impossible_length_ends_the_stream() -> None:
+    """A length beyond the limit is refused before anything is allocated."""
+
+    async def scenario() -> None:
+        ours, frames = await pair()
+        ours.sendall(b"\xff\xff\xff\xff and more")
+        with pytest.raises(WireError, match="4294967295 bytes"):
+            await frames.receive()
+        ours.close()
+        frames.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_cut_frame_is_the_end() -> None:
+    """A peer that dies in the middle of a frame has closed the stream."""
+
+    async def scenario() -> None:
+        ours, frames = await pair()
+        ours.sendall(struct.pack("<I", 100) + b"short")
+        ours.close()
+        assert await frames.receive() is None
+        frames.close()
+
+    asyncio.run(scenario())
+
+
+def test_lone_surrogates_survive_or_fail_loudly() -> None:
+    """Text that is no valid Unicode cannot pass silently changed."""
+    turn = TurnRecord(role="assistant", text="\ud800")
+    with pytest.raises(UnicodeEncodeError):
+        msgspec.msgpack.encode(RolloutReply(rollout_id="r", task_id="t", reward=1.0, turns=[turn]))
+
+
+def test_cpu_shares_add_up() -> None:
+    """Concurrent rollouts' shares sum to the CPU time spent while any ran."""
+    shares = CpuShares()
+    begin = shares._seen_s
+    first = shares.enter()
+    spent = 0.0
+    second = shares.enter()
+    sum(i * i for i in range(300_000))
+    spent += shares.leave(first)
+    sum(i * i for i in range(300_000))
+    spent += shares.leave(second)
+    assert spent == pytest.approx(shares._seen_s - begin, rel=0.02)

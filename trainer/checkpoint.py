@@ -1,0 +1,129 @@
+"""Checkpoints: model masters, optimizer moments, random state; one folder that any number of ranks can load.
+
+    rank 0: CheckpointRequest ------> orchestrator writes orchestrator/ ... ------> CheckpointSaved
+    ranks:  torch.distributed.checkpoint writes trainer/, each rank its shards
+    rank 0: once both are whole: COMPLETE (last), then older checkpoints go
+
+A folder without COMPLETE never counts. When a write fails (a full disk), the unfinished folder is removed and the
+checkpoint before it stays as it was; training goes on and the next one is tried, unless it was the last of the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from composer_prime.errors import CheckpointError, ComposerError
+from composer_prime.run_dir import RunDir, write_atomic
+from trainer.data import StepClient
+from trainer.optim import Optimizer
+from trainer.policy import Policy
+from trainer.world import World, gather_texts, gather_words
+
+logger = logging.getLogger(__name__)
+FORMAT = 1
+
+
+class Checkpoints:
+    """Writes and reads the checkpoints of one run on all ranks together."""
+
+    def __init__(self, run_dir: RunDir, world: World, keep: int) -> None:
+        self._run_dir, self._world, self._keep = run_dir, world, keep
+
+    def save(self, step: int, policy: Policy, optimizer: Optimizer, client: StepClient) -> None:
+        """Write checkpoint `step` with the orchestrator. A collective.
+
+        Raises CheckpointError on every rank when any part fails; the folder is then gone and older ones are intact.
+        """
+        folder = self._run_dir.checkpoint(step)
+        failure = self._write(step, policy, optimizer, client)
+        failures = [text for text in gather_texts(failure) if text]
+        if not failures:
+            return
+        if self._world.first:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise CheckpointError(
+            f"checkpoint {folder} could not be written: {'; '.join(failures)}. Free some space there or lower "
+            "trainer.checkpoint.keep; the checkpoint before it is still whole"
+        )
+
+    def _write(self, step: int, policy: Policy, optimizer: Optimizer, client: StepClient) -> str:
+        """This rank's failure in words; empty when all went well."""
+        folder = self._run_dir.checkpoint(step)
+        failure = self._prepare(folder, step, client) if self._world.first else ""
+        if any(row[0] for row in gather_words([bool(failure)])):
+            return failure
+        try:
+            dcp.save(_state(policy, optimizer, self._world, step), checkpoint_id=folder / "trainer")
+        except Exception as error:  # DCP wraps what any rank met in its own types
+            failure = f"rank {self._world.rank}: {_root_cause(error)}"
+        if any(row[0] for row in gather_words([bool(failure)])):
+            return failure
+        return self._complete(folder) if self._world.first else ""
+
+    def _prepare(self, folder: Path, step: int, client: StepClient) -> str:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            saved = client.checkpoint(step)
+        except (OSError, ComposerError) as error:
+            return str(error)
+        return f"the orchestrator's part: {saved.error}" if saved.error else ""
+
+    def _complete(self, folder: Path) -> str:
+        try:
+            write_atomic(folder / "COMPLETE", b"")
+        except OSError as error:
+            return str(error)
+        for old in self._run_dir.complete_checkpoints()[: -self._keep]:
+            path = self._run_dir.checkpoint(old)
+            (path / "COMPLETE").unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+        return ""
+
+    def load(self, step: int, policy: Policy, optimizer: Optimizer) -> None:
+        """Restore checkpoint `step`, whatever number of ranks wrote it. A collective.
+
+        Raises CheckpointError when it does not fit this model and optimizer or cannot be read.
+        """
+        folder = self._run_dir.checkpoint(step) / "trainer"
+        state = _state(policy, optimizer, self._world, step)
+        try:
+            written = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+            if not any(name.startswith(f"random.{self._world.rank}") for name in written):
+                state.pop("random")
+            dcp.load(state, checkpoint_id=folder)
+        except Exception as error:  # DCP wraps what any rank met in its own types
+            raise CheckpointError(
+                f"checkpoint {folder} cannot be loaded: {_root_cause(error)}; was model.path, trainer.lora or "
+                "trainer.optim.type changed since? Remove that folder to resume from the one before it"
+            ) from error
+        if state["meta"] != {"step": step, "format": FORMAT}:
+            raise CheckpointError(f"checkpoint {folder} says {state['meta']}, expected step {step}, format {FORMAT}")
+        set_state_dict(policy, optimizer.parts, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        if "random" in state:
+            torch.set_rng_state(state["random"][str(self._world.rank)])
+
+
+def _state(policy: Policy, optimizer: Optimizer, world: World, step: int) -> dict[str, Any]:
+    model, moments = get_state_dict(policy, optimizer.parts)
+    return {
+        "model": model,
+        "optimizer": moments,
+        "random": {str(world.rank): torch.get_rng_state()},
+        "meta": {"step": step, "format": FORMAT},
+    }
+
+
+def _root_cause(error: BaseException) -> str:
+    """The first failure inside DCP's wrapper, in one line."""
+    inner = getattr(error, "failures", None)
+    if inner:
+        error = next(iter(inner.values()))[0]
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"

@@ -1,0 +1,232 @@
+"""A rank's side of the step protocol (composer_prime/wire/step.py), and how the ranks agree on what they got.
+
+    rank --StepRequest--> orchestrator --NotReady--> rank asks again ...     until StepReply or RunFinished
+    all ranks: gather one word list each -> all have the batch, or all stop  no rank enters the step alone
+
+The orchestrator answers at least every few seconds, so only silence is a failure: after silence_timeout_s without any
+message the wait ends with a DeadlineError. A request is repeated when no answer comes, so a lost one costs seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from composer_prime.errors import ComposerError, DeadlineError, RoleFailedError, RunMismatchError, WireError
+from composer_prime.keys import ClientKeys
+from composer_prime.wire.seal import verify
+from composer_prime.wire.sockets import dealer
+from composer_prime.wire.step import (
+    CheckpointRequest,
+    CheckpointSaved,
+    FromTrainer,
+    NotReady,
+    Refused,
+    RunFinished,
+    StepDone,
+    StepReply,
+    StepRequest,
+    ToTrainer,
+)
+from composer_prime.wire.types import flags
+from trainer.world import World, gather_texts, gather_words
+
+REPEAT_S = 10.0
+_SLICE_S = 0.2
+_READY, _FINISHED, _STOPPED, _FAILED = range(4)
+logger = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """A stop was requested while waiting: no error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Who asks, for which run, and within what bounds."""
+
+    run_id: str
+    rank: int
+    world_size: int
+    max_tokens: int
+    max_staleness: int
+    silence_timeout_s: float
+
+
+def find_endpoint(path: Path, timeout_s: float, stopping: Callable[[], bool]) -> str:
+    """The step server's address from endpoints.json, which the orchestrator writes once it is bound.
+
+    Raises DeadlineError after `timeout_s`, or Stopped.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if stopping():
+            raise Stopped
+        try:
+            return json.loads(path.read_bytes())["step"]
+        except (FileNotFoundError, KeyError, json.JSONDecodeError):
+            time.sleep(0.05)
+    raise DeadlineError(
+        f"waited {timeout_s:.0f} s for the orchestrator to write its address to {path}: is it running? "
+        "(trainer.orchestrator_timeout_s bounds this wait)"
+    )
+
+
+class StepClient:
+    """One DEALER to the step server. `stopping` is looked at several times a second while waiting."""
+
+    def __init__(self, endpoint: str, keys: ClientKeys, asked: Asked, stopping: Callable[[], bool]) -> None:
+        self._endpoint, self._asked, self._stopping = endpoint, asked, stopping
+        self._context = zmq.Context()
+        self._socket = dealer(self._context, endpoint, keys, identity=f"trainer-{asked.rank}".encode())
+        self._decoder = msgspec.msgpack.Decoder(ToTrainer)
+        self.waiting_for = "the orchestrator"
+
+    def close(self) -> None:
+        self._socket.close(linger=2000)
+        self._context.term()
+
+    def batch(self, step: int) -> StepReply | RunFinished:
+        """This rank's verified micro-batches of `step`, or the news that there are none.
+
+        Raises DeadlineError (silence), RunMismatchError, ChecksumError, WireError, or Stopped.
+        """
+        asked = self._asked
+        request = StepRequest(run_id=asked.run_id, step=step, rank=asked.rank, world_size=asked.world_size,
+                              max_tokens=asked.max_tokens)  # fmt: skip
+        reply = self._ask(request, f"the batch of step {step}", lambda m: _is_batch(m, step))
+        if isinstance(reply, StepReply):
+            for index, batch in enumerate(reply.micro_batches):
+                oldest = step - 1 - asked.max_staleness
+                verify(batch, run_id=asked.run_id, step=step, rank=asked.rank, oldest_version=oldest)
+                if batch.index != index:
+                    raise RunMismatchError(f"step {step}: micro-batch {index} says that it is number {batch.index}")
+        return reply
+
+    def done(self, step: int, sample_ids: list[str]) -> None:
+        """Tell that version `step` is in the weight store. Nothing is awaited."""
+        self._send(StepDone(run_id=self._asked.run_id, step=step, version=step, sample_ids=sample_ids))
+
+    def checkpoint(self, step: int) -> CheckpointSaved:
+        """Have the orchestrator write its part of checkpoint `step`. Raises as `batch` does."""
+        request = CheckpointRequest(run_id=self._asked.run_id, step=step)
+        wanted = f"the orchestrator's part of checkpoint {step}"
+        return self._ask(request, wanted, lambda m: isinstance(m, CheckpointSaved) and m.step == step)
+
+    def _send(self, message: FromTrainer) -> None:
+        self._socket.send(msgspec.msgpack.encode(message))
+
+    def _ask(self, request: FromTrainer, wanted: str, accept: Callable[[ToTrainer], bool]):
+        """Send and wait for the answer that `accept` takes; older or repeated answers are dropped."""
+        self.waiting_for = wanted
+        started = heard = time.monotonic()
+        self._send(request)
+        repeat = heard + REPEAT_S
+        while True:
+            message = self._receive()
+            now = time.monotonic()
+            if message is not None:
+                heard, repeat = now, now + REPEAT_S
+                if isinstance(message, Refused):
+                    raise RunMismatchError(f"the orchestrator refused the request for {wanted}: {message.error}")
+                if accept(message):
+                    return message
+                if isinstance(message, NotReady) and isinstance(request, StepRequest) and message.step == request.step:
+                    self._note(wanted, message.waiting_for, now - started)
+                    self._send(request)
+            elif now - heard > self._asked.silence_timeout_s:
+                raise DeadlineError(
+                    f"waited for {wanted} for {now - started:.0f} s, and the orchestrator at {self._endpoint} has been "
+                    f"silent for the last {now - heard:.0f} s (trainer.orchestrator_timeout_s is "
+                    f"{self._asked.silence_timeout_s:g}): is it alive, and does this rank have the run's keys?"
+                )
+            elif now > repeat:
+                repeat = now + REPEAT_S
+                self._send(request)
+
+    def _note(self, wanted: str, missing: str, waited_s: float) -> None:
+        if missing != self.waiting_for:
+            logger.info("waiting for %s (%.0f s): %s", wanted, waited_s, missing)
+        self.waiting_for = missing
+
+    def _receive(self) -> ToTrainer | None:
+        """The next message; None after a fraction of a second without one."""
+        if self._stopping():
+            raise Stopped
+        if not self._socket.poll(_SLICE_S * 1000):
+            return None
+        raw = self._socket.recv()
+        try:
+            return self._decoder.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError(
+                f"{len(raw)} bytes from the orchestrator at {self._endpoint} are no message of this protocol: {error}; "
+                "run one release on both sides"
+            ) from None
+
+
+def _is_batch(message: ToTrainer, step: int) -> bool:
+    if isinstance(message, StepReply) and message.step > step:
+        raise RunMismatchError(f"asked for the batch of step {step}, the orchestrator sent that of step {message.step}")
+    return isinstance(message, RunFinished) or (isinstance(message, StepReply) and message.step == step)
+
+
+def next_batch(client: StepClient, world: World, step: int) -> StepReply | RunFinished:
+    """The batch of `step` on this rank, once all ranks have theirs and their counts fit together.
+
+    Raises, on every rank, RoleFailedError or the rank's own error when any rank failed; Stopped when any was stopped.
+    """
+    reply: StepReply | RunFinished | None = None
+    error: BaseException | None = None
+    try:
+        reply = client.batch(step)
+    except (ComposerError, Stopped) as caught:
+        error = caught
+    batches = reply.micro_batches if isinstance(reply, StepReply) else []
+    tokens = sum(int(flags(batch.loss_mask).sum()) for batch in batches)
+    table = gather_words([_status(reply, error), len(batches), tokens])
+    _raise_together(table, error, step)
+    if isinstance(reply, StepReply) and all(row[0] == _READY for row in table):
+        _check_table(table, reply, step)
+        return reply
+    if isinstance(reply, RunFinished):
+        return reply
+    return RunFinished(reason="the orchestrator ended the run while the ranks were asking", failed=False)
+
+
+def _status(reply: StepReply | RunFinished | None, error: BaseException | None) -> int:
+    if isinstance(error, Stopped):
+        return _STOPPED
+    if error is not None:
+        return _FAILED
+    return _READY if isinstance(reply, StepReply) else _FINISHED
+
+
+def _raise_together(table: list[list[int]], error: BaseException | None, step: int) -> None:
+    statuses = [row[0] for row in table]
+    if _FAILED in statuses:
+        texts = gather_texts("" if error is None else str(error))
+        if isinstance(error, ComposerError):
+            raise error
+        failed = [f"rank {rank}: {texts[rank]}" for rank, status in enumerate(statuses) if status == _FAILED]
+        raise RoleFailedError(f"step {step} cannot begin, other ranks failed: {'; '.join(failed)}")
+    if _STOPPED in statuses:
+        raise Stopped
+
+
+def _check_table(table: list[list[int]], reply: StepReply, step: int) -> None:
+    counts, tokens = [row[1] for row in table], sum(row[2] for row in table)
+    if len(set(counts)) != 1 or counts[0] == 0:
+        raise RunMismatchError(f"step {step}: ranks got {counts} micro-batches; they must be equal and at least 1")
+    if tokens != reply.totals.tokens:
+        raise RunMismatchError(
+            f"step {step}: the ranks hold {tokens} trained tokens, the orchestrator's totals say "
+            f"{reply.totals.tokens}: the loss would have a wrong denominator"
+        )

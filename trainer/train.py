@@ -1,0 +1,196 @@
+"""One trainer rank: `python -m trainer.train --run-dir DIR`, alone or under torchrun. Read `Trainer.run` first.
+
+    orchestrator --batch N--> all ranks: forward, backward, update --> rank 0: version N into the weight store
+    rank 0 --ledger line, StepDone N--> orchestrator            (and a checkpoint with it, when one is due)
+
+The ranks wait for the orchestrator's batch and for one another in collectives; nobody waits for the inference nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from pathlib import Path
+
+from composer_prime.channels.total import max_completion_length
+from composer_prime.config import Config, load
+from composer_prime.errors import CheckpointError, ComposerError, ConfigError, RoleFailedError
+from composer_prime.keys import RunKeys
+from composer_prime.ledger import append_rewind, append_step
+from composer_prime.model_source import resolve_model
+from composer_prime.monitor.jsonl import MetricsFile
+from composer_prime.run_dir import RunDir
+from composer_prime.run_id import read as read_run_id
+from composer_prime.wire.step import RunFinished, StepReply
+from trainer import world as worlds
+from trainer.checkpoint import Checkpoints
+from trainer.data import Asked, StepClient, Stopped, find_endpoint, next_batch
+from trainer.export import export
+from trainer.memory import peak_bytes
+from trainer.model import build_policy
+from trainer.optim import build_optimizer, rate
+from trainer.publish import Publisher
+from trainer.rows import unpack
+from trainer.step import LossSettings, train_step
+from trainer.stop import StopSignal
+
+logger = logging.getLogger("trainer")
+STOP_GRACE_S = 8.0
+
+
+class Trainer:
+    """One rank of a run. Making it joins the other ranks, loads the model and restores the checkpoint to resume."""
+
+    def __init__(self, run_dir: RunDir, config: Config, stop: StopSignal) -> None:
+        self.run_dir, self.config, self.stop = run_dir, config, stop
+        self.run_id = read_run_id(run_dir)
+        self.folder = resolve_model(config.model.path)
+        self.world = worlds.join(config.trainer)
+        self.policy = build_policy(config, self.folder, self.world)
+        self.optimizer = build_optimizer(self.policy, config.trainer.optim)
+        self.checkpoints = Checkpoints(run_dir, self.world, config.trainer.checkpoint.keep)
+        self.publisher = Publisher(config, run_dir, self.run_id, self.folder, self.world)
+        self.metrics = MetricsFile(run_dir.metrics, "trainer")
+        self.settings = LossSettings(
+            channels=config.channels, max_length=max_completion_length(config.channels, config.model.max_context)
+        )
+
+    def run(self) -> None:
+        """Train every step that the orchestrator has a batch for, then write final/."""
+        start = last = self._restore()
+        client = self._connect()
+        try:
+            self._attach(client, start)
+            while last < self.config.run.max_steps:
+                asked = time.monotonic()
+                reply = next_batch(client, self.world, last + 1)
+                if isinstance(reply, RunFinished):
+                    self._check_ending(reply, last)
+                    break
+                last += 1
+                self._take(client, reply, last, asked)
+            self._finish(client, start, last)
+        finally:
+            client.close()
+
+    def _restore(self) -> int:
+        """The step to go on from: 0, or that of the newest complete checkpoint, whose state is then in place."""
+        if not self.config.run.resume:
+            return 0
+        start = self.run_dir.newest_checkpoint()
+        self.checkpoints.load(start, self.policy, self.optimizer)
+        self.publisher.rewind(start)
+        if self.world.first:
+            append_rewind(self.run_dir.ledger, start)
+        logger.info("resumed from the checkpoint of step %d", start)
+        return start
+
+    def _connect(self) -> StepClient:
+        trainer = self.config.trainer
+        endpoint = self.config.orchestrator.address or find_endpoint(
+            self.run_dir.endpoints, trainer.orchestrator_timeout_s, self._stopping
+        )
+        asked = Asked(
+            run_id=self.run_id,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            max_tokens=trainer.micro_batch_tokens,
+            max_staleness=self.config.orchestrator.max_staleness,
+            silence_timeout_s=trainer.orchestrator_timeout_s,
+        )
+        return StepClient(endpoint, RunKeys(self.run_dir.keys).client("trainer"), asked, self._stopping)
+
+    def _stopping(self) -> bool:
+        return self.stop.requested
+
+    def _attach(self, client: StepClient, start: int) -> None:
+        """Version `start` must be in the store before the orchestrator is told that it is."""
+        self.publisher.publish(self.policy, start)
+        if self.world.first:
+            client.done(start, [])
+
+    def _take(self, client: StepClient, reply: StepReply, step: int, asked: float) -> None:
+        """One step: train, publish, tell, checkpoint when due, log."""
+        config, began = self.config, time.monotonic()
+        rows = [unpack(batch, self.world.device, self.policy.vocabulary) for batch in reply.micro_batches]
+        ratio = rate(step, config.trainer.schedule, config.run.max_steps)
+        metrics = train_step(
+            self.policy, self.optimizer, rows, reply.totals, self.settings, step=step, ratio=ratio
+        )
+        trained = time.monotonic()
+        size = self.publisher.publish(self.policy, step)
+        sample_ids = worlds.gather_texts("\n".join(name for row in rows for name in row.sample_ids))
+        if self.world.first:
+            ids = [name for text in sample_ids for name in text.splitlines()]
+            append_step(self.run_dir.ledger, step, ids)
+            client.done(step, ids)
+        published = time.monotonic()
+        every = config.trainer.checkpoint.every_steps
+        failed = every > 0 and step % every == 0 and step < config.run.max_steps and not self._checkpoint(client, step)
+        self._log(step, reply.metrics | metrics | {
+            "time/wait_s": began - asked,
+            "time/publish_s": published - trained,
+            "time/checkpoint_s": time.monotonic() - published,
+            "time/step_s": time.monotonic() - asked,
+            "weights/bytes": size,
+            "checkpoint/failed": failed,
+            "tokens/total": sum(row.input_ids.numel() for row in rows),
+        })  # fmt: skip
+
+    def _checkpoint(self, client: StepClient, step: int) -> bool:
+        """Whether it worked. A failure in mid-run is said and survived: the checkpoint before stays usable."""
+        try:
+            self.checkpoints.save(step, self.policy, self.optimizer, client)
+        except CheckpointError as error:
+            logger.warning("training goes on without checkpoint %d: %s", step, error)
+            return False
+        return True
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write rank 0's line; figures that differ between ranks are summed (tokens) or the largest (memory)."""
+        own = [int(metrics.pop("tokens/total")), peak_bytes(self.world.device)]
+        tokens, peaks = zip(*worlds.gather_words(own), strict=True)
+        metrics |= {"tokens/total": sum(tokens), "memory/peak_bytes": max(peaks)}
+        if self.world.first:
+            self.metrics.log(step, metrics)
+            logger.info(
+                "step %d: loss %.4g, reward %s, %d tokens, %.2f s (waited %.2f s)",
+                step, metrics["loss/total"], metrics.get("reward/mean"), metrics["tokens/total"],
+                metrics["time/step_s"], metrics["time/wait_s"],
+            )  # fmt: skip
+
+    def _check_ending(self, finished: RunFinished, last: int) -> None:
+        if finished.failed:
+            raise RoleFailedError(f"the orchestrator ended the run after step {last}: {finished.reason}")
+        logger.info("no batch after step %d: %s", last, finished.reason)
+
+    def _finish(self, client: StepClient, start: int, last: int) -> None:
+        """final/ and the last checkpoint. Raises CheckpointError when either cannot be written."""
+        export(self.policy, self.config, self.folder, self.run_dir.final, self.world, self.publisher.dtype)
+        if last > start and last not in self.run_dir.complete_checkpoints():
+            self.checkpoints.save(last, self.policy, self.optimizer, client)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 trained to the end, 1 failed (the log says why), 2 wrong configuration, 128 + n on signal n."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.train", description="One trainer rank of a prepared run.")
+    parser.add_argument("--run-dir", type=Path, required=True, help="run directory that the launcher prepared")
+    run_dir = RunDir(parser.parse_args(argv).run_dir)
+    stop = StopSignal(STOP_GRACE_S)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stdout)
+    try:
+        Trainer(run_dir, load.read(run_dir.config), stop).run()
+    except Stopped:
+        return stop.exit_code
+    except ComposerError as error:
+        logger.error("%s: %s", type(error).__name__, error)
+        return 2 if isinstance(error, ConfigError) else 1
+    finally:
+        worlds.leave()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
