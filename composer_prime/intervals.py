@@ -12,8 +12,6 @@ from statistics import fmean
 from composer_prime.errors import ConfigError
 from composer_prime.estimates import bootstrap_interval
 
-RESAMPLES = 4000
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
@@ -56,5 +54,5 @@ def difference_interval(first: Mapping[str, Sequence[float]], second: Mapping[st
 
 
 def _interval(figures: list[float]) -> Interval:
-    low, high = bootstrap_interval(figures, resamples=RESAMPLES) or (None, None)
+    low, high = bootstrap_interval(figures) or (None, None)
     return Interval(mean=fmean(figures), low=low, high=high, tasks=len(figures))

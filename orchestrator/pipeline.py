@@ -372,7 +372,7 @@ class Pipeline:
 
     async def _step_done(self, message: StepDone) -> None:
         await self._loaded.wait()
-        self.steering.step_done(message.step, message.sample_ids)
+        await self.steering.step_done(message.step, message.sample_ids)
         await self._publish(message.version)
         if message.sample_ids and self.evaluator.due(message.step, self.config.run.max_steps):
             self.evaluator.request(message.step)

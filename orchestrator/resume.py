@@ -78,6 +78,17 @@ def resume(state: State, entries: list[Entry], sources: Sources) -> Resumed:
     )
 
 
+def formed_batches(entries: list[Entry], after: int) -> list[Batch]:
+    """The batches of steps > `after` whose groups `entries` hold, by step."""
+    finished = {entry.group.plan.group: entry.group for entry in entries if isinstance(entry, Finished)}
+    formed = {entry.step: entry for entry in entries if isinstance(entry, Formed) and entry.step > after}
+    return [
+        Batch(step=step, groups=[finished[number] for number in entry.groups], metrics=entry.metrics)
+        for step, entry in sorted(formed.items())
+        if finished.keys() >= set(entry.groups)
+    ]
+
+
 def _check(state: State, batches: dict[int, list[int]], ready: set[int], finished: dict[int, FinishedGroup]) -> None:
     wanted = ready | {number for numbers in batches.values() for number in numbers}
     missing = sorted(wanted - finished.keys())

@@ -28,7 +28,7 @@ from orchestrator.dispatch import Dispatcher
 from orchestrator.groups import FinishedGroup, GroupPlan, Outcome
 from orchestrator.journal import Dropped, Entry, Finished, Formed, Journal, Started
 from orchestrator.pulse import Pulse
-from orchestrator.resume import Resumed
+from orchestrator.resume import Resumed, formed_batches
 from orchestrator.sources import Sources
 from orchestrator.staleness import oldest_accepted, places
 
@@ -172,13 +172,13 @@ class Steering:
         self._count_failures(group)
         self._changed.beat()
 
-    def step_done(self, step: int, sample_ids: list[str]) -> None:
+    async def step_done(self, step: int, sample_ids: list[str]) -> None:
         """The trainer took `step`, or (no sample ids) says at attach that it stands there.
 
         Raises RunMismatchError when that contradicts what was served.
         """
-        if not sample_ids and step == self.batches.trained:
-            self.batches.forget_layouts()
+        if not sample_ids and step <= self.batches.trained:
+            await self._attach(step)
             return
         batch = self.batches.get(step)
         if step != self.batches.trained + 1 or batch is None:
@@ -193,6 +193,22 @@ class Steering:
                 f"differing: {sorted(served ^ set(sample_ids))[:4]}"
             )
         self.batches.done(step)
+        self._note_hunger()
+        self._changed.beat()
+
+    async def _attach(self, step: int) -> None:
+        """A trainer starts after `step`. Batches that it lost with its steps are served again as they were."""
+        self.batches.forget_layouts()
+        if step < self.batches.trained:
+            async with self._disk:
+                batches = formed_batches(await self._journal.read(), after=step)
+            if [batch.step for batch in batches] != list(range(step + 1, self.batches.formed + 1)):
+                raise RunMismatchError(
+                    f"the trainer starts again after step {step}, the orchestrator stands after step "
+                    f"{self.batches.trained} and no longer has all batches in between: start both with --resume"
+                )
+            logger.warning("the trainer went back from step %d to step %d", self.batches.trained, step)
+            self.batches.restore(trained=step, formed=self.batches.formed, batches=batches)
         self._note_hunger()
         self._changed.beat()
 

@@ -42,6 +42,8 @@ POLL_S = 1.5
 
 
 _CLOSE_S = 10.0
+_PAST_S = 20.0
+"""How long ranks may ask for a step in the past before rank 0 announces the restart."""
 
 
 class StepServer:
@@ -67,6 +69,8 @@ class StepServer:
         self._polls: dict[bytes, asyncio.Task[None]] = {}
         self._orders: asyncio.Queue[tuple[bytes, StepDone | CheckpointRequest]] = asyncio.Queue()
         self._finished: RunFinished | None = None
+        self._past_since: dict[bytes, float] = {}
+        """Since when a rank asks for trained steps, monotonic seconds."""
         self.garbage = 0
         """Messages dropped because they were none."""
         self.refused = 0
@@ -134,9 +138,11 @@ class StepServer:
         task.add_done_callback(lambda done: self._polls.get(identity) is done and self._polls.pop(identity))
 
     async def _answer(self, identity: bytes, request: StepRequest) -> None:
-        objection = self._objection(request)
-        if objection is not None:
-            await self._refuse(identity, objection)
+        if not 0 <= request.rank < request.world_size:
+            ranks = f"rank {request.rank} of {request.world_size} ranks"
+            await self._refuse(identity, f"{ranks}: ranks count from 0 to world_size - 1")
+            return
+        if await self._is_past(identity, request.step):
             return
         if request.step > self._max_steps and self._finished is None:
             finished = RunFinished(reason=f"run.max_steps = {self._max_steps} steps are done", failed=False)
@@ -156,15 +162,20 @@ class StepServer:
                 return
             await self._send_bytes(identity, payload)
 
-    def _objection(self, request: StepRequest) -> str | None:
-        if not 0 <= request.rank < request.world_size:
-            return f"rank {request.rank} of {request.world_size} ranks: ranks count from 0 to world_size - 1"
-        if request.step <= self._batches.trained:
-            return (
-                f"step {request.step} was asked for, but steps up to {self._batches.trained} are trained: "
-                "a trainer that restarts from a checkpoint announces it with StepDone first"
-            )
-        return None
+    async def _is_past(self, identity: bytes, step: int) -> bool:
+        """Whether `step` is trained, and answered so: rank 0's word that its trainer restarted may be under way."""
+        if step > self._batches.trained:
+            self._past_since.pop(identity, None)
+            return False
+        came_at = self._past_since.setdefault(identity, time.monotonic())
+        if await self._changed.wait_for(lambda: step > self._batches.trained, POLL_S):
+            return False
+        text = f"steps up to {self._batches.trained} are trained; rank 0 has not said that it restarts before {step}"
+        if time.monotonic() - came_at < _PAST_S:
+            await self._send(identity, NotReady(step=step, waiting_for=text))
+        else:
+            await self._refuse(identity, f"step {step} was asked for, but {text}")
+        return True
 
     async def _in_order(self) -> None:
         """StepDone and CheckpointRequest, one after another: a checkpoint sees the step before it."""

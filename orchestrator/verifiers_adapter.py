@@ -12,6 +12,7 @@ trace's id as X-Session-ID.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Iterator
@@ -155,8 +156,28 @@ def load_env(spec: SourceSpec, taskset: dict[str, Any]) -> Env:
     _check_plugin(spec.name, "harness", spec.harness.get("id"), loaders.harness_class)
     try:
         return loaders.load_environment(loaders.resolve_env_config(_env_config(spec, taskset)))
-    except (pydantic.ValidationError, ValueError, TypeError) as error:
+    except pydantic.ValidationError as error:
+        raise ConfigError(f"source {spec.name!r}: {_problems(error, spec, taskset)}") from error
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"source {spec.name!r}: {error}") from error
+
+
+def _problems(error: pydantic.ValidationError, spec: SourceSpec, taskset: dict[str, Any]) -> str:
+    """One line for every wrong setting; an unknown one gets the nearest names."""
+    settings = {
+        "taskset": loaders.taskset_config_type(taskset["id"]).model_fields,
+        "harness": loaders.harness_config_type(spec.harness["id"]).model_fields,
+    }
+    lines = []
+    for problem in error.errors():
+        place = [str(part) for part in problem["loc"]]
+        message = problem["msg"].removeprefix("Value error, ")
+        owner = next((known for name, known in settings.items() if name in place[:-1]), None)
+        if problem["type"] == "extra_forbidden" and owner is not None:
+            near = difflib.get_close_matches(place[-1], owner, n=3)
+            message = f"no such setting; did you mean {' or '.join(near)}?" if near else f"it has {', '.join(owner)}"
+        lines.append(f"{'.'.join(place)}: {message}")
+    return "\n".join(lines)
 
 
 def _env_config(spec: SourceSpec, taskset: dict[str, Any]) -> dict[str, Any]:

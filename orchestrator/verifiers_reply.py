@@ -157,9 +157,14 @@ def _turns(traces: list[vf.Trace]) -> list[TurnRecord]:
     return turns
 
 
+def _valid(text: str) -> str:
+    """The text with lone surrogates (a model may write them as escapes) replaced: they cannot be encoded."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
 def _turn(trace: vf.Trace, node: Any, *, session: int, call: int | None, parent: int | None) -> TurnRecord:
     message = node.message
-    text = content_text(message.content)
+    text = _valid(content_text(message.content))
     calls = message.tool_calls or [] if isinstance(message, AssistantMessage) else []
     return TurnRecord(
         role=message.role,
@@ -169,6 +174,6 @@ def _turn(trace: vf.Trace, node: Any, *, session: int, call: int | None, parent:
         call=call,
         session=session,
         parent=parent,
-        tool_calls=[ToolCall(id=c.id, name=c.name, arguments=c.arguments) for c in calls],
+        tool_calls=[ToolCall(id=c.id, name=_valid(c.name), arguments=_valid(c.arguments)) for c in calls],
         reasoning=message.reasoning_content if isinstance(message, AssistantMessage) else None,
     )

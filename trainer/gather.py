@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer import lora
 from trainer.policy import Policy
 from trainer.world import World
 
@@ -32,8 +30,7 @@ def whole_tensors(policy: Policy, world: World, dtype: torch.dtype) -> dict[str,
     """
     policy.reshard()
     kept = {}
-    for name, source in _sources(policy):
-        tensor = lora.merged(source) if isinstance(source, LoraLayer) else source
+    for name, tensor in _plain_parameters(policy):
         cast = tensor.to(dtype)
         gathered = cast.full_tensor() if isinstance(cast, DTensor) else cast
         if world.first:
@@ -41,9 +38,9 @@ def whole_tensors(policy: Policy, world: World, dtype: torch.dtype) -> dict[str,
     return kept if world.first else None
 
 
-def _sources(policy: Policy) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    adapted = lora.adapted(policy.lm)
-    for name, parameter in policy.lm.named_parameters():
-        plain = lora.plain_name(name)
-        if plain is not None:
-            yield plain, adapted.get(plain, parameter)
+def _plain_parameters(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    if not policy.adapted:
+        return policy.lm.named_parameters()
+    from trainer.lora import merged_parameters  # peft takes seconds to import
+
+    return merged_parameters(policy.lm)

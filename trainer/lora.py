@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from torch import nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from composer_prime.config.trainer import LoraConfig
@@ -39,17 +40,15 @@ def inject(lm: PreTrainedModel, config: LoraConfig) -> None:
         ) from None
 
 
-def adapted(lm: nn.Module) -> dict[str, LoraLayer]:
-    """Adapted modules by the name of the weight they replace."""
-    return {f"{name}.weight": module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
-
-
-def plain_name(name: str) -> str | None:
-    """The Hugging Face name of a parameter of an adapted model; None for the adapters' own."""
-    return None if re.search(r"\.lora_\w+\.", name) else name.replace(".base_layer.", ".")
-
-
 @torch.no_grad()
-def merged(layer: LoraLayer) -> torch.Tensor:
-    """base + (alpha / rank) B A, in the masters' dtype (a DTensor when the layer is sharded)."""
-    return layer.get_base_layer().weight + layer.get_delta_weight(ADAPTER)
+def merged_parameters(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The plain model's parameters under their Hugging Face names, one at a time: W + (alpha / rank) B A where adapted.
+
+    They are in the masters' type, and DTensors when the model is sharded.
+    """
+    layers = {f"{name}.weight": module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
+    for name, parameter in lm.named_parameters():
+        if re.search(r"\.lora_\w+\.", name):
+            continue
+        plain = name.replace(".base_layer.", ".")
+        yield plain, parameter + layers[plain].get_delta_weight(ADAPTER) if plain in layers else parameter

@@ -19,7 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from composer_prime.config import Config
 from composer_prime.errors import ModelNotFoundError
-from trainer import lora
 from trainer.attention import implementation
 from trainer.policy import Policy
 from trainer.probe import check_packing
@@ -33,7 +32,7 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
     """
     attention = implementation(config.model.attention, world.device.type)
     torch.manual_seed(config.run.seed)
-    policy = Policy(empty_model(folder, attention, config), attention)
+    policy = Policy(empty_model(folder, attention, config), attention, adapted=config.trainer.lora is not None)
     buffers = {name: buffer.to(world.device, copy=True) for name, buffer in policy.named_buffers()}
     shard(policy, world)
     policy.to_empty(device=world.device)
@@ -60,9 +59,15 @@ def empty_model(folder: Path, attention: str, config: Config) -> PreTrainedModel
             read_config(folder), dtype=torch.float32, attn_implementation=attention
         )
     lm.tie_weights()
-    if config.trainer.lora is not None:
-        lora.inject(lm, config.trainer.lora)
+    _adapt(lm, config)
     return lm
+
+
+def _adapt(lm: PreTrainedModel, config: Config) -> None:
+    if config.trainer.lora is not None:
+        from trainer.lora import inject  # peft takes seconds to import
+
+        inject(lm, config.trainer.lora)
 
 
 def blocks(lm: PreTrainedModel) -> list[nn.Module]:
@@ -96,8 +101,7 @@ def _whole_state(config: Config, folder: Path) -> dict[str, Tensor]:
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"model.path: no model can be loaded from {folder}: {error}") from None
     check_packing(lm)
-    if config.trainer.lora is not None:
-        lora.inject(lm, config.trainer.lora)
+    _adapt(lm, config)
     return {f"lm.{name}": parameter.detach() for name, parameter in lm.named_parameters()}
 
 

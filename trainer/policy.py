@@ -17,10 +17,12 @@ from trainer.rows import PackedRow
 class Policy(nn.Module):
     """A Hugging Face causal language model as the trainer sees it; its parameters keep their names below `lm.`."""
 
-    def __init__(self, lm: PreTrainedModel, attention: str) -> None:
+    def __init__(self, lm: PreTrainedModel, attention: str, *, adapted: bool = False) -> None:
+        """`attention` is transformers' name; `adapted` says that `lm` carries low-rank adapters."""
         super().__init__()
         self.lm = lm
         self.attention = attention
+        self.adapted = adapted
 
     @property
     def vocabulary(self) -> int:

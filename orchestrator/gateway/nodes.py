@@ -203,6 +203,7 @@ def _describe(node: Node, now: float, obstacle: str | None) -> dict[str, Any]:
         "kv_used": status.kv_used if status else None,
         "tokens_per_s": status.tokens_per_s if status else None,
         "canary_error": status.canary_error if status else None,
+        "weight_error": status.weight_error if status else None,
         "answers": node.answers,
         "tokens_out": node.tokens_out,
         "failures": node.failures,

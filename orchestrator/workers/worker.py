@@ -122,7 +122,14 @@ class Worker:
         finally:
             self._running.pop(request.rollout_id, None)
             cpu_s = self._shares.leave(mark)
-        self._frames.send(msgspec.structs.replace(reply, cpu_s=cpu_s, wall_s=time.monotonic() - started))
+        self._reply(msgspec.structs.replace(reply, cpu_s=cpu_s, wall_s=time.monotonic() - started), request)
+
+    def _reply(self, reply: RolloutReply, request: RunRollout) -> None:
+        try:
+            self._frames.send(reply)
+        except (ValueError, TypeError, OverflowError) as error:
+            # Text that is no valid Unicode, or a metric that is no number. The rollout must still end.
+            self._frames.send(_failed(request, "internal", f"its reply cannot be encoded: {error}"))
 
     def _refuse(self, request: RunRollout, why: str) -> None:
         self._frames.send(_failed(request, "request", why, retryable=False))

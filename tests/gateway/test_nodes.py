@@ -94,7 +94,7 @@ async def test_a_node_that_comes_back_attaches_again_under_its_id(open_gateway, 
 
 
 async def test_a_request_lost_on_the_way_is_found_by_the_nodes_heartbeats(open_gateway, node_keys):
-    """A node that reports no work for lost_after_s does not hold what we think it holds."""
+    """A node that reports no work for a while does not hold what we think it holds."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as node:
         lost: list[Generate] = []
 

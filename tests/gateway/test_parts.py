@@ -109,7 +109,7 @@ def test_an_unused_limit_does_not_rise_and_a_full_cache_lowers_it():
 
 
 def test_loop_lag_sees_a_blocked_loop():
-    """A block of 80 ms shows as the largest lag; an idle loop's median is small; the window starts anew."""
+    """A block of 80 ms shows as the largest lag, as own lag if it was work; the window starts anew."""
 
     async def scenario() -> None:
         lag = LoopLag(interval_s=0.005)
@@ -120,7 +120,14 @@ def test_loop_lag_sees_a_blocked_loop():
         stats = lag.window()
         assert stats.p50_s is not None and stats.max_s is not None
         assert stats.max_s >= 0.07 and stats.p50_s < 0.04
-        assert set(stats.metrics()) == {"loop_lag/p50_s", "loop_lag/p99_s", "loop_lag/max_s"}
+        assert stats.own_max_s is not None and stats.own_max_s < 0.04
+        assert set(stats.metrics()) == {f"loop_lag/{name}_s" for name in ("p50", "p99", "max", "own_p99")}
+        busy_until = time.thread_time() + 0.08
+        while time.thread_time() < busy_until:
+            pass
+        await asyncio.sleep(0.02)
+        stats = lag.window()
+        assert stats.own_max_s is not None and stats.own_max_s >= 0.07
         lag.stop()
         lag.window()
         await asyncio.sleep(0.03)

@@ -1,4 +1,4 @@
-"""The orchestrator's neighbours for tests: a node and a trainer on real sockets, and workers that play scripted rollouts.
+"""The orchestrator's neighbours for tests: a node and a trainer on real sockets, and workers with scripted rollouts.
 
 The node is a DEALER of wire/node.py that makes tokens up from the prompt; the trainer is a DEALER of wire/step.py that
 checks every micro-batch; the pool calls the real gateway over HTTP, turn by turn, as an environment worker does.
@@ -73,7 +73,7 @@ def draw(*parts: object) -> float:
 
 
 class PeerNode:
-    """`async with PeerNode(endpoint, keys)`: answers until it is left; swaps `swap_s` after a new version is announced."""
+    """`async with PeerNode(endpoint, keys)`: answers until it is left; swaps `swap_s` after a version is announced."""
 
     def __init__(
         self, endpoint: str, keys: RunKeys, name: str = "node-0", *, delay_s: float = 0.0, swap_s: float = 0.0
@@ -167,7 +167,11 @@ class ScriptedPool:
     restarts = 0
     pids: tuple[int, ...] = (1,)
 
-    def __init__(self, reward: Reward | None = None, *, turns: int = 2, tasks: int = 16) -> None:
+    def __init__(
+        self, reward: Reward | None = None, *, turns: int = 2, tasks: int = 16, played: Path | None = None
+    ) -> None:
+        """`played`: a file that takes the id of every rollout that is asked for."""
+        self._played = played
         self._reward = reward or (lambda request: float(draw(request.task_index, request.seed) < 0.5))
         self._turns, self._tasks = turns, tasks
         self.requests: list[RunRollout] = []
@@ -184,6 +188,9 @@ class ScriptedPool:
 
     async def run(self, request: RunRollout) -> RolloutReply:
         self.requests.append(request)
+        if self._played is not None:
+            with self._played.open("a") as file:
+                file.write(f"{request.rollout_id} {request.task_index} {request.seed}\n")
         await asyncio.sleep(self.pause_s(request))
         prompt, turns = [1, 10 + request.task_index], []
         for turn in range(self._turns):
@@ -256,8 +263,9 @@ class PeerTrainer:
     async def ask(self, step: int, rank: int, max_tokens: int = 512) -> StepReply | RunFinished | Refused:
         """Asks until the answer is not NotReady."""
         while True:
+            world = self.world_size
             await self.send(
-                StepRequest(run_id=RUN_ID, step=step, rank=rank, world_size=self.world_size, max_tokens=max_tokens), rank
+                StepRequest(run_id=RUN_ID, step=step, rank=rank, world_size=world, max_tokens=max_tokens), rank
             )
             answer = await self.receive(rank)
             if not isinstance(answer, NotReady):

@@ -147,7 +147,7 @@ def conversations(draw) -> list[Record]:
 @settings(max_examples=300, deadline=None)
 @given(conversations())
 def test_every_sampled_token_is_trained_exactly_once_with_its_own_context(records):
-    """Whatever branches there are: the trained (context, token, logprob, version) tuples are exactly the sampled ones."""
+    """Whatever the branches: the trained (context, token, logprob, version) tuples are exactly the sampled ones."""
     sampled = []
     for rec in records:
         for at, (token, logprob) in enumerate(zip(rec.completion_ids, rec.logprobs, strict=True)):

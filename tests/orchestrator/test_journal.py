@@ -21,9 +21,8 @@ def entries(count: int) -> list[Entry]:
         made.append(Started(seq=len(made) + 1, plan=plan(group)))
         made.append(Finished(seq=len(made) + 1, group=ready(group)))
         if group % 2:
-            made.append(
-                Formed(seq=len(made) + 1, step=group // 2 + 1, groups=[group - 1, group], dropped=[], metrics={"a": 1.0})
-            )
+            groups, seq = [group - 1, group], len(made) + 1
+            made.append(Formed(seq=seq, step=group // 2 + 1, groups=groups, dropped=[], metrics={"a": 1.0}))
     return made
 
 
@@ -48,7 +47,7 @@ async def test_entries_come_back_in_order_and_numbers_go_on(tmp_path):
 
 
 async def test_a_tail_torn_at_any_byte_costs_only_the_torn_entry(tmp_path):
-    """A crash may cut the file anywhere: the whole entries before the cut survive, and the journal can be written on."""
+    """A crash may cut the file anywhere: whole entries before the cut survive, and the journal goes on."""
     made = entries(2)
     await (await written(tmp_path / "whole", made)).close()
     raw = (tmp_path / "whole" / "000001.log").read_bytes()

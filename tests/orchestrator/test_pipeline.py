@@ -29,7 +29,8 @@ async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir,
         for step in range(1, 5):
             trained = {line["rollout_id"] for line in run.rollouts(step) if line["status"] == "trained"}
             assert trained == {sample_id.split("/")[0] for sample_id in sample_ids(trainer.steps[step])}
-            assert {"reward/mean", "policy/staleness_max", "reward/part/correct"} <= trainer.steps[step][0].metrics.keys()
+            metrics = trainer.steps[step][0].metrics
+            assert {"reward/mean", "policy/staleness_max", "reward/part/correct"} <= metrics.keys()
         evaluations = {line["step"]: line for line in run.lines() if "eval/s/pass@1" in line}
         assert sorted(evaluations) == [0, 2, 4]
         assert evaluations[4]["eval/s/version_min"] == 4
@@ -54,9 +55,8 @@ async def test_not_ready_says_what_the_batch_waits_for(open_run, run_dir, tmp_pa
     async with open_run(make_config(tmp_path), pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
         await trainer.ask(1, 0)
-        assert re.fullmatch(
-            r"batch 1: 0 of 2 groups; 16 rollouts of 4 groups running, oldest [12] s; served by 1 node", trainer.waits[0]
-        )
+        said = r"batch 1: 0 of 2 groups; 16 rollouts of 4 groups running, oldest [12] s; served by 1 node"
+        assert re.fullmatch(said, trainer.waits[0])
 
 
 async def test_a_batch_that_never_fills_ends_the_run_with_its_reason(open_run, tmp_path):

@@ -27,8 +27,9 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 with tied embeddings, grouped keys and 2 blocks, float32."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """A random Qwen3 with tied embeddings, grouped keys and 2 blocks, float32, and a tokenizer of single bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -37,6 +38,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("model")
     Qwen3ForCausalLM(config).save_pretrained(folder)
+    characters = {chr(32 + index): index for index in range(VOCABULARY - 1)} | {"<unk>": VOCABULARY - 1}
+    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=template).save_pretrained(folder)
     return folder
 
 

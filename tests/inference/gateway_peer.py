@@ -1,0 +1,103 @@
+"""The gateway's side of the node wire, spoken by hand: a real CURVE ROUTER that tests script."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from composer_prime.keys import RunKeys
+from composer_prime.weights.store import WeightStore
+from composer_prime.wire.node import (
+    Chunk,
+    ChunkMissing,
+    ChunkRequest,
+    FromNode,
+    Generate,
+    Heard,
+    Hello,
+    HelloAgain,
+    Sampling,
+    Status,
+    Welcome,
+)
+from composer_prime.wire.sockets import bind_router
+from composer_prime.wire.types import pack_ints
+from tests.inference.publisher import RUN_ID
+
+DEADLINE_S = 20.0
+
+
+class GatewayPeer:
+    """Answers Hello, Status and ChunkRequest by itself; everything else waits in `inbox` for the test."""
+
+    def __init__(self, keys: RunKeys, store: WeightStore, address: str = "tcp://127.0.0.1:0") -> None:
+        self._server = bind_router(address, keys.curve("server"), [keys.curve("node").public])
+        self._store, self._verify_key = store, keys.verifier().public_bytes_raw()
+        self.endpoint = self._server.endpoint
+        self.manifest = b""
+        self.known: set[bytes] = set()
+        self.node = b""
+        self.hellos: list[Hello] = []
+        self.statuses: list[Status] = []
+        self.chunk_requests: list[ChunkRequest] = []
+        self.silent = False
+        self.inbox: asyncio.Queue[FromNode] = asyncio.Queue()
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            identity, raw = await self._server.socket.recv_multipart()
+            if not self.silent:
+                self._handle(identity, msgspec.msgpack.decode(raw, type=FromNode))
+
+    def _handle(self, identity: bytes, message: FromNode) -> None:
+        if isinstance(message, Hello):
+            self.hellos.append(message)
+            self.known.add(identity)
+            self.node = identity
+            self.send(Welcome(run_id=RUN_ID, manifest=self.manifest, verify_key=self._verify_key, heartbeat_s=0.1))
+        elif isinstance(message, ChunkRequest):
+            self.chunk_requests.append(message)
+            self.send(self._chunk(message))
+        elif identity not in self.known:
+            self._server.socket.send_multipart([identity, msgspec.msgpack.encode(HelloAgain())])
+        elif isinstance(message, Status):
+            self.statuses.append(message)
+            self.send(Heard())
+        else:
+            self.inbox.put_nowait(message)
+
+    def _chunk(self, request: ChunkRequest) -> Chunk | ChunkMissing:
+        piece = self._store.chunk(request.sha256, request.offset, 100_000)
+        if piece is None:
+            return ChunkMissing(sha256=request.sha256)
+        return Chunk(sha256=request.sha256, offset=request.offset, data=piece, last=len(piece) < 100_000)
+
+    def send(self, message) -> None:
+        self.send_raw(msgspec.msgpack.encode(message))
+
+    def send_raw(self, *frames: bytes) -> None:
+        self._server.socket.send_multipart([self.node, *frames])
+
+    def generate(self, name: str, prompt: list[int], *, lease: int = 1, session: str = "s", **options) -> None:
+        sampling = Sampling(**{"max_tokens": 8, "ignore_eos": True, **options})
+        self.send(
+            Generate(request_id=name, lease=lease, prompt_ids=pack_ints(prompt), sampling=sampling, session=session)
+        )
+
+    async def next(self) -> FromNode:
+        """The next message that is no heartbeat."""
+        return await asyncio.wait_for(self.inbox.get(), DEADLINE_S)
+
+    async def until(self, condition, what: str) -> None:
+        for _ in range(int(DEADLINE_S / 0.02)):
+            if condition():
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"waited {DEADLINE_S:.0f} s for {what}")
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.to_thread(self._server.close)

@@ -1,0 +1,278 @@
+"""A node against a real CURVE ROUTER: requests, weights over the link, lost gateways, garbage, the end."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from composer_prime.errors import DeadlineError, RunMismatchError
+from composer_prime.keys import RunKeys
+from composer_prime.wire.node import (
+    Cancel,
+    Drain,
+    Generated,
+    GenerateFailed,
+    Goodbye,
+    HelloAgain,
+    NewVersion,
+    Rejected,
+    Sampling,
+)
+from composer_prime.wire.types import floats, ints
+from inference.engines.local.engine import LocalEngine
+from inference.link import GatewayLink, LinkSource
+from inference.node import Node
+from inference.receiver import Receiver
+from tests.engines.models import MAX_CONTEXT
+from tests.inference.gateway_peer import GatewayPeer
+from tests.inference.publisher import CANARY
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+@pytest.fixture
+def serving(folder, config, keys, publisher):
+    """A started node and its gateway: `async with serving() as (gateway, node, ended)`."""
+
+    @asynccontextmanager
+    async def serving(node_keys: RunKeys = keys, manifest: bytes = b""):
+        gateway = GatewayPeer(keys, publisher.store)
+        gateway.manifest = manifest
+        engine = LocalEngine(folder, config, MAX_CONTEXT)
+        await engine.start()
+        link = GatewayLink(lambda: gateway.endpoint, node_keys.client("node"))
+        source = LinkSource(link, config.chunk_timeout_s)
+        node = Node("node-a", engine, link, source, Receiver(engine, source, folder, config.canary_tolerance), config)
+        ended = asyncio.ensure_future(node.run())
+        try:
+            yield gateway, node, ended
+        finally:
+            ended.cancel()
+            await asyncio.gather(ended, return_exceptions=True)
+            await engine.close()
+            await asyncio.to_thread(link.close)
+            await gateway.close()
+
+    return serving
+
+
+def test_a_request_is_answered_with_its_lease(loop, serving, reference):
+    # Ids, logprobs, spans and lease come back; the logprobs are those of the reference.
+    async def scenario():
+        async with serving() as (gateway, _, _):
+            await gateway.until(lambda: gateway.statuses, "a heartbeat")
+            gateway.generate("r1", PROMPT, lease=41, temperature=0.8, seed=3)
+            return gateway.hellos[0], await gateway.next()
+
+    hello, done = loop.run(scenario())
+    assert (hello.node_id, hello.engine, hello.run_id, hello.version) == ("node-a", "local", None, 0)
+    assert isinstance(done, Generated) and (done.request_id, done.lease, done.finish_reason) == ("r1", 41, "length")
+    tokens = ints(done.token_ids).tolist()
+    expected = reference.rescore(PROMPT, tokens, done.version_spans, Sampling(max_tokens=8, temperature=0.8))
+    assert np.abs(floats(done.logprobs) - expected.numpy()).max() < 1e-4
+
+
+def test_what_cannot_be_served_is_said(loop, serving):
+    # A prompt beyond the context, ids beyond the vocabulary and torn bytes fail for good; the node goes on.
+    async def scenario():
+        async with serving() as (gateway, _, _):
+            await gateway.until(lambda: gateway.node, "a node")
+            gateway.generate("long", [5] * MAX_CONTEXT)
+            gateway.generate("odd", [5, 100_000])
+            answers = [await gateway.next(), await gateway.next()]
+            gateway.generate("fine", PROMPT)
+            return answers, await gateway.next()
+
+    failures, fine = loop.run(scenario())
+    assert all(isinstance(answer, GenerateFailed) and not answer.retryable for answer in failures)
+    assert "context" in failures[0].error and "vocabulary" in failures[1].error
+    assert isinstance(fine, Generated)
+
+
+def test_a_cancelled_request_is_not_answered(loop, serving):
+    # Cancel frees the place without an answer; the next request is served.
+    async def scenario():
+        async with serving() as (gateway, _, _):
+            await gateway.until(lambda: gateway.node, "a node")
+            gateway.generate("gone", PROMPT, max_tokens=240)
+            await asyncio.sleep(0.02)
+            gateway.send(Cancel(request_id="gone", lease=1))
+            gateway.generate("next", PROMPT)
+            answer = await gateway.next()
+            await gateway.until(lambda: gateway.statuses and gateway.statuses[-1].running == 0, "an idle node")
+            return answer, gateway.inbox.empty()
+
+    answer, silent = loop.run(scenario())
+    assert answer.request_id == "next" and silent
+
+
+def test_weights_come_over_the_link(loop, serving, publisher, reference):
+    # The Welcome's manifest and later news are pulled, swapped in and reported; the newest wins.
+    async def scenario():
+        async with serving(manifest=publisher.publish(1)) as (gateway, node, _):
+            await gateway.until(lambda: gateway.statuses and gateway.statuses[-1].version == 1, "version 1")
+            gateway.generate("r", PROMPT, max_tokens=200)
+            for version in (2, 3, 4):
+                gateway.send(NewVersion(manifest=publisher.publish(version)))
+            await gateway.until(lambda: gateway.statuses[-1].version == 4, "version 4")
+            answer = await gateway.next()
+            assert gateway.statuses[-1].canary_error < 1e-3
+            seen = {status.version for status in gateway.statuses}
+            return answer, seen, torch.tensor(await node._engine.score(CANARY))
+
+    answer, seen, scores = loop.run(scenario())
+    assert isinstance(answer, Generated) and 3 not in seen
+    assert (scores - reference.score(CANARY, 4)).abs().max() < 1e-4
+
+
+def test_bad_weights_are_reported_and_mended(loop, serving, publisher):
+    # A forged manifest and a truncated chunk leave version 0 in use and say why; what is mended is installed.
+    async def scenario():
+        async with serving() as (gateway, _, _):
+            await gateway.until(lambda: gateway.statuses, "a heartbeat")
+            gateway.send(NewVersion(manifest=publisher.forge(1)))
+            await gateway.until(lambda: "signature" in (gateway.statuses[-1].weight_error or ""), "the refusal")
+            manifest = publisher.manifest(2)
+            publisher.damage(manifest, 0, keep=10)
+            signed = publisher.publish(2)
+            publisher.damage(manifest, 0, keep=10)
+            gateway.send(NewVersion(manifest=signed))
+            await gateway.until(lambda: "chunk" in (gateway.statuses[-1].weight_error or ""), "the damage")
+            assert gateway.statuses[-1].version == 0
+            gateway.generate("meanwhile", PROMPT)
+            meanwhile = await gateway.next()
+            publisher.manifest(2)
+            await gateway.until(lambda: gateway.statuses[-1].version == 2, "the mended version")
+            return meanwhile, gateway.statuses[-1]
+
+    meanwhile, status = loop.run(scenario())
+    assert isinstance(meanwhile, Generated) and meanwhile.version_spans[0].version == 0
+    assert status.weight_error is None
+
+
+def test_garbage_is_dropped(loop, serving):
+    # Bytes that are no message are counted and change nothing.
+    async def scenario():
+        async with serving() as (gateway, node, _):
+            await gateway.until(lambda: gateway.node, "a node")
+            for frames in ([b""], [b"\xc1" * 50], [b"\x81\xa4type\xa5other"], [b"a", b"b"], [b"\x91" * 100_000]):
+                gateway.send_raw(*frames)
+            gateway.generate("fine", PROMPT)
+            return await gateway.next(), node._link.garbage
+
+    answer, garbage = loop.run(scenario())
+    assert isinstance(answer, Generated) and garbage == 5
+
+
+def test_a_restarted_gateway_is_found_again(loop, serving, keys, publisher):
+    # A gateway that comes back (here: at another address) gets a Hello with the run and version, and new requests.
+    async def scenario():
+        async with serving() as (gateway, node, _):
+            await gateway.until(lambda: gateway.statuses, "a heartbeat")
+            gateway.generate("lost", PROMPT, max_tokens=240)
+            await gateway.close()
+            await asyncio.sleep(0.5)
+            again = GatewayPeer(keys, publisher.store)
+            gateway.endpoint = again.endpoint
+            await again.until(lambda: again.statuses, "the node to come back")
+            again.generate("new", PROMPT)
+            answer = await again.next()
+            await again.close()
+            return again.hellos[-1], answer
+
+    hello, answer = loop.run(scenario())
+    assert (hello.run_id, answer.request_id) == ("run-1", "new")
+
+
+def test_hello_is_said_again_when_asked(loop, serving):
+    # A gateway that no longer knows the connection asks once more, and what ran for it is dropped.
+    async def scenario():
+        async with serving() as (gateway, _, _):
+            await gateway.until(lambda: gateway.statuses, "a heartbeat")
+            gateway.generate("old", PROMPT, max_tokens=240)
+            gateway.known.clear()
+            await gateway.until(lambda: len(gateway.hellos) >= 2, "a second Hello")
+            gateway.send(HelloAgain())
+            await gateway.until(lambda: len(gateway.hellos) >= 3, "a third Hello")
+            gateway.generate("new", PROMPT)
+            return await gateway.next(), gateway.inbox.empty()
+
+    answer, empty = loop.run(scenario())
+    assert answer.request_id == "new" and empty
+
+
+def test_a_node_without_gateway_gives_up(loop, serving):
+    # After connect_timeout_s of silence the node ends with an error that says what it waited for.
+    async def scenario():
+        async with serving() as (gateway, _, ended):
+            await gateway.until(lambda: gateway.statuses, "a heartbeat")
+            gateway.silent = True
+            await asyncio.wait_for(ended, 20)
+
+    with pytest.raises(DeadlineError, match=r"gateway at tcp://127.0.0.1"):
+        loop.run(scenario())
+
+
+def test_keys_of_another_run_do_not_get_in(loop, serving, tmp_path):
+    # A node with foreign keys never gets a byte to the gateway and ends with the same error.
+    async def scenario():
+        async with serving(node_keys=RunKeys.create(tmp_path / "foreign")) as (gateway, _, ended):
+            with pytest.raises(DeadlineError):
+                await asyncio.wait_for(ended, 20)
+            return gateway.hellos
+
+    assert loop.run(scenario()) == []
+
+
+def test_a_rejected_node_ends(loop, serving):
+    # Rejected ends the node with the gateway's reason.
+    async def scenario():
+        async with serving() as (gateway, _, ended):
+            await gateway.until(lambda: gateway.node, "a node")
+            gateway.send(Rejected(reason="give nodes own names"))
+            await asyncio.wait_for(ended, 20)
+
+    with pytest.raises(RunMismatchError, match="own names"):
+        loop.run(scenario())
+
+
+@pytest.mark.parametrize("by", ["gateway", "signal"])
+def test_drain_finishes_and_says_goodbye(loop, serving, by):
+    # A drained node answers what runs, gives new requests back, says Goodbye and ends.
+    async def scenario():
+        async with serving() as (gateway, node, ended):
+            await gateway.until(lambda: gateway.node, "a node")
+            gateway.generate("running", PROMPT, max_tokens=200)
+            await asyncio.sleep(0.02)
+            gateway.send(Drain(reason="enough")) if by == "gateway" else node.stop("SIGTERM")
+            await asyncio.sleep(0.02)
+            gateway.generate("late", PROMPT)
+            answers = [await gateway.next() for _ in range(3)]
+            await asyncio.wait_for(ended, 20)
+            return answers
+
+    answers = loop.run(scenario())
+    by_kind = {type(answer): answer for answer in answers}
+    assert by_kind[Generated].request_id == "running"
+    assert by_kind[GenerateFailed].request_id == "late" and by_kind[GenerateFailed].retryable
+    assert isinstance(answers[-1], Goodbye)
+
+
+def test_drain_has_a_deadline(loop, serving, config):
+    # Requests that do not end within drain_timeout_s are dropped; a second stop drops them at once.
+    async def scenario():
+        async with serving() as (gateway, node, ended):
+            await gateway.until(lambda: gateway.node, "a node")
+            for k in range(40):
+                gateway.generate(f"r{k}", PROMPT, max_tokens=240)
+            await asyncio.sleep(0.05)
+            node.stop("SIGTERM")
+            await asyncio.sleep(0.05)
+            node.stop("SIGTERM")
+            await asyncio.wait_for(ended, config.drain_timeout_s)
+
+    loop.run(scenario())

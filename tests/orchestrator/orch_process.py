@@ -1,0 +1,24 @@
+"""An orchestrator in a process of its own, to be killed: `python orch_process.py RUN_DIR` reads RUN_DIR/config.json."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from orch_peers import MODEL, RUN_ID, ScriptedPool, draw
+
+from composer_prime.config import load
+from composer_prime.run_dir import RunDir
+from orchestrator.pipeline import Pipeline
+
+
+async def serve(root: Path) -> None:
+    run_dir = RunDir(root)
+    pool = ScriptedPool(played=root / "played.txt")
+    pool.pause_s = lambda request: 0.4 * draw(request.rollout_id)
+    await Pipeline(load.read(run_dir.config), run_dir, RUN_ID, MODEL, make_pool=lambda source, spec: pool).run()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1])))

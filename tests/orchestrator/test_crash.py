@@ -1,0 +1,123 @@
+"""kill -9 of the orchestrator in mid-run, then a resume: every trained sample is trained exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from orch_peers import PeerNode, PeerTrainer, make_config, tokens_by_sample
+
+from composer_prime import ledger
+from composer_prime.config import load
+from composer_prime.keys import RunKeys
+from composer_prime.run_dir import RunDir
+from orchestrator.journal import Finished, Journal
+
+PROCESS = Path(__file__).with_name("orch_process.py")
+
+
+@asynccontextmanager
+async def orchestrator(
+    run_dir: RunDir, tmp_path: Path, *, resume: bool, max_steps: int
+) -> AsyncIterator[subprocess.Popen]:
+    run_dir.endpoints.unlink(missing_ok=True)
+    run_dir.config.write_text(load.dump(make_config(tmp_path, max_steps=max_steps, resume=resume, max_staleness=2)))
+    process = subprocess.Popen([sys.executable, str(PROCESS), str(run_dir.root)])
+    try:
+        async with asyncio.timeout(20):
+            while not run_dir.endpoints.exists():
+                assert process.poll() is None
+                await asyncio.sleep(0.02)
+        endpoints = json.loads(run_dir.endpoints.read_text())
+        async with PeerNode(endpoints["node"], RunKeys(run_dir.keys), swap_s=0.05, delay_s=0.01):
+            yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@asynccontextmanager
+async def trainer(run_dir: RunDir, step: int) -> AsyncIterator[PeerTrainer]:
+    endpoint = json.loads(run_dir.endpoints.read_text())["step"]
+    async with PeerTrainer(run_dir, endpoint, max_staleness=2) as peer:
+        if step:
+            ledger.append_rewind(run_dir.ledger, step)
+        await peer.attach(step)
+        yield peer
+
+
+async def test_a_killed_orchestrator_loses_and_repeats_nothing(run_dir, tmp_path):
+    """Killed after step 5 with a checkpoint at 2, and again later: batches come back as they were, groups too.
+
+    Groups that were finished are not played again; those in flight are played with the same task and seeds.
+    """
+    async with orchestrator(run_dir, tmp_path, resume=False, max_steps=9) as process, trainer(run_dir, 0) as first:
+        for step in (1, 2):
+            await first.train(step)
+        await first.checkpoint(2)
+        for step in (3, 4, 5):
+            await first.train(step)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = [line.split() for line in (run_dir.root / "played.txt").read_text().splitlines()]
+    entries = Journal.resume(run_dir.journal)[1]
+    finished = {entry.group.plan.group_id for entry in entries if isinstance(entry, Finished)}
+
+    async with orchestrator(run_dir, tmp_path, resume=True, max_steps=9) as process, trainer(run_dir, 2) as second:
+        for step in (3, 4, 5, 6):
+            await second.train(step)
+        for step in (3, 4, 5):
+            assert tokens_by_sample(second.steps[step]) == tokens_by_sample(first.steps[step])
+            assert second.steps[step][0].metrics == first.steps[step][0].metrics
+        await second.checkpoint(6)
+        await second.train(7)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    async with orchestrator(run_dir, tmp_path, resume=True, max_steps=9) as process, trainer(run_dir, 6) as third:
+        for step in (7, 8, 9):
+            await third.train(step)
+        assert tokens_by_sample(third.steps[7]) == tokens_by_sample(second.steps[7])
+        assert (await third.checkpoint(9)).error is None
+        assert await asyncio.to_thread(process.wait, 10) == 0
+
+    assert ledger.check(run_dir.ledger) == []
+    assert sorted(ledger.effective(run_dir.ledger)) == list(range(1, 10))
+    after = [line.split() for line in (run_dir.root / "played.txt").read_text().splitlines()][len(before) :]
+    assert not {rollout_id.split("-")[0] for rollout_id, _, _ in after} & finished
+    known = {rollout_id: rest for rollout_id, *rest in before}
+    again = [(rollout_id, rest) for rollout_id, *rest in after if rollout_id in known]
+    assert again
+    assert all(known[rollout_id] == rest for rollout_id, rest in again)
+
+
+async def test_a_trainer_that_restarts_alone_gets_its_batches_again(open_run, run_dir, tmp_path):
+    """The trainer falls back to its checkpoint while the orchestrator lives on: the same batches are served again."""
+    config = make_config(tmp_path, max_steps=6)
+    async with open_run(config) as run:
+        async with PeerTrainer(run_dir, run.step_endpoint) as first:
+            await first.attach(0)
+            await first.train(1)
+            await first.checkpoint(1)
+            for step in (2, 3):
+                await first.train(step)
+        async with PeerTrainer(run_dir, run.step_endpoint, world_size=2) as second:
+            early = asyncio.create_task(second.ask(2, 1))
+            await asyncio.sleep(0.2)
+            ledger.append_rewind(run_dir.ledger, 1)
+            await second.attach(1)
+            assert (await early).step == 2
+            for step in range(2, 7):
+                await second.train(step)
+            for step in (2, 3):
+                assert tokens_by_sample(second.steps[step]) == tokens_by_sample(first.steps[step])
+            await second.checkpoint(6)
+            async with asyncio.timeout(10):
+                await run.task
+    assert ledger.check(run_dir.ledger) == []

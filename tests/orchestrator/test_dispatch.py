@@ -1,0 +1,181 @@
+"""Groups under way: retries, failures as data, deadlines, cancellation of what became too old, and no waiting on others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from orch_peers import PeerTrainer, ScriptedPool, draw, make_config, sample_ids
+
+from composer_prime.errors import EnvironmentWorkerError, RolloutError
+from composer_prime.wire.step import RunFinished
+from orchestrator.workers.protocol import RolloutFailure, RunRollout
+
+BROKEN = RolloutFailure(kind="sandbox", message="the sandbox is gone", retryable=True)
+HOPELESS = RolloutFailure(kind="context_overflow", message="the prompt is too long", retryable=False)
+
+
+def sibling(request: RunRollout) -> int:
+    return int(request.rollout_id.split("-")[1].split("r")[0])
+
+
+def attempt(request: RunRollout) -> int:
+    return int((request.rollout_id.split("r") + ["0"])[1]) if "r" in request.rollout_id else 0
+
+
+def mixed(request: RunRollout) -> float:
+    return float(sibling(request) % 2)
+
+
+async def test_a_failed_environment_is_retried_with_a_fresh_id_and_seed(open_run, run_dir, tmp_path):
+    """The first try of every sibling 0 fails: the second one's reward counts, the first is on record."""
+    pool = ScriptedPool(lambda request: BROKEN if sibling(request) == 0 and attempt(request) == 0 else mixed(request))
+    async with open_run(make_config(tmp_path), pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        [reply] = await trainer.train(1)
+        lines = run.rollouts(1)
+        assert len(lines) == 8
+        assert all(line["reward"] is not None for line in lines)
+        first = [line for line in lines if line["failed_attempts"]]
+        assert [line["failed_attempts"][0]["kind"] for line in first] == ["sandbox", "sandbox"]
+        assert reply.metrics["rollout/failed/sandbox"] == 2
+        seeds = [request.seed for request in pool.requests if request.rollout_id.startswith("g000000")]
+        assert len(set(seeds)) == len(seeds) == 5
+
+
+async def test_a_sibling_that_keeps_failing_is_left_out_and_never_scored_zero(open_run, run_dir, tmp_path):
+    """Its group goes on with the others; the failed rollout has no reward and no sample, but a line in the log."""
+    pool = ScriptedPool(lambda request: BROKEN if sibling(request) == 3 else mixed(request))
+    config = make_config(tmp_path, max_retries=1)
+    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        replies = await trainer.train(1)
+        assert {sample_id.split("-")[1][0] for sample_id in sample_ids(replies)} == {"0", "1", "2"}
+        failed = [line for line in run.rollouts(1) if line["status"] == "failed"]
+        assert [line["reward"] for line in failed] == [None, None]
+        assert [line["error"]["kind"] for line in failed] == ["sandbox", "sandbox"]
+        assert replies[0].metrics["reward/mean"] == 1 / 3
+        assert run.pipeline.steering.dispatcher.retries >= 2
+
+
+async def test_a_group_with_too_few_rollouts_is_dropped_and_counted(open_run, run_dir, tmp_path):
+    """Every other task fails without hope: no retry, the group is dropped, batches are made of the others."""
+    pool = ScriptedPool(lambda request: HOPELESS if request.task_index % 2 else mixed(request))
+    async with open_run(make_config(tmp_path), pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        for step in range(1, 5):
+            await trainer.train(step)
+        counters = run.pipeline.steering.counters
+        assert counters["failed"] > 0
+        assert run.pipeline.steering.dispatcher.retries == 0
+        assert all(reply.metrics["batch/groups"] == 2 for [reply] in trainer.steps.values())
+
+
+async def test_a_run_whose_every_group_fails_ends_with_the_last_error(open_run, run_dir, tmp_path):
+    """Nothing but failures: the run ends, the message holds the error, and the ranks hear of it."""
+    pool = ScriptedPool(lambda request: HOPELESS)
+    config = make_config(tmp_path, max_failed_groups=6)
+    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        finished = await trainer.ask(1, 0)
+        assert isinstance(finished, RunFinished)
+        assert finished.failed
+        assert "6 groups in a row failed" in finished.reason
+        [error] = await asyncio.gather(run.task, return_exceptions=True)
+        assert isinstance(error, RolloutError)
+        assert "context_overflow: the prompt is too long" in str(error)
+
+
+async def test_workers_that_are_gone_for_good_end_the_run(open_run, tmp_path):
+    """An error of the pool itself is not a rollout's: no retry, the run fails with it."""
+
+    class Gone(ScriptedPool):
+        async def run(self, request: RunRollout):
+            raise EnvironmentWorkerError("it was started 6 times")
+
+    async with open_run(make_config(tmp_path), Gone()) as run:
+        [error] = await asyncio.gather(run.task, return_exceptions=True)
+        assert isinstance(error, EnvironmentWorkerError)
+
+
+async def test_groups_without_advantage_are_left_out_but_counted(open_run, run_dir, tmp_path):
+    """All-equal rewards: not trained, but in reward/mean, in the log and in the filtered share."""
+    pool = ScriptedPool(lambda request: 1.0 if request.task_index % 2 else mixed(request))
+    async with open_run(make_config(tmp_path), pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        filtered = []
+        for step in range(1, 5):
+            [reply] = await trainer.train(step)
+            statuses = {line["status"] for line in run.rollouts(step)}
+            filtered += [line for line in run.rollouts(step) if line["status"] == "filtered"]
+            assert statuses <= {"trained", "filtered"}
+            rewards = [line["reward"] for line in run.rollouts(step)]
+            assert reply.metrics["reward/mean"] == sum(rewards) / len(rewards)
+            assert reply.metrics["groups/filtered"] * 4 == sum(reward == 1.0 for reward in rewards) - 4
+        assert filtered
+        assert all(line["advantage"] == 0 for line in filtered)
+
+
+async def test_a_slow_group_does_not_hold_the_others_up_and_is_cancelled_when_too_old(open_run, run_dir, tmp_path):
+    """Group 1 hangs: batches go on without it; once no batch accepts its version it is cancelled and counted."""
+    pool = ScriptedPool(mixed)
+    pool.pause_s = lambda request: 15.0 if request.rollout_id.startswith("g000001-") else 0.0
+    async with open_run(make_config(tmp_path), pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        begun = time.monotonic()
+        for step in range(1, 5):
+            await trainer.train(step)
+        assert time.monotonic() - begun < 8
+        trained = {name.split("-")[0] for replies in trainer.steps.values() for name in sample_ids(replies)}
+        assert "g000001" not in trained
+        assert run.pipeline.steering.counters["stale"] == 1
+        stale = [line for step in trainer.steps for line in run.rollouts(step) if line["status"] == "stale"]
+        assert stale == []
+        assert 1 not in run.pipeline.steering.dispatcher.flights
+
+
+async def test_a_rollout_past_its_deadline_is_a_failure_of_kind_timeout(open_run, run_dir, tmp_path):
+    """A worker that never replies costs its deadline plus a grace, then the sibling counts as failed."""
+    pool = ScriptedPool(mixed)
+    pool.pause_s = lambda request: 60.0 if sibling(request) == 2 else 0.0
+    source = {"name": "s", "taskset": {"id": "x"}, "timeout_s": 0.5}
+    config = make_config(tmp_path, source=[source], max_retries=0)
+    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        run.pipeline.steering and None
+        await trainer.attach(0)
+        [reply] = await trainer.train(1)
+        assert reply.metrics["rollout/failed/timeout"] == 2
+
+
+async def test_synchronous_training_uses_only_the_newest_version(open_run, run_dir, tmp_path):
+    """max_staleness 0 with a node that swaps late: every token of batch N is of version N - 1."""
+    pool = ScriptedPool(lambda request: draw(request.rollout_id))
+    config = make_config(tmp_path, max_staleness=0, max_steps=5)
+    async with (
+        open_run(config, pool, swap_s=0.3, delay_s=0.02) as run,
+        PeerTrainer(run_dir, run.step_endpoint, max_staleness=0) as trainer,
+    ):
+        await trainer.attach(0)
+        for step in range(1, 6):
+            [reply] = await trainer.train(step, work_s=0.1)
+            versions = {v for batch in reply.micro_batches for v in (batch.version_min, batch.version_max)}
+            assert versions == {step - 1}
+            assert reply.metrics["policy/staleness_max"] == 0
+        assert len({request.rollout_id.split("-")[0] for request in pool.requests}) == 10
+
+
+async def test_overlap_keeps_the_trainer_fed_within_the_bound(open_run, run_dir, tmp_path):
+    """max_staleness 1: the next batch is played while the trainer works, never more than one step stale."""
+    pool = ScriptedPool(lambda request: draw(request.rollout_id))
+    pool.pause_s = lambda request: 0.2
+    async with (
+        open_run(make_config(tmp_path, max_steps=6), pool, swap_s=0.05) as run,
+        PeerTrainer(run_dir, run.step_endpoint) as trainer,
+    ):
+        await trainer.attach(0)
+        await trainer.train(1)
+        begun = time.monotonic()
+        for step in range(2, 6):
+            [reply] = await trainer.train(step, work_s=0.3)
+            assert reply.metrics["policy/staleness_max"] <= 1
+        assert time.monotonic() - begun < 4 * (0.3 + 0.2)

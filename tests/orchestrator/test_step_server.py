@@ -1,0 +1,235 @@
+"""The trainer's door: who is let in, what is refused, what is dropped, and that each batch is packed once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import zmq.asyncio
+from orch_groups import ready
+from orch_peers import RUN_ID, PeerTrainer
+
+from composer_prime.errors import CheckpointError, PortInUseError, RunMismatchError
+from composer_prime.keys import ClientKeys, RunKeys
+from composer_prime.wire.sockets import dealer
+from composer_prime.wire.step import CheckpointRequest, NotReady, Refused, RunFinished, StepDone, StepReply, StepRequest
+from orchestrator.batches import Batch, Batches
+from orchestrator.pulse import Pulse
+from orchestrator.step_server import StepServer
+
+
+class Served:
+    """A step server around two formed batches, and what it was told."""
+
+    def __init__(self, keys: RunKeys) -> None:
+        self.batches, self.changed = Batches(RUN_ID), Pulse()
+        self.orders: list[str] = []
+        self.server = StepServer(
+            run_id=RUN_ID,
+            batches=self.batches,
+            changed=self.changed,
+            waiting_for=lambda step: f"batch {step}: 1 of 2 groups",
+            on_step_done=self._step_done,
+            on_checkpoint=self._checkpoint,
+            on_error=lambda error: self.orders.append(repr(error)),
+            max_steps=9,
+        )
+        self.endpoint = self.server.bind("tcp://127.0.0.1:0", keys)
+
+    def form(self, step: int) -> None:
+        groups = [ready(2 * step, step - 1), ready(2 * step + 1, step - 1)]
+        self.batches.add(Batch(step=step, groups=groups, metrics={"reward/mean": 0.5}))
+        self.changed.beat()
+
+    async def _step_done(self, message: StepDone) -> None:
+        if message.step == 8:
+            raise RunMismatchError("no such step")
+        self.orders.append(f"done {message.step}")
+        self.batches.done(message.step)
+
+    async def _checkpoint(self, step: int) -> None:
+        await asyncio.sleep(0.05)
+        if step == 7:
+            raise CheckpointError("the disk is full")
+        self.orders.append(f"checkpoint {step}")
+
+
+@pytest.fixture
+def serve(run_dir):
+    @asynccontextmanager
+    async def opened(world_size: int = 1) -> AsyncIterator[tuple[Served, PeerTrainer]]:
+        served = Served(RunKeys(run_dir.keys))
+        async with PeerTrainer(run_dir, served.endpoint, world_size=world_size) as trainer:
+            yield served, trainer
+        await served.server.close()
+        served.batches.close()
+
+    return opened
+
+
+def request(step: int = 1, rank: int = 0, **changes) -> StepRequest:
+    return StepRequest(**({"run_id": RUN_ID, "step": step, "rank": rank, "world_size": 2, "max_tokens": 64} | changes))
+
+
+async def test_every_rank_gets_its_share_once_it_is_there(serve):
+    """A request that came before its batch is answered as soon as the batch is formed; ranks share the samples."""
+    async with serve(world_size=2) as (served, trainer):
+        await trainer.send(request(rank=0), 0)
+        await asyncio.sleep(0.1)
+        served.form(1)
+        await trainer.send(request(rank=1), 1)
+        replies = [await trainer.receive(0, 1.0), await trainer.receive(1, 1.0)]
+        assert all(isinstance(reply, StepReply) for reply in replies)
+        assert [reply.rank for reply in replies] == [0, 1]
+        assert len(replies[0].micro_batches) == len(replies[1].micro_batches)
+        assert replies[0].totals == replies[1].totals
+        assert replies[0].totals.samples == 4
+        assert replies[0].metrics == {"reward/mean": 0.5}
+
+
+async def test_a_waiting_rank_hears_every_two_seconds_what_for(serve):
+    """NotReady comes within two seconds and says what the batch lacks."""
+    async with serve() as (_, trainer):
+        await trainer.send(request())
+        assert await trainer.receive(0, 2.0) == NotReady(step=1, waiting_for="batch 1: 1 of 2 groups")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"run_id": "other"}, "the message is for run 'other'"),
+        ({"rank": 2}, "rank 2 of 2 ranks"),
+        ({"rank": 1, "world_size": 4}, "one of 4 ranks"),
+        ({"rank": 1, "max_tokens": 32}, "32 tokens a row, another rank of this step said 2 ranks and 64"),
+    ],
+)
+async def test_what_does_not_belong_is_refused_with_its_reason(serve, changes, said):
+    """Another run, an impossible rank, another layout within a step: each is named, and the others are still served."""
+    async with serve(world_size=2) as (served, trainer):
+        served.form(1)
+        await trainer.send(request(), 0)
+        assert isinstance(await trainer.receive(0), StepReply)
+        await trainer.send(request(**changes), 1)
+        refused = await trainer.receive(1)
+        assert isinstance(refused, Refused)
+        assert said in refused.error
+        await trainer.send(request(rank=1), 1)
+        assert isinstance(await trainer.receive(1), StepReply)
+
+
+async def test_a_sample_that_fits_no_row_is_refused(serve):
+    """A row length below a sample's length can't be served; the reason names both numbers."""
+    async with serve() as (served, trainer):
+        served.form(1)
+        await trainer.send(request(max_tokens=2))
+        refused = await trainer.receive()
+        assert isinstance(refused, Refused)
+        assert "3 tokens" in refused.error
+
+
+async def test_garbage_is_counted_and_dropped(serve):
+    """Random bytes, empty frames and msgpack of something else leave the server working."""
+    async with serve() as (served, trainer):
+        served.form(1)
+        half = msgspec.msgpack.encode({"type": "step_request"})
+        for garbage in (b"", b"\x00" * 100, b"\xff" * 1000, half, b"\x93" * 9):
+            await trainer.sockets[0].send(garbage)
+        await trainer.sockets[0].send_multipart([b"a", b"b", b"c"])
+        await trainer.send(request(world_size=1))
+        assert isinstance(await trainer.receive(), StepReply)
+        assert served.server.garbage == 6
+        assert served.orders == []
+
+
+async def test_a_stranger_gets_no_word_in(serve, run_dir):
+    """A peer without the trainer's key (here a node's) is never heard."""
+    async with serve() as (served, _):
+        served.form(1)
+        context = zmq.asyncio.Context()
+        keys = RunKeys(run_dir.keys)
+        stranger = dealer(context, served.endpoint, ClientKeys(keys.curve("server").public, keys.curve("node")))
+        await stranger.send(msgspec.msgpack.encode(request(world_size=1)))
+        assert await stranger.poll(500) == 0
+        assert served.server.last_heard is None
+        context.destroy(linger=0)
+
+
+async def test_orders_are_taken_in_turn_and_answered(serve):
+    """StepDone then CheckpointRequest: the checkpoint sees the step; a failure is the answer, not a silence."""
+    async with serve() as (served, trainer):
+        served.form(1)
+        await trainer.send(StepDone(run_id=RUN_ID, step=1, version=1, sample_ids=["a"]))
+        await trainer.send(CheckpointRequest(run_id=RUN_ID, step=1))
+        assert (await trainer.receive()).error is None
+        await trainer.send(CheckpointRequest(run_id=RUN_ID, step=7))
+        assert (await trainer.receive()).error == "the disk is full"
+        await trainer.send(StepDone(run_id=RUN_ID, step=8, version=8, sample_ids=["a"]))
+        assert (await trainer.receive()).error == "no such step"
+        assert served.orders == ["done 1", "checkpoint 1"]
+
+
+async def test_closing_answers_the_checkpoint_at_hand(serve):
+    """The run may end right after the last checkpoint was asked for: the trainer still gets its answer."""
+    async with serve() as (served, trainer):
+        await trainer.send(CheckpointRequest(run_id=RUN_ID, step=3))
+        while not served.server.last_heard:
+            await asyncio.sleep(0.005)
+        await served.server.close()
+        assert (await trainer.receive()).step == 3
+
+
+async def test_a_trained_step_is_not_served_again_unasked(serve):
+    """A rank that asks for a past step waits for rank 0 to announce the restart, and hears so."""
+    async with serve() as (served, trainer):
+        served.form(1)
+        served.batches.done(1)
+        await trainer.send(request())
+        answer = await trainer.receive(0, 3.0)
+        assert isinstance(answer, NotReady)
+        assert "rank 0 has not said that it restarts before 1" in answer.waiting_for
+
+
+async def test_the_end_of_the_run_is_an_answer(serve):
+    """Steps beyond the last, and any step after a failure, get RunFinished, also those already waiting."""
+    async with serve() as (served, trainer):
+        await trainer.send(request(step=10))
+        finished = await trainer.receive(0, 1.0)
+        assert finished == RunFinished(reason="run.max_steps = 9 steps are done", failed=False)
+        await trainer.send(request(step=1))
+        await asyncio.sleep(0.1)
+        served.server.finish("no nodes", failed=True)
+        assert await trainer.receive(0, 1.0) == RunFinished(reason="no nodes", failed=True)
+
+
+async def test_the_next_batch_is_packed_before_it_is_asked_for(serve):
+    """Once the layout is known, packing happens while the trainer computes; each batch is packed once."""
+    async with serve(world_size=2) as (served, trainer):
+        served.form(1)
+        for rank in (0, 1):
+            await trainer.send(request(rank=rank), rank)
+            await trainer.receive(rank)
+        packed = served.batches._packed
+        first = packed[1][1]
+        served.form(2)
+        async with asyncio.timeout(2):
+            await packed[2][1]
+        await trainer.send(request(rank=0), 0)
+        await trainer.receive(0)
+        assert packed[1][1] is first
+
+
+def test_a_port_in_use_is_named(run_dir):
+    """Two orchestrators on one address: the second says which address is taken."""
+
+    async def scenario() -> None:
+        first = Served(RunKeys(run_dir.keys))
+        second = Served(RunKeys(run_dir.keys))
+        with pytest.raises(PortInUseError, match=first.endpoint):
+            second.server.bind(first.endpoint, RunKeys(run_dir.keys))
+        await first.server.close()
+        await second.server.close()
+
+    asyncio.run(scenario())
