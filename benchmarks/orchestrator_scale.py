@@ -6,7 +6,8 @@
     python benchmarks/orchestrator_scale.py --levels 64 256 1024 --delay-s 2 --turns 3 --out scale.json
 
 At each level so many rollouts run at a time, all in one run of the gateway. Printed are the gateway process's CPU per
-rollout and per request, the event loop's lag, and what the gateway adds to the node's delay. Two verdicts follow: the
+rollout and per request, the event loop's lag (and how much of it is own work, the rest being other processes on the
+machine), and what the gateway adds to the node's delay. Two verdicts follow: the
 99th percentile of the lag against its target, and how flat CPU per rollout is (last level over first; 1 is flat). A
 missed target is a result, not an error: the exit status is 0 either way.
 
@@ -118,6 +119,9 @@ class Result:
     lag_p50_s: float
     lag_p99_s: float
     lag_max_s: float
+    own_lag_p99_s: float
+    """The part of the lag that the gateway's own work explains; the rest is other processes having the CPU."""
+    own_lag_max_s: float
     added_p50_s: float
     """Latency beyond the node's fixed delay."""
     added_p99_s: float
@@ -133,7 +137,7 @@ async def measure(gateway: Gateway, driver: Driver, load: Load, delay_s: float) 
     cpu, wall = time.process_time() - cpu, time.monotonic() - wall
     lag.stop()
     stats = lag.window()
-    assert stats.p50_s is not None and stats.p99_s is not None and stats.max_s is not None
+    lags = {name: getattr(stats, name) or 0.0 for name in ("p50_s", "p99_s", "max_s", "own_p99_s", "own_max_s")}
     added = np.percentile(latencies - delay_s, [50, 99])
     return Result(
         concurrent=load.concurrent,
@@ -144,9 +148,11 @@ async def measure(gateway: Gateway, driver: Driver, load: Load, delay_s: float) 
         cpu_ms_per_rollout=1000 * cpu / load.rollouts,
         cpu_ms_per_request=1000 * cpu / len(latencies),
         cpu_share=cpu / wall,
-        lag_p50_s=stats.p50_s,
-        lag_p99_s=stats.p99_s,
-        lag_max_s=stats.max_s,
+        lag_p50_s=lags["p50_s"],
+        lag_p99_s=lags["p99_s"],
+        lag_max_s=lags["max_s"],
+        own_lag_p99_s=lags["own_p99_s"],
+        own_lag_max_s=lags["own_max_s"],
         added_p50_s=float(added[0]),
         added_p99_s=float(added[1]),
     )
@@ -187,7 +193,8 @@ async def run(args: argparse.Namespace) -> list[Result]:
     print(f"driver: {driver.name}; node delay {args.delay_s} s, {args.turns} turns, {args.num_tokens} tokens a turn")
     print(f"load average before: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores\n")
     print(
-        "rollouts  requests/s  CPU/rollout  CPU/request  core used   lag p50   lag p99   lag max  added p50  added p99"
+        "rollouts  requests/s  CPU/rollout  CPU/request  core used   lag p50   lag p99   lag max"
+        "   own p99   own max  added p50  added p99"
     )
     results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -215,6 +222,7 @@ def _row(r: Result) -> str:
     return (
         f"{r.concurrent:8d}  {r.requests_per_s:10.0f}  {r.cpu_ms_per_rollout:8.2f} ms  {r.cpu_ms_per_request:8.2f} ms"
         f"  {r.cpu_share:8.0%}  {r.lag_p50_s * ms:5.1f} ms  {r.lag_p99_s * ms:5.1f} ms  {r.lag_max_s * ms:5.0f} ms"
+        f"  {r.own_lag_p99_s * ms:5.1f} ms  {r.own_lag_max_s * ms:5.1f} ms"
         f"  {r.added_p50_s * ms:6.1f} ms  {r.added_p99_s * ms:6.1f} ms"
     )
 
@@ -223,7 +231,13 @@ def verdict(results: list[Result]) -> dict[str, Any]:
     """The two questions, answered."""
     worst = max(result.lag_p99_s for result in results)
     flat = results[-1].cpu_ms_per_rollout / results[0].cpu_ms_per_rollout
-    return {"lag_p99_s": worst, "lag_target_s": LAG_TARGET_S, "lag_met": worst < LAG_TARGET_S, "cpu_flatness": flat}
+    return {
+        "lag_p99_s": worst,
+        "lag_target_s": LAG_TARGET_S,
+        "lag_met": worst < LAG_TARGET_S,
+        "own_lag_p99_s": max(result.own_lag_p99_s for result in results),
+        "cpu_flatness": flat,
+    }
 
 
 def main() -> None:
@@ -240,7 +254,7 @@ def main() -> None:
     results = asyncio.run(run(args))
     answers = verdict(results)
     met = "met" if answers["lag_met"] else "MISSED"
-    worst = f"{answers['lag_p99_s'] * 1000:.1f} ms at worst"
+    worst = f"{answers['lag_p99_s'] * 1000:.1f} ms at worst ({answers['own_lag_p99_s'] * 1000:.1f} ms of own work)"
     print(f"\nevent-loop lag p99: {worst}, target {LAG_TARGET_S * 1000:.0f} ms: {met}")
     print(f"CPU per rollout, last level over first: {answers['cpu_flatness']:.2f} (1 is flat)")
     if args.out:

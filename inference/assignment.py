@@ -1,6 +1,6 @@
 """What a node process is to do, from each of its three command lines. Imports no torch.
 
-    inference --run-dir DIR --node-name node-0           as the launcher starts it: DIR/config.json, keys, endpoints.json
+    inference --run-dir DIR --node-name node-0           as the launcher starts it: config, keys, endpoints in DIR
     inference @ file.toml [--node-name NAME]             the role alone, on the machine of the run directory
     inference join tcp://HOST:PORT --model PATH ...      on a rented machine: needs a join token, nothing else
 """
@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import socket
-import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -182,4 +181,5 @@ def describe(assignment: Assignment) -> str:
 
 
 def usage() -> str:
-    return f"{sys.modules[__name__].__doc__.split(chr(10) * 2, 1)[1]}\nMore: inference join --help, trainer --help (keys of file.toml)"
+    lines = (__doc__ or "").split("\n\n", 1)[1]
+    return f"usage:\n{lines}\nMore: inference join --help, trainer --help (the keys of file.toml)"

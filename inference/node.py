@@ -79,11 +79,19 @@ class Node:
         self._weight_error: str | None = None
         self._stop_reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    def stop(self, reason: str) -> None:
-        """Drain: finish what runs (at most drain_timeout_s), say Goodbye, let `run` return. A second call hurries."""
+    def drain(self, reason: str) -> None:
+        """Finish what runs (at most drain_timeout_s), say Goodbye, let `run` return."""
         if not self._stop_reason.done():
             self._stop_reason.set_result(reason)
-            return
+
+    def stop(self, reason: str) -> None:
+        """As `drain`; a second call drops what still runs."""
+        if not self._stop_reason.done():
+            self.drain(reason)
+        else:
+            self._drop_requests()
+
+    def _drop_requests(self) -> None:
         for task in self._requests.values():
             task.cancel()
 
@@ -145,7 +153,7 @@ class Node:
         while True:
             message = await self._link.receive(self._heartbeat_s)
             if message is not None:
-                await self._handle(message)
+                self._handle(message)
             spoke = self._link.last_heard > opened
             silent_s = time.monotonic() - max(opened, self._link.last_heard)
             if silent_s > (self._config.lost_after_s if spoke else patience_s):
@@ -172,16 +180,14 @@ class Node:
     def _detach(self) -> None:
         """The gateway reissues what this node holds: computing it any further is waste."""
         self._attached = False
-        for task in self._requests.values():
-            task.cancel()
+        self._drop_requests()
 
-    async def _handle(self, message: ToNode) -> None:
+    def _handle(self, message: ToNode) -> None:
         match message:
             case Generate():
                 self._accept(message)
             case Cancel(request_id=request_id, lease=lease):
-                if task := self._requests.get((request_id, lease)):
-                    task.cancel()
+                self._cancel((request_id, lease))
             case Heard():
                 pass
             case Chunk() | ChunkMissing():
@@ -191,15 +197,17 @@ class Node:
             case Welcome():
                 self._attach(message)
             case HelloAgain():
-                # Each message of ours that the gateway could not place brings one of these: answer them once.
-                if self._attached or time.monotonic() - self._hello_at > 1.0:
-                    self._detach()
-                    self._say_hello()
+                self._introduce_again()
             case Rejected(reason=reason):
                 raise RunMismatchError(f"the gateway at {self._link.endpoint} turned this node away: {reason}")
             case Drain(reason=reason):
-                if not self._stop_reason.done():
-                    self._stop_reason.set_result(reason)
+                self.drain(reason)
+
+    def _introduce_again(self) -> None:
+        """Each message of ours that the gateway could not place brings a HelloAgain: answer them once."""
+        if self._attached or time.monotonic() - self._hello_at > 1.0:
+            self._detach()
+            self._say_hello()
 
     def _attach(self, welcome: Welcome) -> None:
         self._detach()
@@ -241,6 +249,10 @@ class Node:
         self._requests[key] = task
         task.add_done_callback(lambda _: self._requests.pop(key, None))
 
+    def _cancel(self, key: tuple[str, int]) -> None:
+        if task := self._requests.get(key):
+            task.cancel()
+
     async def _answer(self, message: Generate) -> None:
         request_id, lease = message.request_id, message.lease
         try:
@@ -272,7 +284,7 @@ class Node:
         )
 
     async def _check_engine(self, error: Exception) -> None:
-        """An engine that cannot even score two tokens is dead: leave, so that whoever started this node can restart it."""
+        """An engine that cannot score two tokens is dead: leave, so that whoever started this node may restart it."""
         try:
             await self._engine.score([0, 0])
         except EngineError as dead:

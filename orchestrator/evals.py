@@ -87,6 +87,12 @@ class Evaluator:
         self._wanted = step
         self._changed.beat()
 
+    def forget_after(self, step: int) -> None:
+        """The run went back to `step`: evaluations of later steps were of weights that are gone."""
+        for path in self._run_dir.eval_rollouts(0).parent.glob("eval_*.jsonl"):
+            if int(path.stem.removeprefix("eval_")) > step:
+                path.unlink(missing_ok=True)
+
     @property
     def idle(self) -> bool:
         return self._wanted is None and self.running is None

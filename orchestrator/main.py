@@ -39,12 +39,19 @@ def main() -> int:
             command = load.parse(words)
             config, run_dir = command.config, RunDir(command.config.run.directory.absolute())
             if command.dry_run:
-                print(load.dump(config), end="")
-                return 0
+                return _dry_run(config)
             _prepare(config, run_dir)
         return _run(config, run_dir)
     except ConfigError as error:
         load.fail(error)
+
+
+def _dry_run(config: Config) -> int:
+    from composer_prime.plan import build
+
+    plan = build(config)
+    print(plan.text())
+    return load.EXIT_USAGE if plan.problems else 0
 
 
 def _given(words: list[str]) -> RunDir:

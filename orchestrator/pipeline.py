@@ -186,6 +186,7 @@ class Pipeline:
         if self.state is not None:
             resumed = resume(self.state, entries, sources)
             self.steering.restore(self.state, resumed)
+            self.evaluator.forget_after(self.state.step)
             logger.info(
                 "resumed after step %d: %d batches formed, %d groups ready, %d dispatched again",
                 self.state.step, len(resumed.batches), len(resumed.ready), len(resumed.in_flight),
@@ -372,6 +373,8 @@ class Pipeline:
 
     async def _step_done(self, message: StepDone) -> None:
         await self._loaded.wait()
+        if message.step < self.batches.trained:
+            self.evaluator.forget_after(message.step)
         await self.steering.step_done(message.step, message.sample_ids)
         await self._publish(message.version)
         if message.sample_ids and self.evaluator.due(message.step, self.config.run.max_steps):

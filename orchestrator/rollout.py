@@ -15,7 +15,7 @@ from orchestrator.compile import Generation
 from orchestrator.permits import Lane, Permits
 from orchestrator.workers.protocol import RolloutFailure, RolloutReply, RunRollout
 
-_GRACE_S = 10.0
+_GRACE_S = 5.0
 """What a worker gets on top of a rollout's own limit to report that the limit was reached."""
 
 

@@ -16,6 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
+
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import RolloutError, RunMismatchError
 from composer_prime.run_dir import RunDir
@@ -33,6 +35,10 @@ from orchestrator.sources import Sources
 from orchestrator.staleness import oldest_accepted, places
 
 logger = logging.getLogger(__name__)
+
+
+_DROPPED_WHOLE = 1024
+"""Groups dropped since the last batch that are held with their texts; a batch that never fills must not fill memory."""
 
 
 class Steering:
@@ -65,6 +71,8 @@ class Steering:
         """Since the last batch was formed."""
         self._unlogged: list[tuple[int, list[FinishedGroup]]] = []
         self._failed_in_row = 0
+        self._saved: int | None = None
+        """Newest checkpoint written here since a trainer attached."""
         self._disk = asyncio.Lock()
         self.counters: Counter[str] = Counter()
         """Groups by outcome and batches, over the whole run."""
@@ -83,6 +91,9 @@ class Steering:
             self.buffer.add(group)
         formed = max(resumed.batches, default=state.step)
         self.batches.restore(trained=state.step, formed=formed, batches=list(resumed.batches.values()))
+        for step, batch in resumed.batches.items():
+            if not self._run_dir.rollouts(step).exists():
+                self._unlogged.append((step, batch.groups))
         self._note_hunger()
 
     # -- decisions -----------------------------------------------------------------------------------------------
@@ -117,7 +128,7 @@ class Steering:
             if groups is None:
                 return False
             dropped, self._dropped = self._dropped, []
-            metrics = batch_metrics(step, groups, dropped)
+            metrics = await asyncio.to_thread(batch_metrics, step, groups, dropped)
             if (share := self.buffer.filtered_share) is not None:
                 metrics["groups/filtered_share_recent"] = share
                 metrics["groups/filtered_too_many"] = float(share > self._config.max_filtered_share)
@@ -209,14 +220,19 @@ class Steering:
                 )
             logger.warning("the trainer went back from step %d to step %d", self.batches.trained, step)
             self.batches.restore(trained=step, formed=self.batches.formed, batches=batches)
+        self._saved = None
         self._note_hunger()
         self._changed.beat()
 
     async def checkpoint(self, step: int) -> None:
         """Write the orchestrator's part of checkpoint `step`, and drop journal segments that no checkpoint needs.
 
+        Asked again for the checkpoint it wrote last (the answer was lost), it has nothing to do.
+
         Raises RunMismatchError when the trainer is at another step, CheckpointError when the disk refuses.
         """
+        if step == self._saved:
+            return
         async with self._disk:
             if step != self.batches.trained:
                 raise RunMismatchError(
@@ -227,6 +243,7 @@ class Steering:
         kept = await asyncio.to_thread(self._oldest_state, state)
         groups = {*kept.ready, *kept.dropped, *(number for numbers in kept.batches.values() for number in numbers)}
         await self._journal.compact(oldest_seq=kept.journal_seq, groups=groups, steps=set(kept.batches))
+        self._saved = step
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -282,6 +299,8 @@ class Steering:
 
     def _drop(self, group: FinishedGroup) -> None:
         self.counters[group.outcome.value] += 1
+        if len(self._dropped) >= _DROPPED_WHOLE:
+            group = without_text(group)
         self._dropped.append(group)
         self._write(Dropped(seq=self._journal.next_seq(), group=group))
 
@@ -321,6 +340,13 @@ class Steering:
         complete = self._run_dir.complete_checkpoints()
         oldest = min(complete, default=newest.step)
         return newest if oldest >= newest.step else checkpoint.load(self._run_dir, oldest, self._run_id)
+
+
+def without_text(group: FinishedGroup) -> FinishedGroup:
+    """`group` with its figures only."""
+    return msgspec.structs.replace(
+        group, rollouts=[msgspec.structs.replace(rollout, turns=[], sessions=[]) for rollout in group.rollouts]
+    )
 
 
 def _log_rollouts(run_dir: RunDir, step: int, groups: list[FinishedGroup]) -> None:

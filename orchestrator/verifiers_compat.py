@@ -24,12 +24,13 @@ from types import ModuleType
 from typing import Any
 
 import aiohttp
+import jinja2
 import msgspec
 from renderers import RendererConfig
 from renderers.client import MalformedGenerateResponseError
 from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot, TrainClient
 from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
-from verifiers.v1.errors import ProviderError
+from verifiers.v1.errors import ProviderError, RolloutError
 from verifiers.v1.runtimes import subprocess as subprocess_runtime
 from verifiers.v1.types import Response
 from verifiers.v1.utils import loaders
@@ -91,6 +92,12 @@ def _message(content: bytes) -> str:
         return content[:500].decode(errors="replace")
 
 
+class RenderError(RolloutError):
+    """The model folder's renderer or chat template cannot render this conversation."""
+
+    status_code = 400
+
+
 class GatewayClient(TrainClient):
     """verifiers' training client; its renderer must have been installed (`install_renderer`)."""
 
@@ -103,6 +110,8 @@ class GatewayClient(TrainClient):
             return await super().get_response(*args, **kwargs)
         except MalformedGenerateResponseError as error:
             raise ProviderError(f"the gateway's reply breaks the generate contract: {error}") from error
+        except (jinja2.TemplateError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+            raise RenderError(f"{type(error).__name__}: {error}") from error
 
 
 def install_renderer(model_path: str, config: RendererConfig, renderer: Any) -> None:

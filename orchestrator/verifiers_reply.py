@@ -27,6 +27,7 @@ from orchestrator.workers.protocol import (
 
 _KINDS = {
     "ProviderError": "provider",
+    "RenderError": "render",
     "InterceptionError": "interception",
     "TunnelError": "interception",
     "HarnessError": "harness",

@@ -61,7 +61,7 @@ class Checkpoints:
             return failure
         try:
             dcp.save(_state(policy, optimizer, self._world, step), checkpoint_id=folder / "trainer")
-        except Exception as error:  # DCP wraps what any rank met in its own types
+        except (Exception, dcp.CheckpointException) as error:  # the latter, no Exception, wraps what any rank met
             failure = f"rank {self._world.rank}: {_root_cause(error)}"
         if any(row[0] for row in gather_words([bool(failure)])):
             return failure
@@ -99,7 +99,7 @@ class Checkpoints:
             if not any(name.startswith(f"random.{self._world.rank}") for name in written):
                 state.pop("random")
             dcp.load(state, checkpoint_id=folder)
-        except Exception as error:  # DCP wraps what any rank met in its own types
+        except (Exception, dcp.CheckpointException) as error:  # the latter, no Exception, wraps what any rank met
             raise CheckpointError(
                 f"checkpoint {folder} cannot be loaded: {_root_cause(error)}; was model.path, trainer.lora or "
                 "trainer.optim.type changed since? Remove that folder to resume from the one before it"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer.policy import Policy
@@ -28,7 +29,9 @@ def whole_tensors(policy: Policy, world: World, dtype: torch.dtype) -> dict[str,
 
     A collective: all ranks call it. On one CPU rank the tensors may be the masters themselves: read, never write.
     """
-    policy.reshard()
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):  # a forward pass without a backward leaves whole parameters behind
+            module.reshard()
     kept = {}
     for name, tensor in _plain_parameters(policy):
         cast = tensor.to(dtype)

@@ -71,6 +71,7 @@ def _run(session: _Session, supervisor: Supervisor) -> tuple[int, str | None]:
     failure = None
     try:
         session.open()
+        session.announce(supervisor.roles)
         supervisor.start()
         session.start_trackers()
         while supervisor.poll() == "running" and not session.signals.count:
@@ -126,6 +127,10 @@ class _Session:
         self.progress.waiting.clear()
         for note in self.prepared.notes:
             self.view.event(note)
+
+    def announce(self, roles: list[RoleCommand]) -> None:
+        names = ", ".join(role.name for role in roles) or "no role"
+        self.view.event(f"starting {names}; their logs are in {self.prepared.run_dir.root / 'logs'}")
 
     def start_trackers(self) -> None:
         self.feeders = start_trackers(self.prepared.config, self.prepared.run_dir.root, self.view.event)

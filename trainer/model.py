@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from composer_prime.config import Config
 from composer_prime.errors import ModelNotFoundError
-from trainer.attention import implementation
+from trainer.attention import NAME, implementation
 from trainer.policy import Policy
 from trainer.probe import check_packing
 from trainer.world import World
@@ -39,7 +39,7 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
     policy.lm.tie_weights()
     for name, buffer in policy.named_buffers():
         buffer.copy_(buffers[name])
-    _scatter(policy, _whole_state(config, folder) if world.first else {}, world)
+    _scatter(policy, _whole_state(config, folder, attention) if world.first else {}, world)
     if config.trainer.activation_checkpointing:
         policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
     return policy.train()
@@ -92,11 +92,12 @@ def shard(policy: Policy, world: World) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _whole_state(config: Config, folder: Path) -> dict[str, Tensor]:
+def _whole_state(config: Config, folder: Path, attention: str) -> dict[str, Tensor]:
     """Rank 0: every parameter of `folder` in float32 on the CPU, after a check that packed rows give its logprobs."""
+    on_cpu = NAME if attention == NAME else "eager"
     try:
         lm = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=implementation("sdpa", "cpu"), local_files_only=True
+            folder, dtype=torch.float32, attn_implementation=on_cpu, local_files_only=True
         )
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"model.path: no model can be loaded from {folder}: {error}") from None

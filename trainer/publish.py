@@ -83,7 +83,8 @@ class Publisher:
 def plain_model(config: Config, folder: Path) -> PreTrainedModel:
     """The architecture of the published model: no adapters, ordinary attention, parameters on the meta device."""
     trainer = config.trainer.model_copy(update={"lora": None})
-    return empty_model(folder, "sdpa", config.model_copy(update={"trainer": trainer}))
+    attention = "eager" if config.model.attention == "eager" else "sdpa"
+    return empty_model(folder, attention, config.model_copy(update={"trainer": trainer}))
 
 
 def folder_names(lm: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

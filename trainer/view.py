@@ -11,8 +11,8 @@ from composer_prime.config import Config
 from composer_prime.footprint import GIB
 from composer_prime.monitor.progress import Progress, Step, sparkline
 
-PATIENCE_S = 20.0
-"""The plain view names a wait that lasts longer than this, once each so many seconds."""
+FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 30.0
+"""Without a step for so long, the plain view says who waits for what: first, and then again each so often."""
 
 
 class View(Protocol):
@@ -33,12 +33,12 @@ def build_view(config: Config) -> View:
 
 
 class PlainView:
-    """One line a step, an evaluation, an event; and every PATIENCE_S seconds who waits."""
+    """One line a step, an evaluation, an event; and who waits when nothing moves."""
 
     def __init__(self, config: Config) -> None:
         self._max_steps = config.run.max_steps
         self._evals_shown: dict[int, int] = {}
-        self._wait_shown = time.time()
+        self._say_wait_at = time.time() + FIRST_WAIT_S
 
     def event(self, text: str) -> None:
         print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
@@ -51,9 +51,9 @@ class PlainView:
                 self._evals_shown[step] = len(figures)
                 self.event(f"eval after step {step}: {eval_text(figures)}")
         if fresh:
-            self._wait_shown = time.time()
-        elif time.time() - self._wait_shown > PATIENCE_S:
-            self._wait_shown = time.time()
+            self._say_wait_at = time.time() + NEXT_WAIT_S
+        elif time.time() > self._say_wait_at and progress.waiting:
+            self._say_wait_at = time.time() + NEXT_WAIT_S
             for role, waiting in progress.waiting.items():
                 self.event(f"{role} has waited {time.time() - waiting.since:.0f} s for {waiting.what}")
 

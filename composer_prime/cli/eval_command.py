@@ -77,12 +77,7 @@ def evaluate(model: str, words: list[str], config: Config) -> Scores:
     ]
     print(f"evaluating {model} (run directory {config.run.output_dir / 'evals' / name})", flush=True)
     run_dir = RunDir(config.run.output_dir / "evals" / name)
-    process = subprocess.Popen(argv)
-    try:
-        status = process.wait()
-    except KeyboardInterrupt:
-        process.wait()
-        raise SystemExit(130) from None
+    status = _follow(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
     if status != 0:
         raise RoleFailedError(f"the evaluation of {model} ended with exit status {status}; see {run_dir.root / 'logs'}")
     path = run_dir.eval_rollouts(0)
@@ -90,6 +85,19 @@ def evaluate(model: str, words: list[str], config: Config) -> Scores:
         raise RoleFailedError(f"the evaluation of {model} wrote no {path}")
     _say_failures(path)
     return scores(path)
+
+
+def _follow(process: subprocess.Popen[str]) -> int:
+    """Pass on the launcher's events, not its summary; returns its exit status. Ctrl-C reaches it by itself."""
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line.startswith("["):
+                print(line, end="", flush=True)
+        return process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise SystemExit(130) from None
 
 
 def table(found: dict[str, Scores]) -> list[str]:

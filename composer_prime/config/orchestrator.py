@@ -11,13 +11,13 @@ from pydantic_config import BaseConfig
 class SamplingConfig(BaseConfig):
     """How the policy samples."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature; the recorded logprobs are those after it."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus; below 1 the recorded logprobs are of the renormalised nucleus."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(default=0, ge=0)
     """Keep the k likeliest tokens; 0 keeps all."""
-    max_tokens: int = Field(512, ge=1)
+    max_tokens: int = Field(default=512, ge=1)
     """Tokens of one assistant turn."""
 
 
@@ -26,7 +26,7 @@ class SourceConfig(BaseConfig):
 
     name: str
     """Name in metrics and rollouts."""
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0)
     """Share of groups drawn from this source, relative to the others."""
     taskset: dict[str, Any]
     """verifiers task set: `id` is an importable module, the rest its own settings."""
@@ -34,30 +34,30 @@ class SourceConfig(BaseConfig):
     """Settings that differ for evaluation (held-out tasks); empty means this source is not evaluated."""
     harness: dict[str, Any] = {"id": "orchestrator.environments.tool_loop"}
     """verifiers harness: `id` is an importable module, the rest its own settings."""
-    workers: int = Field(1, ge=1)
+    workers: int = Field(default=1, ge=1)
     """Worker processes that run this source's episodes."""
-    timeout_s: float = Field(300.0, gt=0)
+    timeout_s: float = Field(default=300.0, gt=0)
     """Wall-clock limit of one rollout."""
 
 
 class EvalConfig(BaseConfig):
     """Interleaved evaluation on held-out tasks."""
 
-    every_steps: int = Field(0, ge=0)
+    every_steps: int = Field(default=0, ge=0)
     """Evaluate before the first step, then every this many steps and after the last; 0 never."""
-    tasks: int = Field(64, ge=1)
+    tasks: int = Field(default=64, ge=1)
     """Held-out tasks of each evaluation, per source (fewer when the set is smaller)."""
-    samples: int = Field(1, ge=1)
+    samples: int = Field(default=1, ge=1)
     """Rollouts a task."""
     pass_k: list[int] = [1]
     """k of the pass@k estimates; each at most `samples`."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of evaluation rollouts."""
     pass_threshold: float = 1.0
     """Reward from which a rollout counts as passed."""
-    share: float = Field(0.25, gt=0, le=1)
+    share: float = Field(default=0.25, gt=0, le=1)
     """Share of the concurrency that evaluation may take while training rollouts wait for a place."""
-    version_timeout_s: float = Field(600.0, gt=0)
+    version_timeout_s: float = Field(default=600.0, gt=0)
     """How long an evaluation waits until the nodes have the weights that it is to evaluate."""
 
     @model_validator(mode="after")
@@ -84,43 +84,43 @@ class OrchestratorConfig(BaseConfig):
     """Where an orchestrator runs already (tcp://host:port of its step server); None starts one here."""
     source: list[SourceConfig]
     """Sources of tasks; at least one."""
-    groups_per_step: int = Field(8, ge=1)
+    groups_per_step: int = Field(default=8, ge=1)
     """Groups that make one optimizer step."""
-    group_size: int = Field(8, ge=2)
+    group_size: int = Field(default=8, ge=2)
     """G: sibling rollouts of one task, compared with one another."""
     sampling: SamplingConfig = SamplingConfig()
     """How the policy samples while training."""
-    max_staleness: int = Field(1, ge=0)
+    max_staleness: int = Field(default=1, ge=0)
     """Batch N uses rollouts of policy versions >= N - 1 - max_staleness; 0 is synchronous."""
-    max_concurrent: int = Field(64, ge=1)
+    max_concurrent: int = Field(default=64, ge=1)
     """Ceiling of rollouts in flight; the adaptive limit moves below it."""
-    max_retries: int = Field(2, ge=0)
+    max_retries: int = Field(default=2, ge=0)
     """Fresh tries of a rollout whose environment failed, before its group goes on without it."""
-    min_group: int = Field(2, ge=2)
+    min_group: int = Field(default=2, ge=2)
     """A group with fewer finished rollouts than this is dropped (and counted)."""
     filter_zero_advantage: bool = True
     """Leave out groups whose rollouts all got the same reward: they carry no signal."""
-    max_filtered_share: float = Field(0.9, gt=0, le=1)
+    max_filtered_share: float = Field(default=0.9, gt=0, le=1)
     """Warn when more than this share of the last groups was filtered out."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Which task comes next."""
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out tasks."""
-    gateway_port: int = Field(0, ge=0, le=65535)
+    gateway_port: int = Field(default=0, ge=0, le=65535)
     """Loopback HTTP port of the gateway; 0 takes a free one."""
     node_address: str = "tcp://127.0.0.1:0"
     """Where inference nodes connect (CURVE-encrypted); bind a public interface for rented nodes."""
     step_address: str = "tcp://127.0.0.1:0"
     """Where trainer ranks connect (CURVE-encrypted)."""
-    no_node_timeout_s: float = Field(300.0, gt=0)
+    no_node_timeout_s: float = Field(default=300.0, gt=0)
     """How long requests wait while no inference node is connected, before the run fails."""
-    worker_start_timeout_s: float = Field(180.0, gt=0)
+    worker_start_timeout_s: float = Field(default=180.0, gt=0)
     """How long an environment worker may take to load."""
-    batch_timeout_s: float = Field(1800.0, gt=0)
+    batch_timeout_s: float = Field(default=1800.0, gt=0)
     """How long a batch may take to fill, before the run fails and says what it waited for."""
-    trainer_timeout_s: float = Field(1800.0, gt=0)
+    trainer_timeout_s: float = Field(default=1800.0, gt=0)
     """How long a ready batch may wait without a word from the trainer, before the run fails."""
-    max_failed_groups: int = Field(32, ge=1)
+    max_failed_groups: int = Field(default=32, ge=1)
     """Groups in a row that may fail for want of finished rollouts, before the run fails and shows the last error."""
 
     @field_validator("source")

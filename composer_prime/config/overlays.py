@@ -24,13 +24,17 @@ class Overlay:
         """Whether this layer sets the value at `location` (keys and list positions)."""
         node: Any = self.values
         for segment in location:
-            if isinstance(segment, int):
-                if not isinstance(node, list) or segment >= len(node):
-                    return False
-            elif not isinstance(node, dict) or segment not in node:
+            reached = _child(node, segment)
+            if reached is None:
                 return False
-            node = node[segment]
+            node = reached[0]
         return True
+
+
+def _child(node: Any, segment: str | int) -> tuple[Any] | None:
+    if isinstance(node, list) and isinstance(segment, int):
+        return (node[segment],) if segment < len(node) else None
+    return (node[segment],) if isinstance(node, dict) and segment in node else None
 
 
 def read_overlays(words: list[str]) -> list[Overlay]:

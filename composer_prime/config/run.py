@@ -14,15 +14,15 @@ class RunConfig(BaseConfig):
     """Name of the run and of its folder below output_dir; letters, digits, dot, dash, underscore."""
     output_dir: Path = Path("outputs")
     """Folder that holds run directories."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Every random draw of the run derives from it."""
-    max_steps: int = Field(100, ge=0)
+    max_steps: int = Field(default=100, ge=0)
     """Optimizer steps; 0 evaluates the start model and stops."""
     resume: bool = False
     """Continue from the newest complete checkpoint of this run directory (`--resume` for short)."""
     overwrite: bool = False
     """Empty an existing run directory of this name instead of refusing to start."""
-    stop_grace_s: float = Field(15.0, gt=0)
+    stop_grace_s: float = Field(default=15.0, gt=0)
     """How long a role may take to end after SIGTERM, before it is killed."""
 
     @field_validator("name")

@@ -11,68 +11,68 @@ from pydantic_config import BaseConfig
 class OptimConfig(BaseConfig):
     type: Literal["adamw", "muon"] = "adamw"
     """Muon updates matrices of the blocks, AdamW the rest."""
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW (and of everything under adamw)."""
-    muon_lr: float = Field(2e-4, gt=0)
+    muon_lr: float = Field(default=2e-4, gt=0)
     """Peak learning rate of matrices under Muon."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW moment decay."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """AdamW epsilon."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
-    momentum: float = Field(0.95, ge=0, lt=1)
+    momentum: float = Field(default=0.95, ge=0, lt=1)
     """Muon momentum."""
-    max_grad_norm: float | None = Field(1.0, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip the global gradient norm here; None never clips."""
 
 
 class ScheduleConfig(BaseConfig):
     type: Literal["constant", "cosine"] = "constant"
     """Shape after warm-up."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Linear rise from 0 to the peak."""
-    final_ratio: float = Field(0.0, ge=0, le=1)
+    final_ratio: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the last step, relative to the peak (cosine)."""
 
 
 class LoraConfig(BaseConfig):
-    rank: int = Field(16, ge=1)
+    rank: int = Field(default=16, ge=1)
     """Rank of the update."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0)
     """Scale numerator: the update is multiplied by alpha / rank."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input."""
     target_modules: str | list[str] = "all-linear"
     """Module names, or all-linear."""
 
 
 class CheckpointConfig(BaseConfig):
-    every_steps: int = Field(50, ge=0)
+    every_steps: int = Field(default=50, ge=0)
     """Write a checkpoint after every this many steps and after the last; 0 only after the last."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
     """Newest complete checkpoints that stay on disk."""
 
 
 class WeightStoreConfig(BaseConfig):
-    keep: int = Field(3, ge=2)
+    keep: int = Field(default=3, ge=2)
     """Newest policy versions that stay in the weight store."""
 
 
 class TrainerConfig(BaseConfig):
     address: str | None = None
     """Set when the trainer runs elsewhere (under torchrun there); None starts it here."""
-    ranks: int = Field(1, ge=1)
+    ranks: int = Field(default=1, ge=1)
     """FSDP2 processes started here."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA when torch sees a GPU."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """CPU threads of each rank."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Forward and backward; masters are always float32. auto: float32 on CPU, bfloat16 on CUDA."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass: less memory, about a third more compute."""
-    micro_batch_tokens: int = Field(4096, ge=16)
+    micro_batch_tokens: int = Field(default=4096, ge=16)
     """Tokens in one packed row; a step is as many micro-batches as its samples need."""
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
@@ -84,9 +84,9 @@ class TrainerConfig(BaseConfig):
     """When to checkpoint."""
     weights: WeightStoreConfig = WeightStoreConfig()
     """How many published versions to keep."""
-    collective_timeout_s: float = Field(600.0, gt=0)
+    collective_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of a collective between ranks."""
-    orchestrator_timeout_s: float = Field(120.0, gt=0)
+    orchestrator_timeout_s: float = Field(default=120.0, gt=0)
     """How long the orchestrator may stay silent (it answers at least every few seconds, ready or not)."""
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
 from composer_prime.errors import PortInUseError
 from composer_prime.keys import ClientKeys, CurvePair
@@ -27,7 +28,7 @@ class _AllowList:
 
     def callback(self, domain: str, key: bytes) -> bool:
         del domain
-        return zmq.utils.z85.encode(key) in self._allowed if len(key) == 32 else key in self._allowed
+        return z85.encode(key) in self._allowed if len(key) == 32 else key in self._allowed
 
 
 @dataclass(slots=True)

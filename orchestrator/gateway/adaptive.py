@@ -1,7 +1,7 @@
 """How many rollouts may run at a time: found by trying, within bounds.
 
     no node queues, caches have room, the limit is used  ->  double (start), later + a little
-    a node queues or its KV cache fills up               ->  x 0.75
+    twice in a row nodes queue or a KV cache fills up    ->  x 0.75
 
 Additive increase, multiplicative decrease, as congestion control does it: too few rollouts leave nodes idle, too many
 only wait inside the engines and grow stale there.
@@ -18,7 +18,10 @@ _KV_HIGH = 0.9
 _KV_LOW = 0.75
 _QUEUE_SHARE = 0.25
 """Requests waiting inside engines, relative to those running, that count as pressure; a few always wait shortly."""
+_IDLE_QUEUE_SHARE = 0.05
+"""Below this share the queue counts as empty: turns that begin together wait for their prefill for a moment."""
 _DECREASE = 0.75
+_PRESSED_IN_ROW = 2
 _START = 32
 _USED_SHARE = 0.8
 """The limit rises only while at least this share of it is in use: an unused limit proves nothing."""
@@ -55,7 +58,7 @@ class Load:
 
     @property
     def has_room(self) -> bool:
-        return self.waiting == 0 and self.kv_used < _KV_LOW
+        return self.waiting <= _IDLE_QUEUE_SHARE * self.running and self.kv_used < _KV_LOW
 
 
 class AdaptiveLimit:
@@ -69,6 +72,7 @@ class AdaptiveLimit:
         self._floor, self._ceiling = floor, ceiling
         self._limit = float(min(ceiling, max(floor, _START)))
         self._probing = True
+        self._pressed_in_row = 0
         self.decreases = 0
 
     def limit(self) -> int:
@@ -78,7 +82,9 @@ class AdaptiveLimit:
         """Take notice of `load` while `in_use` rollouts run."""
         if load is None:
             return
-        if load.pressed:
+        self._pressed_in_row = self._pressed_in_row + 1 if load.pressed else 0
+        if self._pressed_in_row >= _PRESSED_IN_ROW:
+            self._pressed_in_row = 0
             self._probing = False
             self.decreases += 1
             self._limit = max(self._floor, min(self._limit, max(in_use, self._floor)) * _DECREASE)

@@ -18,6 +18,7 @@ from composer_prime.wire.node import Chunk, ChunkMissing, ChunkRequest, ToNode
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 2 << 20
+_MAX_OFFSET = 1 << 40
 _READERS = 4
 _MAX_PENDING = 64
 """Requests of one connection that may wait; more are dropped (a node asks again after its own deadline)."""
@@ -55,7 +56,7 @@ class ChunkServer:
 
     def _read(self, request: ChunkRequest) -> Chunk | ChunkMissing:
         piece = None
-        if request.offset >= 0:
+        if 0 <= request.offset < _MAX_OFFSET:
             try:
                 # One byte more than is sent tells whether this piece is the chunk's last.
                 piece = self._store.chunk(request.sha256, request.offset, PIECE_BYTES + 1)

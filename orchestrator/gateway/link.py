@@ -120,6 +120,14 @@ class NodeLink:
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             self._drop_garbage(node, frames, error)
             return
+        try:
+            self._dispatch(identity, node, message)
+        except Exception as error:
+            # Whatever one node can send must not end the run for all.
+            logger.exception("a %s could not be handled", type(message).__name__)
+            self._drop_garbage(node, frames, error)
+
+    def _dispatch(self, identity: bytes, node: Node | None, message: FromNode) -> None:
         if isinstance(message, Hello):
             self._hello(identity, message)
         elif isinstance(message, ChunkRequest):

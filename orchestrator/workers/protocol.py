@@ -148,8 +148,8 @@ class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):
     """Why a rollout has no reward. A failed environment is data, never a zero reward."""
 
     kind: str
-    """provider | context_overflow | interception | harness | toolset | sandbox | task | env | no_reward | timeout |
-    cancelled | worker | request | internal"""
+    """provider | context_overflow | render | interception | harness | toolset | sandbox | task | env | no_reward |
+    timeout | cancelled | worker | request | internal"""
     message: str
     retryable: bool
     detail: str | None = None

@@ -310,6 +310,26 @@ async def a_cancelled_task_frees_its_place(subject: Subject) -> None:
     subject.verify(prompt, sampling(3), await subject.generate(prompt, sampling(3)))
 
 
+async def cancelled_before_the_start(subject: Subject) -> None:
+    """Requests cancelled while they still wait in line, in either way, leave nothing behind."""
+    prompt = subject.prompt(67, 12)
+    tasks = [asyncio.ensure_future(subject.generate(prompt, sampling(MAX_CONTEXT - 14))) for _ in range(60)]
+    named = [
+        asyncio.ensure_future(subject.engine.generate(f"named-{k}", prompt, sampling(MAX_CONTEXT - 14), "n"))
+        for k in range(20)
+    ]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    for k in range(20):
+        await subject.engine.cancel(f"named-{k}")
+    ended = await asyncio.wait_for(asyncio.gather(*named), DEADLINE_S)
+    assert {one.finish_reason for one in ended} == {"cancelled"}
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await subject.settled()
+    subject.verify(prompt, sampling(3), await subject.generate(prompt, sampling(3)))
+
+
 async def stats_say_what_runs(subject: Subject) -> None:
     """Stats count running and waiting requests, the cache's share in use and the tokens a second."""
     await subject.settled()
@@ -373,6 +393,7 @@ CHECKS: list[Check] = [
     impossible_requests_are_refused,
     cancel_returns_what_there_is,
     a_cancelled_task_frees_its_place,
+    cancelled_before_the_start,
     stats_say_what_runs,
 ]
 ENDING_CHECKS: list[Check] = [drain_finishes_what_runs, close_fails_what_waits]

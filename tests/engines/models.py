@@ -1,7 +1,7 @@
 """Tiny random models that engines are tested with: made from a config in under a second, never downloaded.
 
-Their weights are drawn wide, so that distributions are peaked and every position matters; a fault in masks, positions or
-caches then moves logprobs by far more than the suite's tolerance.
+Their weights are drawn wide, so that distributions are peaked and every position matters; a fault in masks, positions
+or caches then moves logprobs by far more than the suite's tolerance.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ async def test_renderers_client_gets_ids_and_logprobs(open_gateway, node_keys):
         await client.close()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 async def test_verifiers_training_client_works_unchanged(open_gateway, node_keys):
     """verifiers 0.4's TrainClient: a typed response with the node's ids and logprobs, recorded under its session."""
     pytest.importorskip("verifiers.v1")

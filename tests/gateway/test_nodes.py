@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 
 import msgspec
@@ -25,9 +26,11 @@ from composer_prime.wire.node import (
     Drain,
     Generate,
     Heard,
+    Hello,
     HelloAgain,
     NewVersion,
     Rejected,
+    Status,
     Welcome,
 )
 from composer_prime.wire.sockets import dealer
@@ -325,7 +328,7 @@ async def test_weight_chunks_are_served_in_pieces_from_any_offset(open_gateway, 
         assert isinstance(resumed, Chunk) and resumed.data == data[-2345:] and resumed.last
         whole = await pull(exact_ref.sha256, 0)
         assert isinstance(whole, Chunk) and whole.data == exact and whole.last
-        for sha256, offset in (("0" * 64, 0), ("../../keys/server.curve", 0), (ref.sha256, -1)):
+        for sha256, offset in (("0" * 64, 0), ("../../keys/server.curve", 0), (ref.sha256, -1), (ref.sha256, 1 << 63)):
             assert isinstance(await pull(sha256, offset), ChunkMissing)
 
 
@@ -409,3 +412,31 @@ async def test_a_failing_node_is_left_alone_for_a_while(open_gateway, node_keys)
         assert len(good.generates) == 30
         assert len(bad.generates) <= 16
         assert gateway.router.nodes.get("bad").failures == len(bad.generates)
+
+
+async def test_a_stall_of_the_orchestrator_does_not_lose_its_nodes(open_gateway, node_keys):
+    """Heartbeats that waited in the socket while this process stood still are read before anyone is called lost."""
+    async with open_gateway() as gateway:
+        stop = threading.Event()
+        beating = threading.Thread(target=_beat_from_a_thread, args=(gateway.node_endpoint, node_keys, stop))
+        beating.start()
+        try:
+            await gateway.wait_for_node(5.0)
+            for _ in range(3):
+                time.sleep(1.0)
+                await asyncio.sleep(0.3)
+            assert gateway.versions() == {"t": 0}
+            assert gateway.state()["nodes"][0]["attachments"] == 1
+        finally:
+            stop.set()
+            await asyncio.to_thread(beating.join)
+
+
+def _beat_from_a_thread(endpoint: str, node_keys: ClientKeys, stop: threading.Event) -> None:
+    context = zmq.Context()
+    socket = dealer(context, endpoint, node_keys)
+    encode = msgspec.msgpack.encode
+    socket.send(encode(Hello(node_id="t", engine="thread", run_id=None, version=0, max_concurrent=1)))
+    while not stop.wait(0.05):
+        socket.send(encode(Status(version=0, running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None)))
+    context.destroy(linger=0)

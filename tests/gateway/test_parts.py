@@ -100,7 +100,7 @@ def test_an_unused_limit_does_not_rise_and_a_full_cache_lowers_it():
     limit.observe(load(2), in_use=2)
     limit.observe(None, in_use=32)
     assert limit.limit() == 32
-    for _ in range(10):
+    for _ in range(20):
         limit.observe(load(32, kv_used=0.99), in_use=limit.limit())
     assert limit.limit() == 4
     for _ in range(200):

@@ -51,6 +51,14 @@ def config():
     )
 
 
+@pytest.fixture(autouse=True)
+def no_thread_failed(caplog):
+    """No test here makes an engine fail, so none may have failed."""
+    yield
+    records = [record for phase in ("setup", "call") for record in caplog.get_records(phase)]
+    assert not [one.getMessage() for one in records if one.name.startswith("inference.engines") and one.levelno > 30]
+
+
 @pytest.fixture
 def loop():
     with asyncio.Runner() as runner:

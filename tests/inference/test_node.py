@@ -171,7 +171,7 @@ def test_garbage_is_dropped(loop, serving):
 def test_a_restarted_gateway_is_found_again(loop, serving, keys, publisher):
     # A gateway that comes back (here: at another address) gets a Hello with the run and version, and new requests.
     async def scenario():
-        async with serving() as (gateway, node, _):
+        async with serving() as (gateway, _, _):
             await gateway.until(lambda: gateway.statuses, "a heartbeat")
             gateway.generate("lost", PROMPT, max_tokens=240)
             await gateway.close()

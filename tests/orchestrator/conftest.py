@@ -45,8 +45,13 @@ class Running:
         found = [json.loads(line) for line in self.run_dir.metrics.read_text().splitlines()]
         return [line for line in found if line["role"] == role]
 
-    def rollouts(self, step: int) -> list[dict]:
-        return [json.loads(line) for line in self.run_dir.rollouts(step).read_text().splitlines()]
+    async def rollouts(self, step: int) -> list[dict]:
+        """The log of a batch; written beside its delivery, so wait for it."""
+        path = self.run_dir.rollouts(step)
+        async with asyncio.timeout(5):
+            while not path.exists():
+                await asyncio.sleep(0.01)
+        return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 OpenRun = Callable[..., AbstractAsyncContextManager[Running]]

@@ -73,6 +73,14 @@ def test_branches_train_a_shared_turn_once():
     assert second.version_spans == [VersionSpan(4, 5, 0)]
 
 
+def test_a_turn_joins_the_longest_sequence_that_it_continues():
+    """Two samples of one prompt, then a turn after the second: it belongs to that one, not to its shorter sibling."""
+    first, second = compiled([record([1], [2]), record([1], [2, 3]), record([1, 2, 3, 9], [4])])
+    assert ints(first.input_ids).tolist() == [1, 2]
+    assert ints(second.input_ids).tolist() == [1, 2, 3, 9, 4]
+    assert flags(second.loss_mask).tolist() == [0, 1, 1, 0, 1]
+
+
 def test_a_turn_without_tokens_leaves_no_masked_tail_and_no_empty_sample():
     """What follows the last sampled token carries no loss; a branch without a sampled token is no sample."""
     [sample] = compiled([record([1, 2], [3]), record([1, 2, 3, 4, 4], [])])

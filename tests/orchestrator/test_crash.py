@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from orch_peers import PeerNode, PeerTrainer, make_config, tokens_by_sample
 
 from composer_prime import ledger
@@ -80,6 +84,8 @@ async def test_a_killed_orchestrator_loses_and_repeats_nothing(run_dir, tmp_path
         process.send_signal(signal.SIGKILL)
         process.wait()
 
+    # A checkpoint without its marker is none, however new it is.
+    (run_dir.checkpoint(8) / "orchestrator").mkdir(parents=True)
     async with orchestrator(run_dir, tmp_path, resume=True, max_steps=9) as process, trainer(run_dir, 6) as third:
         for step in (7, 8, 9):
             await third.train(step)
@@ -121,3 +127,47 @@ async def test_a_trainer_that_restarts_alone_gets_its_batches_again(open_run, ru
             async with asyncio.timeout(10):
                 await run.task
     assert ledger.check(run_dir.ledger) == []
+
+
+async def run_until_killed(run_dir: RunDir, tmp_path: Path, life_s: float | None, max_steps: int) -> bool:
+    """One life of orchestrator and trainer, as the launcher starts them; True when the run came to its end."""
+    steps = run_dir.complete_checkpoints()
+    start = steps[-1] if steps else 0
+    if not start:
+        for name in ("journal", "checkpoints", "weights", "rollouts", "ledger.jsonl"):
+            path = run_dir.root / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    async def train(process: subprocess.Popen) -> None:
+        async with trainer(run_dir, start) as peer:
+            for step in range(start + 1, max_steps + 1):
+                await peer.train(step, work_s=0.02)
+                if step % 3 == 0 or step == max_steps:
+                    await peer.checkpoint(step)
+                    for old in run_dir.complete_checkpoints()[:-2]:
+                        shutil.rmtree(run_dir.checkpoint(old))
+        assert await asyncio.to_thread(process.wait, 10) == 0
+
+    async with orchestrator(run_dir, tmp_path, resume=start > 0, max_steps=max_steps) as process:
+        work = asyncio.create_task(train(process))
+        await asyncio.wait({work}, timeout=life_s)
+        if work.done():
+            work.result()
+            return True
+        process.kill()
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+    return False
+
+
+@pytest.mark.slow
+async def test_any_number_of_crashes_at_any_moment_leaves_a_clean_ledger(run_dir, tmp_path):
+    """Twelve kills at random moments, in between checkpoints that come and go: each sample is trained once."""
+    moments, ended = random.Random(5), False
+    for _ in range(12):
+        ended = ended or await run_until_killed(run_dir, tmp_path, moments.uniform(0.2, 2.0), 60)
+    assert ended or await run_until_killed(run_dir, tmp_path, None, 60)
+    assert ledger.check(run_dir.ledger) == []
+    assert sorted(ledger.effective(run_dir.ledger)) == list(range(1, 61))
+    assert len(list(run_dir.journal.iterdir())) <= 6

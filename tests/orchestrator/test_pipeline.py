@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 
-from orch_peers import PeerTrainer, ScriptedPool, make_config, sample_ids
+from orch_peers import RUN_ID, PeerTrainer, ScriptedPool, make_config, sample_ids
 
 from composer_prime import ledger
-from composer_prime.errors import DeadlineError
-from composer_prime.wire.step import RunFinished
+from composer_prime.errors import CheckpointError, DeadlineError
+from composer_prime.wire.step import Refused, RunFinished, StepDone
 
 
 async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir, tmp_path):
@@ -19,6 +19,9 @@ async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir,
         await trainer.attach(0)
         for step in range(1, 5):
             await trainer.train(step, work_s=0.05)
+            if step == 2:
+                # The second time as after a lost answer.
+                assert [(await trainer.checkpoint(2)).error for _ in range(2)] == [None, None]
         saved = await trainer.checkpoint(4)
         assert saved.error is None
         assert isinstance(await trainer.ask(5, 0), RunFinished)
@@ -27,7 +30,7 @@ async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir,
         assert ledger.check(run_dir.ledger) == []
         assert sorted(ledger.effective(run_dir.ledger)) == [1, 2, 3, 4]
         for step in range(1, 5):
-            trained = {line["rollout_id"] for line in run.rollouts(step) if line["status"] == "trained"}
+            trained = {line["rollout_id"] for line in await run.rollouts(step) if line["status"] == "trained"}
             assert trained == {sample_id.split("/")[0] for sample_id in sample_ids(trainer.steps[step])}
             metrics = trainer.steps[step][0].metrics
             assert {"reward/mean", "policy/staleness_max", "reward/part/correct"} <= metrics.keys()
@@ -35,6 +38,63 @@ async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir,
         assert sorted(evaluations) == [0, 2, 4]
         assert evaluations[4]["eval/s/version_min"] == 4
         assert evaluations[0]["eval/s/rollouts"] == 8
+
+
+async def test_the_orchestrator_does_not_outrun_a_slow_trainer(open_run, run_dir, tmp_path):
+    """All batches are formed long before the end: it waits for the last step, its checkpoint and its evaluation."""
+    config = make_config(tmp_path, max_steps=2, eval={"every_steps": 2, "tasks": 2})
+    async with open_run(config) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        await trainer.train(1, work_s=0.5)
+        assert run.pipeline.batches.formed == 2
+        await trainer.train(2, work_s=1.0)
+        await asyncio.sleep(1.0)
+        assert not run.task.done()
+        assert (await trainer.checkpoint(2)).error is None
+        async with asyncio.timeout(10):
+            await run.task
+        assert run_dir.eval_rollouts(2).exists()
+
+
+async def test_a_trainer_that_vanishes_is_missed_at_a_deadline(open_run, run_dir, tmp_path):
+    """A batch is ready and nobody fetches or trains it: the run ends, and says which step it waited for."""
+    config = make_config(tmp_path, trainer_timeout_s=1.0)
+    async with open_run(config) as run:
+        async with PeerTrainer(run_dir, run.step_endpoint) as trainer:
+            await trainer.attach(0)
+            await trainer.train(1)
+        async with asyncio.timeout(10):
+            [error] = await asyncio.gather(run.task, return_exceptions=True)
+        assert isinstance(error, DeadlineError)
+        assert "no word from the trainer for 1 s" in str(error)
+        assert "train step 2" in str(error)
+
+
+async def test_an_announced_version_without_weights_ends_the_run(open_run, run_dir, tmp_path):
+    """StepDone before the manifest is in the store: no node could ever get it, so it is an error at once."""
+    async with open_run(make_config(tmp_path)) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        await trainer.train(1)
+        trainer.publish = lambda version: None
+        await trainer.train(2)
+        async with asyncio.timeout(10):
+            [error] = await asyncio.gather(run.task, return_exceptions=True)
+        assert isinstance(error, CheckpointError)
+        assert "announced policy version 2" in str(error)
+
+
+async def test_samples_that_were_not_served_are_refused(open_run, run_dir, tmp_path):
+    """A trainer that claims other samples than its batch's has trained something else: it is told."""
+    async with open_run(make_config(tmp_path)) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        await trainer.ask(1, 0)
+        trainer.publish(1)
+        await trainer.send(StepDone(run_id=RUN_ID, step=1, version=1, sample_ids=["g000000-0/0", "stranger"]))
+        refused = await trainer.receive()
+        assert isinstance(refused, Refused)
+        assert "step 1 trained 2 samples" in refused.error
+        await trainer.send(StepDone(run_id=RUN_ID, step=3, version=3, sample_ids=[]))
+        assert "stands after step 0" in (await trainer.receive()).error
 
 
 async def test_evaluation_only(open_run, tmp_path):

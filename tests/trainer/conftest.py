@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rank_process import RankProcess, start_ranks
 
 from composer_prime import run_id
 from composer_prime.config import Config, load
@@ -21,7 +18,6 @@ from composer_prime.run_dir import RunDir, write_atomic
 from composer_prime.wire.types import Sample, VersionSpan, pack_flags, pack_floats, pack_ints
 
 VOCABULARY = 96
-REPOSITORY = Path(__file__).parents[2]
 torch.set_num_threads(1)
 
 
@@ -42,7 +38,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.WordLevel(characters, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=template).save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=template)
+    fast.save_pretrained(folder)
     return folder
 
 
@@ -74,11 +71,11 @@ def _sample(rng: np.random.Generator, step: int, index: int, version: int, tempe
     )
 
 
-def make_config(model: Path, output: Path, **sections: dict[str, Any]) -> Config:
+def make_config(folder: Path, output: Path, **sections: dict[str, Any]) -> Config:
     """A small configuration; `sections` override whole keys, for example trainer={"ranks": 2}."""
     values: dict[str, Any] = {
         "run": {"name": "run", "output_dir": str(output), "max_steps": 3},
-        "model": {"path": str(model), "max_context": 64},
+        "model": {"path": str(folder), "max_context": 64},
         "orchestrator": {"source": [{"name": "test", "taskset": {"id": "none"}}], "sampling": {"max_tokens": 32}},
         "trainer": {"device": "cpu", "micro_batch_tokens": 128, "optim": {"lr": 1e-3}, "orchestrator_timeout_s": 20},
     }
@@ -98,33 +95,15 @@ class Run:
         write_atomic(self.dir.config, load.dump(config).encode())
         return Run(self.dir, config)
 
-    def start(self, ranks: int = 1) -> list[subprocess.Popen[str]]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                  "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-        return [
-            subprocess.Popen(
-                [sys.executable, "-m", "trainer.train", "--run-dir", str(self.dir.root)],
-                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )  # fmt: skip
-            for rank in range(ranks)
-        ]
+    def start(self, ranks: int = 1, file_limit_bytes: int | None = None) -> list[RankProcess]:
+        return start_ranks(self.dir.root, ranks, file_limit_bytes)
 
-    def train(self, ranks: int = 1, timeout_s: float = 120) -> tuple[list[int], list[str]]:
+    def train(
+        self, ranks: int = 1, timeout_s: float = 120, file_limit_bytes: int | None = None
+    ) -> tuple[list[int], list[str]]:
         """Exit codes and outputs of all ranks."""
-        return finish(self.start(ranks), timeout_s)
-
-
-def finish(processes: list[subprocess.Popen[str]], timeout_s: float = 120) -> tuple[list[int], list[str]]:
-    try:
-        outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [process.returncode for process in processes], outputs
+        started = self.start(ranks, file_limit_bytes)
+        return [rank.wait(timeout_s) for rank in started], [rank.output for rank in started]
 
 
 @pytest.fixture
@@ -139,3 +118,13 @@ def make_run(tmp_path: Path, model_folder: Path):
         return Run(run_dir, config).write(config)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def world():
+    """This test process as the only rank."""
+    from composer_prime.config.trainer import TrainerConfig
+    from trainer import world as worlds
+
+    yield worlds.join(TrainerConfig(device="cpu"))
+    worlds.leave()

@@ -51,7 +51,8 @@ class StepPeer:
         self.refuse_checkpoint: str | None = None
         self.not_ready_first: set[int] = set()
         """Steps that are answered with NotReady once."""
-        self.silent = False
+        self.quiet_from: int | None = None
+        """Requests for this step and later ones are never answered."""
 
     def __enter__(self) -> StepPeer:
         started = threading.Event()
@@ -80,10 +81,9 @@ class StepPeer:
         decoder = msgspec.msgpack.Decoder(FromTrainer)
         while True:
             identity, payload = await socket.recv_multipart()
-            if not self.silent:
-                reply = self._handle(decoder.decode(payload))
-                if reply is not None:
-                    await socket.send_multipart([identity, reply])
+            reply = self._handle(decoder.decode(payload))
+            if reply is not None:
+                await socket.send_multipart([identity, reply])
 
     def _handle(self, message: FromTrainer) -> bytes | None:
         if isinstance(message, StepDone):
@@ -92,6 +92,8 @@ class StepPeer:
         if isinstance(message, CheckpointRequest):
             return msgspec.msgpack.encode(self._save(message.step))
         self.requests.append(message)
+        if self.quiet_from is not None and message.step >= self.quiet_from:
+            return None
         lie = self.answer(self, message) if self.answer else None
         return lie if lie is not None else msgspec.msgpack.encode(self.honest(message))
 

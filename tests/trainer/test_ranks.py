@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
-import torch
 from conftest import make_samples
 from safetensors.torch import load_file
 from step_peer import StepPeer
 
 from composer_prime.ledger import check, effective
+from composer_prime.weights.store import WeightStore
 
 
 def lines(run) -> list[dict]:
@@ -24,16 +26,86 @@ def difference(one, other) -> float:
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def test_two_ranks_are_one_rank(make_run):
-    # After 5 steps on the same samples, 2-rank FSDP2 on gloo has the 1-rank losses and parameters to 1e-5.
+def moved(run) -> float:
+    """Largest distance of final/ from the start model."""
+    start = load_file(os.path.join(run.config.model.path, "model.safetensors"))
+    final = load_file(run.dir.final / "model.safetensors")
+    return max((final[name] - start[name]).abs().max().item() for name in start)
+
+
+VARIANTS = {
+    "adamw": {"optim": {"lr": 1e-3, "weight_decay": 0.01}},
+    "muon": {"optim": {"type": "muon", "lr": 1e-3, "muon_lr": 1e-3}, "activation_checkpointing": True},
+    "lora": {"lora": {"rank": 4}, "optim": {"lr": 1e-3}, "activation_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_ranks_are_one_rank(make_run, variant):
+    # After 5 steps on the same samples, 2-rank FSDP2 on gloo has the 1-rank losses and parameters to 1e-5; with AdamW,
+    # Muon and LoRA, the latter two with activation checkpointing.
     runs = {}
     for ranks in (1, 2):
-        run = runs[ranks] = make_run(f"ranks-{ranks}", run={"max_steps": 5})
+        run = runs[ranks] = make_run(f"ranks-{ranks}", run={"max_steps": 5}, trainer=VARIANTS[variant])
         with StepPeer(run.dir, make_samples, max_steps=5) as peer:
             codes, outputs = run.train(ranks)
         assert codes == [0] * ranks, outputs
         assert [done.step for done in peer.done] == [0, 1, 2, 3, 4, 5]
+        assert sorted(peer.done[-1].sample_ids) == sorted(sample.sample_id for sample in make_samples(5))
         assert check(run.dir.ledger) == [] and len(effective(run.dir.ledger)) == 5
+        assert run.dir.complete_checkpoints() == [5] and peer.checkpoints == [5]
     one, two = ([line["loss/total"] for line in lines(runs[ranks])] for ranks in (1, 2))
     assert len(one) == 5 and max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-5
     assert difference(runs[1], runs[2]) < 1e-5
+    assert moved(runs[1]) > 1e-3
+
+
+def test_metrics_of_a_step(make_run):
+    # A line holds what DESIGN.md promises of the trainer, the orchestrator's own figures, and nothing of channels that
+    # are not there.
+    run = make_run(run={"max_steps": 1})
+    with StepPeer(run.dir, make_samples, max_steps=1) as peer:
+        peer.not_ready_first = {1}
+        codes, outputs = run.train()
+    assert codes == [0], outputs
+    assert "waiting for the batch of step 1 (0 s): 3 of 8 groups" in outputs[0]
+    (line,) = lines(run)
+    assert {
+        "loss/total", "loss/policy", "tokens/trained", "tokens/total", "policy/mismatch_kl", "policy/masked_fraction",
+        "policy/clip_fraction", "policy/ess", "policy/entropy", "optim/grad_norm", "optim/lr", "time/step_s",
+        "time/wait_s", "time/forward_backward_s", "time/publish_s", "memory/peak_bytes", "weights/bytes", "reward/mean",
+    } <= line.keys()  # fmt: skip
+    assert line["role"] == "trainer" and line["step"] == 1 and "loss/sdpo" not in line
+    assert line["tokens/trained"] == sum(sample.num_trained for sample in make_samples(1))
+    assert line["tokens/total"] == sum(sample.num_tokens for sample in make_samples(1))
+
+
+def test_kill_and_resume_on_another_number_of_ranks(make_run):
+    # Killed after step 3 with a checkpoint of step 2, resumed on 1 rank instead of 2: the end is that of a run that was
+    # never killed, to 1e-6; the ledger shows every sample once; stale versions are gone; a second resume on 2 ranks
+    # with nothing left to do is harmless.
+    settings = {"checkpoint": {"every_steps": 2}, "weights": {"keep": 10}, "optim": {"lr": 1e-3}}
+    whole = make_run("whole", run={"max_steps": 5}, trainer=settings)
+    with StepPeer(whole.dir, make_samples, max_steps=5):
+        codes, outputs = whole.train()
+    assert codes == [0], outputs
+
+    run = make_run("killed", run={"max_steps": 5}, trainer=settings)
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        peer.quiet_from = 4
+        ranks = run.start(2)
+        ranks[0].wait_for("step 3:")
+        [os.kill(rank.pid, signal.SIGKILL) for rank in ranks]
+        assert [rank.wait(20) for rank in ranks] == [-9, -9]
+    assert run.dir.complete_checkpoints() == [2] and WeightStore(run.dir.weights).versions() == [0, 1, 2, 3]
+
+    resumed = run.write(run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True})}))
+    with StepPeer(run.dir, make_samples, max_steps=5) as peer:
+        codes, outputs = resumed.train(1)
+        assert codes == [0], outputs
+        assert [done.step for done in peer.done] == [2, 3, 4, 5] and peer.done[0].sample_ids == []
+        assert difference(whole, run) < 1e-6 and check(run.dir.ledger) == []
+        assert run.dir.complete_checkpoints() == [4, 5]
+        codes, outputs = resumed.train(2)
+    assert codes == [0, 0], outputs
+    assert difference(whole, run) < 1e-6 and check(run.dir.ledger) == []

@@ -28,9 +28,8 @@ class KvCache:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token over all layers; known after the first forward."""
-        return sum(
-            tensor.shape[0] * tensor.shape[3] * tensor.element_size() for pair in self._layers.values() for tensor in pair
-        )
+        tensors = [tensor for pair in self._layers.values() for tensor in pair]
+        return sum(tensor.shape[0] * tensor.shape[3] * tensor.element_size() for tensor in tensors)
 
     def reserve(self, slots: int, columns: int) -> None:
         """Grow to at least `slots` rows of `columns`; what they hold stays. Growth is geometric, layer by layer."""

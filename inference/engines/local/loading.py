@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ConfigError, EngineError, ModelNotFoundError, WeightError
@@ -33,6 +34,7 @@ def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"model folder {folder} has no config.json: set model.path to a Hugging Face folder")
     device, dtype = device_and_dtype(config)
+    disable_progress_bar()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True, output_loading_info=True

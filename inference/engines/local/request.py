@@ -51,9 +51,9 @@ class Request:
 
     def spans(self) -> list[VersionSpan]:
         """Spans that cover the tokens so far."""
-        ends = [start for start, _ in self.marks[1:]] + [len(self.logprobs)]
-        pairs = zip(self.marks, ends, strict=True)
-        return [VersionSpan(start, end, version) for (start, version), end in pairs if end > start]
+        starts = [start for start, _ in self.marks] + [len(self.logprobs)]
+        spans = (VersionSpan(start, starts[k + 1], version) for k, (start, version) in enumerate(self.marks))
+        return [span for span in spans if span.end > span.start]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,161 @@
+"""The composer commands on run directories written here, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from composer_prime.cli import doctor_command, eval_command, main, plan_command, report_command, rollouts_command
+from composer_prime.errors import ConfigError
+from composer_prime.intervals import difference_interval, mean_interval
+from composer_prime.monitor.jsonl import MetricsFile
+
+ROOT = Path(__file__).parents[2]
+
+
+def rollout(step: int, name: str, reward: float | None, **more) -> dict:
+    turns = [
+        {"role": "user", "text": "Add 1 and 2.", "token_count": 9, "error": None, "hint": None, "tool_calls": []},
+        {"role": "assistant", "text": "", "token_count": 7, "tool_calls": [{"name": "add", "arguments": "{}"}]},
+        {"role": "tool", "text": "Tool not found: add", "token_count": 5, "error": "Tool not found: add"},
+    ]
+    return {
+        "step": step,
+        "status": "trained" if reward is not None else "failed",
+        "source": "toolsmith",
+        "task_id": f"task-{name}",
+        "rollout_id": name,
+        "reward": reward,
+        "advantage": 0.5,
+        "parts": {"right": reward, "short": 0.1} if reward is not None else {},
+        "policy_versions": [1, 2],
+        "turns": turns,
+        "error": None if reward is not None else {"kind": "timeout", "message": "took 300 s"},
+        "cost": {"sampled_tokens": 7},
+        **more,
+    }
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Six steps, rollouts of two of them, evaluations of steps 0 and 6."""
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", "trainer")
+    for step in range(1, 7):
+        metrics.log(step, {"loss/total": 0.1, "reward/mean": step / 10, "policy/staleness_max": 1, "time/step_s": 2.0})
+    write(tmp_path, "step_000005", [rollout(5, "g1-0", 1.0), rollout(5, "g1-1", 0.0)])
+    write(tmp_path, "step_000006", [rollout(6, "g2-0", 0.25), rollout(6, "g2-1", None)])
+    for step, reward in ((0, 0.0), (6, 1.0)):
+        rows = [rollout(step, f"e{task}", reward if task % 2 else 0.0, task_id=f"t{task}") for task in range(8)]
+        write(tmp_path, f"eval_{step:06d}", rows)
+    return tmp_path
+
+
+def write(folder: Path, name: str, rows: list[dict]) -> None:
+    (folder / "rollouts" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def output(capsys, command, *words: str) -> str:
+    assert command.run(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def test_report_shows_curve_evaluations_and_change(run_dir, capsys):
+    # Reward bins, the first and last means, held-out intervals with the paired change.
+    text = output(capsys, report_command, str(run_dir), "--bins", "3")
+    assert "first 5 0.300   last 6 0.350" in text and "5 - 6" in text
+    assert "after     6 steps  0.500" in text and "change +0.500" in text
+
+
+def test_report_of_a_run_that_has_not_trained(tmp_path, capsys):
+    # No step yet is said, not a division by zero.
+    (tmp_path / "config.json").write_text("{}")
+    assert "no optimizer step yet" in output(capsys, report_command, str(tmp_path))
+
+
+def test_rollouts_lists_the_newest_step_and_filters(run_dir, capsys):
+    # Filters by reward and failure; failures say why.
+    assert "2 of 2 rollouts" in output(capsys, rollouts_command, str(run_dir))
+    assert "g1-0" in (text := output(capsys, rollouts_command, str(run_dir), "--all", "--min-reward", "0.5"))
+    assert "1 of 1" in text and "right 1.000, short 0.100" in text
+    assert "FAILED: took 300 s" in output(capsys, rollouts_command, str(run_dir), "--all", "--failed")
+    assert "8 of 8" in output(capsys, rollouts_command, str(run_dir), "--eval", "--tool-errors")
+
+
+def test_rollouts_shows_one_turn_by_turn(run_dir, capsys):
+    # Tool calls and errors are visible.
+    text = output(capsys, rollouts_command, str(run_dir), "g1-0")
+    assert "[0] user, 9 tokens" in text and "-> add({})" in text and "error: Tool not found: add" in text
+
+
+def test_rollouts_refuses_what_is_not_there(run_dir, tmp_path):
+    # Unknown id, step and folder each have a message.
+    for words, said in (
+        ([str(run_dir), "nope"], "no rollout 'nope'"),
+        ([str(run_dir), "--step", "99"], "steps 5 to 6"),
+        ([str(tmp_path / "elsewhere")], "no run directory"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            rollouts_command.run(words)
+
+
+def test_eval_table_compares_two_models_task_by_task():
+    # The paired interval is narrower than the two means' overlap suggests, and exact for a constant change.
+    first = {f"toolsmith/{task}": [float(task % 2)] for task in range(40)}
+    second = {name: [value[0] + 0.25] for name, value in first.items()}
+    text = "\n".join(eval_command.table({"base": first, "final": second}))
+    assert "final - base = +0.250 [+0.250, +0.250], paired over 40 tasks" in text
+    assert mean_interval(first).mean == 0.5 and difference_interval(first, second).tasks == 40
+
+
+def test_eval_refuses_a_configuration_without_held_out_tasks(tmp_path):
+    # The remedy names the key.
+    path = tmp_path / "bare.toml"
+    path.write_text((ROOT / "configs/a1.toml").read_text().replace("eval_taskset", "# eval_taskset"))
+    with pytest.raises(ConfigError, match="eval_taskset"):
+        eval_command.evaluation_config(["@", str(path)])
+
+
+def test_eval_splits_models_from_the_configuration():
+    # Models first, then the configuration's words; --resume has no meaning here.
+    assert eval_command.split_models(["tiny", "out/final", "@", "f.toml", "--resume"]) == (
+        ["tiny", "out/final"],
+        ["@", "f.toml"],
+    )
+    for words in (["tiny"], ["@", "f.toml"], ["tiny", "tiny", "@", "f.toml"]):
+        with pytest.raises(ConfigError):
+            eval_command.split_models(words)
+
+
+def test_plan_command_imagines_gpus():
+    # --gpus plans for another machine; a malformed value is refused.
+    machine, words = plan_command.imagined(["@", "f.toml", "--gpus", "8x80"])
+    assert machine is not None and len(machine.gpus) == 8 and words == ["@", "f.toml"]
+    with pytest.raises(ConfigError, match="8x80"):
+        plan_command.imagined(["--gpus", "eight"])
+
+
+def test_doctor_reports_each_part(capsys, tmp_path):
+    # The quick check needs no torch and names every finding with its level.
+    doctor_command.run(["--quick", "--output-dir", str(tmp_path)])
+    text = capsys.readouterr().out
+    for part in ("python", "memory", "verifiers", "tiny", "disk", "loopback"):
+        assert part in text
+
+
+def test_unknown_command_gets_a_suggestion():
+    # Exit status 2, a did-you-mean, the list of commands.
+    code = "import sys; sys.argv = ['composer', 'reprot']; from composer_prime.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "did you mean 'report'?" in done.stderr and "doctor" in done.stderr
+
+
+def test_every_listed_command_has_its_module():
+    # The help lists only commands that work.
+    for name in main.COMMANDS:
+        assert (ROOT / f"composer_prime/cli/{name}_command.py").is_file()

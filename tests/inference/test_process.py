@@ -1,0 +1,155 @@
+"""The `inference` process: its command lines, its exit statuses, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from composer_prime.config import Config, load
+from composer_prime.run_dir import RunDir
+from composer_prime.wire.node import Generated, Goodbye
+from tests.engines.models import MAX_CONTEXT
+from tests.inference.gateway_peer import GatewayPeer
+
+START = [sys.executable, "-c", "import sys; from inference.main import main; sys.exit(main())"]
+
+
+def start(*words: str, **env: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*START, *words],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def output(*words: str, **env: str) -> tuple[int, str]:
+    process = start(*words, **env)
+    text, _ = process.communicate(timeout=60)
+    return process.returncode, text
+
+
+@pytest.fixture
+def token(keys):
+    return keys.client("node").token()
+
+
+@pytest.fixture
+def run_dir(tmp_path, folder, keys):
+    run_dir = RunDir(tmp_path)
+    config = Config.model_validate(
+        {
+            "run": {"name": "r"},
+            "model": {"path": str(folder), "max_context": MAX_CONTEXT},
+            "orchestrator": {
+                "source": [{"name": "s", "taskset": {"id": "t"}}],
+                "sampling": {"max_tokens": 32},
+                "max_concurrent": 8,
+            },
+            "inference": {"device": "cpu", "heartbeat_s": 0.2, "lost_after_s": 1.0, "connect_timeout_s": 2.0},
+        }
+    )
+    run_dir.config.write_text(load.dump(config))
+    return run_dir
+
+
+def test_help_and_dry_run_load_no_torch(token, folder, run_dir):
+    # --help and --dry-run answer from the light modules alone.
+    for words in (
+        ["--help"],
+        ["join", "--help"],
+        ["join", "tcp://127.0.0.1:5500", "--model", str(folder), "--token", token, "--dry-run"],
+        ["--run-dir", str(run_dir.root), "--dry-run"],
+    ):
+        code = f"""
+import sys
+sys.argv = ["inference", *{words!r}]
+from inference.main import main
+try:
+    status = main()
+except SystemExit as end:
+    status = end.code
+assert not status, status
+assert not {{"torch", "transformers", "vllm"}} & set(sys.modules)
+"""
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=20, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["join", "tcp://127.0.0.1:5500", "--model", "tiny"], "COMPOSER_JOIN_TOKEN"),
+        (["join", "tcp://127.0.0.1:5500", "--model", "tiny", "--token", "nonsense"], "join token"),
+        (["join", "http://127.0.0.1", "--model", "tiny", "--token", "TOKEN"], "tcp://"),
+        (["join", "tcp://127.0.0.1:5500", "--model", "/no/such/model", "--token", "TOKEN"], "/no/such/model"),
+        (["join", "tcp://127.0.0.1:5500", "--model", "tiny", "--token", "TOKEN", "--threads", "0"], "threads"),
+        (["--run-dir", "/no/such/run"], "config.json"),
+        (["@", "/no/such/file.toml"], "/no/such/file.toml"),
+    ],
+)
+def test_wrong_command_lines_say_what_is_wrong(words, said, token):
+    # Each wrong input ends with status 2 and names the value.
+    words = [token if word == "TOKEN" else word for word in words]
+    status, text = output(*words, "--dry-run", COMPOSER_JOIN_TOKEN="")
+    assert status == 2 and said in text and "Traceback" not in text
+
+
+def test_a_joined_node_serves_and_leaves(loop, keys, publisher, folder, token):
+    # `inference join` with the token in the environment: pulls weights, answers, and ends with Goodbye at SIGTERM.
+    async def scenario():
+        gateway = GatewayPeer(keys, publisher.store)
+        gateway.manifest = publisher.publish(1)
+        process = start(
+            "join", gateway.endpoint, "--model", str(folder), "--name", "rented", COMPOSER_JOIN_TOKEN=token
+        )
+        try:
+            until = time.monotonic() + 60
+            while not (gateway.statuses and gateway.statuses[-1].version == 1):
+                assert process.poll() is None and time.monotonic() < until
+                await asyncio.sleep(0.05)
+            gateway.generate("r", [5, 6, 7])
+            answer = await gateway.next()
+            process.send_signal(signal.SIGTERM)
+            goodbye = await gateway.next()
+            text, _ = await asyncio.to_thread(process.communicate, timeout=30)
+            return gateway.hellos[0], answer, goodbye, process.returncode, text
+        finally:
+            process.kill()
+            await gateway.close()
+
+    hello, answer, goodbye, status, text = loop.run(scenario())
+    assert hello.node_id == "rented" and status == 0, text
+    assert isinstance(answer, Generated) and answer.version_spans[0].version == 1
+    assert isinstance(goodbye, Goodbye) and "SIGTERM" in goodbye.reason
+
+
+def test_a_launched_node_reads_the_run_directory(loop, keys, publisher, run_dir):
+    # With --run-dir the node waits for endpoints.json, takes weights from the folder, and goes when the gateway is gone.
+    async def scenario():
+        gateway = GatewayPeer(keys, publisher.store)
+        gateway.manifest = publisher.publish(1)
+        process = start("--run-dir", str(run_dir.root), "--node-name", "node-7")
+        try:
+            await asyncio.sleep(0.5)
+            run_dir.endpoints.write_text(json.dumps({"step": "", "node": gateway.endpoint}))
+            until = time.monotonic() + 60
+            while not (gateway.statuses and gateway.statuses[-1].version == 1):
+                assert process.poll() is None and time.monotonic() < until
+                await asyncio.sleep(0.05)
+            await gateway.close()
+            text, _ = await asyncio.to_thread(process.communicate, timeout=30)
+            return gateway, process.returncode, text
+        finally:
+            process.kill()
+
+    gateway, status, text = loop.run(scenario())
+    assert gateway.hellos[0].node_id == "node-7" and not gateway.chunk_requests
+    assert status == 1 and "connect_timeout_s" in text and "Traceback" not in text

@@ -1,0 +1,55 @@
+"""A batch's figures and the rollout log's lines."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from orch_groups import ended, ready
+
+from composer_prime.run_dir import RunDir
+from orchestrator import rollout_log
+from orchestrator.batch_metrics import batch_metrics
+from orchestrator.groups import Outcome
+
+
+def test_reward_mean_counts_filtered_groups_but_not_failed_or_stale_ones():
+    """The learning curve must not hide the groups in which everyone passed, nor count failures as zeros."""
+    dropped = [
+        ended(1, Outcome.FILTERED, 1.0, 1.0),
+        ended(2, Outcome.FAILED, None, None),
+        ended(3, Outcome.STALE, 0.0),
+    ]
+    metrics = batch_metrics(5, [ready(0, 4, rewards=(0.0, 1.0))], dropped)
+    assert metrics["reward/mean"] == 0.75
+    assert metrics["reward/s/mean"] == 0.75
+    assert metrics["groups/filtered"] == 1
+    assert metrics["groups/filtered_share"] == 0.5
+    assert (metrics["groups/failed"], metrics["groups/stale"]) == (1, 1)
+    assert metrics["rollout/failed/env"] == 2
+
+
+def test_staleness_is_in_steps_behind_the_weights_that_are_trained():
+    """Batch 5 trains weights 4: tokens of versions 2 and 4 are 2 and 0 steps stale; the mean is over tokens."""
+    metrics = batch_metrics(5, [ready(0, 2, 4, 4)], [])
+    assert metrics["policy/staleness_max"] == 2
+    assert metrics["policy/staleness_mean"] == pytest.approx(2 / 3)
+
+
+def test_tool_errors_are_a_share_of_tool_turns():
+    """Every rollout here has one tool turn, and each reports an error."""
+    assert batch_metrics(1, [ready(0, 0)], [])["rollout/tool_error_rate"] == 1.0
+
+
+def test_a_line_holds_what_the_contract_promises(tmp_path):
+    """Task, source, reward, parts, versions, turns with role, text, token count, error, hint, and cost."""
+    path = RunDir(tmp_path).rollouts(1)
+    groups = [ready(0, 0), ended(1, Outcome.FAILED, None, 1.0)]
+    rollout_log.write(path, [line for group in groups for line in rollout_log.group_lines(1, group)])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["status"] for line in lines] == ["trained", "trained", "failed", "failed"]
+    promised = {"task_id", "source", "reward", "parts", "policy_versions", "turns", "cost", "rollout_id", "error"}
+    assert all(promised <= line.keys() for line in lines)
+    assert {"role", "text", "token_count", "error", "hint"} <= lines[0]["turns"][0].keys()
+    assert lines[2]["error"]["kind"] == "env"
+    assert lines[2]["reward"] is None

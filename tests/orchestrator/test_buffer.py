@@ -1,0 +1,154 @@
+"""Buffer: order by group number, staleness bound, sweep; permits: limit, lanes, order, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from orch_groups import ready
+
+from orchestrator.buffer import Buffer
+from orchestrator.groups import Outcome
+from orchestrator.permits import Lane, Permits
+from orchestrator.pulse import Pulse
+
+
+def filled(*groups: tuple[int, int]) -> Buffer:
+    """A buffer of groups (number, version), added in this order."""
+    buffer = Buffer()
+    for number, version in groups:
+        buffer.add(ready(number, version))
+    return buffer
+
+
+def test_groups_leave_in_order_of_their_numbers_whatever_order_they_ended_in():
+    """Data order depends on which groups are ready, not on when each became so."""
+    buffer = filled((5, 0), (2, 0), (9, 0), (3, 0))
+    assert [group.plan.group for group in buffer.take(3, oldest=0, newest=0)] == [2, 3, 5]
+    assert buffer.take(2, oldest=0, newest=0) is None
+    assert len(buffer) == 1
+
+
+def test_only_groups_within_the_version_bounds_are_taken():
+    """Too old is left for the sweep; too new (after a rewind) waits for its step."""
+    buffer = filled((1, 0), (2, 1), (3, 2), (4, 3))
+    assert buffer.usable(oldest=1, newest=2) == [2, 3]
+    assert [group.plan.group for group in buffer.sweep(1)] == [1]
+    assert buffer.group_numbers == [2, 3, 4]
+
+
+def test_one_old_token_makes_the_group_old():
+    """The oldest span of any sample counts, not the newest or the mean."""
+    buffer = Buffer()
+    buffer.add(ready(1, 4, 4, 1))
+    assert buffer.usable(oldest=2, newest=4) == []
+    assert len(buffer.sweep(2)) == 1
+
+
+def test_a_group_enters_once():
+    """A second group of the same number would train its samples twice."""
+    buffer = filled((1, 0))
+    with pytest.raises(ValueError, match="group 1 is in the buffer already"):
+        buffer.add(ready(1, 0))
+
+
+def test_filtered_share_counts_scored_groups_only():
+    """Failed and stale groups say nothing about how hard the tasks are."""
+    buffer = Buffer()
+    assert buffer.filtered_share is None
+    for outcome in (Outcome.READY, Outcome.FILTERED, Outcome.FAILED, Outcome.STALE, Outcome.FILTERED, Outcome.FILTERED):
+        buffer.note(outcome)
+    assert buffer.filtered_share == 0.75
+
+
+class Rollouts:
+    """Tasks that hold a permit until told to leave."""
+
+    def __init__(self, permits: Permits) -> None:
+        self.permits, self.begun, self.leave = permits, [], {}
+
+    def start(self, name: str, lane: Lane, order: int) -> asyncio.Task[None]:
+        self.leave[name] = asyncio.Event()
+
+        async def play() -> None:
+            async with self.permits.hold(lane, order):
+                self.begun.append(name)
+                await self.leave[name].wait()
+
+        return asyncio.create_task(play(), name=name)
+
+
+async def test_permits_keep_the_limit_and_go_to_the_lowest_order_first():
+    """Two at a time; of those that wait, the lowest group number goes first."""
+    permits = Permits(lambda: 2, eval_share=0.5)
+    rollouts = Rollouts(permits)
+    tasks = [rollouts.start(f"t{order}", Lane.TRAIN, order) for order in (5, 4, 3, 2)]
+    await asyncio.sleep(0.01)
+    assert rollouts.begun == ["t5", "t4"]
+    rollouts.leave["t5"].set()
+    await asyncio.sleep(0.01)
+    assert rollouts.begun == ["t5", "t4", "t2"]
+    for event in rollouts.leave.values():
+        event.set()
+    await asyncio.gather(*tasks)
+    assert sum(permits.running.values()) == 0
+
+
+async def test_evaluation_takes_its_share_and_all_that_training_leaves():
+    """With both lanes waiting, evaluation holds a quarter; alone it takes everything."""
+    permits = Permits(lambda: 8, eval_share=0.25)
+    rollouts = Rollouts(permits)
+    tasks = [rollouts.start("gate", Lane.TRAIN, 0)]
+    tasks += [rollouts.start(f"g{at}", Lane.TRAIN, 0) for at in range(7)]
+    tasks += [rollouts.start(f"e{at}", Lane.EVAL, at) for at in range(10)]
+    tasks += [rollouts.start(f"t{at}", Lane.TRAIN, at) for at in range(10)]
+    await asyncio.sleep(0.01)
+    for at in range(7):
+        rollouts.leave[f"g{at}"].set()
+    await asyncio.sleep(0.01)
+    assert permits.running == {Lane.TRAIN: 6, Lane.EVAL: 2}
+    for at in range(10):
+        rollouts.leave[f"t{at}"].set()
+    await asyncio.sleep(0.01)
+    assert permits.running == {Lane.TRAIN: 1, Lane.EVAL: 7}
+    for event in rollouts.leave.values():
+        event.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_a_cancelled_waiter_takes_no_permit_and_a_raised_limit_is_used():
+    """Cancelling before, at and after the grant leaks nothing."""
+    limit = 1
+    permits = Permits(lambda: limit, eval_share=1.0)
+    rollouts = Rollouts(permits)
+    first, second, third = (rollouts.start(name, Lane.TRAIN, 0) for name in ("a", "b", "c"))
+    await asyncio.sleep(0.01)
+    second.cancel()
+    rollouts.leave["a"].set()
+    await asyncio.sleep(0.01)
+    assert rollouts.begun == ["a", "c"]
+    fourth = rollouts.start("d", Lane.TRAIN, 0)
+    await asyncio.sleep(0.01)
+    limit = 2
+    permits.grant()
+    # Granted, but cancelled before it ran.
+    fourth.cancel()
+    await asyncio.sleep(0.01)
+    assert permits.running[Lane.TRAIN] == 1
+    third.cancel()
+    await asyncio.gather(first, second, third, fourth, return_exceptions=True)
+    assert permits.running[Lane.TRAIN] == 0
+    assert permits.waiting(Lane.TRAIN) == 0
+
+
+async def test_a_pulse_wakes_every_waiter_and_a_condition_that_holds_needs_none():
+    """wait_for looks first; every beat makes all waiters look again; time runs out without one."""
+    pulse, seen = Pulse(), []
+    assert await pulse.wait_for(lambda: True, 0.0)
+    waiters = [asyncio.create_task(pulse.wait_for(lambda: len(seen) > 1, 1.0)) for _ in range(3)]
+    for _ in range(2):
+        await asyncio.sleep(0.01)
+        seen.append(1)
+        pulse.beat()
+    assert await asyncio.gather(*waiters) == [True] * 3
+    assert not await pulse.wait(0.01)

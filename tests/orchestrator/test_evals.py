@@ -1,0 +1,129 @@
+"""Evaluation: unbiased pass@k, intervals, failures left out, the version range, the schedule."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from orch_groups import rollout
+from orch_peers import PeerTrainer, ScriptedPool, draw, make_config
+
+from composer_prime.config.orchestrator import EvalConfig
+from composer_prime.errors import DeadlineError
+from composer_prime.estimates import bootstrap_interval, pass_at_k
+from orchestrator.evals import TaskResult, summary
+from orchestrator.workers.protocol import EVAL, RolloutFailure
+
+
+@given(st.integers(1, 8), st.data())
+def test_pass_at_k_is_the_share_of_draws_with_a_pass(samples, data):
+    """The estimator equals the plain count over all subsets of k samples."""
+    passed, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
+    outcomes = [True] * passed + [False] * (samples - passed)
+    draws = list(itertools.combinations(outcomes, k))
+    assert pass_at_k(samples, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_pass_at_k_refuses_impossible_counts():
+    """k above the number of samples has no unbiased estimate."""
+    with pytest.raises(ValueError, match="pass@3 of 1 passes in 2 samples"):
+        pass_at_k(2, 1, 3)
+
+
+def test_the_interval_covers_the_mean_and_narrows_with_more_tasks():
+    """Reproducible, around the mean, about 1/sqrt(n) wide; nothing for a single task."""
+    few, many = [0.0, 1.0] * 8, [0.0, 1.0] * 128
+    low, high = bootstrap_interval(few)
+    assert low < 0.5 < high
+    assert bootstrap_interval(few) == (low, high)
+    narrow = bootstrap_interval(many)
+    assert 2.5 < (high - low) / (narrow[1] - narrow[0]) < 6
+    assert bootstrap_interval([1.0]) is None
+
+
+def test_failed_rollouts_are_left_out_and_counted():
+    """A verifier that broke is not a wrong answer: two tasks are scored, one has no estimate at all."""
+    tasks = [
+        TaskResult([rollout("a", 1.0, version_min=3, version_max=4), rollout("b", None, failure="env")]),
+        TaskResult([rollout("c", 0.0, version_min=4, version_max=5), rollout("d", 0.5, version_min=4, version_max=4)]),
+        TaskResult([rollout("e", None, failure="env")]),
+    ]
+    figures = summary("s", tasks, EvalConfig(every_steps=1, samples=2, pass_k=[1, 2]))
+    assert figures["eval/s/tasks"] == 2
+    assert figures["eval/s/failed"] == 2
+    assert figures["eval/s/reward_mean"] == fmean([1.0, 0.25])
+    assert figures["eval/s/pass@1"] == 0.5
+    assert figures["eval/s/pass@2"] == 0.0
+    assert (figures["eval/s/version_min"], figures["eval/s/version_max"]) == (3, 5)
+
+
+def test_nothing_measured_means_no_figure():
+    """All rollouts failed: no mean, rather than 0."""
+    figures = summary("s", [TaskResult([rollout("e", None, failure="env")])], EvalConfig(every_steps=1))
+    assert "eval/s/reward_mean" not in figures
+    assert figures["eval/s/failed"] == 1
+
+
+async def test_every_evaluation_plays_the_same_tasks_with_the_same_seeds(open_run, run_dir, tmp_path):
+    """Steps 0, 2 and 3 (the last): held-out tasks, equal seeds, own rollout ids, failures retried, all logged."""
+
+    def reward(request):
+        flaky = request.taskset == EVAL and request.task_index == 1 and "r1" not in request.rollout_id
+        return RolloutFailure(kind="env", message="flaky", retryable=True) if flaky else draw(request.seed)
+
+    pool = ScriptedPool(reward)
+    config = make_config(tmp_path, max_steps=3, eval={"every_steps": 2, "tasks": 3, "samples": 2, "temperature": 0.5})
+    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        for step in (1, 2, 3):
+            await trainer.train(step, work_s=0.3)
+        await trainer.checkpoint(3)
+        async with asyncio.timeout(10):
+            await run.task
+    asked = [request for request in pool.requests if request.taskset == EVAL]
+    by_step = {}
+    for request in asked:
+        step, rest = request.rollout_id.removeprefix("eval").split("-", 1)
+        by_step.setdefault(int(step), set()).add((rest, request.seed, request.temperature))
+    assert sorted(by_step) == [0, 2, 3]
+    assert by_step[0] == by_step[2] == by_step[3]
+    assert len({seed for _, seed, _ in by_step[0]}) == len(by_step[0]) == 8
+    for step in (0, 2, 3):
+        lines = [json.loads(line) for line in run_dir.eval_rollouts(step).read_text().splitlines()]
+        assert len(lines) == 6
+        assert all(line["reward"] is not None for line in lines)
+        assert sum(bool(line["failed_attempts"]) for line in lines) == 2
+    last = [json.loads(line) for line in run_dir.eval_rollouts(3).read_text().splitlines()]
+    assert {tuple(line["policy_versions"]) for line in last} == {(3, 3)}
+
+
+async def test_the_last_evaluation_waits_for_the_last_version_or_says_why_not(open_run, run_dir, tmp_path):
+    """A node that never swaps: no figures under the wrong version, but an error that names the version."""
+    evaluation = {"every_steps": 5, "tasks": 2, "version_timeout_s": 1.0}
+    config = make_config(tmp_path, max_steps=1, eval=evaluation)
+    async with open_run(config, swap_s=60) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        await trainer.train(1)
+        [error] = await asyncio.gather(run.task, return_exceptions=True)
+        assert isinstance(error, DeadlineError)
+        assert "evaluation of step 1 waited 1 s" in str(error)
+        assert "policy version 1" in str(error)
+        assert not run_dir.eval_rollouts(1).exists()
+
+
+async def test_evaluation_does_not_stop_training(open_run, run_dir, tmp_path):
+    """Slow evaluation rollouts run beside training; the trainer is fed meanwhile."""
+    pool = ScriptedPool(lambda request: draw(request.rollout_id))
+    pool.pause_s = lambda request: 2.0 if request.taskset == EVAL else 0.0
+    config = make_config(tmp_path, max_steps=4, eval={"every_steps": 4, "tasks": 5}, max_concurrent=8)
+    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        for step in (1, 2, 3):
+            await trainer.train(step)
+        assert run.pipeline.evaluator.running == 0
+        assert not run_dir.eval_rollouts(0).exists()

@@ -1,0 +1,154 @@
+"""The console script: exit statuses, signals, a parent that dies, and one step with real environment workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from orch_peers import RUN_ID, PeerNode, PeerTrainer, make_config
+
+from composer_prime.config import load
+from composer_prime.keys import RunKeys
+from composer_prime.run_dir import RunDir
+
+COMMAND = [sys.executable, "-m", "orchestrator.main"]
+TOOLSMITH = {
+    "name": "toolsmith",
+    "taskset": {"id": "orchestrator.environments.toolsmith", "split": "train", "num_tasks": 16},
+    "timeout_s": 30.0,
+}
+
+
+@pytest.fixture
+def prepared(run_dir: RunDir, tmp_path: Path) -> Callable[..., RunDir]:
+    """The run directory as the launcher leaves it to its roles."""
+
+    def prepare(**orchestrator: Any) -> RunDir:
+        config = make_config(tmp_path, max_steps=1, **({"source": [TOOLSMITH]} | orchestrator))
+        run_dir.config.write_text(load.dump(config))
+        (run_dir.root / "run_id").write_text(RUN_ID)
+        return run_dir
+
+    return prepare
+
+
+@contextlib.contextmanager
+def started(run_dir: RunDir) -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen([*COMMAND, "--run-dir", str(run_dir.root)], stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        for child in [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else []:
+            child.kill()
+        process.communicate()
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def outcome(run_dir: RunDir) -> tuple[int, str]:
+    """Exit status and the end of what it said."""
+    with started(run_dir) as process:
+        said = process.communicate(timeout=100)[1]
+        return process.returncode, said[-3000:]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["@", "configs/a1.toml", "--dry-run"]])
+def test_help_and_dry_run_are_quick(words):
+    """They answer before torch, verifiers or a socket is touched (two seconds of CPU time at most)."""
+    before = os.times()
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
+    after = os.times()
+    assert "max_steps" in done.stdout or "orchestrator" in done.stdout
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 2
+
+
+def test_an_environment_that_is_not_installed_is_a_configuration_error(prepared):
+    """Exit status 2, and the message names the id."""
+    status, said = outcome(prepared(source=[{"name": "s", "taskset": {"id": "no_such_env"}}]))
+    assert status == 2, said
+    assert "no_such_env" in said.splitlines()[-1] + said
+
+
+def test_a_port_in_use_is_a_configuration_error(prepared):
+    """Another process holds the node address: exit status 2, and the message names it."""
+    import socket
+
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        address = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
+        status, said = outcome(prepared(node_address=address))
+    assert status == 2, said
+    assert address in said
+
+
+def test_a_wrong_run_directory_is_a_configuration_error(tmp_path):
+    """A directory that the launcher never prepared: status 2 and a way out, no traceback."""
+    status, said = outcome(RunDir(tmp_path / "nothing"))
+    assert status == 2
+    assert "start the run with `trainer @ file.toml`" in said
+    assert "Traceback" not in said
+
+
+def test_sigterm_ends_it_and_its_workers(prepared):
+    """Stopped while its workers load: 143 within seconds, and no process is left behind."""
+    run_dir = prepared()
+    with started(run_dir) as process:
+        parent = psutil.Process(process.pid)
+        children = until(lambda: parent.children(recursive=True))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 143
+        assert not psutil.wait_procs(children, timeout=5)[1]
+
+
+def test_it_does_not_outlive_its_parent(prepared):
+    """The launcher is killed with -9: the orchestrator and its workers end within seconds."""
+    run_dir = prepared()
+    code = f"import subprocess; subprocess.run({[*COMMAND, '--run-dir', str(run_dir.root)]!r})"
+    launcher = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    parent = psutil.Process(launcher.pid)
+    until(run_dir.endpoints.exists)
+    family = until(lambda: parent.children(recursive=True) if len(parent.children(recursive=True)) > 1 else None)
+    launcher.kill()
+    launcher.wait()
+    assert not psutil.wait_procs(family, timeout=15)[1]
+
+
+@pytest.mark.slow
+async def test_real_workers_from_task_to_micro_batch(prepared):
+    """One step of toolsmith: what the workers say of their turns agrees with the gateway's tokens, rollout by rollout."""
+    run_dir = prepared(filter_zero_advantage=False)
+    with started(run_dir) as process:
+        async with asyncio.timeout(30):
+            while not run_dir.endpoints.exists():
+                await asyncio.sleep(0.05)
+        endpoints = json.loads(run_dir.endpoints.read_text())
+        keys = RunKeys(run_dir.keys)
+        async with PeerNode(endpoints["node"], keys), PeerTrainer(run_dir, endpoints["step"]) as trainer:
+            await trainer.attach(0)
+            [reply] = await trainer.train(1)
+            await trainer.checkpoint(1)
+            assert await asyncio.to_thread(process.wait, 15) == 0
+        assert reply.metrics["rollout/failed"] == 0
+        assert reply.totals.samples >= 8
+        lines = [json.loads(line) for line in run_dir.rollouts(1).read_text().splitlines()]
+        assert all(line["turns"] and line["reward"] is not None for line in lines)
+        sampled = sum(turn["token_count"] for line in lines for turn in line["turns"] if turn["role"] == "assistant")
+        assert sampled == reply.totals.tokens

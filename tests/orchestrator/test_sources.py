@@ -1,0 +1,139 @@
+"""Sources and curricula: group number -> source, task and seeds, reproducible; proportions; epochs; the frontier."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from orch_groups import plan, ready
+
+from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig
+from composer_prime.errors import ConfigError, EmptyTaskSetError
+from orchestrator.curriculum import Frontier, Shuffled, build_curriculum
+from orchestrator.groups import GroupPlan
+from orchestrator.sources import Sources, source_spec
+
+
+def config(*weights: float, **more: Any) -> OrchestratorConfig:
+    tables = [{"name": f"s{at}", "weight": weight, "taskset": {"id": "x"}} for at, weight in enumerate(weights)]
+    return OrchestratorConfig(source=tables, group_size=4, **more)
+
+
+def sources(*weights: float, seed: int = 1, tasks: int | None = 10) -> Sources:
+    return Sources(config(*weights), seed=seed, num_tasks={f"s{at}": tasks for at in range(len(weights))})
+
+
+def test_plans_are_a_function_of_the_seed():
+    """Two orchestrators with one seed plan the same groups; another seed plans others."""
+    one, two, other = sources(1, 2), sources(1, 2), sources(1, 2, seed=2)
+    plans = [one.plan(number) for number in range(50)]
+    assert plans == [two.plan(number) for number in range(50)]
+    assert plans != [other.plan(number) for number in range(50)]
+
+
+@given(st.lists(st.floats(0.05, 10), min_size=1, max_size=5), st.integers(0, 1000), st.integers(0, 2**31))
+def test_every_stretch_of_groups_holds_the_sources_by_weight(weights, start, seed):
+    """Any 200 groups in a row differ from the exact proportions by a few groups at most."""
+    found = sources(*weights, seed=seed)
+    counts = Counter(found.source_of(number) for number in range(start, start + 200))
+    for at, weight in enumerate(weights):
+        assert abs(counts[f"s{at}"] - 200 * weight / sum(weights)) <= 8
+
+
+@given(st.integers(0, 2**31 - 1), st.integers(2, 64), st.integers(1, 4))
+def test_siblings_and_retries_have_distinct_seeds(seed, size, attempts):
+    """No two tries of a group draw the same noise, and every seed fits 31 bits."""
+    made = GroupPlan(group=0, source="s", task_index=0, seed=seed, size=size)
+    seeds = [made.rollout_seed(sibling, attempt) for sibling in range(size) for attempt in range(attempts)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= value < 2**31 for value in seeds)
+
+
+def test_rollout_ids_are_unique_over_groups_siblings_and_attempts():
+    """Ids name gateway records and ledger lines."""
+    tries = itertools.product(range(5), range(12), range(3))
+    ids = [plan(group).rollout_id(sibling, attempt) for group, sibling, attempt in tries]
+    assert len(set(ids)) == len(ids)
+
+
+def test_shuffled_plays_every_task_once_an_epoch_in_another_order():
+    """Epochs are permutations, different ones; the state is one number."""
+    curriculum = Shuffled(num_tasks=7, seed=3)
+    epochs = [[curriculum.next_task() for _ in range(7)] for _ in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 3
+    assert epochs[0] != epochs[1]
+    again = Shuffled(num_tasks=7, seed=3)
+    again.load_state({"drawn": 10})
+    assert [again.next_task() for _ in range(11)] == [*epochs[1][3:], *epochs[2]]
+
+
+def test_an_endless_task_set_is_played_in_order():
+    """There is no epoch to permute."""
+    curriculum = Shuffled(num_tasks=None, seed=3)
+    assert [curriculum.next_task() for _ in range(4)] == [0, 1, 2, 3]
+
+
+def test_the_frontier_prefers_tasks_that_sometimes_pass():
+    """Tasks that always or never pass are seldom played; explore keeps them from vanishing for ever."""
+    curriculum = Frontier(num_tasks=30, seed=1, explore=0.1)
+    rates = {task: (0.0, 0.5, 1.0)[task % 3] for task in range(30)}
+
+    def result(task: int):
+        rewards = tuple(float(at < 4 * rates[task]) for at in range(4))
+        return msgspec.structs.replace(ready(0, rewards=rewards), plan=plan(0, task_index=task, size=4))
+
+    for task in range(30):
+        curriculum.observe(result(task))
+    played = Counter(curriculum.next_task() % 3 for _ in range(600))
+    assert played[1] > 500
+    assert played[0] > 5
+    assert played[2] > 5
+    again = Frontier(num_tasks=30, seed=1, explore=0.1)
+    again.load_state(msgspec.json.decode(msgspec.json.encode(curriculum.state())))
+    assert [again.next_task() for _ in range(50)] == [curriculum.next_task() for _ in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"import_path": "orchestrator.curriculum:Nothing"}, "cannot be imported"),
+        ({"import_path": "no_such_module:X"}, "cannot be imported"),
+        ({"kwargs": {"speed": 3}}, "does not take orchestrator.curriculum.kwargs.*speed"),
+        ({"import_path": "collections:Counter"}, "lacks \\['next_task'"),
+        ({"import_path": "orchestrator.curriculum:Frontier", "kwargs": {"window": 0}}, "at least 1"),
+    ],
+)
+def test_a_curriculum_that_cannot_be_made_is_a_config_error(settings, said):
+    """The message names the key and what is wrong with it."""
+    with pytest.raises(ConfigError, match=said):
+        build_curriculum(CurriculumConfig(**settings), num_tasks=5, seed=1)
+
+
+def test_the_frontier_needs_tasks_to_return_to():
+    """An endless task set has no pass rates to steer by."""
+    with pytest.raises(ConfigError, match="never ends"):
+        build_curriculum(CurriculumConfig(import_path="orchestrator.curriculum:Frontier"), num_tasks=None, seed=1)
+
+
+def test_an_empty_task_set_is_named():
+    """A source without tasks would wait for ever."""
+    with pytest.raises(EmptyTaskSetError, match="source 's0' has an empty task set"):
+        sources(1, tasks=0)
+
+
+def test_held_out_settings_are_merged_over_the_training_task_set():
+    """eval_taskset names only what differs; a source without it has no evaluation task set."""
+    made = config(1).source[0].model_copy(
+        update={"taskset": {"id": "x", "split": "train", "size": 5}, "eval_taskset": {"split": "test"}}
+    )
+    spec = source_spec(made, model_path="m", renderer=None, max_context=64)
+    assert spec.tasksets == {
+        "train": {"id": "x", "split": "train", "size": 5},
+        "eval": {"id": "x", "split": "test", "size": 5},
+    }
+    assert "eval" not in source_spec(config(1).source[0], model_path="m", renderer=None, max_context=64).tasksets

@@ -1,0 +1,75 @@
+"""Trainer ranks as real processes that start in milliseconds: forked from a server that has imported torch already.
+
+Each child sets torchrun's environment, sends its output to a file and runs trainer.train.main, as `python -m` would.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["trainer.train", "torch.distributed.tensor", "transformers.models.qwen3"])
+
+
+@dataclass(slots=True)
+class RankProcess:
+    process: multiprocessing.Process
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait(self, timeout_s: float) -> int:
+        """Exit code; negative for a signal. The process is killed when it takes longer."""
+        self.process.join(timeout_s)
+        if self.process.is_alive():
+            self.process.kill()
+            raise AssertionError(f"rank did not end within {timeout_s} s; its output:\n{self.output}")
+        return self.process.exitcode
+
+    def wait_for(self, text: str, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output:
+            assert time.monotonic() < deadline and self.process.is_alive(), f"no {text!r} in:\n{self.output}"
+            time.sleep(0.05)
+
+
+def start_ranks(run_dir: Path, ranks: int, file_limit_bytes: int | None = None) -> list[RankProcess]:
+    """`file_limit_bytes`: no file of the ranks may grow larger; the write that would fails, as on a full disk."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = []
+    for rank in range(ranks):
+        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+        log = run_dir / "logs" / f"trainer-{rank}-{time.monotonic_ns()}.log"
+        log.parent.mkdir(exist_ok=True)
+        process = _CONTEXT.Process(target=_main, args=(str(run_dir), environment, str(log), file_limit_bytes))
+        process.start()
+        started.append(RankProcess(process, log))
+    return started
+
+
+def _main(run_dir: str, environment: dict[str, str], log: str, file_limit_bytes: int | None) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(environment)
+    if file_limit_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, file_limit_bytes))
+    from trainer.train import main
+
+    sys.exit(main(["--run-dir", run_dir]))

@@ -1,0 +1,207 @@
+"""What goes wrong around a trainer rank ends in a clear error, a non-zero status, and nothing half-done."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import msgspec
+import pytest
+from conftest import make_samples
+from step_peer import StepPeer
+
+from composer_prime.ledger import effective
+from composer_prime.weights.store import WeightStore
+from composer_prime.wire.step import Refused, RunFinished
+from composer_prime.wire.types import pack_floats
+
+
+def with_batches(change):
+    """An answer that alters each micro-batch of the honest reply."""
+
+    def answer(peer, request):
+        reply = peer.honest(request)
+        batches = [change(batch) for batch in reply.micro_batches]
+        return msgspec.msgpack.encode(msgspec.structs.replace(reply, micro_batches=batches))
+
+    return answer
+
+
+def flipped(batch):
+    ids = bytearray(batch.input_ids)
+    ids[0] ^= 1
+    return msgspec.structs.replace(batch, input_ids=bytes(ids))
+
+
+def denominators(peer, request):
+    reply = peer.honest(request)
+    wrong = msgspec.structs.replace(reply.totals, tokens=reply.totals.tokens + 1)
+    return msgspec.msgpack.encode(msgspec.structs.replace(reply, totals=wrong))
+
+
+ANSWERS = {
+    "bytes that are no message": (lambda peer, request: b"\x93garbage", "WireError: 8 bytes from the orchestrator"),
+    "a flipped bit": (with_batches(flipped), "ChecksumError: micro-batch 0 of step 1 has checksum"),
+    "a batch of another run": (
+        with_batches(lambda batch: msgspec.structs.replace(batch, run_id="other")),
+        "RunMismatchError: micro-batch has run_id 'other', this trainer rank asked for 'run-",
+    ),
+    "rollouts that are too old": (
+        with_batches(lambda batch: msgspec.structs.replace(batch, version_min=-5)),
+        "holds policy versions -5..0; allowed are -1..0 (raise orchestrator.max_staleness",
+    ),
+    "wrong denominators": (denominators, "the loss would have a wrong denominator"),
+    "a refusal": (
+        lambda peer, request: msgspec.msgpack.encode(Refused(error="this is run 'x'")),
+        "RunMismatchError: the orchestrator refused the request for the batch of step 1: this is run 'x'",
+    ),
+    "a failed run": (
+        lambda peer, request: msgspec.msgpack.encode(RunFinished(reason="no node is left", failed=True)),
+        "RoleFailedError: the orchestrator ended the run after step 0: no node is left",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_a_wrong_answer_is_named_and_nothing_is_trained(make_run, case):
+    # Each wrong answer of the step server ends the rank with status 1 and its reason; the store holds version 0 only.
+    answer, reason = ANSWERS[case]
+    run = make_run()
+    with StepPeer(run.dir, make_samples, max_steps=3, answer=answer) as peer:
+        codes, outputs = run.train()
+    assert codes == [1] and reason in outputs[0], outputs
+    assert [done.step for done in peer.done] == [0] and effective(run.dir.ledger) == {}
+    assert WeightStore(run.dir.weights).versions() == [0]
+
+
+def test_nan_in_a_sample_is_refused_by_name(make_run):
+    # A NaN advantage in step 2: status 1, the sample is named, step 1 stays the last trained and published one.
+    def samples_of(step):
+        samples = make_samples(step)
+        if step == 2:
+            broken = [float("nan")] * samples[5].num_tokens
+            samples[5] = msgspec.structs.replace(samples[5], advantages=pack_floats(broken))
+        return samples
+
+    run = make_run()
+    with StepPeer(run.dir, samples_of, max_steps=3):
+        codes, outputs = run.train()
+    assert codes == [1] and "advantages of sample s2-5/0 hold NaN or infinity; nothing was trained" in outputs[0]
+    assert list(effective(run.dir.ledger)) == [1] and WeightStore(run.dir.weights).versions() == [0, 1]
+
+
+def test_silence_has_a_deadline(make_run):
+    # An orchestrator that never answers, and one that never wrote its address: DeadlineError says what was waited for.
+    run = make_run(trainer={"orchestrator_timeout_s": 1.5})
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        peer.quiet_from = 1
+        codes, outputs = run.train()
+    assert codes == [1] and "DeadlineError: waited for the batch of step 1 for 2 s" in outputs[0], outputs
+    run.dir.endpoints.unlink()
+    codes, outputs = run.train()
+    assert codes == [1] and "to write its address to" in outputs[0] and "endpoints.json" in outputs[0]
+
+
+def test_one_rank_s_trouble_ends_both_with_its_reason(make_run):
+    # Rank 1 gets garbage: rank 1 says what it got, rank 0 says that rank 1 failed and why; neither hangs.
+    lie = lambda peer, request: b"\xc1" if request.rank == 1 else None
+    run = make_run()
+    with StepPeer(run.dir, make_samples, max_steps=3, answer=lie):
+        codes, outputs = run.train(2)
+    assert codes == [1, 1]
+    assert "RoleFailedError: step 1 cannot begin, other ranks failed: rank 1: 1 bytes from the orch" in outputs[0]
+    assert "WireError: 1 bytes from the orchestrator" in outputs[1]
+
+
+def test_an_early_end_still_writes_final_and_a_checkpoint(make_run):
+    # RunFinished before max_steps: status 0, the last step is checkpointed, final/ is there.
+    run = make_run(run={"max_steps": 9})
+    with StepPeer(run.dir, make_samples, max_steps=2):
+        codes, outputs = run.train(2)
+    assert codes == [0, 0] and "no batch after step 2: all steps are done" in outputs[0], outputs
+    assert run.dir.complete_checkpoints() == [2] and (run.dir.final / "model.safetensors").is_file()
+
+
+def test_a_failed_checkpoint_does_not_stop_the_run(make_run):
+    # The write of checkpoint 1 fails as on a full disk, on both ranks: its folder goes, step 2 trains; the last one
+    # failing too is the run's failure, after final/ was written.
+    run = make_run(run={"max_steps": 2}, trainer={"checkpoint": {"every_steps": 1}})
+    with StepPeer(run.dir, make_samples, max_steps=2) as peer:
+        codes, outputs = run.train(2, file_limit_bytes=100_000)
+    assert codes == [1, 1], outputs
+    assert "training goes on without checkpoint 1" in outputs[0] and "File too large" in outputs[0], outputs
+    assert "CheckpointError: checkpoint" in outputs[0] and "Free some space there" in outputs[0]
+    assert [done.step for done in peer.done] == [0, 1, 2] and peer.checkpoints == [1, 2]
+    assert list(run.dir.checkpoints.iterdir()) == [] and (run.dir.final / "model.safetensors").is_file()
+    assert [json.loads(line)["checkpoint/failed"] for line in run.dir.metrics.read_text().splitlines()] == [True, False]
+
+
+def test_an_orchestrator_that_cannot_save_is_reported(make_run):
+    # CheckpointSaved with an error: the trainer's part is not written either, the reason is passed on.
+    run = make_run(run={"max_steps": 1})
+    with StepPeer(run.dir, make_samples, max_steps=1) as peer:
+        peer.refuse_checkpoint = "no space left on its disk"
+        codes, outputs = run.train()
+    assert codes == [1] and "the orchestrator's part: no space left on its disk" in outputs[0]
+    assert run.dir.complete_checkpoints() == []
+
+
+def test_damaged_and_missing_checkpoints(make_run):
+    # A truncated shard and a resume without any checkpoint: CheckpointError names the folder and the way on.
+    run = make_run(run={"max_steps": 1})
+    resumed = run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True, "max_steps": 2})})
+    run.write(resumed)
+    codes, outputs = run.train()
+    assert codes == [1] and "--resume found no complete checkpoint below" in outputs[0]
+    run.write(run.config)
+    with StepPeer(run.dir, make_samples, max_steps=2):
+        assert run.train()[0] == [0]
+        (shard,) = (run.dir.checkpoint(1) / "trainer").glob("*.distcp")
+        shard.write_bytes(shard.read_bytes()[:5000])
+        run.write(resumed)
+        codes, outputs = run.train()
+    assert codes == [1] and "step_000001/trainer cannot be loaded" in outputs[0], outputs
+    assert "Remove that folder to resume from the one before it" in outputs[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_waiting_ranks_at_once(make_run, number):
+    # Ranks that wait for a batch leave in order within two seconds, with 128 + signal number.
+    run = make_run()
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        peer.quiet_from = 2
+        ranks = run.start(2)
+        ranks[0].wait_for("step 1:")
+        started = time.monotonic()
+        [os.kill(rank.pid, number) for rank in ranks]
+        assert [rank.wait(20) for rank in ranks] == [128 + number] * 2
+    assert time.monotonic() - started < 6 and run.dir.complete_checkpoints() == []
+
+
+def test_a_rank_alone_in_a_collective_ends_after_the_grace_time(make_run):
+    # Rank 1 is stopped (not dead), rank 0 waits for it in a collective: SIGTERM still ends rank 0, after stop's grace.
+    run = make_run()
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        peer.quiet_from = 2
+        ranks = run.start(2)
+        ranks[0].wait_for("step 1:")
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        os.kill(ranks[0].pid, signal.SIGTERM)
+        assert ranks[0].wait(30) == 128 + signal.SIGTERM
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        ranks[1].wait(10)
+
+
+def test_the_death_of_one_rank_ends_the_other(make_run):
+    # kill -9 of rank 1 while both wait: rank 0 meets a broken collective and ends with an error; no half step.
+    run = make_run()
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        peer.quiet_from = 2
+        ranks = run.start(2)
+        ranks[0].wait_for("step 1:")
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        peer.quiet_from = None
+        assert ranks[0].wait(60) == 1 and ranks[1].wait(10) == -9
+    assert WeightStore(run.dir.weights).versions() == [0, 1] and list(effective(run.dir.ledger)) == [1]

@@ -1,0 +1,166 @@
+"""A packed row gives each document the log-probabilities that it has alone, for several architectures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from conftest import make_samples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_prime.errors import ConfigError, NonFiniteError, RunMismatchError
+from composer_prime.packing import pack
+from composer_prime.wire.types import flags, ints, pack_floats
+from trainer.attention import NAME, implementation
+from trainer.head import token_statistics
+from trainer.policy import Policy
+from trainer.probe import check_packing
+from trainer.rows import unpack
+
+CPU = torch.device("cpu")
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 256}  # fmt: skip
+
+
+def build(family: str, attention: str = NAME, **values) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SMALL | values)
+    return getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation=attention).eval()
+
+
+def row_of(samples, budget: int = 4096):
+    (batches,) = pack(samples, run_id="r", step=1, world_size=1, max_tokens=budget)
+    return [unpack(batch, CPU, 96) for batch in batches]
+
+
+def alone(lm, sample, temperature: float) -> torch.Tensor:
+    """log-probabilities of a sample's trained tokens by transformers' own forward pass."""
+    ids = torch.tensor(ints(sample.input_ids))
+    scores = lm(input_ids=ids[None].long(), use_cache=False).logits[0, :-1].float() / temperature
+    logprobs = scores.log_softmax(-1).gather(1, ids[1:, None].long()).squeeze(1)
+    return logprobs[torch.tensor(flags(sample.loss_mask)[1:]).bool()]
+
+
+@torch.no_grad()
+def difference(lm, samples, budget: int) -> float:
+    policy, by_id, worst = Policy(lm, lm.config._attn_implementation), {s.sample_id: s for s in samples}, 0.0
+    packed = {}
+    for row in row_of(samples, budget):
+        logprobs_T = policy(row).logprobs_T
+        for index, sample_id in enumerate(row.sample_ids):
+            packed[sample_id] = logprobs_T[row.sequence_T == index]
+    lm.set_attn_implementation("sdpa" if lm.config._attn_implementation == NAME else "eager")
+    for sample_id, logprobs_T in packed.items():
+        worst = max(worst, (logprobs_T - alone(lm, by_id[sample_id], by_id[sample_id].temperature)).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("budget", [64, 4096])
+def test_packed_is_unpacked(temperature, budget):
+    # Log-probabilities of trained tokens in packed rows equal those of each sample alone to 1e-5, at any temperature.
+    assert difference(build("Qwen3", head_dim=8), make_samples(1, 16, temperature=temperature), budget) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "attention"),
+    [
+        ("Llama", {}, NAME),
+        ("Mistral", {"sliding_window": 5}, NAME),
+        ("Granite", {"logits_scaling": 4.0}, NAME),
+        ("Cohere", {"logit_scale": 0.25}, NAME),
+        ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, NAME),
+        ("Gemma2", {"head_dim": 8, "sliding_window": 5}, "eager"),
+    ],
+)
+def test_other_families(family, values, attention):
+    # Sliding windows, logit scaling, soft caps and experts: packed equals alone to 1e-5 there too.
+    assert difference(build(family, attention, **values), make_samples(2, 8), 4096) < 1e-5
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(1, 1000), order=st.permutations(range(6)))
+def test_the_order_of_documents_changes_nothing(seed, order):
+    # Permuting the documents of a row permutes their log-probabilities and nothing else.
+    samples = make_samples(seed, 6)
+    policy = Policy(QWEN, NAME)
+    with torch.no_grad():
+        (row,) = row_of(samples)
+        by_id = {name: policy(row).logprobs_T[row.sequence_T == i] for i, name in enumerate(row.sample_ids)}
+        renamed = [_renamed(samples[index], f"{position:02d}") for position, index in enumerate(order)]
+        (other,) = row_of(renamed)
+        logprobs_T = policy(other).logprobs_T
+    for index, name in enumerate(other.sample_ids):
+        expected = by_id[samples[order[int(name)]].sample_id]
+        assert (logprobs_T[other.sequence_T == index] - expected).abs().max() < 1e-5
+
+
+def _renamed(sample, name: str):
+    import msgspec
+
+    return msgspec.structs.replace(sample, sample_id=name)
+
+
+QWEN = build("Qwen3", head_dim=8)
+
+
+def test_the_probe_passes_good_models_and_names_leaking_ones():
+    # An architecture whose packed log-probabilities differ is refused with its name before training.
+    assert check_packing(build("Qwen3", head_dim=8)) < 1e-5
+    leaking = build("Qwen3", head_dim=8)
+    leaking.get_output_embeddings().register_forward_hook(lambda module, args, out: out + 0.1 * out.cumsum(-2))
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM: .* differ by .* cannot be trained on packed rows"):
+        check_packing(leaking)
+
+
+def test_attention_that_cannot_be_packed_is_a_configuration_error():
+    # Soft caps under sdpa and flash attention without CUDA: an error that names model.attention.
+    with pytest.raises(ConfigError, match=r"set model\.attention = 'eager'"):
+        difference(build("Gemma2", NAME, head_dim=8), make_samples(2, 2), 4096)
+    with pytest.raises(ConfigError, match=r"model\.attention is 'flash_attention_2'"):
+        implementation("flash_attention_2", "cpu")
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_head_chunks_change_neither_value_nor_gradient(chunk):
+    # Any chunk size gives the log-probabilities, entropies and gradients of one dense log_softmax, in float64.
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(11, 5, generator=draw, dtype=torch.float64)
+    weight = torch.randn(17, 5, generator=draw, dtype=torch.float64)
+    targets, temperature = torch.randint(0, 17, (11,), generator=draw), torch.rand(11, generator=draw) + 0.5
+
+    def run(chunked: bool):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if chunked:
+            out = token_statistics(h, targets, temperature, lambda x: x @ w.T, 17, budget=17 * chunk)
+            logprobs, entropy = out.logprobs_T, out.entropy_T
+        else:
+            full = ((h @ w.T).float() / temperature[:, None]).log_softmax(-1)
+            logprobs, entropy = full.gather(1, targets[:, None]).squeeze(1), -(full.exp() * full).sum(-1).detach()
+        (logprobs * torch.arange(11)).sum().backward()
+        return logprobs.detach(), entropy, h.grad, w.grad
+
+    for ours, dense in zip(run(True), run(False), strict=True):
+        assert torch.allclose(ours, dense, atol=1e-5)
+
+
+def test_bad_rows_are_refused_by_sample():
+    # Ids outside the vocabulary, NaN advantages of trained tokens, arrays of other lengths: named, before any compute.
+    import msgspec
+
+    ((batch,),) = pack(make_samples(1, 3), run_id="r", step=1, world_size=1, max_tokens=256)
+    change = lambda **values: unpack(msgspec.structs.replace(batch, **values), CPU, 96)
+    with pytest.raises(RunMismatchError, match=r"token ids \d+..\d+, the model's vocabulary is 0..9"):
+        unpack(batch, CPU, 10)
+    broken = [float("nan")] * batch.num_tokens
+    with pytest.raises(NonFiniteError, match=r"advantages of sample s1-\d/0 hold NaN"):
+        change(advantages=pack_floats(broken))
+    with pytest.raises(RunMismatchError, match="logprobs has 1 entries"):
+        change(logprobs=pack_floats([0.0]))
+    with pytest.raises(RunMismatchError, match="do not add up"):
+        change(lengths=batch.lengths[:-1])
+    with pytest.raises(RunMismatchError, match="one positive number"):
+        change(temperatures=[0.0] * len(batch.lengths))
+    with pytest.raises(RunMismatchError, match="first token is marked"):
+        change(loss_mask=b"\1" * batch.num_tokens)

@@ -1,0 +1,120 @@
+"""Published weights: names, hashes, signature, canary; final/; adapters merged; bad stores."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from conftest import make_samples
+from safetensors.torch import load, load_file
+from test_step import SETTINGS, rows_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from composer_prime.errors import CheckpointError, WeightError
+from composer_prime.keys import RunKeys
+from composer_prime.packing import totals
+from composer_prime.weights.manifest import open_signed
+from composer_prime.weights.store import WeightStore, verified
+from trainer.export import export
+from trainer.model import build_policy
+from trainer.optim import build_optimizer
+from trainer.publish import Publisher
+from trainer.step import train_step
+
+
+def train_once(run, model_folder, world):
+    policy = build_policy(run.config, model_folder, world)
+    optimizer = build_optimizer(policy, run.config.trainer.optim)
+    samples = make_samples(1, 6)
+    for step in (1, 2):
+        train_step(policy, optimizer, rows_of(samples, world, 4096), totals(samples), SETTINGS, step=step, ratio=1.0)
+    return policy
+
+
+def published(run, version: int):
+    """(manifest, tensors) of a version, checked as a node checks it."""
+    store = WeightStore(run.dir.weights)
+    manifest = open_signed(store.manifest(version), RunKeys(run.dir.keys).verifier(), run_id="run")
+    pieces = (store.chunk(ref.sha256, 0, ref.size) for ref in manifest.chunks)
+    return manifest, load(verified(manifest, pieces))
+
+
+def logprobs(lm, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        scores = lm(input_ids=torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+    return scores.gather(1, torch.tensor(ids)[1:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_a_published_version_is_the_policy(make_run, model_folder, world, dtype, lora):
+    # Names are the model folder's, hashes and signature hold, and transformers with the published tensors in float32
+    # gives the canary's logprobs to 1e-5; they differ from the start model's. Adapters are merged.
+    run = make_run(inference={"dtype": dtype}, trainer={"lora": lora, "optim": {"lr": 1e-2}})
+    policy = train_once(run, model_folder, world)
+    size = Publisher(run.config, run.dir, "run", model_folder, world).publish(policy, 3)
+    manifest, tensors = published(run, 3)
+    start = load_file(model_folder / "model.safetensors")
+    assert tensors.keys() == start.keys() == manifest.tensors.keys() and manifest.dtype == dtype and size > 0
+    assert all(tensor.dtype == getattr(torch, dtype) for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        assert hashlib.sha256(raw).hexdigest() == manifest.tensors[name]
+    lm = AutoModelForCausalLM.from_pretrained(model_folder)
+    before = logprobs(lm, manifest.canary.token_ids)
+    lm.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, strict=False)
+    after = logprobs(lm, manifest.canary.token_ids)
+    assert (after - torch.tensor(manifest.canary.logprobs)).abs().max() < 1e-5
+    assert (after - before).abs().max() > 1e-3
+    assert len(manifest.canary.logprobs) == len(manifest.canary.token_ids) - 1 >= 1
+
+
+def test_old_versions_go_and_a_rewind_drops_later_ones(make_run, model_folder, world):
+    # Only the newest `keep` versions stay, with their chunks; after rewind(4) nothing later is left.
+    run = make_run(trainer={"weights": {"keep": 2}})
+    policy = build_policy(run.config, model_folder, world)
+    publisher = Publisher(run.config, run.dir, "run", model_folder, world)
+    for version in range(3, 7):
+        publisher.publish(policy, version)
+    store = WeightStore(run.dir.weights)
+    assert store.versions() == [5, 6]
+    publisher.rewind(5)
+    assert store.versions() == [5]
+    published(run, 5)
+
+
+def test_a_store_that_cannot_be_written_is_a_clear_error(make_run, model_folder, world):
+    # weights/ is a file: the error names version, path and remedy.
+    run = make_run()
+    policy = build_policy(run.config, model_folder, world)
+    publisher = Publisher(run.config, run.dir, "run", model_folder, world)
+    run.dir.weights.write_text("in the way")
+    with pytest.raises(WeightError, match=r"policy version 1 .* cannot be written to .*weights.*free some space"):
+        publisher.publish(policy, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_final_loads_with_transformers(make_run, model_folder, world, tmp_path, dtype):
+    # final/ loads by path alone: model in the published type, tokenizer, chat template; logits are the policy's.
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }}!")
+    run = make_run(model={"chat_template": str(template)}, trainer={"optim": {"lr": 1e-2}})
+    policy = train_once(run, model_folder, world)
+    export(policy, run.config, model_folder, run.dir.final, world, getattr(torch, dtype))
+    lm = AutoModelForCausalLM.from_pretrained(run.dir.final, dtype="auto")
+    assert lm.dtype == getattr(torch, dtype)
+    assert lm.lm_head.weight is lm.model.embed_tokens.weight
+    tokenizer = AutoTokenizer.from_pretrained(run.dir.final)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi!"
+    for name, parameter in policy.lm.named_parameters():
+        assert torch.equal(lm.get_parameter(name), parameter.full_tensor().to(lm.dtype))
+
+
+def test_final_that_cannot_be_written_is_a_clear_error(make_run, model_folder, world):
+    # The parent of final/ is a file: CheckpointError names the path; nothing half-written stays.
+    run = make_run()
+    policy = build_policy(run.config, model_folder, world)
+    (run.dir.root / "blocked").write_text("")
+    with pytest.raises(CheckpointError, match=r"final model cannot be written to .*blocked"):
+        export(policy, run.config, model_folder, run.dir.root / "blocked" / "final", world, torch.float32)

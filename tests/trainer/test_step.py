@@ -1,0 +1,198 @@
+"""One step in this process: gradients against plain autograd, the finite check, empty rows, schedules, Muon, LoRA."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_config, make_samples
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM
+
+from composer_prime.channels.total import ChannelInputs, total_loss
+from composer_prime.config.channels import ChannelsConfig, PolicyConfig
+from composer_prime.config.trainer import ScheduleConfig
+from composer_prime.errors import ConfigError, NonFiniteError
+from composer_prime.packing import pack, totals
+from trainer.model import build_policy
+from trainer.muon import ShardedMuon
+from trainer.optim import build_optimizer, rate
+from trainer.policy import Policy
+from trainer.rows import unpack
+from trainer.step import LossSettings, loss_of, train_step
+
+CHANNELS = ChannelsConfig(policy=PolicyConfig(correction="none"))
+SETTINGS = LossSettings(channels=CHANNELS, max_length=64)
+
+
+def rows_of(samples, world, budget: int):
+    (batches,) = pack(samples, run_id="r", step=1, world_size=1, max_tokens=budget)
+    return [unpack(batch, world.device, 96) for batch in batches]
+
+
+def setup(model_folder, tmp_path, world, **trainer):
+    config = make_config(model_folder, tmp_path, trainer=trainer)
+    policy = build_policy(config, model_folder, world)
+    return policy, build_optimizer(policy, config.trainer.optim)
+
+
+def whole(policy) -> dict[str, torch.Tensor]:
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return {name: p.full_tensor().clone() for name, p in policy.lm.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_plain_autograd(model_folder, tmp_path, world, checkpointing):
+    # Accumulated over micro-batches, with and without activation checkpointing, tied embeddings included: each gradient
+    # equals that of one backward pass through an ordinary transformers model.
+    samples = make_samples(1, 10)
+    policy, _ = setup(model_folder, tmp_path, world, activation_checkpointing=checkpointing)
+    rows = rows_of(samples, world, 64)
+    assert len(rows) > 2
+    for row in rows:
+        loss_of(policy, row, totals(samples), SETTINGS).total.backward()
+
+    plain = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="composer_packed")
+    (row,) = rows_of(samples, world, 4096)
+    inputs = ChannelInputs(policy=row.policy_tokens(Policy(plain, "composer_packed")(row)))
+    total_loss(inputs, totals(samples), CHANNELS, 64).total.backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    got = {name: p.grad.full_tensor() for name, p in policy.lm.named_parameters()}
+    assert got.keys() == expected.keys() and "lm_head.weight" not in got
+    assert max((got[name] - expected[name]).abs().max().item() for name in got) < 1e-6
+
+
+def test_a_step_that_is_not_finite_changes_nothing(model_folder, tmp_path, world):
+    # NaN in one micro-batch: the error names step, micro-batch and samples; parameters, moments and gradients are as
+    # before, and a good step right after works.
+    samples = make_samples(1, 6)
+    policy, optimizer = setup(model_folder, tmp_path, world)
+    rows = rows_of(samples, world, 64)
+    before = whole(policy)
+    rows[1].advantages_T[0] = math.nan
+    with pytest.raises(NonFiniteError, match=r"step 7: .*micro-batch 1 of rank 0 \(samples s1-.*parameters are unch"):
+        train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
+    after = whole(policy)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(p.grad is None for p in policy.parameters())
+    good = rows_of(samples, world, 64)
+    metrics = train_step(policy, optimizer, good, totals(samples), SETTINGS, step=7, ratio=1.0)
+    assert metrics["optim/grad_norm"] > 0 and metrics["tokens/trained"] == totals(samples).tokens
+    assert any(not torch.equal(before[name], value) for name, value in whole(policy).items())
+
+
+def test_micro_batching_does_not_change_the_step(model_folder, tmp_path, world):
+    # The same samples in 1 row, in many rows, and with a dummy row: equal metrics and parameters to 1e-6.
+    samples, outcomes = make_samples(3, 9), []
+    (dummy,) = pack([], run_id="r", step=1, world_size=1, max_tokens=64)[0]
+    for budget, extra in ((4096, []), (40, []), (4096, [unpack(dummy, world.device, 96)])):
+        policy, optimizer = setup(model_folder, tmp_path, world, optim={"lr": 1e-3})
+        rows = rows_of(samples, world, budget) + extra
+        metrics = train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=1, ratio=1.0)
+        outcomes.append((metrics, whole(policy)))
+    for metrics, parameters in outcomes[1:]:
+        for name in ("loss/total", "policy/mismatch_kl", "policy/entropy", "optim/grad_norm", "tokens/trained"):
+            assert abs(metrics[name] - outcomes[0][0][name]) < 1e-6
+        assert max((parameters[n] - outcomes[0][1][n]).abs().max().item() for n in parameters) < 1e-5
+
+
+def test_a_step_of_dummies_only_is_harmless(model_folder, tmp_path, world):
+    # No trained token anywhere: loss 0, gradient norm 0, no policy metrics, parameters unchanged (no weight decay).
+    (dummy,) = pack([], run_id="r", step=1, world_size=1, max_tokens=64)[0]
+    policy, optimizer = setup(model_folder, tmp_path, world)
+    before = whole(policy)
+    metrics = train_step(
+        policy, optimizer, [unpack(dummy, world.device, 96)], totals([]), SETTINGS, step=1, ratio=1.0
+    )
+    assert metrics["loss/total"] == 0 and metrics["optim/grad_norm"] == 0 and "policy/entropy" not in metrics
+    assert all(torch.equal(before[name], value) for name, value in whole(policy).items())
+
+
+def test_learning_rate_schedules():
+    # Warm-up reaches the peak at its last step; constant stays; the cosine ends at final_ratio at max_steps.
+    constant = ScheduleConfig(warmup_steps=4)
+    assert [rate(step, constant, 10) for step in (1, 2, 4, 5, 10)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    cosine = ScheduleConfig(type="cosine", warmup_steps=2, final_ratio=0.1)
+    values = [rate(step, cosine, 12) for step in range(1, 13)]
+    assert values[1] == 1.0 and math.isclose(values[6], 0.55) and math.isclose(values[-1], 0.1)
+    assert all(a >= b for a, b in itertools.pairwise(values[1:]))
+    assert rate(1, ScheduleConfig(type="cosine", final_ratio=0.5), 1) == 0.5
+
+
+def test_clipping_bounds_the_update(model_folder, tmp_path, world):
+    # The gradients handed to the optimizer have at most the configured norm; the reported norm is the unclipped one.
+    samples = make_samples(1, 6)
+    policy, optimizer = setup(model_folder, tmp_path, world, optim={"max_grad_norm": 1e-3})
+    for row in rows_of(samples, world, 4096):
+        loss_of(policy, row, totals(samples), SETTINGS).total.backward()
+    norm = optimizer.grad_norm()
+    plain = math.sqrt(sum(p.grad.full_tensor().square().sum().item() for p in policy.parameters()))
+    assert norm > 1e-3 and math.isclose(norm.item(), plain, rel_tol=1e-5)
+
+
+def test_sharded_muon_is_torch_s_muon(world):
+    # On plain matrices and on shards of a 1-rank mesh, three steps equal torch.optim.Muon's to rounding.
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    draw = torch.Generator().manual_seed(0)
+    start = [torch.randn(12, 5, generator=draw), torch.randn(4, 9, generator=draw)]
+    grads = [[torch.randn(m.shape, generator=draw) for m in start] for _ in range(3)]
+
+    def run(make, optimizer):
+        parameters = [torch.nn.Parameter(make(m.clone())) for m in start]
+        muon = optimizer(parameters)
+        for step in grads:
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = make(gradient.clone())
+            muon.step()
+        return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in parameters]
+
+    theirs = run(lambda m: m, lambda p: torch.optim.Muon(p, lr=0.1, momentum=0.9, weight_decay=0.01))
+    for make in (lambda m: m, lambda m: distribute_tensor(m, world.mesh, [Shard(0)])):
+        ours = run(make, lambda p: ShardedMuon(p, lr=0.1, momentum=0.9, weight_decay=0.01))
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_muon_takes_block_matrices_and_adamw_the_rest(model_folder, tmp_path, world):
+    # Two parts; norms and the (tied) embedding stay with AdamW, every matrix of a block goes to Muon.
+    _, optimizer = setup(model_folder, tmp_path, world, optim={"type": "muon"})
+    adamw, muon = ([p for group in part.param_groups for p in group["params"]] for part in optimizer.parts)
+    assert len(muon) == 2 * 7 and all(p.ndim == 2 for p in muon)
+    assert sum(p.ndim == 2 for p in adamw) == 1
+
+
+def test_lora_trains_adapters_only_and_starts_as_the_base(model_folder, tmp_path, world):
+    # Base weights are frozen, adapters train, the first forward equals the base model's.
+    samples = make_samples(1, 6)
+    policy, optimizer = setup(model_folder, tmp_path, world, lora={"rank": 4, "alpha": 8})
+    plain, _ = setup(model_folder, tmp_path, world)
+    (row,) = rows_of(samples, world, 4096)
+    assert torch.allclose(policy(row).logprobs_T, plain(row).logprobs_T, atol=1e-6)
+    before = whole(policy)
+    for step in (1, 2):
+        train_step(policy, optimizer, [row], totals(samples), SETTINGS, step=step, ratio=1.0)
+    changed = {name for name, value in whole(policy).items() if not torch.equal(before[name], value)}
+    assert changed and all(".lora_" in name for name in changed)
+    with pytest.raises(ConfigError, match=r"trainer.lora.target_modules \['nothing'\]"):
+        setup(model_folder, tmp_path, world, lora={"target_modules": ["nothing"]})
+
+
+def test_temperature_divides_the_logits(model_folder, tmp_path, world):
+    # A sample drawn at temperature T is scored under softmax(logits / T): with mu from there, the mismatch is 0.
+    policy, _ = setup(model_folder, tmp_path, world)
+    samples = make_samples(1, 4, temperature=0.6)
+    (row,) = rows_of(samples, world, 4096)
+    with torch.no_grad():
+        scored = policy(row).logprobs_T
+    plain = AutoModelForCausalLM.from_pretrained(model_folder)
+    ids = row.input_ids[0, : row.lengths[0]]
+    with torch.no_grad():
+        expected = (plain(ids[None]).logits[0, :-1] / 0.6).log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+    own = row.sequence_T == 0
+    positions = row.source_T[own]
+    np.testing.assert_allclose(scored[own], expected[positions], atol=1e-5)
