@@ -8,6 +8,7 @@ So no rank but the first ever holds the whole model, and the first holds it on t
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from composer_prime.config import Config
 from composer_prime.errors import ModelNotFoundError
@@ -85,7 +87,8 @@ def shard(policy: Policy, world: World) -> None:
     precision = MixedPrecisionPolicy(param_dtype=world.compute_dtype, reduce_dtype=torch.float32)
     for block in blocks(policy.lm):
         fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=world.size > 1)
-    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
+    whole = dataclasses.replace(precision, cast_forward_inputs=False)  # a row's temperatures stay in float32
+    fully_shard(policy, mesh=world.mesh, mp_policy=whole)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -94,6 +97,7 @@ def shard(policy: Policy, world: World) -> None:
 
 def _whole_state(config: Config, folder: Path, attention: str) -> dict[str, Tensor]:
     """Rank 0: every parameter of `folder` in float32 on the CPU, after a check that packed rows give its logprobs."""
+    transformers_logging.disable_progress_bar()
     on_cpu = NAME if attention == NAME else "eager"
     try:
         lm = AutoModelForCausalLM.from_pretrained(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trainer.attention import packing_arguments
+from trainer.attention import NAME, packing_arguments
 from trainer.head import TokenStatistics, token_statistics
 from trainer.rows import PackedRow
 
@@ -25,6 +25,11 @@ class Policy(nn.Module):
         self.adapted = adapted
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether this attention can compute a common beginning of documents once."""
+        return self.attention == NAME
+
+    @property
     def vocabulary(self) -> int:
         return self.lm.config.get_text_config().vocab_size
 
@@ -35,7 +40,7 @@ class Policy(nn.Module):
             position_ids=row.position_ids,
             attention_mask=None,
             use_cache=False,
-            **packing_arguments(self.attention, row.lengths, row.input_ids.device),
+            **packing_arguments(self.attention, row.trees, row.input_ids.device),
         ).last_hidden_state[0]
         return token_statistics(
             hidden[row.source_T], row.targets_T, row.temperature_T, self.logits, self.vocabulary

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from composer_prime.errors import ConfigError
+from composer_prime.prefixes import Tree
 from trainer.attention import NAME
 from trainer.policy import Policy
 from trainer.rows import PackedRow
@@ -58,12 +59,14 @@ def _row(documents: list[Tensor]) -> PackedRow:
     return PackedRow(
         input_ids=ids[None],
         position_ids=positions[None],
-        lengths=[len(document) for document in documents],
+        trees=tuple(Tree(prefix=len(document)) for document in documents),
         source_T=targets - 1,
         targets_T=ids[targets],
         temperature_T=None,
         sampler_logprobs_T=nothing,
         advantages_T=nothing,
         sequence_T=torch.zeros_like(targets),
+        documents=len(documents),
+        packed_tokens=len(ids),
         sample_ids=[],
     )

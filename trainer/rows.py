@@ -10,22 +10,23 @@ from torch import Tensor
 
 from composer_prime.channels.policy import PolicyTokens
 from composer_prime.errors import NonFiniteError, RunMismatchError
+from composer_prime.prefixes import Tree, layout
 from composer_prime.wire.types import MicroBatch, flags, floats, ints
 from trainer.head import TokenStatistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
-    """N tokens of several documents end to end; T of them are trained. T may be 0 (a dummy)."""
+    """The tokens of several documents that are computed (N), and those of them that are trained (T, may be 0)."""
 
     input_ids: Tensor
     """int64 [1, N]."""
     position_ids: Tensor
-    """int64 [1, N]; restarts at 0 with each document."""
-    lengths: list[int]
-    """Tokens of each document; sums to N."""
+    """int64 [1, N]: position within the document."""
+    trees: tuple[Tree, ...]
+    """Which tokens attend to which; a document alone, or several over a common prefix."""
     source_T: Tensor
-    """int64 [T]: the position whose hidden state predicts the token, one before the token's own."""
+    """int64 [T]: index of the hidden state that predicts the token, that of the token before it."""
     targets_T: Tensor
     """int64 [T]: the trained tokens."""
     temperature_T: Tensor | None
@@ -34,6 +35,9 @@ class PackedRow:
     advantages_T: Tensor
     sequence_T: Tensor
     """int64 [T]: index of the token's document in the row."""
+    documents: int
+    packed_tokens: int
+    """Tokens of all documents, before common prefixes were merged; >= N."""
     sample_ids: list[str]
 
     def policy_tokens(self, statistics: TokenStatistics) -> PolicyTokens:
@@ -44,12 +48,12 @@ class PackedRow:
             advantages_T=self.advantages_T,
             entropy_T=statistics.entropy_T,
             sequence_T=self.sequence_T,
-            sequences=len(self.lengths),
+            sequences=self.documents,
         )
 
 
-def unpack(batch: MicroBatch, device: torch.device, vocabulary: int) -> PackedRow:
-    """Tensors of `batch` on `device`.
+def unpack(batch: MicroBatch, device: torch.device, vocabulary: int, *, share: bool = False) -> PackedRow:
+    """Tensors of `batch` on `device`; `share` merges the common beginnings of neighbouring documents.
 
     Raises RunMismatchError (inconsistent lengths, token ids outside the vocabulary, a document whose first token is
     trained) or NonFiniteError (NaN or infinity among logprobs or advantages), both naming the samples.
@@ -57,6 +61,7 @@ def unpack(batch: MicroBatch, device: torch.device, vocabulary: int) -> PackedRo
     ids, mask = ints(batch.input_ids), flags(batch.loss_mask).astype(bool)
     _check(batch, ids, mask, vocabulary)
     trained = np.flatnonzero(mask)
+    plan = layout(np.split(ids, np.cumsum(batch.lengths)[:-1]), share=share)
     document = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[trained]
 
     def on_device(values: np.ndarray, dtype: torch.dtype) -> Tensor:
@@ -65,15 +70,17 @@ def unpack(batch: MicroBatch, device: torch.device, vocabulary: int) -> PackedRo
     one = all(temperature == 1.0 for temperature in batch.temperatures)
     temperatures = None if one else np.asarray(batch.temperatures, dtype=np.float32)[document]
     return PackedRow(
-        input_ids=on_device(ids, torch.int64)[None],
-        position_ids=on_device(ints(batch.position_ids), torch.int64)[None],
-        lengths=list(batch.lengths),
-        source_T=on_device(trained - 1, torch.int64),
+        input_ids=on_device(ids[plan.kept], torch.int64)[None],
+        position_ids=on_device(ints(batch.position_ids)[plan.kept], torch.int64)[None],
+        trees=plan.trees,
+        source_T=on_device(plan.where[trained - 1], torch.int64),
         targets_T=on_device(ids[trained], torch.int64),
         temperature_T=None if temperatures is None else on_device(temperatures, torch.float32),
         sampler_logprobs_T=on_device(floats(batch.logprobs)[trained], torch.float32),
         advantages_T=on_device(floats(batch.advantages)[trained], torch.float32),
         sequence_T=on_device(document, torch.int64),
+        documents=len(batch.lengths),
+        packed_tokens=len(ids),
         sample_ids=list(batch.sample_ids),
     )
 

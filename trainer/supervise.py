@@ -7,7 +7,7 @@
       └── node-0 ..                 may die: started again after a pause, up to inference.max_restarts times
 
 Each role has its own session and its own log. Nobody waits on anybody here: `poll` looks and returns. `stop` waits at
-most stop_grace_s for each kind: ranks first (they may still talk to the orchestrator), the orchestrator, the nodes.
+most stop_grace_s twice: for ranks and nodes (they may still talk to the orchestrator), then for the orchestrator.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SETTLE_S = 3.0
 """After a rank failed: how long the launcher waits for the orchestrator to fail too, and then names that one first."""
 USAGE_ERROR = 2
 """Exit status of a role that refuses its configuration: starting it again cannot help."""
-_STOP_ORDER = (("rank",), ("orchestrator",), ("node",))
+_STOP_ORDER = (("rank", "node"), ("orchestrator",))
 
 
 @dataclass(slots=True, kw_only=True)

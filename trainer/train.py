@@ -114,13 +114,16 @@ class Trainer:
     def _take(self, client: StepClient, reply: StepReply, step: int, asked: float) -> None:
         """One step: train, publish, tell, checkpoint when due, log."""
         config, began = self.config, time.monotonic()
-        rows = [unpack(batch, self.world.device, self.policy.vocabulary) for batch in reply.micro_batches]
+        policy, device = self.policy, self.world.device
+        rows = [
+            unpack(batch, device, policy.vocabulary, share=policy.shares_prefixes) for batch in reply.micro_batches
+        ]
         ratio = rate(step, config.trainer.schedule, config.run.max_steps)
         metrics = train_step(
-            self.policy, self.optimizer, rows, reply.totals, self.settings, step=step, ratio=ratio
+            policy, self.optimizer, rows, reply.totals, self.settings, step=step, ratio=ratio
         )
         trained = time.monotonic()
-        size = self.publisher.publish(self.policy, step)
+        size = self.publisher.publish(policy, step)
         sample_ids = worlds.gather_texts("\n".join(name for row in rows for name in row.sample_ids))
         if self.world.first:
             ids = [name for text in sample_ids for name in text.splitlines()]
@@ -136,7 +139,8 @@ class Trainer:
             "time/step_s": time.monotonic() - asked,
             "weights/bytes": size,
             "checkpoint/failed": failed,
-            "tokens/total": sum(row.input_ids.numel() for row in rows),
+            "tokens/total": sum(row.packed_tokens for row in rows),
+            "tokens/computed": sum(row.input_ids.numel() for row in rows),
         })  # fmt: skip
 
     def _checkpoint(self, client: StepClient, step: int) -> bool:
@@ -150,9 +154,9 @@ class Trainer:
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         """Write rank 0's line; figures that differ between ranks are summed (tokens) or the largest (memory)."""
-        own = [int(metrics.pop("tokens/total")), peak_bytes(self.world.device)]
-        tokens, peaks = zip(*worlds.gather_words(own), strict=True)
-        metrics |= {"tokens/total": sum(tokens), "memory/peak_bytes": max(peaks)}
+        own = [int(metrics["tokens/total"]), int(metrics["tokens/computed"]), peak_bytes(self.world.device)]
+        total, computed, peaks = zip(*worlds.gather_words(own), strict=True)
+        metrics |= {"tokens/total": sum(total), "tokens/computed": sum(computed), "memory/peak_bytes": max(peaks)}
         if self.world.first:
             self.metrics.log(step, metrics)
             logger.info(

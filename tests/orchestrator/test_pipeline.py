@@ -83,6 +83,19 @@ async def test_an_announced_version_without_weights_ends_the_run(open_run, run_d
         assert "announced policy version 2" in str(error)
 
 
+async def test_a_checkpoint_that_cannot_be_written_is_answered_and_the_run_goes_on(open_run, run_dir, tmp_path):
+    """The disk refuses: the trainer gets the reason instead of a silence, and training continues without it."""
+    async with open_run(make_config(tmp_path)) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        await trainer.train(1)
+        run_dir.checkpoint(1).mkdir(parents=True)
+        (run_dir.checkpoint(1) / "orchestrator").touch()
+        assert "state.json cannot be written" in (await trainer.checkpoint(1)).error
+        await trainer.train(2)
+        assert (await trainer.checkpoint(2)).error is None
+        assert (await trainer.checkpoint(1)).error.startswith("checkpoint 1 was asked for, the orchestrator stands after")
+
+
 async def test_samples_that_were_not_served_are_refused(open_run, run_dir, tmp_path):
     """A trainer that claims other samples than its batch's has trained something else: it is told."""
     async with open_run(make_config(tmp_path)) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
