@@ -1,35 +1,53 @@
 """From samples to micro-batches: rows of bounded length, equal in number and in work on every rank.
 
-    samples --first fit decreasing--> how many rows are needed --> spread evenly by FLOPs --> deal rows to ranks
+    samples --siblings side by side--> bundles --first fit decreasing--> how many rows are needed
+            --spread evenly by FLOPs--> rows --deal--> ranks
 
 Ranks compute micro-batch k at the same time (each gathers the others' shards), so a step lasts as long as the slowest
-rank of each round: rows of a round should cost the same. Torch-free and deterministic; the orchestrator calls it.
+rank of each round: rows of a round should cost the same. Siblings in one row let the trainer compute their common
+prompt once (prefixes.py); where this makes ranks too uneven, samples are spread one by one: the plan that is estimated
+to be faster wins. Torch-free and deterministic; the orchestrator calls it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from composer_prime.errors import ConfigError
+from composer_prime.prefixes import layout
 from composer_prime.wire.seal import sealed
-from composer_prime.wire.types import MicroBatch, Sample, StepTotals, flags, pack_flags, pack_floats, pack_ints
+from composer_prime.wire.types import MicroBatch, Sample, StepTotals, flags, ints, pack_flags, pack_floats, pack_ints
+
+Bundle = list[Sample]
+"""Samples that go into one row together."""
 
 
-@dataclass(slots=True)
+class _Cost:
+    """FLOPs of samples that share a row, common beginnings counted once."""
+
+    def __init__(self, per_token: float, per_pair: float) -> None:
+        self._per_token, self._per_pair = per_token, per_pair
+
+    def __call__(self, samples: Sequence[Sample]) -> float:
+        trees = layout([ints(sample.input_ids) for sample in samples]).trees
+        return sum(self._per_token * tree.tokens + self._per_pair * tree.pairs() for tree in trees)
+
+
 class _Row:
     """A row while it is being filled."""
 
-    samples: list[Sample] = field(default_factory=list)
-    tokens: int = 0
-    flops: float = 0.0
+    def __init__(self) -> None:
+        self.samples: Bundle = []
+        self.tokens = 0
+        self.flops = 0.0
 
-    def put(self, sample: Sample, flops: float) -> None:
-        self.samples.append(sample)
-        self.tokens += sample.num_tokens
+    def put(self, bundle: Bundle, flops: float) -> None:
+        self.samples += bundle
+        self.tokens += _tokens(bundle)
         self.flops += flops
 
 
@@ -45,17 +63,16 @@ def pack(
 ) -> list[list[MicroBatch]]:
     """Micro-batches of each rank: [world_size][same count], sealed; every sample is in exactly one.
 
-    A sample of T tokens is taken to cost flops_per_token * T + flops_per_pair * T^2 (`model_flops` gives both). Ranks
-    that would come short get dummy micro-batches of one masked token.
+    T tokens are taken to cost flops_per_token * T + flops_per_pair * T^2 (`model_flops` gives both). Ranks that would
+    come short get dummy micro-batches of one masked token.
 
     Raises ConfigError when a sample is longer than `max_tokens`, appears twice or asks to train its first token.
     """
     _check(samples, max_tokens)
-    costs = {s.sample_id: flops_per_token * s.num_tokens + flops_per_pair * s.num_tokens**2 for s in samples}
-    ordered = sorted(samples, key=lambda sample: (-costs[sample.sample_id], sample.sample_id))
-    rows = _first_fit(ordered, costs, max_tokens)
-    wanted = -(-max(len(rows), 1) // world_size) * world_size
-    rows = _spread(ordered, costs, wanted, max_tokens) or rows + [_Row() for _ in range(wanted - len(rows))]
+    cost = _Cost(flops_per_token, flops_per_pair)
+    together = _rows(_siblings(samples, max_tokens), cost, world_size, max_tokens)
+    apart = _rows([[sample] for sample in samples], cost, world_size, max_tokens) if world_size > 1 else together
+    rows = min(together, apart, key=lambda rows: _duration(rows, world_size))
     ranks = _deal(rows, world_size)
     return [
         [_micro_batch(row.samples, run_id=run_id, step=step, rank=rank, index=index) for index, row in enumerate(own)]
@@ -103,28 +120,59 @@ def _check(samples: Sequence[Sample], max_tokens: int) -> None:
         seen.add(sample.sample_id)
 
 
-def _first_fit(ordered: Sequence[Sample], costs: Mapping[str, float], max_tokens: int) -> list[_Row]:
-    """Each sample, largest first, into the first row that has room; gives few rows."""
+def _tokens(bundle: Bundle) -> int:
+    return sum(sample.num_tokens for sample in bundle)
+
+
+def _siblings(samples: Sequence[Sample], max_tokens: int) -> list[Bundle]:
+    """The samples of each group, those with like beginnings side by side, cut where they outgrow a row."""
+    bundles: list[Bundle] = []
+    ordered = sorted(samples, key=lambda sample: (sample.group_id, sample.input_ids, sample.sample_id))
+    for _, group in groupby(ordered, key=lambda sample: sample.group_id):
+        bundle: Bundle = []
+        for sample in group:
+            if bundle and _tokens(bundle) + sample.num_tokens > max_tokens:
+                bundles.append(bundle)
+                bundle = []
+            bundle.append(sample)
+        bundles.append(bundle)
+    return bundles
+
+
+def _rows(bundles: list[Bundle], cost: _Cost, world_size: int, max_tokens: int) -> list[_Row]:
+    """Rows that hold all bundles, a multiple of `world_size` in number."""
+    weighed = sorted(((cost(bundle), bundle) for bundle in bundles), key=lambda pair: (-pair[0], pair[1][0].sample_id))
+    rows = _first_fit(weighed, max_tokens)
+    wanted = -(-max(len(rows), 1) // world_size) * world_size
+    return _spread(weighed, wanted, max_tokens) or rows + [_Row() for _ in range(wanted - len(rows))]
+
+
+def _first_fit(weighed: list[tuple[float, Bundle]], max_tokens: int) -> list[_Row]:
+    """Each bundle, dearest first, into the first row that has room; gives few rows."""
     rows: list[_Row] = []
-    for sample in ordered:
-        row = next((row for row in rows if row.tokens + sample.num_tokens <= max_tokens), None)
+    for flops, bundle in weighed:
+        row = next((row for row in rows if row.tokens + _tokens(bundle) <= max_tokens), None)
         if row is None:
             rows.append(row := _Row())
-        row.put(sample, costs[sample.sample_id])
+        row.put(bundle, flops)
     return rows
 
 
-def _spread(
-    ordered: Sequence[Sample], costs: Mapping[str, float], count: int, max_tokens: int
-) -> list[_Row] | None:
-    """Each sample, largest first, into the cheapest of `count` rows that has room; None when that does not fit."""
+def _spread(weighed: list[tuple[float, Bundle]], count: int, max_tokens: int) -> list[_Row] | None:
+    """Each bundle, dearest first, into the cheapest of `count` rows that has room; None when that does not fit."""
     rows = [_Row() for _ in range(count)]
-    for sample in ordered:
-        fitting = [row for row in rows if row.tokens + sample.num_tokens <= max_tokens]
+    for flops, bundle in weighed:
+        fitting = [row for row in rows if row.tokens + _tokens(bundle) <= max_tokens]
         if not fitting:
             return None
-        min(fitting, key=lambda row: row.flops).put(sample, costs[sample.sample_id])
+        min(fitting, key=lambda row: row.flops).put(bundle, flops)
     return rows
+
+
+def _duration(rows: list[_Row], world_size: int) -> float:
+    """FLOPs of the slowest rank of each round, added up."""
+    ranks = _deal(rows, world_size)
+    return sum(max(row.flops for row in round_) for round_ in zip(*ranks, strict=True))
 
 
 def _deal(rows: list[_Row], world_size: int) -> list[list[_Row]]:

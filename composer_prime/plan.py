@@ -42,6 +42,8 @@ def build(config: Config, machine: Machine | None = None) -> Plan:
         rows += _memory(config, found.shape, machine, found)
         rows += _disk(config, found.shape, machine, found)
     _cores(config, machine, found)
+    if not (config.run.resume or config.run.overwrite) and directory_state(RunDir(config.run.directory)) != "new":
+        found.notes.append(f"{config.run.directory} exists: a start will need --resume or --run.overwrite true")
     return Plan(rows=rows, problems=found.problems, notes=found.notes)
 
 

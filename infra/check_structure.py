@@ -29,8 +29,10 @@ class Function:
 def python_files(root: Path) -> list[Path]:
     """Tracked files and new ones that git does not ignore."""
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "*.py"], cwd=root, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-co", "--exclude-standard", "*.py"], cwd=root, capture_output=True, text=True
     )
+    if listed.returncode != 0:
+        raise SystemExit(f"{root} must be a git checkout: {listed.stderr.strip()}")
     return [root / name for name in sorted(set(listed.stdout.splitlines())) if (root / name).is_file()]
 
 

@@ -31,6 +31,7 @@ from orchestrator.workers.protocol import RolloutFailure
 logger = logging.getLogger(__name__)
 
 _RETRY_PAUSE_S = 0.5
+_LOGGED_FIRST, _LOGGED_EVERY = 20, 100
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -144,15 +145,19 @@ class Dispatcher:
             rollout, samples = await self._attempt(flight, sibling, attempt, failures)
             if rollout.failure is None:
                 break
-            self.failures[rollout.failure.kind] = self.failures.get(rollout.failure.kind, 0) + 1
-            logger.warning("rollout %s failed (%s): %s", rollout.rollout_id, rollout.failure.kind,
-                           rollout.failure.message)  # fmt: skip
+            self._count(rollout.rollout_id, rollout.failure)
             if not rollout.failure.retryable or attempt == self._config.max_retries:
                 break
             failures.append(rollout.failure)
             self.retries += 1
             await asyncio.sleep(_RETRY_PAUSE_S * 2**attempt)
         return rollout, samples
+
+    def _count(self, rollout_id: str, failure: RolloutFailure) -> None:
+        """Every failure is in metrics and rollout log; the process log gets the first ones of a kind, then samples."""
+        self.failures[failure.kind] = count = self.failures.get(failure.kind, 0) + 1
+        if count <= _LOGGED_FIRST or count % _LOGGED_EVERY == 0:
+            logger.warning("rollout %s failed (%s, number %d): %s", rollout_id, failure.kind, count, failure.message)
 
     async def _attempt(
         self, flight: Flight, sibling: int, attempt: int, failures: list[RolloutFailure]

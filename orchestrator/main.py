@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import secrets
+import shutil
 import signal
 import sys
 import threading
@@ -62,11 +63,18 @@ def _given(words: list[str]) -> RunDir:
 
 def _prepare(config: Config, run_dir: RunDir) -> None:
     """What the launcher does for its roles, for an orchestrator that is started on its own."""
-    used = run_dir.journal.is_dir() or run_dir.checkpoints.is_dir()
+    if config.run.resume and config.run.overwrite:
+        raise ConfigError("run.resume and run.overwrite are both on: one continues the run, the other deletes it")
+    written = [run_dir.metrics, run_dir.journal, run_dir.checkpoints, run_dir.rollouts(0).parent]
+    used = [path for path in written if path.exists()]
     if used and not (config.run.resume or config.run.overwrite):
         raise ConfigError(
-            f"the run directory {run_dir.root} exists already: continue it with --resume, or choose another run.name"
+            f"the run directory {run_dir.root} exists already: continue it with --resume, empty it with "
+            "--run.overwrite true, or choose another run.name"
         )
+    for path in used if config.run.overwrite else []:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    run_dir.endpoints.unlink(missing_ok=True)
     write_atomic(run_dir.config, load.dump(config).encode())
     run_id.create(run_dir, config.run.name)
     RunKeys.create(run_dir.keys)

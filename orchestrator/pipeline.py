@@ -19,14 +19,13 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import SourceConfig
-from composer_prime.errors import CheckpointError, DeadlineError
+from composer_prime.errors import CheckpointError, ComposerError
 from composer_prime.keys import RunKeys
 from composer_prime.monitor.jsonl import MetricsFile
 from composer_prime.packing import model_flops
@@ -48,6 +47,7 @@ from orchestrator.rollout import Pool, RolloutRunner
 from orchestrator.sources import Sources, eval_sources, source_spec
 from orchestrator.steering import Steering
 from orchestrator.step_server import StepServer
+from orchestrator.vigil import Vigil, Workers
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL, TRAIN, SourceSpec
 
@@ -55,20 +55,12 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 """How often limits and node versions, which change without a beat, are looked at."""
-_REPORT_S = 5.0
 _FAREWELL_S = 2.0
 """After a failure: how long ranks that ask are still told why."""
 
 
-class SourcePool(Pool, Protocol):
+class SourcePool(Pool, Workers, Protocol):
     """A source's workers over their whole life (orchestrator/workers/pool.py)."""
-
-    restarts: int
-
-    @property
-    def pids(self) -> list[int]:
-        """Workers that are ready."""
-        ...
 
     async def start(self) -> None: ...
     async def close(self) -> None: ...
@@ -95,8 +87,7 @@ class Pipeline:
         self.state: checkpoint.State | None = None
         if config.run.resume:
             self.state = checkpoint.load(run_dir, run_dir.newest_checkpoint(), run_id)
-        values = json.loads((model_dir / "config.json").read_text())
-        per_token, per_pair = model_flops(values.get("text_config") or values)
+        per_token, per_pair = _flops(model_dir)
         self.batches = Batches(run_id, flops_per_token=per_token, flops_per_pair=per_pair)
         start = self.state.step if self.state else 0
         self.batches.restore(trained=start, formed=start, batches=[])
@@ -107,7 +98,6 @@ class Pipeline:
         self._loaded = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
-        self._final_checkpoint = config.run.max_steps == 0
         self._stack = contextlib.AsyncExitStack()
 
     async def run(self) -> None:
@@ -124,8 +114,12 @@ class Pipeline:
                 if self.batches.trained < self.config.run.max_steps and self.server.last_heard is not None:
                     await asyncio.sleep(_FAREWELL_S)
                 raise error from None
+            finally:
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
             self.server.finish(f"all {self.config.run.max_steps} steps are done", failed=False)
-            self._log()
+            self.vigil.log(self.server)
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -134,13 +128,16 @@ class Pipeline:
         config = self.config
         folder = await asyncio.to_thread(chat_folder, self.model_dir, config.model.chat_template, self.run_dir.root)
         self.gateway = Gateway(config, self.keys, self.run_id, self.store, model_dir=folder)
+        self.vigil = Vigil(
+            config=config, batches=self.batches, gateway=self.gateway, pools=self.pools, metrics=self.metrics
+        )
         await self.gateway.start()
         self._stack.push_async_callback(self._close_gateway)
         self.server = StepServer(
             run_id=self.run_id,
             batches=self.batches,
             changed=self.changed,
-            waiting_for=self.waiting_for,
+            waiting_for=self.vigil.waiting_for,
             on_step_done=self._step_done,
             on_checkpoint=self._checkpoint,
             on_error=self.fail,
@@ -156,13 +153,13 @@ class Pipeline:
         write_atomic(self.run_dir.endpoints, json.dumps(addresses).encode() + b"\n")
         logger.info("run %s: %s", self.run_id, addresses)
         self._spawn(self.gateway.watch())
-        self._spawn(self._report())
+        self._spawn(self.vigil.report(self.server))
         if self.state is not None:
             await self._publish(self.state.step)
         self._folder = folder
 
     async def _close_gateway(self) -> None:
-        finished = self.batches.trained >= self.config.run.max_steps and not self._failure.done()
+        finished = self.vigil.all_trained and not self._failure.done()
         await self.gateway.close(finished=finished)
 
     async def _load(self) -> None:
@@ -191,6 +188,7 @@ class Pipeline:
                 "resumed after step %d: %d batches formed, %d groups ready, %d dispatched again",
                 self.state.step, len(resumed.batches), len(resumed.ready), len(resumed.in_flight),
             )  # fmt: skip
+        self.vigil.loaded(self.steering, self.evaluator, self.permits)
         self._loaded.set()
         if self.evaluator.due(self.batches.trained, config.run.max_steps):
             self.evaluator.request(self.batches.trained)
@@ -260,25 +258,18 @@ class Pipeline:
     async def _until_finished(self) -> None:
         self._spawn(self.evaluator.run())
         self._spawn(self._advance())
-        self._spawn(self._watch())
+        self._spawn(self.vigil.watch(self.server))
         finished = asyncio.create_task(self._finished())
         try:
             await asyncio.wait({finished, self._failure}, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done():
                 self._failure.result()
         finally:
-            for task in [*self._tasks, finished]:
-                task.cancel()
-            await asyncio.gather(*self._tasks, finished, return_exceptions=True)
+            finished.cancel()
 
     async def _finished(self) -> None:
-        """All steps are trained, the last checkpoint is saved and the last evaluation is written."""
-        while not (self._all_trained and self._final_checkpoint and self.evaluator.idle):
+        while not self.vigil.finished:
             await self.changed.wait(3600)
-
-    @property
-    def _all_trained(self) -> bool:
-        return self.batches.trained >= self.config.run.max_steps
 
     def _spawn(self, work) -> None:
         task = asyncio.create_task(work)
@@ -305,82 +296,19 @@ class Pipeline:
         if router.oldest_version != min(self.steering.oldest_version, router.newest_version):
             self.gateway.require_version(self.steering.oldest_version)
 
-    async def _watch(self) -> None:
-        """Deadlines that no single wait owns. Raises DeadlineError."""
-        orchestrator = self.config.orchestrator
-        while True:
-            await asyncio.sleep(_TICK_S)
-            now, steering = time.monotonic(), self.steering
-            if self._all_trained:
-                steering.hungry_since = None
-            if steering.hungry_since is not None and now - steering.hungry_since > orchestrator.batch_timeout_s:
-                raise DeadlineError(
-                    f"waited {orchestrator.batch_timeout_s:.0f} s (orchestrator.batch_timeout_s) for "
-                    f"{self.waiting_for(self.batches.formed + 1)}"
-                )
-            idle_s = now - max(self.server.last_heard or 0.0, steering.fed_since)
-            waits = steering.hungry_since is None and not (self._all_trained and self._final_checkpoint)
-            if waits and idle_s > orchestrator.trainer_timeout_s:
-                raise DeadlineError(
-                    f"no word from the trainer for {idle_s:.0f} s (orchestrator.trainer_timeout_s), which should "
-                    f"{self._trainer_owes()}"
-                )
-
-    async def _report(self) -> None:
-        while True:
-            self._log()
-            await asyncio.sleep(_REPORT_S)
-
-    def _log(self) -> None:
-        self.metrics.log(self.batches.trained, {**self.gateway.metrics(), **self._own_figures()})
-
-    def _own_figures(self) -> dict[str, float | str | None]:
-        figures: dict[str, float | str | None] = {
-            "waiting_for": self._waits(),
-            "step_server/garbage": self.server.garbage,
-            "step_server/refused": self.server.refused,
-            "workers/restarts": sum(pool.restarts for pool in self.pools.values()),
-        }
-        return figures | (self.steering.metrics() if self.steering else {})
-
-    def _waits(self) -> str | None:
-        """What the orchestrator waits for right now, for the live view."""
-        if self.steering is None or (self.batches.formed == self.batches.trained and not self._all_trained):
-            return self.waiting_for(self.batches.formed + 1)
-        if self.evaluator.running is not None and self._all_trained:
-            return self.evaluator.waiting_for()
-        if not self.steering.dispatcher.flights and not (self._all_trained and self._final_checkpoint):
-            return f"the trainer to {self._trainer_owes()}"
-        return None
-
     # -- what the trainer says -----------------------------------------------------------------------------------
-
-    def waiting_for(self, step: int) -> str:
-        """Why batch `step` is not there yet."""
-        if self.steering is None:
-            loading = [name for name, pool in self.pools.items() if not pool.pids] or list(self.pools)
-            return f"batch {step}: the environment workers of {', '.join(loading) or 'all sources'} are loading"
-        text = self.steering.waiting_for(step)
-        serving = self.gateway.router.serving()
-        count = f"{len(serving)} node{'s' if len(serving) > 1 else ''}"
-        nodes = f"served by {count}" if serving else f"no node serves: {self.gateway.router.why_no_node()}"
-        return "; ".join([text, nodes, *filter(None, [self.evaluator.waiting_for()])])
-
-    def _trainer_owes(self) -> str:
-        if self._all_trained:
-            return f"ask for checkpoint {self.batches.trained}"
-        return f"train step {self.batches.trained + 1}"
 
     async def _step_done(self, message: StepDone) -> None:
         await self._loaded.wait()
-        if message.step < self.batches.trained:
-            self.evaluator.forget_after(message.step)
+        went_back = message.step < self.batches.trained
         await self.steering.step_done(message.step, message.sample_ids)
+        if went_back:
+            self.evaluator.forget_after(message.step)
         await self._publish(message.version)
         if message.sample_ids and self.evaluator.due(message.step, self.config.run.max_steps):
             self.evaluator.request(message.step)
-        if self._all_trained and message.step in self.run_dir.complete_checkpoints():
-            self._final_checkpoint = True
+        if self.vigil.all_trained and message.step in self.run_dir.complete_checkpoints():
+            self.vigil.final_checkpoint = True
         self.changed.beat()
 
     async def _publish(self, version: int) -> None:
@@ -397,9 +325,14 @@ class Pipeline:
 
     async def _checkpoint(self, step: int) -> None:
         await self._loaded.wait()
-        await self.steering.checkpoint(step)
+        try:
+            await self.steering.checkpoint(step)
+        except (ComposerError, OSError) as error:
+            if self.vigil.all_trained:
+                self.fail(error)
+            raise
         if step >= self.config.run.max_steps:
-            self._final_checkpoint = True
+            self.vigil.final_checkpoint = True
         self.changed.beat()
 
     # -- versions ------------------------------------------------------------------------------------------------
@@ -411,6 +344,16 @@ class Pipeline:
 
     def _evaluated_version(self) -> int | None:
         return min((node.version for node in self.gateway.router.serving()), default=None)
+
+
+def _flops(model_dir: Path) -> tuple[float, float]:
+    """What packing balances by; every token alike where the model's shape is not described in the usual words."""
+    values = json.loads((model_dir / "config.json").read_text())
+    try:
+        return model_flops(values.get("text_config") or values)
+    except KeyError as error:
+        logger.warning("%s/config.json has no %s: packing balances tokens, not FLOPs", model_dir, error)
+        return 1.0, 0.0
 
 
 def reachable(endpoint: str) -> str:

@@ -15,6 +15,8 @@ import asyncio
 import difflib
 import itertools
 import logging
+import os
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -33,6 +35,10 @@ from orchestrator.verifiers_reply import failed, task_id_of, to_reply
 from orchestrator.workers.protocol import RolloutReply, RunRollout, SourceSpec, TaskInfo
 
 logger = logging.getLogger(__name__)
+
+_ANY_NUMBER = 1_000_000
+_BACKLOG = 4096
+"""Connections that may wait to be accepted: as many rollouts can start at once."""
 
 
 class Environment:
@@ -63,6 +69,7 @@ class Environment:
     async def serving(self) -> AsyncIterator[None]:
         """Holds the interception server and what the environment itself started."""
         async with self._env.serving():
+            self._widen_backlog()
             yield
             self._clients.clear()
 
@@ -88,6 +95,20 @@ class Environment:
             return failed(request.rollout_id, task_id_of(task, request.task_index), "timeout", message, traces=sessions)
         return to_reply(request, task, episode, sessions)
 
+    def _widen_backlog(self) -> None:
+        """aiohttp listens with a backlog of 128; a connection beyond it waits a second for its retransmission."""
+        runner = self._server.runner
+        for site in runner.sites if runner else ():
+            for listening in site._server.sockets:
+                with socket.socket(fileno=os.dup(listening.fileno())) as same:
+                    same.listen(_BACKLOG)
+
+    @property
+    def _server(self) -> InterceptionServer:
+        server = self._env._interception  # There is no public way to it.
+        assert isinstance(server, InterceptionServer)
+        return server
+
     def _context(self, request: RunRollout) -> vf.ModelContext:
         sampling: dict[str, Any] = {"temperature": request.temperature}
         optional = {
@@ -109,12 +130,12 @@ class Environment:
                 api_key_var=self.spec.token_variable,
                 renderer=self._renderer,
                 renderer_model_name=self.spec.model_path,
+                # One renderer is shared by all; beyond this number verifiers would build another by its own, slow way.
+                multiplex=_ANY_NUMBER,
             )
-            server = self._env._interception
-            assert isinstance(server, InterceptionServer)
             client = verifiers_compat.GatewayClient(config)
-            server.clients[config.model_dump_json()] = client
-            server.stack.push_async_callback(client.close)
+            self._server.clients[config.model_dump_json()] = client
+            self._server.stack.push_async_callback(client.close)
         return config
 
 

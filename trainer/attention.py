@@ -82,7 +82,7 @@ def _attend(
 
 
 def _causal_mask(length: int, context: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [length, context]: the last `length` positions see themselves and what is before, at most `window` in all."""
+    """bool [length, context]: the last `length` positions see themselves and what is before, `window` in all."""
     position = torch.arange(context, device=device)
     distance = position[context - length :, None] - position[None, :]
     return (distance >= 0) & (distance < (window or context))

@@ -33,6 +33,8 @@ from trainer.view import View, build_view
 TICK_S = 0.1
 MEMORY_EVERY_S = 5.0
 TRACKER_CLOSE_S = 30.0
+SAME_PRESS_S = 0.3
+"""One Ctrl-C can arrive twice: from the terminal and from `uv run`, which passes it on."""
 INTERRUPTED = 130
 FAILED = 1
 Commands = Callable[[Config, RunDir], list[RoleCommand]]
@@ -172,6 +174,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self.count = 0
+        self._last = 0.0
         self.number: int = signal.SIGINT
         self._before: dict[int, object] = {}
 
@@ -181,6 +184,8 @@ class _Signals:
 
     def __enter__(self) -> _Signals:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
             self._before[number] = signal.signal(number, self._caught)
         return self
 
@@ -189,5 +194,8 @@ class _Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _caught(self, number: int, _frame: object) -> None:
+        now = time.monotonic()
+        if self.count and now - self._last < SAME_PRESS_S:
+            return
         self.number = number if self.count == 0 else self.number
-        self.count += 1
+        self.count, self._last = self.count + 1, now

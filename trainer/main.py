@@ -21,7 +21,7 @@ def main() -> int:
         return EXIT_USAGE if plan.problems else 0
     if plan.problems:
         fail(ConfigError("\n".join(["the run cannot start:", *(f"  - {problem}" for problem in plan.problems)])))
-    for note in plan.notes:
+    for note in plan.notes if not command.config.run.resume else []:
         print(f"note: {note}", file=sys.stderr)
     from composer_prime.model_source import resolve_model
     from trainer.launch import launch

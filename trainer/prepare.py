@@ -52,10 +52,13 @@ def prepare(config: Config) -> Prepared:
             config = config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
     elif config.run.overwrite:
         _empty(run_dir, keep={".launcher.lock"})
-    _keys(run_dir, config)
-    write_atomic(run_dir.config, load.dump(config).encode())
-    run_id.create(run_dir, config.run.name)
-    _endpoints(run_dir, config)
+    try:
+        _keys(run_dir, config)
+        write_atomic(run_dir.config, load.dump(config).encode())
+        run_id.create(run_dir, config.run.name)
+        _endpoints(run_dir, config)
+    except OSError as error:
+        raise ConfigError(f"cannot write to the run directory {run_dir.root}: {error.strerror}") from None
     return Prepared(run_dir=run_dir, config=config, start_step=start_step, notes=tuple(notes), lock=lock)
 
 

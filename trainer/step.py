@@ -36,6 +36,8 @@ class LossSettings:
     channels: ChannelsConfig
     max_length: int
     """dr_grpo's length divisor, tokens."""
+    reduce_each: bool = False
+    """Sum gradients over ranks after each row instead of after the last."""
 
 
 def train_step(
@@ -77,7 +79,7 @@ def _accumulate(
     shares: list[Tensor] = []
     sums: dict[str, Tensor] = {}
     for index, row in enumerate(rows):
-        policy.set_requires_gradient_sync(index == len(rows) - 1)
+        policy.set_requires_gradient_sync(settings.reduce_each or index == len(rows) - 1)
         parts = loss_of(policy, row, totals, settings)
         parts.total.backward()
         shares.append(parts.total.detach())

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import threading
+import time
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 logger = logging.getLogger(__name__)
@@ -41,5 +42,5 @@ class StopSignal:
         self.number = signal.sigwait(SIGNALS)
         logger.info("%s: stopping", signal.Signals(self.number).name)
         self._event.set()
-        signal.sigtimedwait(SIGNALS, self._grace_s)
+        time.sleep(self._grace_s)
         os._exit(self.exit_code)

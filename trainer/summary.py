@@ -17,7 +17,8 @@ def summary(prepared: Prepared, progress: Progress, status: int, peak_bytes: int
     config, run_dir = prepared.config, prepared.run_dir
     taken = progress.last.step if progress.last else prepared.start_step
     state = "finished" if status == 0 else "was interrupted" if status >= 128 else "failed"
-    lines = ["", f"{config.run.name} {state} after {taken} of {config.run.max_steps} steps"]
+    length = f" after {taken} of {config.run.max_steps} steps" if config.run.max_steps else " (evaluation only)"
+    lines = ["", f"{config.run.name} {state}{length}"]
     lines += _rewards(progress)
     lines += _evaluations(prepared, progress)
     if peak_bytes:

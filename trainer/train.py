@@ -53,8 +53,11 @@ class Trainer:
         self.checkpoints = Checkpoints(run_dir, self.world, config.trainer.checkpoint.keep)
         self.publisher = Publisher(config, run_dir, self.run_id, self.folder, self.world)
         self.metrics = MetricsFile(run_dir.metrics, "trainer")
+        reduce_each = config.trainer.reduce_each_micro_batch
         self.settings = LossSettings(
-            channels=config.channels, max_length=max_completion_length(config.channels, config.model.max_context)
+            channels=config.channels,
+            max_length=max_completion_length(config.channels, config.model.max_context),
+            reduce_each=self.world.device.type == "cuda" if reduce_each is None else reduce_each,
         )
 
     def run(self) -> None:

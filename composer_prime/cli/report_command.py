@@ -8,6 +8,7 @@ from statistics import fmean
 
 from composer_prime.footprint import GIB
 from composer_prime.intervals import difference_interval, mean_interval
+from composer_prime.ledger import check, effective
 from composer_prime.monitor.progress import Progress, number, sparkline
 from composer_prime.monitor.rollouts import eval_scores, open_run
 from composer_prime.monitor.tail import Line, history
@@ -42,7 +43,18 @@ def report(run_dir: RunDir, bins: int) -> list[str]:
     total = [value for line in lines if (value := number(line, "memory/total_bytes")) is not None]
     if total:
         text.append(f"  memory       {max(total) / GIB:.2f} GiB at most in all processes")
-    return text + _evaluations(run_dir)
+    return text + _ledger(run_dir) + _evaluations(run_dir)
+
+
+def _ledger(run_dir: RunDir) -> list[str]:
+    """Whether every trained sample was trained exactly once, over all resumes."""
+    if not run_dir.ledger.is_file():
+        return []
+    wrong = check(run_dir.ledger)
+    if wrong:
+        return [f"  ledger       {line}" for line in wrong]
+    count = sum(len(ids) for ids in effective(run_dir.ledger).values())
+    return [f"  ledger       {count} samples, each trained exactly once"]
 
 
 def _curve(trained: list[Line], progress: Progress, bins: int) -> list[str]:

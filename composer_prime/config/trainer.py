@@ -74,6 +74,9 @@ class TrainerConfig(BaseConfig):
     """Recompute each block in the backward pass: less memory, about a third more compute."""
     micro_batch_tokens: int = Field(default=4096, ge=16)
     """Tokens in one packed row; a step is as many micro-batches as its samples need."""
+    reduce_each_micro_batch: bool | None = None
+    """Sum gradients over ranks after each micro-batch (a rank then holds its shard of them only) instead of once a step
+    (less traffic, but 4 bytes a parameter on every rank). None: each micro-batch on CUDA, once a step on the CPU."""
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
     schedule: ScheduleConfig = ScheduleConfig()

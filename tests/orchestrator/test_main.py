@@ -119,6 +119,21 @@ def test_sigterm_ends_it_and_its_workers(prepared):
         assert not psutil.wait_procs(children, timeout=5)[1]
 
 
+def test_alone_it_prepares_its_run_directory_and_stops_at_ctrl_c(tmp_path):
+    """`orchestrator @ file`: keys and addresses are there for others; Ctrl-C gives 130; the folder is not reused."""
+    words = ["@", "configs/a1.toml", "--run.output_dir", str(tmp_path), "--run.name", "alone"]
+    root, run_dir = Path(__file__).parents[2], RunDir(tmp_path / "alone")
+    process = subprocess.Popen([*COMMAND, *words], cwd=root, stderr=subprocess.DEVNULL)
+    until(run_dir.endpoints.exists)
+    assert (run_dir.keys / "node.token").exists()
+    until(run_dir.metrics.exists)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(15) == 130
+    again = subprocess.run([*COMMAND, *words], cwd=root, capture_output=True, text=True)
+    assert again.returncode == 2
+    assert "exists already: continue it with --resume" in again.stderr
+
+
 def test_it_does_not_outlive_its_parent(prepared):
     """The launcher is killed with -9: the orchestrator and its workers end within seconds."""
     run_dir = prepared()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from composer_prime.errors import ConfigError, NonFiniteError, RunMismatchError
 from composer_prime.packing import pack
-from composer_prime.wire.types import flags, ints, pack_floats
+from composer_prime.wire.types import flags, ints, pack_flags, pack_floats, pack_ints
 from trainer.attention import NAME, implementation
 from trainer.head import token_statistics
 from trainer.policy import Policy
@@ -97,12 +99,51 @@ def test_the_order_of_documents_changes_nothing(seed, order):
 
 
 def _renamed(sample, name: str):
-    import msgspec
-
     return msgspec.structs.replace(sample, sample_id=name)
 
 
 QWEN = build("Qwen3", head_dim=8)
+
+
+def siblings(seed: int, prompt: int, count: int = 6):
+    """Samples of one group over a common prompt; the mask also trains the last prompt tokens of some."""
+    rng = np.random.default_rng(seed)
+    head = rng.integers(0, 96, prompt)
+    made = []
+    for index in range(count):
+        own = rng.integers(0, 96, int(rng.integers(1, 15)))
+        mask = np.r_[np.zeros(prompt), np.ones(len(own))]
+        mask[prompt - 3 : prompt] = index % 2
+        made.append(
+            msgspec.structs.replace(
+                make_samples(seed, 1)[0],
+                sample_id=f"s-{index}/0",
+                input_ids=pack_ints(np.r_[head, own]),
+                loss_mask=pack_flags(mask),
+                logprobs=pack_floats(mask * -4.0),
+                advantages=pack_floats(mask * rng.normal()),
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("family", [("Qwen3", {"head_dim": 8}), ("Mistral", {"sliding_window": 7})])
+def test_shared_prefixes_change_neither_logprobs_nor_gradients(family):
+    # Computing the common prompt of siblings once gives each sample's own log-probabilities and the same gradients.
+    lm, samples = build(family[0], **family[1]), [*siblings(1, 30), *make_samples(5, 3), *siblings(2, 20, 3)]
+    samples = [_renamed(sample, f"{index:02d}") for index, sample in enumerate(samples)]
+    ((batch,),) = pack(samples, run_id="r", step=1, world_size=1, max_tokens=4096)
+    policy, results = Policy(lm, NAME), []
+    for share in (False, True):
+        row = unpack(batch, CPU, 96, share=share)
+        logprobs_T = policy(row).logprobs_T
+        lm.zero_grad()
+        (logprobs_T * row.advantages_T).sum().backward()
+        results.append((logprobs_T.detach(), {name: p.grad.clone() for name, p in lm.named_parameters()}, row))
+    (one, grads, row), (other, shared_grads, shared_row) = results
+    assert shared_row.input_ids.numel() < 0.7 * row.input_ids.numel() and shared_row.packed_tokens == row.packed_tokens
+    assert (one - other).abs().max() < 1e-5
+    assert max((grads[name] - shared_grads[name]).abs().max().item() for name in grads) < 1e-4
 
 
 def test_the_probe_passes_good_models_and_names_leaking_ones():
@@ -147,8 +188,6 @@ def test_head_chunks_change_neither_value_nor_gradient(chunk):
 
 def test_bad_rows_are_refused_by_sample():
     # Ids outside the vocabulary, NaN advantages of trained tokens, arrays of other lengths: named, before any compute.
-    import msgspec
-
     ((batch,),) = pack(make_samples(1, 3), run_id="r", step=1, world_size=1, max_tokens=256)
     change = lambda **values: unpack(msgspec.structs.replace(batch, **values), CPU, 96)
     with pytest.raises(RunMismatchError, match=r"token ids \d+..\d+, the model's vocabulary is 0..9"):

@@ -190,9 +190,27 @@ def test_temperature_divides_the_logits(model_folder, tmp_path, world):
     with torch.no_grad():
         scored = policy(row).logprobs_T
     plain = AutoModelForCausalLM.from_pretrained(model_folder)
-    ids = row.input_ids[0, : row.lengths[0]]
+    ids = row.input_ids[0, : row.trees[0].tokens]
     with torch.no_grad():
         expected = (plain(ids[None]).logits[0, :-1] / 0.6).log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
     own = row.sequence_T == 0
     positions = row.source_T[own]
     np.testing.assert_allclose(scored[own], expected[positions], atol=1e-5)
+
+
+def test_bfloat16_compute_keeps_masters_and_statistics_in_float32(model_folder, tmp_path, world):
+    # With bfloat16 compute the masters, gradients, log-probabilities and temperatures stay float32, and the
+    # log-probabilities are those of float32 to bfloat16's accuracy.
+    import dataclasses
+
+    samples = make_samples(1, 6, temperature=0.7)
+    (row,) = rows_of(samples, world, 4096)
+    config = make_config(model_folder, tmp_path)
+    half = build_policy(config, model_folder, dataclasses.replace(world, compute_dtype=torch.bfloat16))
+    full = build_policy(config, model_folder, world)
+    parts = loss_of(half, row, totals(samples), SETTINGS)
+    parts.total.backward()
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in half.parameters())
+    one, other = half(row).logprobs_T, full(row).logprobs_T
+    assert one.dtype == torch.float32 and row.temperature_T.dtype == torch.float32
+    assert 0 < (one - other).abs().max() < 0.05

@@ -82,6 +82,7 @@ def test_answers_are_found_where_they_are_asked_for() -> None:
     reply = "<answer>1</answer> no\n<answer>\n2</answer>\nthree "
     assert [find_answer(reply, place) for place in ("tag", "last_line")] == ["2", "three"]
     assert find_answer(" 4 ", "whole") == "4"
+    assert [find_answer(reply, "number") for reply in ("5 - 8 is -3.", "about 2.5", "none")] == ["-3", "2.5", None]
     assert [find_answer(" ", place) for place in ("tag", "last_line", "whole")] == [None, None, None]
 
 

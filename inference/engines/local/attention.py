@@ -3,7 +3,8 @@
 A step's tokens stand in one row of N: first one token of each decoding sequence, ordered by slot, then the segments of
 prompts being computed. All linear layers see that one row; only attention knows that it is many sequences:
 
-    decode   neighbouring slots of similar length share one call over a view of the cache
+    decode   neighbouring slots of similar length share one call over a view of the cache; on a CPU, prefixes that
+             several sequences have in common are attended to once for all of them (shared_prefix.py)
     segment  one call a sequence: causal over itself, and over what its slot already holds
 
 The plan travels through the model as a keyword argument; the model is called with use_cache=False.
@@ -19,6 +20,7 @@ from transformers import AttentionInterface
 
 from composer_prime.errors import EngineError
 from inference.engines.local.kv_cache import KvCache
+from inference.engines.local.shared_prefix import Family
 
 IMPLEMENTATION = "composer_slots"
 
@@ -30,6 +32,8 @@ class DecodeGroup:
     row: int
     count: int
     slot: int
+    first: int
+    """Columns before this one are left to the rows' families; 0 without families."""
     columns: int
     """Longest sequence of the group, its new token included."""
 
@@ -49,12 +53,17 @@ class StepPlan:
     """What one forward computes, and for whom."""
 
     cache: KvCache
-    groups: list[DecodeGroup]
     segments: list[Segment]
-    lengths: torch.Tensor
-    """int64 [B]: length of each decoding sequence, its new token included."""
     places: torch.Tensor | None
     """int64 [N]: where the cache keeps the rows' keys and values; None keeps nothing (scoring)."""
+    groups: list[DecodeGroup] = field(default_factory=list)
+    lengths: torch.Tensor | None = None
+    """int64 [B]: length of each decoding sequence, its new token included. None without decoding sequences."""
+    families: list[Family] = field(default_factory=list)
+    starts: torch.Tensor | None = None
+    """int64 [B]: columns of each decoding sequence that its family covers. None without families."""
+    members: torch.Tensor | None = None
+    """int64 [M]: decoding rows of all families, family after family. None without families."""
     _masks: dict = field(default_factory=dict)
 
     def decode_mask(self, window: int | None, query: torch.Tensor) -> torch.Tensor:
@@ -63,6 +72,8 @@ class StepPlan:
         if key not in self._masks:
             columns = torch.arange(max(group.columns for group in self.groups), device=query.device)
             hidden = columns >= self.lengths[:, None]
+            if self.starts is not None:
+                hidden |= columns < self.starts[:, None]
             if window is not None:
                 hidden |= columns < self.lengths[:, None] - window
             self._masks[key] = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(
@@ -106,11 +117,17 @@ def slot_attention(
             "cache handling): set inference.engine = 'vllm'"
         )
     query, key, value = query[0], key[0], value[0]
+    slot_plan.cache.windowed |= sliding_window is not None
     if slot_plan.places is not None:
         slot_plan.cache.write(module.layer_idx, key, value, slot_plan.places)
     out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
-    for group in slot_plan.groups:
-        out[group.row : group.row + group.count] = _decode(module, query, group, slot_plan, scaling, sliding_window)
+    if slot_plan.families:
+        _decode_families(module, query, slot_plan, scaling, out)
+    else:
+        for group in slot_plan.groups:
+            grouped, keys, values, mask = _decode_inputs(module, query, group, slot_plan, sliding_window)
+            part = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+            out[group.row : group.row + group.count] = _rows(part)
     for segment in slot_plan.segments:
         rows = slice(segment.row, segment.row + segment.count)
         out[rows] = _prefill(
@@ -119,31 +136,57 @@ def slot_attention(
     return out[None], None
 
 
-def _decode(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    group: DecodeGroup,
-    plan: StepPlan,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    """One token each of `group`'s sequences. query [H, N, D] -> [count, H, D].
+def _decode_inputs(
+    module: torch.nn.Module, query: torch.Tensor, group: DecodeGroup, plan: StepPlan, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [H_kv, count, H / H_kv, D], keys and values [H_kv, count, columns, D] and mask of one token a sequence.
 
     The query heads of one KV head stand as rows of one query, which reads each cached key once.
     """
     keys, values = plan.cache.layer(module.layer_idx)
     heads, size, kv_heads = query.shape[0], query.shape[2], keys.shape[0]
     rows, slots = slice(group.row, group.row + group.count), slice(group.slot, group.slot + group.count)
+    columns = slice(group.first, group.columns)
     grouped = query[:, rows].reshape(kv_heads, heads // kv_heads, group.count, size).transpose(1, 2)
-    mask = plan.decode_mask(window, query)[rows, : group.columns]
-    out = F.scaled_dot_product_attention(
-        grouped,
-        keys[:, slots, : group.columns],
-        values[:, slots, : group.columns],
-        attn_mask=mask[None, :, None],
-        scale=scaling,
-    )
-    return out.permute(1, 0, 2, 3).reshape(group.count, heads, -1)
+    mask = plan.decode_mask(window, query)[rows, columns]
+    return grouped, keys[:, slots, columns], values[:, slots, columns], mask[None, :, None]
+
+
+def _rows(part: torch.Tensor) -> torch.Tensor:
+    """[H_kv, count, H / H_kv, ...] -> [count, H, ...]."""
+    moved = part.transpose(0, 1)
+    return moved.reshape(moved.shape[0], -1, *moved.shape[3:])
+
+
+def _decode_families(
+    module: torch.nn.Module, query: torch.Tensor, plan: StepPlan, scaling: float | None, out: torch.Tensor
+) -> None:
+    """Tails group by group, common prefixes family by family, merged into `out` [N, H, D] (CPU only).
+
+    The op is what scaled_dot_product_attention runs on a CPU; called by name, it also returns log-sum-exp.
+    """
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    tail_lse = query.new_empty(sum(group.count for group in plan.groups), query.shape[0])
+    for group in plan.groups:
+        grouped, keys, values, mask = _decode_inputs(module, query, group, plan, None)
+        part, lse = flash(grouped, keys, values, attn_mask=mask, scale=scaling)
+        rows = slice(group.row, group.row + group.count)
+        out[rows], tail_lse[rows] = _rows(part), _rows(lse)
+    keys, values = plan.cache.layer(module.layer_idx)
+    kv_heads, size = keys.shape[0], query.shape[2]
+    asked = query.index_select(1, plan.members).reshape(kv_heads, -1, len(plan.members), size).transpose(1, 2)
+    parts, part_lses, first = [], [], 0
+    for family in plan.families:
+        count, columns = len(family.rows), slice(0, family.columns)
+        one = slice(family.slot, family.slot + 1)
+        grouped = asked[:, first : first + count].reshape(kv_heads, 1, -1, size)
+        part, lse = flash(grouped, keys[:, one, columns], values[:, one, columns], scale=scaling)
+        parts.append(part.reshape(kv_heads, count, -1, size))
+        part_lses.append(lse.reshape(kv_heads, count, -1))
+        first += count
+    prefix, prefix_lse = _rows(torch.cat(parts, 1)), _rows(torch.cat(part_lses, 1))
+    share = torch.sigmoid(prefix_lse - tail_lse.index_select(0, plan.members))[..., None]
+    out.index_copy_(0, plan.members, torch.lerp(out.index_select(0, plan.members), prefix, share))
 
 
 def _prefill(

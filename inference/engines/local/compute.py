@@ -64,7 +64,9 @@ class Computer:
         self.kv_used = 0.0
         self.ready: asyncio.Future = self._loop.create_future()
         self.ended: asyncio.Future = self._loop.create_future()
-        """Resolved when the thread ends: None, or the error that ended it."""
+        """Resolved when the thread ends, for whatever reason."""
+        self.failure: ComposerError | None = None
+        """What every later call raises; set before `ended`."""
         self._thread = threading.Thread(target=self._main, name="local-engine", daemon=True)
 
     def start(self) -> None:
@@ -90,12 +92,10 @@ class Computer:
                 while self._open:
                     self._obey()
                     self._admit()
-                    step = plan_step(
-                        self._table, self._cache, list(self._running), self._config.local.prefill_tokens, self._device
-                    )
-                    if step is not None:
-                        self._compute(step)
+                    self._step()
                     self._after_step()
+        except ComposerError as refused:
+            error = refused
         except BaseException as caught:
             log.exception("the local engine's compute thread failed")
             error = caught
@@ -110,16 +110,13 @@ class Computer:
         self._decode_text = text_decoder(self._folder)
         self._takes_rows = self._model._supports_logits_to_keep()
         self._cache = KvCache()
-        probe = StepPlan(
-            cache=self._cache,
-            groups=[],
-            segments=[Segment(0, 2, 0, 0)],
-            lengths=torch.zeros(0, dtype=torch.int64, device=self._device),
-            places=torch.arange(2, device=self._device),
-        )
+        places = torch.arange(2, device=self._device)
+        probe = StepPlan(cache=self._cache, segments=[Segment(0, 2, 0, 0)], places=places)
         self._forward(torch.zeros(1, 2, dtype=torch.int64, device=self._device), torch.arange(2)[None], probe, None)
         check_supported(self._model, self._cache.num_layers)
+        self._share = self._device.type == "cpu" and not self._cache.windowed and self._config.local.prefix_cache
         capacity = self._capacity()
+        self._cache.limit(capacity, self._context)
         self._max_running = min(self._config.local.max_batch, capacity)
         self._table = SlotTable(capacity, self._context, reuse=self._config.local.prefix_cache)
         self._heat = np.ones(capacity, dtype=np.float32)
@@ -203,13 +200,7 @@ class Computer:
 
     def _score(self, token_ids: list[int]) -> list[float]:
         ids = torch.tensor([token_ids], device=self._device)
-        plan = StepPlan(
-            cache=self._cache,
-            groups=[],
-            segments=[Segment(0, len(token_ids), 0, 0)],
-            lengths=torch.zeros(0, dtype=torch.int64, device=self._device),
-            places=None,
-        )
+        plan = StepPlan(cache=self._cache, segments=[Segment(0, len(token_ids), 0, 0)], places=None)
         logits = self._forward(ids, torch.arange(len(token_ids))[None], plan, None)
         logp = logits[:-1].float().log_softmax(-1)
         return logp.gather(-1, ids[0, 1:, None])[:, 0].tolist()
@@ -237,6 +228,18 @@ class Computer:
         self._top_k[slot] = request.sampling.top_k
         self._top_p[slot] = request.sampling.top_p
         self._seed[slot] = request.seed
+
+    def _step(self) -> None:
+        step = plan_step(
+            self._table,
+            self._cache,
+            list(self._running),
+            self._config.local.prefill_tokens,
+            self._device,
+            share=self._share,
+        )
+        if step is not None:
+            self._compute(step)
 
     def _compute(self, step: Step) -> None:
         logits = self._forward(step.input_ids, step.position_ids, step.plan, step.sample_rows)
@@ -304,9 +307,9 @@ class Computer:
 
     def _end(self, error: BaseException | None) -> None:
         """Fail everything that still waits, then say that the thread is over."""
-        shown = EngineError(f"the local engine failed: {error!r}") if error else EngineError("the local engine closed")
-        if isinstance(error, ComposerError):
-            shown = error
+        shown: ComposerError = EngineError("the local engine is closed")
+        if error is not None:
+            shown = error if isinstance(error, ComposerError) else EngineError(f"the local engine failed: {error!r}")
         futures = [request.future for request in [*self._waiting, *self._running.values()]] + self._drains
         while not self._inbox.empty():
             match self._inbox.get():
@@ -316,7 +319,8 @@ class Computer:
                     futures.append(future)
         for future in [self.ready, *futures]:
             self._resolve(future, shown)
-        self._resolve(self.ended, shown if error else None)
+        self.failure = shown
+        self._resolve(self.ended, None)
         self._running, self._waiting = {}, deque()
         self._model = self._cache = None
         self._deliver()
@@ -333,7 +337,7 @@ def _completion(request: Request, tokens: list[int], reason: str) -> Completion:
 
 
 def _settle(batch: list[tuple[asyncio.Future, object]]) -> None:
-    """Runs on the event loop. `ended` carries its error as a value, all other futures raise it."""
+    """Runs on the event loop."""
     for future, outcome in batch:
         if future.done():
             continue

@@ -145,8 +145,7 @@ class LocalEngine:
         if self._computer is None or not self._computer.ready.done():
             raise EngineError("the engine is not started")
         if self._computer.ended.done():
-            error = self._computer.ended.exception()
-            raise EngineError("the local engine is closed" if error is None else str(error))
+            raise EngineError(str(self._computer.failure))
         return self._computer
 
 

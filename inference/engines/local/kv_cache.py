@@ -19,7 +19,14 @@ class KvCache:
     def __init__(self) -> None:
         self.slots = 1
         self.columns = _COLUMNS_STEP
+        self.windowed = False
+        """Some layer looks at a sliding window only."""
+        self._limits = (1 << 62, 1 << 62)
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def limit(self, slots: int, columns: int) -> None:
+        """Growth never goes beyond this many slots and columns."""
+        self._limits = (slots, columns)
 
     @property
     def num_layers(self) -> int:
@@ -35,8 +42,8 @@ class KvCache:
         """Grow to at least `slots` rows of `columns`; what they hold stays. Growth is geometric, layer by layer."""
         if slots <= self.slots and columns <= self.columns:
             return
-        self.slots = _grown(self.slots, slots, step=8)
-        self.columns = _grown(self.columns, columns, step=_COLUMNS_STEP)
+        self.slots = min(_grown(self.slots, slots, step=8), max(self.slots, self._limits[0]))
+        self.columns = min(_grown(self.columns, columns, step=_COLUMNS_STEP), max(self.columns, self._limits[1]))
         for layer, (keys, values) in self._layers.items():
             self._layers[layer] = (self._enlarged(keys), self._enlarged(values))
 

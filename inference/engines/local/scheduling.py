@@ -9,6 +9,7 @@ import torch
 
 from inference.engines.local.attention import DecodeGroup, Segment, StepPlan
 from inference.engines.local.kv_cache import KvCache
+from inference.engines.local.shared_prefix import find_families
 from inference.engines.local.slots import SlotTable
 
 GROUP_WASTE = 384
@@ -33,47 +34,47 @@ class Step:
 
 
 def plan_step(
-    table: SlotTable, cache: KvCache, order: list[int], prefill_tokens: int, device: torch.device
+    table: SlotTable, cache: KvCache, order: list[int], prefill_tokens: int, device: torch.device, *, share: bool
 ) -> Step | None:
     """The next step over the running slots in `order` (of admission); None when nothing runs.
 
-    At most `prefill_tokens` prompt tokens are computed, oldest request first.
+    At most `prefill_tokens` prompt tokens are computed, oldest request first. `share` looks for common prefixes.
     """
     if not order:
         return None
     slots = np.array(order)
     missing = table.known[slots] - table.computed[slots]
     decoding = np.sort(slots[missing == 1])
-    pieces, budget = _prefill_pieces(slots[missing > 1], table, prefill_tokens), 0
-    del budget
-    starts = table.computed[decoding]
-    ids = [table.tokens[decoding, starts]] + [table.tokens[slot, at : at + count] for slot, at, count in pieces]
-    positions = [starts] + [np.arange(at, at + count) for _, at, count in pieces]
-    owners = [decoding] + [np.full(count, slot) for slot, _, count in pieces]
-    lengths = starts + 1
-    ends = [at + count for _, at, count in pieces]
-    longest = max([int(lengths.max())] if len(lengths) else [0], default=0)
-    cache.reserve(int(slots.max()) + 1, max([longest, *ends]))
-    position = np.concatenate(positions)
-    places = np.concatenate(owners) * cache.columns + position
+    pieces = _prefill_pieces(slots[missing > 1], table, prefill_tokens)
+    lengths = table.known[decoding]
+    families = find_families(table, decoding) if share else []
+    starts = np.zeros_like(lengths)
+    for family in families:
+        starts[list(family.rows)] = family.columns
     segments, rows, sampled = [], list(range(len(decoding))), decoding.tolist()
     row = len(decoding)
-    for slot, at, count in pieces:
-        segments.append(Segment(row, count, slot, at))
+    for slot, start, count in pieces:
+        segments.append(Segment(row, count, slot, start))
         row += count
-        if at + count == table.known[slot]:
+        if start + count == table.known[slot]:
             rows.append(row - 1)
             sampled.append(slot)
+    owners = np.concatenate([decoding, *(np.full(count, slot) for slot, _, count in pieces)])
+    positions = np.concatenate([lengths - 1, *(np.arange(start, start + count) for _, start, count in pieces)])
+    cache.reserve(int(owners.max()) + 1, int(positions.max()) + 1)
     plan = StepPlan(
         cache=cache,
-        groups=_groups(decoding, lengths),
         segments=segments,
+        places=_tensor(owners * cache.columns + positions, device),
+        groups=_groups(decoding, starts, lengths),
         lengths=_tensor(lengths, device),
-        places=_tensor(places, device),
+        families=families,
+        starts=_tensor(starts, device) if families else None,
+        members=_tensor(np.concatenate([family.rows for family in families]), device) if families else None,
     )
     return Step(
-        input_ids=_tensor(np.concatenate(ids), device)[None],
-        position_ids=_tensor(position, device)[None],
+        input_ids=_tensor(table.tokens[owners, positions], device)[None],
+        position_ids=_tensor(positions, device)[None],
         plan=plan,
         sample_rows=_tensor(np.array(rows), device),
         sample_slots=sampled,
@@ -98,20 +99,21 @@ def _prefill_pieces(slots: np.ndarray, table: SlotTable, budget: int) -> list[tu
     return pieces
 
 
-def _groups(slots: np.ndarray, lengths: np.ndarray) -> list[DecodeGroup]:
-    """Neighbouring slots whose padding to a common length costs less than another attention call."""
+def _groups(slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> list[DecodeGroup]:
+    """Neighbouring slots whose padding to common columns costs less than another attention call.
+
+    A row needs columns [start, length); a group reads those from the lowest start to the greatest length.
+    """
     groups: list[DecodeGroup] = []
-    first = 0
-    for row in range(1, len(slots) + 1):
-        if row < len(slots) and slots[row] == slots[row - 1] + 1:
-            span = lengths[first : row + 1]
-            split_cost = _waste(lengths[first:row])
-            if _waste(span) - split_cost < GROUP_WASTE:
-                continue
-        groups.append(DecodeGroup(first, row - first, int(slots[first]), int(lengths[first:row].max())))
-        first = row
-    return groups if len(slots) else []
-
-
-def _waste(lengths: np.ndarray) -> int:
-    return int(lengths.max() * len(lengths) - lengths.sum())
+    first = low = high = 0
+    at = slots.tolist()
+    for row, (slot, start, length) in enumerate(zip(at, starts.tolist(), lengths.tolist(), strict=True)):
+        together = (row - first + 1) * (max(high, length) - min(low, start))
+        apart = (row - first) * (high - low) + length - start
+        if row > first and (slot != at[row - 1] + 1 or together - apart > GROUP_WASTE):
+            groups.append(DecodeGroup(first, row - first, at[first], low, high))
+            first = row
+        low, high = (start, length) if row == first else (min(low, start), max(high, length))
+    if at:
+        groups.append(DecodeGroup(first, len(at) - first, at[first], low, high))
+    return groups

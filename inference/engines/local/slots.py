@@ -40,6 +40,10 @@ class SlotTable:
         """Columns of the cache that hold keys and values of those ids."""
         self.fresh = np.zeros(capacity, dtype=bool)
         """All of `computed` was computed by the current weights."""
+        self.origin = np.zeros(capacity, dtype=np.int64)
+        """Which weights, counted by swaps, computed the first `_pure` columns (all of `computed` while fresh)."""
+        self._pure = np.zeros(capacity, dtype=np.int64)
+        self._swaps = 0
         self.request: list[Request | None] = [None] * capacity
         self.session: list[str | None] = [None] * capacity
         self._idle_since = np.zeros(capacity, dtype=np.int64)
@@ -107,6 +111,11 @@ class SlotTable:
         self.tokens[slot, :count] = request.prompt
         self.known[slot], self.computed[slot], self.fresh[slot] = count, cached, True
         self.request[slot], self.session[slot] = request, request.session
+        self.origin[slot] = self._swaps
+
+    def sharable(self, slots: np.ndarray) -> np.ndarray:
+        """Leading columns of each of `slots` that equal any other slot's of the same tokens and `origin`."""
+        return np.where(self.fresh[slots], self.computed[slots], self._pure[slots])
 
     def append(self, slot: int, token: int) -> int:
         """Add a sampled token; returns how many the row knows now."""
@@ -131,17 +140,11 @@ class SlotTable:
 
     def weights_changed(self, *, recompute: bool) -> None:
         """Idle slots are dropped; running ones keep their old entries, or compute them again (`recompute`)."""
+        self._swaps += 1
         for slot in range(self.high):
             if self.request[slot] is None:
                 self._forget(slot)
             elif recompute:
-                self.computed[slot], self.fresh[slot] = 0, True
-            else:
-                self.fresh[slot] = False
-
-    def move(self, source: int, target: int) -> None:
-        """Exchange two rows; the caller exchanges the cache's columns."""
-        for array in (self.tokens, self.known, self.computed, self.fresh, self._idle_since):
-            array[[source, target]] = array[[target, source]]
-        for names in (self.request, self.session):
-            names[source], names[target] = names[target], names[source]
+                self.computed[slot], self.fresh[slot], self.origin[slot] = 0, True, self._swaps
+            elif self.fresh[slot]:
+                self.fresh[slot], self._pure[slot] = False, self.computed[slot]

@@ -86,6 +86,8 @@ class VllmEngine:
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
         """See Engine. Raises also BadRequestError for what vLLM refuses, EngineError when it is gone or draining."""
+        if self._failure is not None:
+            raise self._failure
         if self._draining:
             raise EngineError("this engine is draining: send the request to another node")
         self._check_prompt(prompt_ids)
@@ -123,9 +125,9 @@ class VllmEngine:
         Raises WeightError, before anything changes, where names or shapes differ from the model folder's; DeadlineError
         after inference.vllm.swap_timeout_s.
         """
-        self._check_weights(version, tensors)
-        if self._private is None or self._failure is not None:
+        if self._failure is not None or self._private is None:
             raise self._failure or EngineError("the vLLM engine is closed")
+        self._check_weights(version, tensors)
         path = self._private / f"v{version}.safetensors"
         try:
             await asyncio.to_thread(_save, tensors, path)
@@ -138,6 +140,8 @@ class VllmEngine:
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """See Engine. Raises DeadlineError after inference.vllm.swap_timeout_s."""
+        if self._failure is not None:
+            raise self._failure
         self._check_prompt(token_ids)
         message = messages.Score(call=next(self._numbers), token_ids=token_ids)
         limit = self._inference.vllm.swap_timeout_s

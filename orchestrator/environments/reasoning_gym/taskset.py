@@ -29,12 +29,14 @@ with warnings.catch_warnings():
 logger = logging.getLogger(__name__)
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _INSTRUCTIONS = {
     "tag": "Think, then give only the final answer between <answer> and </answer>.",
     "last_line": "Give the final answer alone on the last line.",
     "whole": "Give only the final answer.",
+    "number": "Give the final answer as a number.",
 }
-AnswerPlace = Literal["tag", "last_line", "whole"]
+AnswerPlace = Literal["tag", "last_line", "whole", "number"]
 
 
 class ReasoningGymConfig(vf.TasksetConfig):
@@ -51,7 +53,7 @@ class ReasoningGymConfig(vf.TasksetConfig):
     eval_share: float = Field(0.1, gt=0, lt=1)
     """Share of all questions that is held out."""
     answer_in: AnswerPlace = "tag"
-    """Where the reply's answer stands: between <answer> tags, on the last line, or the whole reply."""
+    """Where the reply's answer stands: between <answer> tags, on the last line, the whole reply, or its last number."""
     instruction: str | None = None
     """System prompt; None takes one that asks for `answer_in`, an empty one is left out."""
     max_answer_chars: int = Field(2000, ge=1)
@@ -153,5 +155,8 @@ def find_answer(reply: str, place: AnswerPlace) -> str | None:
     if place == "tag":
         tagged = _TAGGED.findall(reply)
         return tagged[-1].strip() if tagged else None
+    if place == "number":
+        numbers = _NUMBER.findall(reply)
+        return numbers[-1] if numbers else None
     lines = reply.strip().splitlines() if place == "last_line" else [reply]
     return (lines[-1].strip() or None) if lines else None

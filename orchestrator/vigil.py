@@ -1,0 +1,143 @@
+"""Who waits for what, and since when: in words for people, as deadlines for the run.
+
+    report   every few seconds a line in metrics.jsonl: queues, gateway, loop lag, what is waited for
+    watch    deadlines that no single wait owns: a batch that doesn't fill, a trainer that falls silent
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from composer_prime.config import Config
+from composer_prime.errors import DeadlineError
+from composer_prime.monitor.jsonl import MetricsFile
+from orchestrator.batches import Batches
+from orchestrator.evals import Evaluator
+from orchestrator.gateway import Gateway
+from orchestrator.permits import Lane, Permits
+from orchestrator.steering import Steering
+from orchestrator.step_server import StepServer
+
+_WATCH_S = 0.25
+_REPORT_S = 5.0
+
+
+class Workers(Protocol):
+    """What is shown of a source's pool."""
+
+    restarts: int
+
+    @property
+    def pids(self) -> list[int]:
+        """Workers that are ready."""
+        ...
+
+
+class Vigil:
+    def __init__(
+        self,
+        *,
+        config: Config,
+        batches: Batches,
+        gateway: Gateway,
+        pools: Mapping[str, Workers],
+        metrics: MetricsFile,
+    ) -> None:
+        self._config, self._batches, self._gateway = config, batches, gateway
+        self._pools, self._metrics = pools, metrics
+        self._steering: Steering | None = None
+        self._evaluator: Evaluator | None = None
+        self._permits: Permits | None = None
+        self.final_checkpoint = config.run.max_steps == 0
+        """Whether the last checkpoint is written (or none is to be expected)."""
+
+    def loaded(self, steering: Steering, evaluator: Evaluator, permits: Permits) -> None:
+        """From now on there is more to tell than that the environments are loading."""
+        self._steering, self._evaluator, self._permits = steering, evaluator, permits
+
+    @property
+    def all_trained(self) -> bool:
+        return self._batches.trained >= self._config.run.max_steps
+
+    @property
+    def finished(self) -> bool:
+        """All steps are trained, the last checkpoint is saved and the last evaluation is written."""
+        done = self.all_trained and self.final_checkpoint
+        return bool(done and self._evaluator is not None and self._evaluator.idle)
+
+    # -- in words ------------------------------------------------------------------------------------------------
+
+    def waiting_for(self, step: int) -> str:
+        """Why batch `step` is not there yet."""
+        if self._steering is None:
+            loading = [name for name, pool in self._pools.items() if not pool.pids] or list(self._pools)
+            return f"batch {step}: the environment workers of {', '.join(loading) or 'all sources'} are loading"
+        serving = len(self._gateway.router.serving())
+        nodes = f"served by {serving} node{'s' if serving > 1 else ''}"
+        if not serving:
+            nodes = f"no node serves: {self._gateway.router.why_no_node()}"
+        evaluation = self._evaluator.waiting_for() if self._evaluator else None
+        return "; ".join([self._steering.waiting_for(step), nodes, *([evaluation] if evaluation else [])])
+
+    def _trainer_owes(self) -> str:
+        if self.all_trained:
+            return f"ask for checkpoint {self._batches.trained}"
+        return f"train step {self._batches.trained + 1}"
+
+    def _now(self) -> str | None:
+        """What the orchestrator itself waits for at this moment."""
+        batches = self._batches
+        if self._steering is None or (batches.formed == batches.trained and not self.all_trained):
+            return self.waiting_for(batches.formed + 1)
+        if self.all_trained and self._evaluator is not None and self._evaluator.running is not None:
+            return self._evaluator.waiting_for()
+        if not self._steering.dispatcher.flights and not (self.all_trained and self.final_checkpoint):
+            return f"the trainer to {self._trainer_owes()}"
+        return None
+
+    # -- as lines ------------------------------------------------------------------------------------------------
+
+    async def report(self, server: StepServer) -> None:
+        """A line every few seconds, until cancelled."""
+        while True:
+            self.log(server)
+            await asyncio.sleep(_REPORT_S)
+
+    def log(self, server: StepServer) -> None:
+        figures: dict[str, float | str | None] = {
+            "waiting_for": self._now(),
+            "step_server/garbage": server.garbage,
+            "step_server/refused": server.refused,
+            "workers/restarts": sum(pool.restarts for pool in self._pools.values()),
+        }
+        if self._steering and self._permits and self._evaluator:
+            figures |= self._steering.metrics()
+            figures["queue/rollouts_waiting"] = self._permits.waiting(Lane.TRAIN)
+            figures["eval/skipped"] = self._evaluator.skipped or None
+        self._metrics.log(self._batches.trained, {**self._gateway.metrics(), **figures})
+
+    # -- as deadlines --------------------------------------------------------------------------------------------
+
+    async def watch(self, server: StepServer) -> None:
+        """Until cancelled. Raises DeadlineError when the run can't be expected to go on."""
+        settings, steering = self._config.orchestrator, self._steering
+        assert steering is not None, "loaded() comes first"
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            now = time.monotonic()
+            hungry_since = None if self.all_trained else steering.hungry_since
+            if hungry_since is not None and now - hungry_since > settings.batch_timeout_s:
+                raise DeadlineError(
+                    f"waited {settings.batch_timeout_s:.0f} s (orchestrator.batch_timeout_s) for "
+                    f"{self.waiting_for(self._batches.formed + 1)}"
+                )
+            silent_s = now - max(server.last_heard or 0.0, steering.fed_since)
+            owed = hungry_since is None and not (self.all_trained and self.final_checkpoint)
+            if owed and silent_s > settings.trainer_timeout_s:
+                raise DeadlineError(
+                    f"no word from the trainer for {silent_s:.0f} s (orchestrator.trainer_timeout_s), which should "
+                    f"{self._trainer_owes()}"
+                )

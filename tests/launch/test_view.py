@@ -1,0 +1,88 @@
+"""What a person sees: the live panel on a terminal, one line a step elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from composer_prime.config import Config
+from composer_prime.monitor.progress import Progress
+from trainer.view import clock, eval_text, panel_rows, step_line
+
+CONFIG = {
+    "run": {"name": "one", "max_steps": 4},
+    "model": {"path": "tiny", "max_context": 512},
+    "orchestrator": {"source": [{"name": "a", "taskset": {"id": "x"}}], "sampling": {"max_tokens": 64}},
+}
+
+
+def line(step: int, **more) -> dict:
+    return {"step": step, "time": 100.0 + step, "role": "trainer", "loss/total": 0.25, **more}
+
+
+def test_step_line_leaves_out_what_is_missing():
+    # A figure that the trainer does not report is absent, not zero.
+    (bare,) = Progress().update([line(2)])
+    assert step_line(bare, 4) == "step 2/4  loss +0.2500"
+    more = {"reward/mean": 0.5, "reward/std": 0.5, "tokens/trained": 100, "time/step_s": 2.0, "time/wait_s": 0.5}
+    (full,) = Progress().update([line(2, **more)])
+    assert step_line(full, 4) == "step 2/4  reward 0.500 ±0.50  loss +0.2500  50 tok/s  2.0 s (waited 0.5 s)"
+
+
+def test_panel_shows_progress_pace_and_who_waits():
+    # Progress bar with the time left, rewards, evaluation with its interval, memory, waits.
+    progress = Progress()
+    waits = {"step": 2, "time": time.time() - 7, "role": "orchestrator", "waiting_for": "batch 3: 1 of 8 groups"}
+    evaluated = {"eval/a/reward_mean": 0.5, "eval/a/reward_mean_low": 0.4, "eval/a/reward_mean_high": 0.6}
+    progress.update([line(1, **{"reward/mean": 0.1}), line(2, **{"reward/mean": 0.3}), {**waits, **evaluated}])
+    rows = dict(panel_rows(Config.model_validate(CONFIG), progress, time.time() - 65, 2 << 30))
+    assert "step 2/4" in rows["progress"] and "1m 05s" in rows["progress"] and "0m 02s left" in rows["progress"]
+    assert "0.300  first 0.100" in rows["reward"]
+    assert rows["eval"] == "after step 2: a/reward_mean 0.500 [0.400, 0.600]"
+    assert rows["memory"].startswith("2.0 GiB") and rows["orchestrator"] == "waits 7 s for batch 3: 1 of 8 groups"
+
+
+def test_eval_text_names_failures_only_when_there_are_some():
+    # Rollouts that failed are left out of the mean, so they must be visible.
+    assert eval_text({"a/reward_mean": 0.5, "a/failed": 0.0}) == "a/reward_mean 0.500"
+    assert "a/failed 3" in eval_text({"a/reward_mean": 0.5, "a/failed": 3.0})
+
+
+def test_clock():
+    # Seconds for people.
+    assert [clock(5), clock(65), clock(3700)] == ["0m 05s", "1m 05s", "1h 01m"]
+
+
+def test_live_panel_on_a_terminal(tmp_path: Path):
+    # On a real terminal the panel is drawn and redrawn, and the summary follows it.
+    scenario = {"orchestrator": "time.sleep(2.5)", "trainer-0": "log('trainer', 3, **{'loss/total': 1.0})"}
+    file = tmp_path / "scenario.json"
+    file.write_text(json.dumps(scenario))
+    stand = Path(__file__).with_name("stand.py")
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, str(stand), str(tmp_path), str(file), "--monitor.view", "auto"],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
+    )
+    os.close(slave)
+    shown, deadline = b"", time.monotonic() + 60
+    while time.monotonic() < deadline:
+        ready, _, _ = select.select([master], [], [], 0.5)
+        try:
+            shown += os.read(master, 65536) if ready else b""
+        except OSError:
+            break
+        if not ready and process.poll() is not None:
+            break
+    assert process.wait(10) == 0
+    text = shown.decode(errors="replace")
+    assert text.count("Ctrl-C stops") > 1 and "step 3/3" in text and "stand finished" in text

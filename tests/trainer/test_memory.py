@@ -1,0 +1,48 @@
+"""Shapes on the meta device, and what the plan says of memory before a run."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from accelerate import init_empty_weights
+from conftest import make_config
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from composer_prime.footprint import ModelShape
+from composer_prime.packing import model_flops
+from trainer.memory import peak_bytes
+from trainer.model import blocks
+
+QWEN3_8B = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 4096,
+    "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_qwen3_8b_on_the_meta_device():
+    # The real architecture without storage: 8.19 B parameters in 36 blocks; the plan's count and FLOPs agree with it.
+    with init_empty_weights(include_buffers=False):
+        lm = AutoModelForCausalLM.from_config(Qwen3Config(**QWEN3_8B))
+    count = sum(p.numel() for p in lm.parameters())
+    assert count == 8_190_735_360 and len(blocks(lm)) == 36
+    assert abs(ModelShape.of(QWEN3_8B).parameters - count) / count < 1e-3
+    matrices = sum(p.numel() for block in blocks(lm) for p in block.parameters() if p.ndim == 2)
+    assert model_flops(QWEN3_8B)[0] == 2 * (matrices + 151936 * 4096)
+
+
+def test_peak_memory_covers_what_is_held():
+    # The peak of this process grows at least by a tensor that it allocated and filled.
+    before = peak_bytes(torch.device("cpu"))
+    held = torch.ones(60_000_000)
+    assert peak_bytes(torch.device("cpu")) >= max(before, held.numel() * 4)
+
+
+def test_shape_of_a_folder_is_the_model_s(model_folder, tmp_path):
+    # What the plan reads from the folder alone is what the loaded model has.
+    lm = AutoModelForCausalLM.from_pretrained(model_folder)
+    shape = ModelShape.read(model_folder)
+    assert shape.parameters == sum(p.numel() for p in lm.parameters())
+    assert shape.vocabulary == json.loads((model_folder / "config.json").read_text())["vocab_size"]
+    assert make_config(model_folder, tmp_path).model.path == str(model_folder)
