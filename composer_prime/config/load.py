@@ -6,6 +6,8 @@ pydantic_config merges the overlays and overrides and validates once; `elements.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
 import sys
@@ -44,7 +46,7 @@ def parse(argv: list[str]) -> CommandLine:
     and exits with status 0.
     """
     if {"--help", "-h"} & set(argv):
-        cli(Config, args=["--help"], prog=program(), description=_DESCRIPTION)  # pyright: ignore[reportCallIssue]
+        _help()
     try:
         return resolve(argv)
     except ConfigError as error:
@@ -111,6 +113,13 @@ def program() -> str:
     """What the user typed to get here, for messages."""
     name = os.path.basename(sys.argv[0] or "trainer")
     return name.removesuffix(".py") if name != "__main__.py" else "trainer"
+
+
+def _help() -> NoReturn:
+    """Print every key with its docstring. pydantic_config reads base classes' source once a section: remember it."""
+    inspect.getsource = functools.cache(inspect.getsource)
+    cli(Config, args=["--help"], prog=program(), description=_DESCRIPTION)  # pyright: ignore[reportCallIssue]
+    raise SystemExit(0)
 
 
 def _split_signs(words: list[str]) -> list[str]:

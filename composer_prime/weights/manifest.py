@@ -72,7 +72,7 @@ def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
     try:
         manifest = msgspec.msgpack.decode(envelope.manifest, type=Manifest)
     except msgspec.DecodeError as error:
-        raise WireError(f"the signed manifest has another layout than this program's: {error}; use one release") from None
+        raise WireError(f"the signed manifest has another layout than ours: {error}; use one release") from None
     if manifest.run_id != run_id:
         raise SignatureError(f"the weight manifest belongs to run {manifest.run_id!r}, this is run {run_id!r}")
     return manifest

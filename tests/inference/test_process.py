@@ -132,7 +132,7 @@ def test_a_joined_node_serves_and_leaves(loop, keys, publisher, folder, token):
 
 
 def test_a_launched_node_reads_the_run_directory(loop, keys, publisher, run_dir):
-    # With --run-dir the node waits for endpoints.json, takes weights from the folder, and goes when the gateway is gone.
+    # With --run-dir the node waits for endpoints.json, takes weights from the folder, and goes when the gateway goes.
     async def scenario():
         gateway = GatewayPeer(keys, publisher.store)
         gateway.manifest = publisher.publish(1)

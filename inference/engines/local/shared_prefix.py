@@ -1,8 +1,8 @@
 """Decoding sequences that begin with the same tokens: siblings of a group, which differ only after their prompt.
 
 Attention over a common prefix needs its keys and values once for all of them, and on a CPU reading those is most of
-what decoding long sequences costs. A family attends to the prefix in one slot (any member's copy is the same) as one call,
-each member to its own tail, and the two parts are merged by their log-sum-exp (as in Flash-Decoding and cascade
+what decoding long sequences costs. A family attends to the prefix in one slot (any member's copy is the same) as one
+call, each member to its own tail, and the two parts are merged by their log-sum-exp (as in Flash-Decoding and cascade
 attention, arXiv 2501.01005).
 """
 

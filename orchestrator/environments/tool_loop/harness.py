@@ -10,6 +10,7 @@ costs more CPU than a whole single-turn rollout, and its pool walks every open c
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from verifiers.v1.runtimes import ProgramResult
 
 from orchestrator.environments.tool_loop.calls import HasTools, NoTools, ToolExecutor, answer_calls
 
+_CONTEXT_FULL = re.compile(r"context length|context window|max_model_len", re.IGNORECASE)
 _DONE = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
@@ -96,6 +98,10 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
         if trace.stop_condition is not None:
             return None
         detail = content[:500].decode(errors="replace")
+        if trace.num_turns and response.status == 400 and _CONTEXT_FULL.search(detail):
+            # A conversation that outgrew the context is scored as it stands: left out, it would be a way to hide.
+            trace.stop("context_full")
+            return None
         raise HarnessError(f"tool_loop: the model endpoint answered {response.status}: {detail}")
 
 

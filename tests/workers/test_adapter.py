@@ -1,0 +1,193 @@
+"""The adapter in this process: what a reply says about tool errors, broken gateways, limits and many agents."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from conftest import CHATML, write_tokenizer
+from peer import Peer
+
+from composer_prime.errors import ConfigError, EmptyTaskSetError
+from orchestrator.chat_renderer import build_renderer, read_tokenizer
+from orchestrator.verifiers_adapter import Environment, serving
+from orchestrator.verifiers_compat import install_renderer
+from orchestrator.verifiers_reply import tool_error
+from orchestrator.workers.protocol import RolloutReply, RunRollout, SourceSpec
+
+TINY = str(Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy")
+TOOL_LOOP = {"id": "orchestrator.environments.tool_loop"}
+
+
+def environment(model_path: str, taskset: dict[str, Any] | None = None, **more: Any) -> Environment:
+    tasksets = {"train": {"id": "bench_env", **(taskset or {})}}
+    spec = SourceSpec(
+        **{"name": "src", "tasksets": tasksets, "harness": {"id": "bench_env"}, "model_path": model_path} | more
+    )
+    config, renderer = build_renderer(model_path, spec.renderer)
+    install_renderer(model_path, config, renderer)
+    return Environment(spec, "train", config)
+
+
+def play(env: Environment, peer: Peer, **request: Any) -> RolloutReply:
+    """One rollout against `peer`."""
+
+    async def scenario() -> RolloutReply:
+        async with peer, serving([env]):
+            wanted = {"rollout_id": "r", "task_index": 0, "model": "policy", "timeout_s": 20.0, "gateway_url": peer.url}
+            return await env.run(RunRollout(**wanted | request))
+
+    return asyncio.run(scenario())
+
+
+class Scripted(Peer):
+    """A peer whose replies are given texts, in order."""
+
+    def __init__(self, model_path: str, texts: list[str], **options: Any) -> None:
+        super().__init__(**options)
+        self._tokenizer = read_tokenizer(model_path)
+        self._texts = iter(texts)
+
+    async def generate(self, request: web.Request) -> web.Response:
+        ids = [*self._tokenizer.encode(next(self._texts), add_special_tokens=False), self._tokenizer.eos_token_id]
+        content = [{"token": f"token_id:{i}", "logprob": -0.5} for i in ids]
+        choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}
+        return web.json_response({"request_id": "", "choices": [choice]})
+
+
+def test_tool_errors_are_marked_on_their_turns() -> None:
+    """In toolsmith a call of an unknown tool and a broken call give error turns; the calls are on the turn before."""
+    taskset = {"id": "orchestrator.environments.toolsmith", "num_tasks": 4}
+    env = environment(TINY, tasksets={"train": taskset}, harness=TOOL_LOOP)
+    texts = [
+        '<tool_call>\n{"name": "nope", "arguments": {"x": 1}}\n</tool_call>',
+        "<tool_call>\n{oops\n</tool_call>",
+        "7",
+    ]
+    reply = play(env, Scripted(TINY, texts))
+    assert reply.error is None
+    by_role = [(turn.role, turn.error) for turn in reply.turns if turn.role in ("assistant", "tool")]
+    assert by_role == [
+        ("assistant", None),
+        ("tool", "Tool not found: nope"),
+        ("assistant", None),
+        ("tool", "Invalid JSON in tool call"),
+        ("assistant", None),
+    ]
+    called = next(turn for turn in reply.turns if turn.call == 0)
+    assert [(call.name, json.loads(call.arguments)) for call in called.tool_calls] == [("nope", {"x": 1})]
+    assert [turn.call for turn in reply.turns if turn.role == "assistant"] == [0, 1, 2]
+    assert reply.metrics["tool_errors"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "is_error"),
+    [
+        ("Error: no such file\nmore", True),
+        ("ValueError: bad", True),
+        ("Traceback (most recent call last):\n  …", True),
+        ("Tool not found: add", True),
+        ("14", False),
+        ("the error was found and fixed", False),
+        ("Errors in the report: none", False),
+    ],
+)
+def test_tool_errors_by_their_words(text: str, is_error: bool) -> None:
+    """Without a word from the task, a tool message is an error if it begins like one; the first line is kept."""
+    assert tool_error(None, text) == (text.splitlines()[0] if is_error else None)
+
+
+def test_a_task_may_know_its_errors_better() -> None:
+    """Task data with `is_tool_error` decides itself."""
+
+    class Data:
+        def is_tool_error(self, text: str) -> bool:
+            return text == "42"
+
+    assert tool_error(Data(), "42") == "42"
+    assert tool_error(Data(), "Error: no") is None
+
+
+class BrokenContract(Peer):
+    """A gateway that forgets a logprob."""
+
+    async def generate(self, request: web.Request) -> web.Response:
+        choice = {"index": 0, "token_ids": [5, 2], "finish_reason": "stop", "logprobs": {"content": []}}
+        return web.json_response({"request_id": "", "choices": [choice]})
+
+
+def test_a_gateway_that_breaks_the_contract_is_named(model_path: str) -> None:
+    """A reply without a logprob for every token is a provider error that says so."""
+    reply = play(environment(model_path), BrokenContract())
+    assert reply.reward is None
+    assert reply.error.kind == "provider"
+    assert "generate contract" in reply.error.message
+
+
+def test_a_template_that_cannot_render_is_not_retried(tmp_path: Path) -> None:
+    """A chat template that fails on the conversation fails the rollout for good, with the template's words."""
+    write_tokenizer(tmp_path, CHATML + "{{ raise_exception('only poems, please') }}")
+    reply = play(environment(str(tmp_path)), Peer())
+    assert (reply.reward, reply.error.kind, reply.error.retryable) == (None, "render", False)
+    assert "only poems" in reply.error.message
+
+
+def test_limits_stop_a_rollout_that_is_scored(model_path: str) -> None:
+    """max_turns cuts the conversation; the rollout is complete, scored and marked as truncated."""
+    reply = play(environment(model_path, harness={"id": "bench_env", "turns": 5}, max_turns=2), Peer())
+    assert (reply.reward, reply.error) == (2.0, None)
+    assert (reply.stop_reason, reply.truncated) == ("max_turns", True)
+    assert sum(turn.role == "assistant" for turn in reply.turns) == 2
+
+
+def test_a_task_set_without_reward_is_no_zero(model_path: str) -> None:
+    """A task that defines no reward function yields an error, not a reward of zero."""
+    env = environment(model_path, tasksets={"train": {"id": "plain_env"}})
+    reply = play(env, Peer())
+    assert (reply.reward, reply.error.kind, reply.error.retryable) == (None, "no_reward", False)
+
+
+def test_an_endless_task_set_gives_tasks_by_index(model_path: str) -> None:
+    """Tasks of an endless set are made as they are asked for, and always the same ones."""
+    env = environment(model_path, tasksets={"train": {"id": "plain_env", "endless": True}})
+    assert env.num_tasks is None
+    assert [task.prompt for task in env.describe(5, 2)] == ["plain 5", "plain 6"]
+    assert env.describe(0, 1)[0].task_id == "task-0"
+
+
+def test_select_chooses_tasks_and_may_leave_none(model_path: str) -> None:
+    """verifiers' task selection applies; a selection that keeps nothing is an empty task set."""
+    env = environment(model_path, select={"skip": 2, "limit": 3})
+    assert [task.task_id for task in env.describe(0, 3)] == ["count-2", "count-3", "count-4"]
+    with pytest.raises(EmptyTaskSetError, match="select"):
+        environment(model_path, select={"skip": 8})
+
+
+def test_every_agent_of_an_environment_has_its_session(model_path: str) -> None:
+    """A second agent's requests carry `<rollout id>#1`; the reward is that of the agent that is trained."""
+    env = environment(model_path, tasksets={"train": {"id": "duo_env"}}, harness={"id": "bench_env"})
+    peer = Peer()
+    reply = play(env, peer)
+    assert reply.error is None
+    assert sorted(peer.sessions) == ["r", "r#1"]
+    assert [(s.session_id, s.agent, s.trainable) for s in reply.sessions] == [
+        ("r", "critic", False),
+        ("r#1", "solver", True),
+    ]
+    assert [(turn.session, turn.role, turn.parent) for turn in reply.turns] == [
+        (0, "user", None),
+        (0, "assistant", 0),
+        (1, "user", None),
+        (1, "assistant", 2),
+    ]
+    assert reply.reward == reply.sessions[1].reward
+
+
+def test_a_plugin_without_task_set_is_told(model_path: str) -> None:
+    """A module that exports no task set is a configuration error that says what is missing."""
+    with pytest.raises(ConfigError, match="exports no Taskset"):
+        environment(model_path, tasksets={"train": {"id": "orchestrator.environments.tool_loop"}})
