@@ -7,11 +7,11 @@ in the gathering.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -27,6 +27,8 @@ from trainer.gather import publication_dtype, whole_tensors
 from trainer.model import empty_model
 from trainer.policy import Policy
 from trainer.world import World
+
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class Publisher:
@@ -58,7 +60,7 @@ class Publisher:
 
     def _write(self, tensors: dict[str, Tensor], version: int) -> int:
         stored = folder_names(self._plain, tensors)
-        data = save(stored, metadata={"format": "pt"})
+        size = sum(tensor.nbytes for tensor in stored.values())
         try:
             manifest = Manifest(
                 run_id=self._run_id,
@@ -66,18 +68,18 @@ class Publisher:
                 parent=None,
                 kind="anchor",
                 dtype=str(self.dtype).removeprefix("torch."),
-                chunks=self._store.put_chunks(data),
-                tensors={name: digest(tensor) for name, tensor in stored.items()},
+                chunks=self._store.put_stream(safetensors_parts(stored)),
+                tensors={name: hashlib.sha256(raw_bytes(tensor)).hexdigest() for name, tensor in stored.items()},
                 canary=self._scorer.score(tensors),
             )
             self._store.put_manifest(version, sign(manifest, self._signer))
             self._store.prune(self._keep, lambda raw: open_signed(raw, self._verifier, run_id=self._run_id))
         except OSError as error:
             raise WeightError(
-                f"policy version {version} ({len(data)} bytes) cannot be written to {self._store.root}: {error}; free "
+                f"policy version {version} ({size} bytes) cannot be written to {self._store.root}: {error}; free "
                 "some space or lower trainer.weights.keep, then go on with --resume"
             ) from error
-        return len(data)
+        return size
 
 
 def plain_model(config: Config, folder: Path) -> PreTrainedModel:
@@ -92,7 +94,24 @@ def folder_names(lm: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str
     return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(lm, dict(tensors)).items()}
 
 
-def digest(tensor: Tensor) -> str:
-    """sha256 of the raw bytes of a CPU tensor, row-major."""
-    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(memoryview(raw.numpy())).hexdigest()
+def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file of CPU tensors, piece by piece: no second copy of the model is made.
+
+    Layout: 8 bytes header length, JSON header, tensors end to end (https://huggingface.co/docs/safetensors).
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        yield raw_bytes(tensor)
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, row-major, without a copy."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())

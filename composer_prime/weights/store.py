@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from composer_prime.errors import CorruptWeightsError
@@ -27,7 +27,7 @@ class WeightStore:
         self._chunks = root / "chunks"
         self._manifests = root / "manifests"
 
-    def put_chunks(self, data: bytes | memoryview) -> list[ChunkRef]:
+    def put_chunks(self, data: bytes | bytearray | memoryview) -> list[ChunkRef]:
         """Store `data` in pieces; a piece that is there already is not written again."""
         view, refs = memoryview(data), []
         for start in range(0, len(view), CHUNK_BYTES):
@@ -38,6 +38,19 @@ class WeightStore:
                 write_atomic(path, bytes(piece))
             refs.append(ChunkRef(digest, len(piece)))
         return refs
+
+    def put_stream(self, parts: Iterable[bytes | memoryview]) -> list[ChunkRef]:
+        """As `put_chunks` of all `parts` joined, with one chunk in memory at a time."""
+        refs, pending = [], bytearray()
+        for part in parts:
+            view = memoryview(part)
+            while len(pending) + len(view) >= CHUNK_BYTES:
+                room = CHUNK_BYTES - len(pending)
+                pending += view[:room]
+                refs += self.put_chunks(pending)
+                view, pending = view[room:], bytearray()
+            pending += view
+        return refs + self.put_chunks(pending)
 
     def put_manifest(self, version: int, signed: bytes) -> None:
         write_atomic(self._manifests / f"v{version:06d}.manifest", signed)

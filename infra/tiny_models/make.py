@@ -59,8 +59,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m infra.tiny_models.make", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder that gets policy/, teacher_*/ and README.md")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--groups", type=int, default=48, help="groups of eight rollouts to measure for each split")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--groups", type=int, default=24, help="groups of eight rollouts to measure for each split")
     return parser.parse_args()
 
 

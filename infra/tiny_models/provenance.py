@@ -26,7 +26,7 @@ model's weights or outputs went into them. License: that of this repository.
 
     python -m infra.tiny_models.make --seed {seed} --threads {threads}
 
-It took {minutes:.0f} minutes here. All four start from one expert, trained on demonstrations whose mistaken turns are
+It took about {minutes:.0f} minutes. All four start from one expert, trained on demonstrations whose mistaken turns are
 seen but not imitated; each then learns the habits of its own mixture. Demonstrations come from training questions
 only; the eval split shares no question with them.
 

@@ -14,14 +14,14 @@ import psutil
 import pytest
 
 STAND = Path(__file__).with_name("stand.py")
-STEADY = "open(f'ready-{os.getpid()}', 'w').close(); time.sleep(60)"
+STEADY = "open(f'ready-{os.getpid()}', 'w').close(); time.sleep(300)"
 TRAINS = """
 for step in (1, 2, 3):
     log('trainer', step, **{'loss/total': 0.1, 'reward/mean': step / 10, 'time/step_s': 0.1, 'tokens/trained': 50})
     time.sleep(0.2)
 """
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STEADY
-GRANDCHILD = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+GRANDCHILD = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], start_new_session=True)\n"
 
 
 class Stand:
@@ -42,7 +42,7 @@ class Stand:
             start_new_session=True,
         )
 
-    def finish(self, timeout_s: float = 40) -> tuple[int, str]:
+    def finish(self, timeout_s: float = 150) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output
 
@@ -58,7 +58,7 @@ class Stand:
                 continue
         return found
 
-    def wait_for(self, condition, timeout_s: float = 20) -> None:
+    def wait_for(self, condition, timeout_s: float = 100) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, "the stand did not get there in time"
@@ -85,7 +85,7 @@ def stand(tmp_path: Path):
 
 def test_finished_run_stops_nodes_and_leaves_nothing(stand):
     # Orchestrator and ranks end with 0: the run is a success, the node is stopped, no process is left.
-    run = stand({"orchestrator": "time.sleep(1)", "node-0": GRANDCHILD + STEADY, "trainer-0": TRAINS})
+    run = stand({"orchestrator": "time.sleep(2)", "node-0": GRANDCHILD + STEADY, "trainer-0": TRAINS})
     status, output = run.finish()
     assert status == 0, output
     assert "step 3/3" in output and "stand finished after 3 of 3 steps" in output
@@ -154,13 +154,13 @@ def test_ctrl_c_stops_everything_with_130(stand):
 
 def test_second_ctrl_c_kills_at_once(stand):
     # A second Ctrl-C does not wait for the grace period.
-    run = stand({"orchestrator": STUBBORN, "trainer-0": STUBBORN}, "--run.stop_grace_s", "60")
+    run = stand({"orchestrator": STUBBORN, "trainer-0": STUBBORN}, "--run.stop_grace_s", "250")
     run.wait_for_roles(2)
     run.process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
-    status, _ = run.finish(15)
+    status, _ = run.finish(100)
     assert status == 130 and run.members() == []
 
 

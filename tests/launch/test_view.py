@@ -74,7 +74,7 @@ def test_live_panel_on_a_terminal(tmp_path: Path):
         env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
     )
     os.close(slave)
-    shown, deadline = b"", time.monotonic() + 60
+    shown, deadline = b"", time.monotonic() + 150
     while time.monotonic() < deadline:
         ready, _, _ = select.select([master], [], [], 0.5)
         try:

@@ -17,6 +17,10 @@ RENDERER = {
 }
 
 
+FULL = "the context is full"
+"""A script's entry for a node that refuses the prompt as too long."""
+
+
 @pytest.fixture(scope="module")
 def vf() -> Any:
     module = pytest.importorskip("verifiers.v1")
@@ -42,6 +46,9 @@ async def serve_script(tokenizer: Any, script: list[str]) -> tuple[web.AppRunner
 
     async def generate(request: web.Request) -> web.Response:
         prompts.append((await request.json())["token_ids"])
+        if script[len(prompts) - 1] == FULL:
+            message = "Prompt length (400) exceeds maximum context length (384)"
+            return web.json_response({"error": {"message": message, "code": "context_length_exceeded"}}, status=400)
         text = script[len(prompts) - 1] + "<|im_end|>"
         ids = tokenizer.encode(text, add_special_tokens=False)
         logprobs = {"content": [{"token": f"token_id:{i}", "logprob": -0.5} for i in ids]}
@@ -140,6 +147,14 @@ def test_the_turn_limit_stops_the_rollout_without_failing_it(vf, tokenizer):
     trace, _, prompts = roll_out(vf, tokenizer, lambda _: [call("x", {})] * 9, max_turns=3)
     assert len(prompts) == 3
     assert trace.ok and trace.stop_condition == "max_turns" and trace.reward == 0.0
+
+
+def test_a_conversation_that_outgrows_the_context_is_scored_as_it_stands(vf, tokenizer):
+    # Overflow after a turn stops the rollout with its reward; before any turn the task itself is too long: a failure.
+    trace, _, _ = roll_out(vf, tokenizer, lambda _: [call("x", {}), FULL])
+    assert trace.ok and trace.stop_condition == "context_full" and trace.reward == 0.0 and trace.num_turns == 1
+    hopeless, _, _ = roll_out(vf, tokenizer, lambda _: [FULL])
+    assert not hopeless.ok and not hopeless.rewards
 
 
 def test_a_task_without_tools_is_one_turn(vf, tokenizer):

@@ -15,11 +15,11 @@ from composer_prime.errors import CheckpointError, WeightError
 from composer_prime.keys import RunKeys
 from composer_prime.packing import totals
 from composer_prime.weights.manifest import open_signed
-from composer_prime.weights.store import WeightStore, verified
+from composer_prime.weights.store import CHUNK_BYTES, WeightStore, verified
 from trainer.export import export
 from trainer.model import build_policy
 from trainer.optim import build_optimizer
-from trainer.publish import Publisher
+from trainer.publish import Publisher, safetensors_parts
 from trainer.step import train_step
 
 
@@ -118,3 +118,16 @@ def test_final_that_cannot_be_written_is_a_clear_error(make_run, model_folder, w
     (run.dir.root / "blocked").write_text("")
     with pytest.raises(CheckpointError, match=r"final model cannot be written to .*blocked"):
         export(policy, run.config, model_folder, run.dir.root / "blocked" / "final", world, torch.float32)
+
+
+def test_the_stream_is_a_safetensors_file(tmp_path):
+    # Pieces written one by one, over chunk borders, join to a file that safetensors reads back bit for bit.
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.randn(2, 2, 2), "d": torch.zeros(0, 4)}
+    whole = b"".join(bytes(part) for part in safetensors_parts(tensors))
+    read = load(whole)
+    assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
+    store = WeightStore(tmp_path)
+    one, other = store.put_chunks(whole), store.put_stream(safetensors_parts(tensors))
+    assert one == other and b"".join(store.chunk(ref.sha256, 0, ref.size) for ref in one) == whole
+    parts = [whole[:10], b"", whole[10:11], whole[11:]] * (2 * CHUNK_BYTES // len(whole))
+    assert store.put_stream(parts) == store.put_chunks(b"".join(parts)) and len(store.put_stream(parts)) == 2
