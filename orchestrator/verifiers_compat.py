@@ -38,6 +38,8 @@ from verifiers.v1.utils import loaders
 _IDLE_S = 15.0
 """Idle connections are closed by us before the gateway does it, so no request meets a closing one."""
 _CONNECT_S = 30.0
+_HARNESSES = 64
+"""Shared at most; an environment that makes a configuration for every rollout gains nothing from more."""
 
 
 class _Body:
@@ -129,7 +131,9 @@ def share_harnesses() -> None:
     def load_harness(config: Any) -> Any:
         kept = built.get(id(config))
         if kept is None:
-            kept = built[id(config)] = (config, build(config))
+            kept = (config, build(config))
+            if len(built) < _HARNESSES:
+                built[id(config)] = kept
         return kept[1]
 
     loaders.load_harness = load_harness

@@ -12,14 +12,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from trl import GRPOTrainer
+from trl.chat_template_utils import parse_response
+
 from benchmarks.rl_throughput_sides.plan import Plan, training_order
 from benchmarks.rl_throughput_sides.trl_side import question, rendered, tokenizer_for
 from benchmarks.rl_throughput_sides.trl_tools import environment_class
 from orchestrator.chat_renderer import build_renderer
 from orchestrator.environments.toolsmith.episode import Episode
 from orchestrator.environments.toolsmith.tools import run_call
-from trl import GRPOTrainer
-from trl.chat_template_utils import parse_response
 
 SAMPLE = 32
 
@@ -56,7 +57,7 @@ def _reply_same(tokenizer: Any, episode: Episode, prompt: list[int], call: tuple
     """TRL's way from the model's text to the tool's reply, against ours."""
     name, arguments = call
     instance = environment_class(episode)()
-    methods = {method.__name__: method for method in (getattr(instance, f"tool_{i}") for i in range(len(episode.tools)))}
+    methods = {tool.name: getattr(instance, f"tool_{index}") for index, tool in enumerate(episode.tools)}
     ids = tokenizer(_call_text(name, arguments))["input_ids"]
     message = parse_response(tokenizer, ids, prefix=prompt, tools=list(methods.values()))
     function = message["tool_calls"][0]["function"]

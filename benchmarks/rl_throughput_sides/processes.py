@@ -36,8 +36,7 @@ class CpuRecord:
                 for process in [root, *root.children(recursive=True)]:
                     with suppress(psutil.Error):
                         times = process.cpu_times()
-                        role = self._seen[process.pid][0] if process.pid in self._seen else role_of(process.cmdline())
-                        self._seen[process.pid] = (role, times.user + times.system)
+                        self._seen[process.pid] = (role_of(process.cmdline()), times.user + times.system)
         by_role: dict[str, float] = defaultdict(float)
         for role, used in self._seen.values():
             by_role[role] += used
@@ -76,7 +75,7 @@ def watch(
     timeout_s: float,
     tick: Callable[[], None] = lambda: None,
 ) -> CpuRecord:
-    """Waits until all have ended well; `tick` is called meanwhile. Raises SideFailedError, and then leaves none behind."""
+    """Waits until all have ended well and calls `tick` meanwhile. Raises SideFailedError, leaving none behind."""
     record, deadline = CpuRecord(), time.monotonic() + timeout_s
     pids = [process.pid for process in processes]
     try:

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -75,14 +76,21 @@ class Child:
 
     @classmethod
     async def start(
-        cls, spec: SourceSpec, label: str, *, start_timeout_s: float, hang_timeout_s: float, log: Path | None
+        cls,
+        spec: SourceSpec,
+        label: str,
+        *,
+        start_timeout_s: float,
+        hang_timeout_s: float,
+        log: Path | None,
+        environment: Mapping[str, str],
     ) -> Child:
-        """A worker that has loaded its environment.
+        """A worker that has loaded its environment; `environment` adds to this process's variables.
 
         Raises the error it reports (EnvironmentNotInstalledError, EmptyTaskSetError, ConfigError, …),
         EnvironmentWorkerError when it ends first, DeadlineError when it takes longer than `start_timeout_s`.
         """
-        child = await cls._spawn(spec, label, log)
+        child = await cls._spawn(spec, label, log, environment)
         try:
             async with asyncio.timeout(start_timeout_s):
                 first = await child._frames.receive()
@@ -107,7 +115,7 @@ class Child:
         raise EnvironmentWorkerError(f"{label} ended while it was loading ({child._exit()}).{child.last_words()}")
 
     @classmethod
-    async def _spawn(cls, spec: SourceSpec, label: str, log: Path | None) -> Child:
+    async def _spawn(cls, spec: SourceSpec, label: str, log: Path | None, environment: Mapping[str, str]) -> Child:
         ours, theirs = socket.socketpair()
         life_read, life_write = os.pipe()
         arguments = ["--socket-fd", theirs.fileno(), "--life-fd", life_read, "--parent", os.getpid()]
@@ -121,7 +129,7 @@ class Child:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(theirs.fileno(), life_read),
-                env=os.environ | _ENVIRONMENT,
+                env={**os.environ, **_ENVIRONMENT, **environment},
                 start_new_session=True,
                 limit=_LINE_LIMIT,
             )
@@ -184,6 +192,14 @@ class Child:
             return await future
         finally:
             self._describes.pop(request.request_id, None)
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets the worker abort its rollouts and clean up for `grace_s`, then kills it."""
+        self._killed_for = self._killed_for or "the pool was closed"
+        self._frames.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), grace_s)
+        await self.kill("the pool was closed")
 
     async def kill(self, reason: str) -> None:
         """Ends the process and its group, and waits until they are gone."""

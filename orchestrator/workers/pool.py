@@ -12,10 +12,11 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from composer_prime.errors import ComposerError, DeadlineError, EnvironmentWorkerError
+from composer_prime.errors import ComposerError, ConfigError, DeadlineError, EnvironmentWorkerError
 from orchestrator.workers.child import Child
 from orchestrator.workers.protocol import (
     TRAIN,
@@ -45,14 +46,17 @@ class WorkerPool:
         backoff_s: float = 0.5,
         max_backoff_s: float = 30.0,
         log_dir: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        stop_grace_s: float = 5.0,
     ) -> None:
         """`hang_timeout_s`: a worker silent for so long is killed; longer than any one step of the environment may
         block. `backoff_s`: wait before the first restart, doubled for each further one. `log_dir`: takes the workers'
-        output, one file a worker."""
+        output, one file a worker. `environment`: further variables for the workers, such as the gateway's token.
+        `stop_grace_s`: what `close` gives them to clean up."""
         self.spec = spec
         self._workers, self._start_timeout_s, self._hang_timeout_s = workers, start_timeout_s, hang_timeout_s
         self._max_restarts, self._backoff_s, self._max_backoff_s = max_restarts, backoff_s, max_backoff_s
-        self._log_dir = log_dir
+        self._log_dir, self._environment, self._stop_grace_s = log_dir, dict(environment or {}), stop_grace_s
         self._children: dict[int, Child] = {}
         self._supervisors: list[asyncio.Task[None]] = []
         self._changed = asyncio.Condition()
@@ -134,7 +138,7 @@ class WorkerPool:
         for supervisor in self._supervisors:
             supervisor.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)
-        await asyncio.gather(*(child.kill("the pool was closed") for child in self._children.values()))
+        await asyncio.gather(*(child.stop(self._stop_grace_s) for child in self._children.values()))
         self._children.clear()
         async with self._changed:
             self._changed.notify_all()
@@ -158,30 +162,27 @@ class WorkerPool:
 
     async def _supervise(self, number: int) -> None:
         """Keeps worker `number` alive; ends when the pool has failed."""
-        label = f"worker {number} of source {self.spec.name!r}"
-        log = self._log_dir / f"worker_{self.spec.name}_{number}.log" if self._log_dir else None
         restarts = 0
         while True:
             try:
-                child = await Child.start(
-                    self.spec,
-                    label,
-                    start_timeout_s=self._start_timeout_s,
-                    hang_timeout_s=self._hang_timeout_s,
-                    log=log,
-                )
+                child = await self._start_child(number)
             except (ComposerError, OSError) as error:
-                known = isinstance(error, ComposerError)
-                await self._fail(error if known else EnvironmentWorkerError(f"{label}: {error}"))
-                return
-            await self._joined(number, child)
-            reason = await asyncio.shield(child.ended)
-            self._children.pop(number, None)
-            restarts = 1 if child.completed else restarts + 1
+                if self._ready is None or isinstance(error, ConfigError):
+                    known = isinstance(error, ComposerError)
+                    await self._fail(error if known else EnvironmentWorkerError(f"source {self.spec.name!r}: {error}"))
+                    return
+                reason, last_words = str(error), ""
+            else:
+                await self._joined(number, child)
+                reason = await asyncio.shield(child.ended)
+                self._children.pop(number, None)
+                last_words = child.last_words()
+                restarts = 0 if child.completed else restarts
+            restarts += 1
             if restarts > self._max_restarts:
                 message = (
                     f"source {self.spec.name!r}: {reason}. It was started {restarts} times without finishing a rollout "
-                    f"(max_restarts = {self._max_restarts}).{child.last_words()}"
+                    f"(max_restarts = {self._max_restarts}).{last_words}"
                 )
                 await self._fail(EnvironmentWorkerError(message))
                 return
@@ -189,6 +190,16 @@ class WorkerPool:
             logger.warning("%s; starting it again in %.1f s (restart %d)", reason, wait_s, restarts)
             self.restarts += 1
             await asyncio.sleep(wait_s)
+
+    async def _start_child(self, number: int) -> Child:
+        return await Child.start(
+            self.spec,
+            f"worker {number} of source {self.spec.name!r}",
+            start_timeout_s=self._start_timeout_s,
+            hang_timeout_s=self._hang_timeout_s,
+            log=self._log_dir / f"worker_{self.spec.name}_{number}.log" if self._log_dir else None,
+            environment=self._environment,
+        )
 
     async def _joined(self, number: int, child: Child) -> None:
         async with self._changed:

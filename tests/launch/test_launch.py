@@ -112,16 +112,17 @@ def test_killed_orchestrator_is_named_with_its_signal(stand):
 
 def test_orchestrator_is_named_before_the_rank_it_took_down(stand):
     # A rank that learns of the orchestrator's failure ends first; the report still begins with the cause.
-    failing = "print('no task'); time.sleep(1.5); sys.exit(1)"
-    told = "time.sleep(0.3); print('told to stop'); sys.exit(1)"
+    failing = "print('no task'); open('failing', 'w').close(); time.sleep(1); sys.exit(1)"
+    told = "while not os.path.exists('failing'): time.sleep(0.02)\nprint('told to stop'); sys.exit(1)"
     status, output = stand({"orchestrator": failing, "trainer-0": told}).finish()
     assert status == 1 and output.index("no task") < output.index("told to stop")
 
 
 def test_dead_node_is_started_again(stand):
     # A node that dies once is restarted and the run succeeds.
+    patient = "while not os.path.exists('seen'): time.sleep(0.05)\ntime.sleep(3)"
     flaky = "first = not os.path.exists('seen'); open('seen', 'a').close()\nif first: sys.exit(7)\n" + STEADY
-    status, output = stand({"orchestrator": "time.sleep(3)", "node-0": flaky, "trainer-0": TRAINS}).finish()
+    status, output = stand({"orchestrator": patient, "node-0": flaky, "trainer-0": TRAINS}).finish()
     assert status == 0, output
     assert "node-0 ended with exit status 7; starting it again in 1 s (1 of 5)" in output
 

@@ -26,9 +26,12 @@ class Peer:
         stop_id: int = 2,
         max_model_len: int = 4096,
         fail_status: int = 0,
+        hang_after: int | None = None,
     ) -> None:
         self.delay_s, self.num_tokens, self.low, self.high, self.stop_id = delay_s, num_tokens, low, high, stop_id
         self.max_model_len, self.fail_status = max_model_len, fail_status
+        self.hang_after = hang_after
+        """Requests of a session that are answered; the next one gets no reply."""
         self.sessions: dict[str, list[tuple[list[int], list[int]]]] = {}
         self.params: dict[str, dict] = {}
         self.running = 0
@@ -70,7 +73,8 @@ class Peer:
             return web.json_response({"error": {"message": "no inference node is connected"}}, status=self.fail_status)
         self.running += 1
         try:
-            await asyncio.sleep(self.delay_s)
+            silent = self.hang_after is not None and len(self.sessions.get(session, ())) >= self.hang_after
+            await asyncio.sleep(3600 if silent else self.delay_s)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

@@ -27,7 +27,7 @@ def source(model_path: str, taskset: dict[str, Any] | None = None, turns: int = 
     return SourceSpec(name="bench", **{"tasksets": tasksets, "harness": harness, "model_path": model_path} | spec)
 
 
-def rollout(peer: Peer, rollout_id: str, task_index: int = 0, timeout_s: float = 30.0, **more: Any) -> RunRollout:
+def rollout(peer: Peer, rollout_id: str, task_index: int = 0, timeout_s: float = 120.0, **more: Any) -> RunRollout:
     request = {"rollout_id": rollout_id, "task_index": task_index, "timeout_s": timeout_s, **more}
     return RunRollout(**{"model": "policy", "gateway_url": peer.url, "max_tokens": 16} | request)
 
@@ -41,7 +41,7 @@ def alive(pid: int) -> bool:
         return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-async def until(condition: Any, timeout_s: float = 10.0) -> None:
+async def until(condition: Any, timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.02)
@@ -138,10 +138,10 @@ def test_a_deadline_is_an_error_with_the_turns_so_far(played: Played) -> None:
     runner, pool = played
 
     async def scenario() -> None:
-        async with Peer(delay_s=0.5) as peer:
-            reply = await pool.run(rollout(peer, "r", timeout_s=1.3))
+        async with Peer(hang_after=2) as peer:
+            reply = await pool.run(rollout(peer, "r", timeout_s=2.5))
             assert (reply.reward, reply.error.kind, reply.error.retryable) == (None, "timeout", True)
-            assert "1.3 s" in reply.error.message
+            assert "2.5 s" in reply.error.message
             assert sum(turn.role == "assistant" for turn in reply.turns) == 2
             await until(lambda: peer.running == 0)
 
@@ -203,7 +203,7 @@ def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str) -> None:
 
     async def scenario() -> None:
         spec = source(model_path, {"hang_at": 0}, heartbeat_s=0.2)
-        pool = WorkerPool(spec, hang_timeout_s=1.5, max_restarts=0)
+        pool = WorkerPool(spec, hang_timeout_s=4, max_restarts=0)
         async with Peer() as peer, pool:
             reply = await pool.run(rollout(peer, "hang", 0))
             assert reply.error.kind == "worker"
@@ -260,7 +260,7 @@ def test_workers_end_with_a_killed_orchestrator(model_path: str) -> None:
     assert alive(worker)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while alive(worker) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(worker)
