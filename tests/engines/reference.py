@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -16,6 +17,9 @@ from transformers import (
 
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
+
+_HAIR = 1e-5
+"""Probability mass within which two float32 computations may disagree about the edge of a nucleus."""
 
 
 class Reference:
@@ -65,7 +69,10 @@ class Reference:
     def rescore(
         self, prompt: list[int], completion: list[int], spans: list[VersionSpan], sampling: Sampling
     ) -> torch.Tensor:
-        """Logprobs [T_new] of `completion` under `sampling`, each token by its span's version.
+        """Logprobs [1 or 3, T_new] of `completion` under `sampling`, each token by its span's version.
+
+        Row 0 is for top_p itself. Rows 1 and 2 are for nuclei a hair smaller and larger: where the running mass meets
+        top_p within rounding, the last token of the nucleus is in or out by chance, on either side.
 
         A swap keeps the cache of the tokens before it, so the forward goes span by span over one growing cache.
         """
@@ -77,8 +84,10 @@ class Reference:
             out = self.model(torch.tensor([tokens[fed:upto]]), past_key_values=cache, use_cache=True)
             rows.append(out.logits[0, -(span.end - span.start) :])
             fed = upto
-        warped = warp(torch.cat(rows), sampling)
-        return warped.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+        logits, chosen = torch.cat(rows), torch.tensor(completion)[:, None]
+        nuclei = [sampling.top_p] + [sampling.top_p + hair for hair in (-_HAIR, _HAIR) if sampling.top_p < 1.0]
+        warped = [warp(logits, msgspec.structs.replace(sampling, top_p=top_p)) for top_p in nuclei]
+        return torch.stack([each.log_softmax(-1).gather(-1, chosen)[:, 0] for each in warped])
 
 
 def warp(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -12,7 +12,7 @@ from aiohttp import web
 from conftest import CHATML, write_tokenizer
 from peer import Peer
 
-from composer_prime.errors import ConfigError, EmptyTaskSetError
+from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError
 from orchestrator.chat_renderer import build_renderer, read_tokenizer
 from orchestrator.verifiers_adapter import Environment, serving
 from orchestrator.verifiers_compat import install_renderer
@@ -191,3 +191,23 @@ def test_a_plugin_without_task_set_is_told(model_path: str) -> None:
     """A module that exports no task set is a configuration error that says what is missing."""
     with pytest.raises(ConfigError, match="exports no Taskset"):
         environment(model_path, tasksets={"train": {"id": "orchestrator.environments.tool_loop"}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"harness": {"id": "no.such.harness"}}, EnvironmentNotInstalledError, r"harness 'no.such.harness'.*nstall"),
+        (
+            {"tasksets": {"train": {"id": "needy_env"}}},
+            EnvironmentNotInstalledError,
+            "module 'no_such_module' is missing",
+        ),
+        ({"tasksets": {"train": {"id": "bench_env", "num_tasks": 0}}}, EmptyTaskSetError, "'src'.*num_tasks"),
+        ({"harness": {"id": "bench_env", "turn": 3}}, ConfigError, r"turn: no such setting; did you mean turns\?"),
+        ({"select": {"limt": 3}}, ConfigError, "limt"),
+    ],
+)
+def test_what_cannot_load_says_why(model_path: str, changes: dict[str, Any], error: type[Exception], says: str) -> None:
+    """Each wrong setting of a source has its own error, which names the source and the remedy."""
+    with pytest.raises(error, match=says):
+        environment(model_path, **changes)

@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 from peer import Peer
 
-from composer_prime.errors import EmptyTaskSetError, EnvironmentNotInstalledError, EnvironmentWorkerError
+from composer_prime.errors import EnvironmentNotInstalledError, EnvironmentWorkerError
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import RolloutFailure, RunRollout, SourceSpec
+
+START_S = 280.0
+"""Importing verifiers takes seconds of CPU: let a busy machine have its time."""
 
 
 def source(model_path: str, taskset: dict[str, Any] | None = None, turns: int = 1, **spec: Any) -> SourceSpec:
@@ -55,7 +58,7 @@ def played(model_path: str) -> Iterator[tuple[asyncio.Runner, WorkerPool]]:
         "eval": {"id": "bench_env", "num_tasks": 3, "prompt": "held"},
     }
     with asyncio.Runner() as runner:
-        pool = WorkerPool(source(model_path, tasksets=tasksets, turns=3), workers=2)
+        pool = WorkerPool(source(model_path, tasksets=tasksets, turns=3), workers=2, start_timeout_s=START_S)
         runner.run(pool.start())
         yield runner, pool
         runner.run(pool.close())
@@ -181,7 +184,10 @@ def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(model_path: str, t
 
     async def scenario() -> None:
         spec = source(model_path, {"crash_at": 3})
-        async with Peer(delay_s=1) as peer, WorkerPool(spec, backoff_s=0.05, log_dir=tmp_path) as pool:
+        async with (
+            Peer(delay_s=1) as peer,
+            WorkerPool(spec, start_timeout_s=START_S, backoff_s=0.05, log_dir=tmp_path) as pool,
+        ):
             bystander = asyncio.create_task(pool.run(rollout(peer, "bystander")))
             await until(lambda: peer.running == 1)
             crashed = await pool.run(rollout(peer, "crash", 3))
@@ -203,7 +209,7 @@ def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str) -> None:
 
     async def scenario() -> None:
         spec = source(model_path, {"hang_at": 0}, heartbeat_s=0.2)
-        pool = WorkerPool(spec, hang_timeout_s=4, max_restarts=0)
+        pool = WorkerPool(spec, start_timeout_s=START_S, hang_timeout_s=4, max_restarts=0)
         async with Peer() as peer, pool:
             reply = await pool.run(rollout(peer, "hang", 0))
             assert reply.error.kind == "worker"
@@ -214,24 +220,16 @@ def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("taskset", "harness", "error", "says"),
-    [
-        ({"id": "no_such_env"}, {"id": "bench_env"}, EnvironmentNotInstalledError, "taskset 'no_such_env'.*nstall"),
-        ({"id": "bench_env"}, {"id": "no.such.harness"}, EnvironmentNotInstalledError, "harness 'no.such.harness'"),
-        ({"id": "bench_env", "num_tasks": 0}, {"id": "bench_env"}, EmptyTaskSetError, "'bench'.*num_tasks"),
-    ],
-)
-def test_what_cannot_start_says_why(
-    model_path: str, taskset: dict[str, Any], harness: dict[str, Any], error: type[Exception], says: str
-) -> None:
-    """A source that cannot load fails `start` with its own error, once, and leaves no process."""
+def test_what_cannot_start_says_why(model_path: str) -> None:
+    """A source that cannot load fails `start` with its own error, at once, and leaves no process."""
 
     async def scenario() -> None:
-        pool = WorkerPool(source(model_path, tasksets={"train": taskset}, harness=harness))
-        with pytest.raises(error, match=says):
+        pool = WorkerPool(source(model_path, tasksets={"train": {"id": "no_such_env"}}), start_timeout_s=START_S)
+        with pytest.raises(EnvironmentNotInstalledError, match=r"'bench'.*taskset 'no_such_env'.*nstall"):
             await pool.start()
         assert pool.pids == []
+        with pytest.raises(EnvironmentNotInstalledError):
+            await pool.run(RunRollout(rollout_id="r", task_index=0, model="m", gateway_url="", timeout_s=1))
 
     asyncio.run(scenario())
 

@@ -39,6 +39,7 @@ from inference.engines.local.loading import (
 from inference.engines.local.request import Add, Cancel, Close, Command, Drained, Request, Score, Swap
 from inference.engines.local.sampling import SamplingRows, sample
 from inference.engines.local.scheduling import Step, plan_step
+from inference.engines.local.shared_prefix import FamilyMemory
 from inference.engines.local.slots import SlotTable
 from inference.engines.local.stopping import StopRule
 
@@ -114,7 +115,8 @@ class Computer:
         probe = StepPlan(cache=self._cache, segments=[Segment(0, 2, 0, 0)], places=places)
         self._forward(torch.zeros(1, 2, dtype=torch.int64, device=self._device), torch.arange(2)[None], probe, None)
         check_supported(self._model, self._cache.num_layers)
-        self._share = self._device.type == "cpu" and not self._cache.windowed and self._config.local.prefix_cache
+        share = self._device.type == "cpu" and not self._cache.windowed and self._config.local.prefix_cache
+        self._shared = FamilyMemory() if share else None
         capacity = self._capacity()
         self._cache.limit(capacity, self._context)
         self._max_running = min(self._config.local.max_batch, capacity)
@@ -236,7 +238,7 @@ class Computer:
             list(self._running),
             self._config.local.prefill_tokens,
             self._device,
-            share=self._share,
+            self._shared,
         )
         if step is not None:
             self._compute(step)

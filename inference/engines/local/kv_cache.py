@@ -6,6 +6,9 @@ a step are one `index_copy_` and neighbouring slots are one strided view, withou
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from composer_prime.errors import EngineError
@@ -25,8 +28,10 @@ class KvCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def limit(self, slots: int, columns: int) -> None:
-        """Growth never goes beyond this many slots and columns."""
+        """Growth never goes beyond this many slots and columns; on a CPU the address space is taken at once."""
         self._limits = (slots, columns)
+        if all(keys.device.type == "cpu" for keys, _ in self._layers.values()):
+            self.reserve(slots, columns)
 
     @property
     def num_layers(self) -> int:
@@ -42,14 +47,14 @@ class KvCache:
         """Grow to at least `slots` rows of `columns`; what they hold stays. Growth is geometric, layer by layer."""
         if slots <= self.slots and columns <= self.columns:
             return
-        self.slots = min(_grown(self.slots, slots, step=8), max(self.slots, self._limits[0]))
-        self.columns = min(_grown(self.columns, columns, step=_COLUMNS_STEP), max(self.columns, self._limits[1]))
+        self.slots = max(self.slots, min(_grown(self.slots, slots, step=8), self._limits[0]))
+        self.columns = max(self.columns, min(_grown(self.columns, columns, step=_COLUMNS_STEP), self._limits[1]))
         for layer, (keys, values) in self._layers.items():
             self._layers[layer] = (self._enlarged(keys), self._enlarged(values))
 
     def _enlarged(self, old: torch.Tensor) -> torch.Tensor:
         heads, slots, columns, size = old.shape
-        new = old.new_zeros(heads, self.slots, self.columns, size)
+        new = _zeros((heads, self.slots, self.columns, size), old)
         new[:, :slots, :columns] = old
         return new
 
@@ -69,13 +74,21 @@ class KvCache:
 
     def _empty_like(self, new: torch.Tensor) -> torch.Tensor:
         heads, _, size = new.shape
-        return new.new_zeros(heads, self.slots, self.columns, size)
+        return _zeros((heads, self.slots, self.columns, size), new)
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Copy the first `count` columns of one slot to another: a shared prefix, or a move."""
         for pair in self._layers.values():
             for tensor in pair:
                 tensor[:, target, :count] = tensor[:, source, :count]
+
+
+def _zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Zeros, because a masked column may be read and must be finite. On a CPU untouched pages cost no memory."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    raw = np.zeros(math.prod(shape) * like.element_size(), dtype=np.uint8)  # calloc: mapped at the first write
+    return torch.from_numpy(raw).view(like.dtype).view(shape)
 
 
 def _grown(have: int, need: int, *, step: int) -> int:

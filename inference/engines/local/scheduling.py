@@ -9,7 +9,7 @@ import torch
 
 from inference.engines.local.attention import DecodeGroup, Segment, StepPlan
 from inference.engines.local.kv_cache import KvCache
-from inference.engines.local.shared_prefix import find_families
+from inference.engines.local.shared_prefix import FamilyMemory
 from inference.engines.local.slots import SlotTable
 
 GROUP_WASTE = 384
@@ -34,11 +34,16 @@ class Step:
 
 
 def plan_step(
-    table: SlotTable, cache: KvCache, order: list[int], prefill_tokens: int, device: torch.device, *, share: bool
+    table: SlotTable,
+    cache: KvCache,
+    order: list[int],
+    prefill_tokens: int,
+    device: torch.device,
+    shared: FamilyMemory | None,
 ) -> Step | None:
     """The next step over the running slots in `order` (of admission); None when nothing runs.
 
-    At most `prefill_tokens` prompt tokens are computed, oldest request first. `share` looks for common prefixes.
+    At most `prefill_tokens` prompt tokens are computed, oldest request first. `shared` looks for common prefixes.
     """
     if not order:
         return None
@@ -47,7 +52,7 @@ def plan_step(
     decoding = np.sort(slots[missing == 1])
     pieces = _prefill_pieces(slots[missing > 1], table, prefill_tokens)
     lengths = table.known[decoding]
-    families = find_families(table, decoding) if share else []
+    families = shared.families(table, decoding) if shared is not None else []
     starts = np.zeros_like(lengths)
     for family in families:
         starts[list(family.rows)] = family.columns

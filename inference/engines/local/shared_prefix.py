@@ -30,6 +30,21 @@ class Family:
     columns: int
 
 
+class FamilyMemory:
+    """Families of the last step: they hold until a request comes, goes, or starts to decode."""
+
+    def __init__(self) -> None:
+        self._key: tuple[int, bytes] | None = None
+        self._families: list[Family] = []
+
+    def families(self, table: SlotTable, slots: np.ndarray) -> list[Family]:
+        """`find_families`, looked up where nothing changed."""
+        key = (table.changes, slots.tobytes())
+        if key != self._key:
+            self._key, self._families = key, find_families(table, slots)
+        return self._families
+
+
 def find_families(table: SlotTable, slots: np.ndarray) -> list[Family]:
     """Families among the decoding `slots` (ascending; a row's index is its place among them)."""
     limits = table.sharable(slots)

@@ -48,6 +48,8 @@ class SlotTable:
         self.session: list[str | None] = [None] * capacity
         self._idle_since = np.zeros(capacity, dtype=np.int64)
         self._clock = 0
+        self.changes = 0
+        """Counts requests that came or went, and swaps."""
 
     def place(self, request: Request) -> Place | None:
         """Find a slot for `request` and make it the owner; None while it should wait.
@@ -112,6 +114,7 @@ class SlotTable:
         self.known[slot], self.computed[slot], self.fresh[slot] = count, cached, True
         self.request[slot], self.session[slot] = request, request.session
         self.origin[slot] = self._swaps
+        self.changes += 1
 
     def sharable(self, slots: np.ndarray) -> np.ndarray:
         """Leading columns of each of `slots` that equal any other slot's of the same tokens and `origin`."""
@@ -126,6 +129,7 @@ class SlotTable:
 
     def release(self, slot: int) -> None:
         """The slot's request ended. Its cache stays for the conversation's next turn if current weights computed it."""
+        self.changes += 1
         self.request[slot] = None
         if self.reuse and self.fresh[slot]:
             self._clock += 1
@@ -141,6 +145,7 @@ class SlotTable:
     def weights_changed(self, *, recompute: bool) -> None:
         """Idle slots are dropped; running ones keep their old entries, or compute them again (`recompute`)."""
         self._swaps += 1
+        self.changes += 1
         for slot in range(self.high):
             if self.request[slot] is None:
                 self._forget(slot)
