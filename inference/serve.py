@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ConfigError
 from composer_prime.weights.store import WeightStore
 from inference.assignment import Assignment
@@ -61,8 +62,12 @@ def _build_node(assignment: Assignment, folder: Path, engine: Engine, link: Gate
     source: ChunkSource = over_link
     if assignment.weights is not None:
         source = FirstOf(FolderSource(WeightStore(assignment.weights)), over_link)
-    receiver = Receiver(engine, source, folder, inference.canary_tolerance)
+    receiver = Receiver(engine, source, folder, inference.canary_limit(on_cuda=_on_cuda(inference)))
     return Node(assignment.node_name, engine, link, over_link, receiver, inference)
+
+
+def _on_cuda(inference: InferenceConfig) -> bool:
+    return inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
 
 
 async def _watch_signals(stop: Callable[[str], None], *, with_parent: bool) -> None:

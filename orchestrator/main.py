@@ -66,6 +66,7 @@ def _prepare(config: Config, run_dir: RunDir) -> None:
     if config.run.resume and config.run.overwrite:
         raise ConfigError("run.resume and run.overwrite are both on: one continues the run, the other deletes it")
     written = [run_dir.metrics, run_dir.journal, run_dir.checkpoints, run_dir.rollouts(0).parent]
+    written += [run_dir.weights, run_dir.ledger, run_dir.final]
     used = [path for path in written if path.exists()]
     if used and not (config.run.resume or config.run.overwrite):
         raise ConfigError(

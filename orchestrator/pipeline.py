@@ -205,7 +205,7 @@ class Pipeline:
     def _journal(self) -> tuple[Journal, list[Entry]]:
         if self.state is None:
             return Journal.create(self.run_dir.journal), []
-        return Journal.resume(self.run_dir.journal)
+        return continued(self.run_dir.journal, self.state.journal_seq)
 
     def _wire(self, sources: Sources, journal: Journal) -> None:
         config, orchestrator = self.config, self.config.orchestrator
@@ -366,3 +366,13 @@ def root_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def continued(folder: Path, journal_seq: int) -> tuple[Journal, list[Entry]]:
+    """The journal that a checkpoint of entry number `journal_seq` left, and its entries.
+
+    Compaction may have emptied it; numbers go on from the checkpoint's, or new entries would count as old ones.
+    """
+    journal, entries = Journal.resume(folder)
+    journal.seq = max(journal.seq, journal_seq)
+    return journal, entries

@@ -143,7 +143,10 @@ class _Tasks:
     """The tasks of one set, by index; those of an endless set are made when first asked for."""
 
     def __init__(self, env: Env, spec: SourceSpec, taskset: str) -> None:
-        view = env.taskset.select(vf.SelectConfig(**spec.select)) if spec.select else env.taskset
+        try:
+            view = env.taskset.select(vf.SelectConfig(**spec.select)) if spec.select else env.taskset
+        except ValueError as error:
+            raise ConfigError(f"source {spec.name!r}: select = {spec.select}: {error}") from error
         self._rest: Iterator[vf.Task] = iter(view)
         self._known: list[vf.Task] = []
         self.count: int | None = None

@@ -106,9 +106,18 @@ class Checkpoints:
             ) from error
         if state["meta"] != {"step": step, "format": FORMAT}:
             raise CheckpointError(f"checkpoint {folder} says {state['meta']}, expected step {step}, format {FORMAT}")
+        # Moments come from the checkpoint, hyper-parameters from the configuration: a resumed run may change them.
+        settings = [[_settings(group) for group in part.param_groups] for part in optimizer.parts]
         set_state_dict(policy, optimizer.parts, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for part, groups in zip(optimizer.parts, settings, strict=True):
+            for group, kept in zip(part.param_groups, groups, strict=True):
+                group.update(kept)
         if "random" in state:
             torch.set_rng_state(state["random"][str(self._world.rank)])
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names", "lr")}
 
 
 def _state(policy: Policy, optimizer: Optimizer, world: World, step: int) -> dict[str, Any]:

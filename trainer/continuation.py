@@ -17,10 +17,14 @@ BINDING = (
     "orchestrator.group_size",
     "orchestrator.groups_per_step",
     "orchestrator.curriculum",
+    "channels.policy.objective",
     "trainer.optim.type",
     "trainer.lora",
 )
 """Saved state (cursor, journal, optimizer moments) is only meaningful under the same value of these keys."""
+
+NOT_LOWER = ("orchestrator.max_staleness", "trainer.micro_batch_tokens")
+"""Batches that were formed before the crash are served again as they were, and must still be allowed."""
 
 _FREE_IN_SOURCES = ("workers", "timeout_s", "eval_taskset")
 _SILENT = ("run.resume", "run.overwrite", "run.output_dir")
@@ -34,6 +38,10 @@ def check_continuation(before: Config, now: Config) -> list[str]:
         was, is_now = _bare(_value(old, key)), _bare(_value(new, key))
         if was != is_now:
             broken += _differences(key, was, is_now)
+    for key in NOT_LOWER:
+        if _value(new, key) < _value(old, key):
+            was, is_now = _value(old, key), _value(new, key)
+            broken.append(f"{key} was {was}, now {is_now}: batches formed under it must still fit")
     if broken:
         listed = "\n".join(f"  - {line}" for line in broken)
         raise ConfigError(

@@ -86,7 +86,7 @@ def shard(policy: Policy, world: World) -> None:
     """FSDP2 over each block and the rest; gradients are summed over ranks in float32, not averaged."""
     precision = MixedPrecisionPolicy(param_dtype=world.compute_dtype, reduce_dtype=torch.float32)
     for block in blocks(policy.lm):
-        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=world.size > 1)
+        fully_shard(block, mesh=world.mesh, mp_policy=precision)
     whole = dataclasses.replace(precision, cast_forward_inputs=False)  # a row's temperatures stay in float32
     fully_shard(policy, mesh=world.mesh, mp_policy=whole)
     for module in policy.modules():

@@ -73,8 +73,9 @@ class InferenceConfig(BaseConfig):
     """How long a node that is told to end lets its running requests finish."""
     max_restarts: int = Field(default=5, ge=0)
     """How often the launcher starts one of its nodes again after it died; ten quiet minutes clear the count."""
-    canary_tolerance: float = Field(default=0.05, gt=0)
-    """Largest difference in nats between the canary's logprobs and the manifest's (bfloat16 needs about 0.5)."""
+    canary_tolerance: float | None = Field(default=None, gt=0)
+    """Largest difference in nats between the canary's logprobs and the manifest's; None is 0.05, on CUDA or in
+    bfloat16 0.5."""
 
     @model_validator(mode="after")
     def _loss_after_heartbeats(self) -> InferenceConfig:
@@ -84,3 +85,10 @@ class InferenceConfig(BaseConfig):
                 f"one late heartbeat would drop a healthy node; set lost_after_s >= {2 * self.heartbeat_s}"
             )
         return self
+
+    def canary_limit(self, *, on_cuda: bool) -> float:
+        """The canary's tolerance in nats: bfloat16 rounds logits of a large model by tenths of a nat."""
+        if self.canary_tolerance is not None:
+            return self.canary_tolerance
+        narrow = self.dtype == "bfloat16" or (self.dtype == "auto" and on_cuda)
+        return 0.5 if narrow else 0.05

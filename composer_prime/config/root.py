@@ -51,6 +51,17 @@ class Config(BaseConfig):
         return self
 
     @model_validator(mode="after")
+    def _trained_on_the_whole_distribution(self) -> Config:
+        sampling = self.orchestrator.sampling
+        if self.run.max_steps and (sampling.top_p < 1 or sampling.top_k > 0):
+            raise ValueError(
+                f"orchestrator.sampling.top_p is {sampling.top_p} and top_k is {sampling.top_k}, but run.max_steps is "
+                f"{self.run.max_steps}: the trainer's policy is the full softmax, and its ratio to a truncated "
+                "sampler is biased on every token; set top_p = 1 and top_k = 0 (an evaluation-only run may truncate)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_only(self) -> Config:
         if self.run.max_steps == 0 and self.orchestrator.eval.every_steps == 0:
             raise ValueError(

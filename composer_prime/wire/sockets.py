@@ -18,6 +18,7 @@ from composer_prime.errors import PortInUseError
 from composer_prime.keys import ClientKeys, CurvePair
 
 MAX_MESSAGE_BYTES = 1 << 30
+_ZAP_DOMAIN = b"composer-prime"
 
 
 class _AllowList:
@@ -55,8 +56,11 @@ def bind_router(address: str, server: CurvePair, clients: list[bytes]) -> Secure
     context = zmq.asyncio.Context()
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(domain="*", credentials_provider=_AllowList(clients))
+    authenticator.configure_curve_callback(domain=_ZAP_DOMAIN.decode(), credentials_provider=_AllowList(clients))
     socket = context.socket(zmq.ROUTER)
+    # With a domain enforced, a dead authenticator turns every peer away instead of letting any in.
+    socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     socket.setsockopt(zmq.SNDHWM, 0)

@@ -76,6 +76,8 @@ def _save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: P
         (fresh / "renderer.json").write_text(json.dumps(RENDERER, indent=2) + "\n")
         if folder.exists():
             folder.rename(Path(workspace) / "old")
+        for file in fresh.iterdir():
+            file.chmod(0o644)
         shutil.move(fresh, folder)
     return model
 

@@ -254,7 +254,7 @@ class Child:
         stream = self._process.stdout
         assert stream is not None
         with contextlib.ExitStack() as stack:
-            file: IO[str] | None = stack.enter_context(log.open("a")) if log else None
+            file = _open_log(log, stack)
             while True:
                 try:
                     line = (await stream.readline()).decode(errors="replace")
@@ -264,8 +264,12 @@ class Child:
                     return
                 self._stderr.append(line.rstrip()[:2000])
                 if file:
-                    file.write(line)
-                    file.flush()
+                    try:
+                        file.write(line)
+                        file.flush()
+                    except OSError as error:  # A full disk must not stop the draining, or the worker blocks in write.
+                        logger.warning("worker output is no longer logged to %s: %s", log, error)
+                        file = None
 
     async def _finish(self) -> None:
         await self._process.wait()
@@ -311,3 +315,14 @@ def _resolve(waiting: dict[str, asyncio.Future], key: str, message: FromWorker) 
     future = waiting.get(key)
     if future is not None and not future.done():
         future.set_result(message)
+
+
+def _open_log(log: Path | None, stack: contextlib.ExitStack) -> IO[str] | None:
+    if log is None:
+        return None
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return stack.enter_context(log.open("a"))
+    except OSError as error:
+        logger.warning("worker output is not logged to %s: %s", log, error)
+        return None

@@ -41,6 +41,7 @@ class QuickRun:
             "--run.output_dir", str(self.output_dir), "--run.name", self.name, "--run.max_steps", str(self.steps),
             "--orchestrator.groups_per_step", "2", "--orchestrator.group_size", "4",
             "--orchestrator.eval.every_steps", "0", "--trainer.checkpoint.every_steps", "2",
+            "--trainer.schedule.warmup_steps", "0",
             *self.settings, *flags,
         ]  # fmt: skip
         self.output_dir.mkdir(parents=True, exist_ok=True)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from rank_process import RankProcess, start_ranks
+from small_runs import VOCABULARY, Run, make_config
 
 from composer_prime import run_id
-from composer_prime.config import Config, load
 from composer_prime.keys import RunKeys
-from composer_prime.run_dir import RunDir, write_atomic
-from composer_prime.wire.types import Sample, VersionSpan, pack_flags, pack_floats, pack_ints
-
-VOCABULARY = 96
-torch.set_num_threads(1)
+from composer_prime.run_dir import RunDir
 
 
 @pytest.fixture(scope="session")
@@ -41,69 +34,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=template)
     fast.save_pretrained(folder)
     return folder
-
-
-def make_samples(step: int, count: int = 12, *, version: int | None = None, temperature: float = 1.0) -> list[Sample]:
-    """Reproducible samples of step `step`: prompts and completions of random ids, every fourth with two turns."""
-    rng = np.random.default_rng(step)
-    return [_sample(rng, step, index, step - 1 if version is None else version, temperature) for index in range(count)]
-
-
-def _sample(rng: np.random.Generator, step: int, index: int, version: int, temperature: float) -> Sample:
-    prompt, reply = int(rng.integers(3, 12)), int(rng.integers(2, 20))
-    mask = [0] * prompt + [1] * reply
-    if index % 4 == 3:
-        mask += [0] * 3 + [1] * 4
-    length = len(mask)
-    return Sample(
-        sample_id=f"s{step}-{index}/0",
-        group_id=f"g{step}-{index // 4}",
-        source="test",
-        task_id="task",
-        input_ids=pack_ints(rng.integers(0, VOCABULARY, length)),
-        loss_mask=pack_flags(mask),
-        logprobs=pack_floats((np.log(1 / VOCABULARY) + rng.normal(0, 0.3, length)) * mask),
-        advantages=pack_floats(np.full(length, rng.normal()) * mask),
-        reward=0.5,
-        temperature=temperature,
-        version_spans=[VersionSpan(prompt, prompt + reply, version)],
-        turns=[],
-    )
-
-
-def make_config(folder: Path, output: Path, **sections: dict[str, Any]) -> Config:
-    """A small configuration; `sections` override whole keys, for example trainer={"ranks": 2}."""
-    values: dict[str, Any] = {
-        "run": {"name": "run", "output_dir": str(output), "max_steps": 3},
-        "model": {"path": str(folder), "max_context": 64},
-        "orchestrator": {"source": [{"name": "test", "taskset": {"id": "none"}}], "sampling": {"max_tokens": 32}},
-        "trainer": {"device": "cpu", "micro_batch_tokens": 128, "optim": {"lr": 1e-3}, "orchestrator_timeout_s": 20},
-    }
-    for name, section in sections.items():
-        values[name] = {**values.get(name, {}), **section}
-    return Config.model_validate(values)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A prepared run directory whose trainer ranks can be started."""
-
-    dir: RunDir
-    config: Config
-
-    def write(self, config: Config) -> Run:
-        write_atomic(self.dir.config, load.dump(config).encode())
-        return Run(self.dir, config)
-
-    def start(self, ranks: int = 1, file_limit_bytes: int | None = None) -> list[RankProcess]:
-        return start_ranks(self.dir.root, ranks, file_limit_bytes)
-
-    def train(
-        self, ranks: int = 1, timeout_s: float = 120, file_limit_bytes: int | None = None
-    ) -> tuple[list[int], list[str]]:
-        """Exit codes and outputs of all ranks."""
-        started = self.start(ranks, file_limit_bytes)
-        return [rank.wait(timeout_s) for rank in started], [rank.output for rank in started]
 
 
 @pytest.fixture

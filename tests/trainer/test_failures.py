@@ -9,7 +9,7 @@ import time
 
 import msgspec
 import pytest
-from conftest import make_samples
+from small_runs import make_samples
 from step_peer import StepPeer
 
 from composer_prime.ledger import effective

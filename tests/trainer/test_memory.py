@@ -6,7 +6,7 @@ import json
 
 import torch
 from accelerate import init_empty_weights
-from conftest import make_config
+from small_runs import make_config
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from composer_prime.footprint import ModelShape

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import make_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_runs import make_samples
 
 from composer_prime.errors import ConfigError, NonFiniteError, RunMismatchError
 from composer_prime.packing import pack

@@ -6,8 +6,8 @@ import hashlib
 
 import pytest
 import torch
-from conftest import make_samples
 from safetensors.torch import load, load_file
+from small_runs import make_samples
 from test_step import SETTINGS, rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

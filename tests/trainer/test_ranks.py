@@ -7,8 +7,8 @@ import os
 import signal
 
 import pytest
-from conftest import make_samples
 from safetensors.torch import load_file
+from small_runs import make_samples
 from step_peer import StepPeer
 
 from composer_prime.ledger import check, effective

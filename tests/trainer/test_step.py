@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import make_config, make_samples
+from small_runs import make_config, make_samples
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from conftest import CHATML, write_tokenizer
 from peer import Peer
+from tokenizers_made import CHATML, write_tokenizer
 
 from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError
 from orchestrator.chat_renderer import build_renderer, read_tokenizer

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import CHATML, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers_made import CHATML, write_tokenizer
 
 from composer_prime.errors import ConfigError, ModelNotFoundError
 from orchestrator.chat_renderer import build_renderer, published_name, read_tokenizer

@@ -7,8 +7,8 @@ a step are one `index_copy_` and neighbouring slots are one strided view, withou
 from __future__ import annotations
 
 import math
+import mmap
 
-import numpy as np
 import torch
 
 from composer_prime.errors import EngineError
@@ -87,8 +87,8 @@ def _zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """Zeros, because a masked column may be read and must be finite. On a CPU untouched pages cost no memory."""
     if like.device.type != "cpu":
         return like.new_zeros(shape)
-    raw = np.zeros(math.prod(shape) * like.element_size(), dtype=np.uint8)  # calloc: mapped at the first write
-    return torch.from_numpy(raw).view(like.dtype).view(shape)
+    pages = mmap.mmap(-1, math.prod(shape) * like.element_size())
+    return torch.frombuffer(pages, dtype=like.dtype).view(shape)
 
 
 def _grown(have: int, need: int, *, step: int) -> int:
