@@ -1,11 +1,14 @@
-"""Shared beginnings: sibling rollouts start with the same prompt, and a causal model needs to read it once.
+"""Shared beginnings: sibling rollouts start alike, and a causal model needs to read what they share only once.
 
-    documents of a row      a b c d e | a b c x y | q r s
-    kept tokens             a b c, d e, x y, q r s           trees: (prefix 3, branches 2 2), (prefix 3, no branch)
+    documents of a row      a b c d e | a b c d f | a b x | q r
+    tree                    a b ── c d ── e
+                             │      └──── f
+                             └─── x                   q r
+    computed tokens         a b c d e f x q r         9 instead of 15
 
 A hidden state depends on the tokens up to it and their positions alone, so equal beginnings have equal hidden states:
-computing them once changes no result, and gradients of all branches add up in the shared part. Torch-free; the packer
-estimates work with it, the trainer lays rows out by it.
+computing them once changes no result, and the gradients of all branches add up in the shared part. Torch-free; the
+packer estimates work with it, the trainer lays rows out by it.
 """
 
 from __future__ import annotations
@@ -15,26 +18,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MIN_SHARED = 16
-"""A shorter common beginning is not worth a branch."""
+MIN_SAVED = 16
+"""A fork must save at least this many tokens: each costs one more call of the attention kernel in every layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """Documents of a row that share their first tokens. One document alone has no branches and is all prefix."""
+    """A run of tokens and what follows it. Each token sees the runs above its own, and its own up to itself."""
 
-    prefix: int
-    """Tokens that are computed once."""
-    branches: tuple[int, ...] = ()
-    """Tokens of each document after the prefix; each sees the prefix and itself."""
+    run: int
+    """Tokens of this run, at least 1."""
+    branches: tuple[Tree, ...] = ()
+    """None for the end of a document, else at least two."""
 
     @property
     def tokens(self) -> int:
-        return self.prefix + sum(self.branches)
+        return self.run + sum(branch.tokens for branch in self.branches)
 
-    def pairs(self) -> int:
-        """Twice the (query, key) pairs of causal attention: L^2 of a single document."""
-        return self.prefix**2 + sum((self.prefix + branch) ** 2 - self.prefix**2 for branch in self.branches)
+    def pairs(self, above: int = 0) -> int:
+        """Twice the (query, key) pairs of causal attention, below `above` tokens: L^2 of a single document."""
+        below = above + self.run
+        return below**2 - above**2 + sum(branch.pairs(below) for branch in self.branches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +46,7 @@ class Layout:
     """How a row of N tokens is computed as M <= N tokens."""
 
     trees: tuple[Tree, ...]
-    """In order; their tokens add up to M."""
+    """In order; a tree's tokens are its run, then its branches. They add up to M."""
     kept: np.ndarray
     """int64 [M]: which tokens of the row are computed, in order of computation."""
     where: np.ndarray
@@ -50,41 +54,66 @@ class Layout:
 
 
 def layout(documents: Sequence[np.ndarray], *, share: bool = True) -> Layout:
-    """Group neighbouring documents (token ids, each [T_i]) with a common beginning; `share` off keeps each alone."""
-    trees, kept, where = [], [], []
-    start = computed = 0
-    for members, prefix in _groups(documents) if share else ((([document]), 0) for document in documents):
-        lengths = [len(member) for member in members]
-        tree = Tree(prefix=prefix, branches=tuple(n - prefix for n in lengths)) if prefix else Tree(prefix=lengths[0])
-        shared = np.arange(prefix)
-        kept.append(start + shared)
-        begin, offset = start, computed + prefix
-        for length in lengths:
-            kept.append(begin + np.arange(prefix, length))
-            where.append(np.concatenate([computed + shared, offset + np.arange(length - prefix)]))
-            begin, offset = begin + length, offset + length - prefix
-        trees.append(tree)
-        start, computed = begin, computed + tree.tokens
-    join = lambda parts: np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-    return Layout(trees=tuple(trees), kept=join(kept), where=join(where))
+    """Trees over `documents` (token ids, each [T_i], T_i >= 1); `share` off keeps each document alone."""
+    builder = _Builder(documents)
+    members = list(range(len(documents)))
+    trees = builder.forest(members, 0) if share else [builder.document(member, 0) for member in members]
+    return Layout(trees=tuple(trees), kept=_joined(builder.kept), where=_joined(builder.where))
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     """Equal leading tokens, at most all but one of the shorter, so that each document keeps a token of its own."""
     shorter = min(len(one), len(other)) - 1
     differs = np.flatnonzero(one[:shorter] != other[:shorter])
-    return int(differs[0]) if differs.size else max(shorter, 0)
+    return int(differs[0]) if differs.size else shorter
 
 
-def _groups(documents: Sequence[np.ndarray]) -> list[tuple[list[np.ndarray], int]]:
-    """Runs of neighbours with their shared prefix; a document joins a run only if this saves tokens."""
-    groups: list[tuple[list[np.ndarray], int]] = []
-    for document in documents:
-        if groups:
-            members, prefix = groups[-1]
-            common = common_prefix(members[0][: prefix + 1] if prefix else members[0], document)
-            if common >= MIN_SHARED and common * len(members) > prefix * (len(members) - 1):
-                groups[-1] = ([*members, document], common)
-                continue
-        groups.append(([document], 0))
-    return groups
+class _Builder:
+    """Grows trees depth first and notes for each token where it is computed."""
+
+    def __init__(self, documents: Sequence[np.ndarray]) -> None:
+        self._documents = documents
+        self._starts = np.cumsum([0, *map(len, documents)])
+        self._computed = 0
+        self.kept: list[np.ndarray] = []
+        self.where = [np.zeros(len(document), dtype=np.int64) for document in documents]
+
+    def forest(self, members: list[int], depth: int) -> list[Tree]:
+        """Trees of documents that are equal up to `depth`, from there on."""
+        return [tree for part in self._parts(members, depth) for tree in self._grown(part, depth)]
+
+    def document(self, member: int, depth: int) -> Tree:
+        """The rest of one document as an end."""
+        end = len(self._documents[member])
+        self._compute([member], depth, end)
+        return Tree(run=end - depth)
+
+    def _grown(self, members: list[int], depth: int) -> list[Tree]:
+        if len(members) == 1:
+            return [self.document(members[0], depth)]
+        first = self._documents[members[0]]
+        fork = min(common_prefix(first, self._documents[member]) for member in members[1:])
+        if (fork - depth) * (len(members) - 1) < MIN_SAVED:  # too little in common for all; smaller parts may have more
+            return [tree for part in self._parts(members, fork) for tree in self._grown(part, depth)]
+        self._compute(members, depth, fork)
+        return [Tree(run=fork - depth, branches=tuple(self.forest(members, fork)))]
+
+    def _parts(self, members: list[int], at: int) -> list[list[int]]:
+        """Documents by their token at `at`; one that ends there stays alone."""
+        parts: dict[tuple[int, int], list[int]] = {}
+        for member in members:
+            document = self._documents[member]
+            key = (int(document[at]), -1) if len(document) > at + 1 else (0, member)
+            parts.setdefault(key, []).append(member)
+        return list(parts.values())
+
+    def _compute(self, members: list[int], start: int, end: int) -> None:
+        """Tokens [start, end) are computed once for all of `members`."""
+        self.kept.append(self._starts[members[0]] + np.arange(start, end))
+        for member in members:
+            self.where[member][start:end] = self._computed + np.arange(end - start)
+        self._computed += end - start
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)

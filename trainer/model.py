@@ -84,7 +84,10 @@ def blocks(lm: PreTrainedModel) -> list[nn.Module]:
 
 def shard(policy: Policy, world: World) -> None:
     """FSDP2 over each block and the rest; gradients are summed over ranks in float32, not averaged."""
-    precision = MixedPrecisionPolicy(param_dtype=world.compute_dtype, reduce_dtype=torch.float32)
+    half = world.compute_dtype != torch.float32
+    precision = MixedPrecisionPolicy(
+        param_dtype=world.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=half
+    )
     for block in blocks(policy.lm):
         fully_shard(block, mesh=world.mesh, mp_policy=precision)
     whole = dataclasses.replace(precision, cast_forward_inputs=False)  # a row's temperatures stay in float32

@@ -59,7 +59,7 @@ def _row(documents: list[Tensor]) -> PackedRow:
     return PackedRow(
         input_ids=ids[None],
         position_ids=positions[None],
-        trees=tuple(Tree(prefix=len(document)) for document in documents),
+        trees=tuple(Tree(run=len(document)) for document in documents),
         source_T=targets - 1,
         targets_T=ids[targets],
         temperature_T=None,

@@ -24,7 +24,7 @@ class PackedRow:
     position_ids: Tensor
     """int64 [1, N]: position within the document."""
     trees: tuple[Tree, ...]
-    """Which tokens attend to which; a document alone, or several over a common prefix."""
+    """Which tokens attend to which: one tree a document, or several documents as branches of one."""
     source_T: Tensor
     """int64 [T]: index of the hidden state that predicts the token, that of the token before it."""
     targets_T: Tensor

@@ -106,12 +106,13 @@ QWEN = build("Qwen3", head_dim=8)
 
 
 def siblings(seed: int, prompt: int, count: int = 6):
-    """Samples of one group over a common prompt; the mask also trains the last prompt tokens of some."""
+    """Samples of one group over a common prompt, every third with a common first turn too; masks differ."""
     rng = np.random.default_rng(seed)
-    head = rng.integers(0, 96, prompt)
+    head, turn = rng.integers(0, 96, prompt), rng.integers(0, 96, 25)
     made = []
     for index in range(count):
         own = rng.integers(0, 96, int(rng.integers(1, 15)))
+        own = np.r_[turn, own] if index % 3 == 0 else own
         mask = np.r_[np.zeros(prompt), np.ones(len(own))]
         mask[prompt - 3 : prompt] = index % 2
         made.append(
