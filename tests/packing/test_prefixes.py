@@ -87,8 +87,6 @@ def test_the_packer_puts_siblings_in_one_row():
     rng = np.random.default_rng(0)
     samples = [sample(i, int(rng.integers(20, 60))) for i in range(32)]
     (batches,) = pack(samples, run_id="r", step=1, world_size=1, max_tokens=512)
-    homes = [
-        {batch.index for batch in batches if any(f"-{4 * group + i}/" in name for i in range(4) for name in batch.sample_ids)}
-        for group in range(8)
-    ]
+    rows = {name: batch.index for batch in batches for name in batch.sample_ids}
+    homes = [{rows[f"rollout-{4 * group + member}/0"] for member in range(4)} for group in range(8)]
     assert len(batches) > 1 and all(len(home) == 1 for home in homes)
