@@ -24,6 +24,9 @@ from tests.engines.reference import Reference, warp
 
 TOLERANCE = 1e-4
 DEADLINE_S = 60.0
+PAUSES_S = (0.05, 0.02, 0.01, 0.005, 0.0)
+"""How long a request runs before it is cancelled: shorter until it is caught running. Fast engines finish the longest
+request in 0.1 s, and a loaded machine may oversleep that."""
 
 
 @dataclass(slots=True)
@@ -280,31 +283,39 @@ async def cancel_returns_what_there_is(subject: Subject) -> None:
     """`cancel` ends one request with finish_reason `cancelled`; the others and later ones are untouched."""
     await subject.next_version()
     prompt, options = subject.prompt(47, 10), sampling(MAX_CONTEXT - 12, seed=1)
-    long = asyncio.ensure_future(subject.engine.generate("to-cancel", prompt, options, "c"))
     other_prompt = subject.prompt(48, 30)
-    other = asyncio.ensure_future(subject.generate(other_prompt, sampling(60, seed=2)))
-    await asyncio.sleep(0.05)
-    await subject.engine.cancel("to-cancel")
-    done = await asyncio.wait_for(long, DEADLINE_S)
+    for attempt, pause_s in enumerate(PAUSES_S):
+        name = f"to-cancel-{attempt}"
+        long = asyncio.ensure_future(subject.engine.generate(name, prompt, options, "c"))
+        other = asyncio.ensure_future(subject.generate(other_prompt, sampling(60, seed=2)))
+        await asyncio.sleep(pause_s)
+        await subject.engine.cancel(name)
+        done = await asyncio.wait_for(long, DEADLINE_S)
+        subject.verify(other_prompt, sampling(60), await other)
+        if done.finish_reason == "cancelled":
+            break
     assert done.finish_reason == "cancelled" and len(done.token_ids) < options.max_tokens
     assert len(done.token_ids) == len(done.logprobs)
     if done.token_ids:
         subject.verify(prompt, options, done)
-    subject.verify(other_prompt, sampling(60), await other)
     await subject.engine.cancel("never-there")
     await subject.settled()
 
 
 async def a_cancelled_task_frees_its_place(subject: Subject) -> None:
     """Cancelling the awaiting task takes the request out of the engine."""
-    tasks = [
-        asyncio.ensure_future(subject.generate(subject.prompt(53 + k, 10), sampling(MAX_CONTEXT - 12)))
-        for k in range(8)
-    ]
-    await asyncio.sleep(0.03)
-    for task in tasks:
-        task.cancel()
-    assert all(isinstance(end, BaseException) for end in await asyncio.gather(*tasks, return_exceptions=True))
+    for pause_s in PAUSES_S:
+        tasks = [
+            asyncio.ensure_future(subject.generate(subject.prompt(53 + k, 10), sampling(MAX_CONTEXT - 12)))
+            for k in range(8)
+        ]
+        await asyncio.sleep(pause_s)
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        if all(isinstance(end, BaseException) for end in ends):
+            break
+    assert all(isinstance(end, BaseException) for end in ends)
     await subject.settled()
     prompt = subject.prompt(59, 6)
     subject.verify(prompt, sampling(3), await subject.generate(prompt, sampling(3)))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 
 import msgspec
+import psutil
 import pytest
 from small_runs import make_samples
 from step_peer import StepPeer
@@ -205,3 +207,27 @@ def test_the_death_of_one_rank_ends_the_other(make_run):
         peer.quiet_from = None
         assert ranks[0].wait(60) == 1 and ranks[1].wait(10) == -9
     assert WeightStore(run.dir.weights).versions() == [0, 1] and list(effective(run.dir.ledger)) == [1]
+
+
+def test_garbage_on_every_listening_socket_is_survived(make_run):
+    # Bytes of nonsense to every port that the ranks listen on (torch's rendezvous store, gloo), while they wait for
+    # step 2: the run goes on to its end.
+    run = make_run()
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        peer.quiet_from = 2
+        ranks = run.start(2)
+        ranks[0].wait_for("step 1:")
+        listening = {
+            connection.laddr.port
+            for rank in ranks
+            for connection in psutil.Process(rank.pid).net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert listening
+        for port in listening:
+            for garbage in (b"\0" * 64, b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)):
+                with socket.create_connection(("127.0.0.1", port), timeout=5) as sender:
+                    sender.sendall(garbage)
+        time.sleep(0.5)
+        peer.quiet_from = None
+        assert [rank.wait(60) for rank in ranks] == [0, 0], ranks[0].output

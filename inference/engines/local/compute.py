@@ -208,18 +208,18 @@ class Computer:
         return logp.gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
     def _admit(self) -> None:
-        for _ in range(len(self._waiting)):
-            if len(self._running) >= self._max_running:
-                return
+        kept_waiting = []
+        while self._waiting and len(self._running) < self._max_running:
             request = self._waiting.popleft()
             place = self._table.place(request)
             if place is None:
-                self._waiting.append(request)
+                kept_waiting.append(request)
                 continue
             if place.source is not None:
                 self._cache.reserve(place.slot + 1, place.cached)
                 self._cache.copy(place.source, place.slot, place.cached)
             self._start(request, place.slot, place.cached)
+        self._waiting.extendleft(reversed(kept_waiting))
 
     def _start(self, request: Request, slot: int, cached: int) -> None:
         request.cached = cached

@@ -62,17 +62,15 @@ class SlotTable:
         longest = int(held[best]) if best >= 0 else 0
         if self.high and int(coming.max()) - longest >= MIN_SHARED:
             return None
-        target = self._own_idle(request.session, held, longest)
+        target = self._own_idle(request.session, held)
         if target is None:
             target = self._vacant(keep=best if longest >= MIN_SHARED else -1)
         if target is None:
             return None
-        if int(held[target]) + MIN_SHARED > longest if target < len(held) else longest < MIN_SHARED:
-            cached, source = (int(held[target]) if target < len(held) else 0), None
-        else:
-            cached, source = longest, best
-        self._occupy(target, request, cached)
-        return Place(target, cached, source)
+        own = int(held[target]) if target < len(held) else 0
+        place = Place(target, own, None) if own + MIN_SHARED > longest else Place(target, longest, best)
+        self._occupy(target, request, place.cached)
+        return place
 
     def _shared(self, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Per slot in use: leading tokens of `prompt` that its cache holds, and that it will hold once computed.
@@ -87,11 +85,9 @@ class SlotTable:
         common = common * self.fresh[: self.high]
         return np.minimum(common, self.computed[: self.high]), np.minimum(common, self.known[: self.high])
 
-    def _own_idle(self, session: str, held: np.ndarray, longest: int) -> int | None:
+    def _own_idle(self, session: str, held: np.ndarray) -> int | None:
         """The conversation's own idle slot that shares most."""
-        mine = [
-            slot for slot in range(self.high) if self.session[slot] == session and self.request[slot] is None
-        ]
+        mine = [slot for slot in range(self.high) if self.session[slot] == session and self.request[slot] is None]
         return max(mine, key=lambda slot: int(held[slot])) if mine else None
 
     def _vacant(self, keep: int) -> int | None:
@@ -134,6 +130,7 @@ class SlotTable:
         if self.reuse and self.fresh[slot]:
             self._clock += 1
             self._idle_since[slot] = self._clock
+            self.known[slot] = self.computed[slot]  # nobody will compute the rest, so nobody may wait for it
         else:
             self._forget(slot)
 

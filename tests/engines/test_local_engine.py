@@ -1,0 +1,235 @@
+"""What is particular to the local engine: shared prompts, recomputed caches, architectures, its limits and failures."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
+from composer_prime.errors import ConfigError, EngineError, ModelNotFoundError
+from composer_prime.wire.types import VersionSpan
+from inference.engines.local.compute import Computer
+from inference.engines.local.engine import LocalEngine
+from tests.engines.contract import Subject, sampling
+from tests.engines.models import MAX_CONTEXT, make_model
+from tests.engines.reference import Reference
+
+SMALL = dict(
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=MAX_CONTEXT,
+    initializer_range=0.15,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+async def start(folder, context: int = MAX_CONTEXT, **options) -> Subject:
+    local = LocalEngineConfig(**{"max_batch": 32, **options})
+    engine = LocalEngine(folder, InferenceConfig(device="cpu", local=local), context)
+    await engine.start()
+    return Subject(engine=engine, reference=Reference(folder))
+
+
+def run(scenario) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 120))
+
+
+def test_siblings_share_their_prompt(folder):
+    # Groups of siblings compute each prompt once, attend to it together, and get the reference's logprobs,
+    # also across a swap and beside requests that share nothing.
+    async def scenario():
+        subject = await start(folder)
+        groups = [subject.prompt(g, 150) for g in range(3)]
+        wanted = [(groups[k % 3], sampling(20 + 3 * (k // 3), seed=k)) for k in range(27)]
+        wanted += [(subject.prompt(90 + k, 40 + k), sampling(40, seed=k)) for k in range(4)]
+        tasks = [asyncio.ensure_future(subject.generate(*pair)) for pair in wanted]
+        while subject.engine.stats().running < 20:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        await subject.load(1)
+        done = await asyncio.gather(*tasks)
+        for (prompt, options), completion in zip(wanted, done, strict=True):
+            subject.verify(prompt, options, completion)
+        # The first of each group and the four strangers compute their prompts, everybody else copies.
+        assert sorted(one.prompt_cached for one in done)[7] == 149
+        await subject.engine.close()
+
+    run(scenario())
+
+
+def test_conversations_outnumber_the_slots(folder):
+    # More conversations than slots take turns: caches are evicted, never mixed up.
+    async def scenario():
+        subject = await start(folder, max_batch=3)
+
+        async def talk(k: int) -> None:
+            prompt = subject.prompt(7, 40) + subject.prompt(k, 5 + k)
+            for turn in range(4):
+                options = sampling(5 + k % 7, seed=100 * k + turn, temperature=1.1)
+                done = await subject.generate(prompt, options, f"talk-{k}")
+                subject.verify(prompt, options, done)
+                prompt = prompt + done.token_ids + subject.prompt(1000 * k + turn, 6)
+
+        await asyncio.gather(*(talk(k) for k in range(14)))
+        await subject.engine.close()
+
+    run(scenario())
+
+
+def test_recomputed_caches_forget_the_old_weights(folder):
+    # With kv_at_swap = recompute, tokens after a swap are exactly what the new weights alone give.
+    async def scenario():
+        subject = await start(folder, kv_at_swap="recompute", prefill_tokens=32)
+        for attempt in range(8):
+            version = subject.engine.version
+            wanted = [(subject.prompt(k, 20 + 9 * k), sampling(120, seed=k)) for k in range(5)]
+            tasks = [asyncio.ensure_future(subject.generate(*pair)) for pair in wanted]
+            await asyncio.sleep(0.05 * (attempt + 1))
+            await subject.load(version + 1)
+            crossed = 0
+            for (prompt, _), completion in zip(wanted, await asyncio.gather(*tasks), strict=True):
+                for span in completion.version_spans:
+                    scores = subject.reference.score(prompt + completion.token_ids, span.version)[len(prompt) - 1 :]
+                    claimed = torch.tensor(completion.logprobs)
+                    assert (scores - claimed)[span.start : span.end].abs().max() < 1e-4
+                crossed += len(completion.version_spans) == 2
+            if crossed >= 2:
+                break
+        assert crossed >= 2
+        await subject.engine.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=24)),
+        lambda: Gemma3ForCausalLM(
+            Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=12, query_pre_attn_scalar=16)
+        ),
+        lambda: Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+        ),
+        lambda: GPT2LMHeadModel(
+            GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=4, n_positions=MAX_CONTEXT, initializer_range=0.15)
+        ),
+    ],
+    ids=["sliding window", "windowed and full layers", "mixture of experts", "learned positions"],
+)
+def test_other_architectures(make, tmp_path):
+    # Any causal model that goes through transformers' attention interface is served exactly.
+    torch.manual_seed(0)
+    make().save_pretrained(tmp_path)
+    folder = make_model(tmp_path / "tokenizer", tied=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+
+    async def scenario():
+        subject = await start(tmp_path, prefill_tokens=48)
+        wanted = [(subject.prompt(k, 3 + 21 * k), sampling(30, seed=k)) for k in range(8)]
+        wanted += [(subject.prompt(0, 60), sampling(12 + k, seed=k)) for k in range(8)]
+        done = await asyncio.gather(*(subject.generate(*pair) for pair in wanted))
+        for (prompt, _), completion in zip(wanted, done, strict=True):
+            assert completion.version_spans == [VersionSpan(0, len(completion.token_ids), 0)]
+            scores = subject.reference.score(prompt + completion.token_ids, 0)[len(prompt) - 1 :]
+            assert (scores - torch.tensor(completion.logprobs)).abs().max() < 1e-4
+        await subject.engine.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=16)),
+        lambda: BloomForCausalLM(BloomConfig(vocab_size=320, hidden_size=64, n_layer=2, n_head=4)),
+    ],
+    ids=["soft-capped logits", "own attention code"],
+)
+def test_models_beyond_it_are_refused(make, tmp_path):
+    # A model whose attention it cannot reproduce is refused at the start, with the way out, instead of served wrongly.
+    make().save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="vllm"):
+        run(start(tmp_path))
+
+
+def test_wrong_settings_are_named(folder, tmp_path):
+    # A context beyond the model's, a cache too small for one sequence, a missing folder and a missing GPU.
+    with pytest.raises(ConfigError, match=f"{MAX_CONTEXT + 1}.*{MAX_CONTEXT}"):
+        run(start(folder, MAX_CONTEXT + 1))
+    with pytest.raises(ConfigError, match="kv_cache_gib"):
+        run(start(folder, kv_cache_gib=1e-5))
+    with pytest.raises(ModelNotFoundError, match=str(tmp_path)):
+        run(start(tmp_path))
+    if not torch.cuda.is_available():
+        engine = LocalEngine(folder, InferenceConfig(device="cuda"), MAX_CONTEXT)
+        with pytest.raises(ConfigError, match="cuda"):
+            run(engine.start())
+
+
+def test_a_small_cache_bounds_the_batch(folder):
+    # Memory for two sequences: two run, the others wait, all are served right.
+    async def scenario():
+        two = 2.5 * MAX_CONTEXT * 2 * 2 * 2 * 32 * 4 / 2**30
+        subject = await start(folder, kv_cache_gib=two)
+        wanted = [(subject.prompt(k, 30), sampling(40, seed=k)) for k in range(6)]
+        tasks = [asyncio.ensure_future(subject.generate(*pair)) for pair in wanted]
+        most = 0
+        while not all(task.done() for task in tasks):
+            most = max(most, subject.engine.stats().running)
+            await asyncio.sleep(0.005)
+        assert most == 2
+        for (prompt, options), task in zip(wanted, tasks, strict=True):
+            subject.verify(prompt, options, task.result())
+        await subject.engine.close()
+
+    run(scenario())
+
+
+def test_a_failed_compute_thread_fails_every_request(folder):
+    # When the thread dies, what waits and what comes later gets an EngineError that says why; nothing hangs.
+    class Breaking(Computer):
+        def _compute(self, step) -> None:
+            if self.sampled > 20:
+                raise RuntimeError("the device is on fire")
+            super()._compute(step)
+
+    async def scenario():
+        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Breaking)
+        await engine.start()
+        works = [engine.generate(str(k), [5, 6], sampling(50), "s") for k in range(5)]
+        ends = await asyncio.gather(*works, return_exceptions=True)
+        assert all(isinstance(end, EngineError) and "on fire" in str(end) for end in ends)
+        with pytest.raises(EngineError, match="on fire"):
+            await engine.score([5, 6])
+        await engine.close()
+
+    run(scenario())

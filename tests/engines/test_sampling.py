@@ -1,0 +1,104 @@
+"""Temperature, top-k, top-p and draws against transformers' warpers, row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_prime.wire.node import Sampling
+from inference.engines.local import sampling
+from inference.engines.local.sampling import SamplingRows, sample, uniforms
+from tests.engines.reference import warp
+
+
+def rows(settings_: list[Sampling], seed: int = 0, position: int = 3) -> SamplingRows:
+    return SamplingRows(
+        temperature=np.array([one.temperature for one in settings_], dtype=np.float32),
+        top_k=np.array([one.top_k for one in settings_], dtype=np.int64),
+        top_p=np.array([one.top_p for one in settings_], dtype=np.float32),
+        seed=np.arange(len(settings_), dtype=np.uint64) + np.uint64(seed),
+        position=np.full(len(settings_), position, dtype=np.uint64),
+    )
+
+
+OPTIONS = st.builds(
+    Sampling,
+    max_tokens=st.just(1),
+    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.8]),
+    top_k=st.sampled_from([0, 1, 2, 17, 700, 5000]),
+    top_p=st.sampled_from([0.01, 0.3, 0.9, 0.999, 1.0]),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(OPTIONS, min_size=1, max_size=8), st.integers(0, 2**31), st.sampled_from([40, 700, 1500]))
+def test_logprobs_are_the_warped_distributions(options, seed, vocab):
+    # Mixed settings side by side: each row draws inside its own support and reports the warped log-probability.
+    logits = torch.randn(len(options), vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    tokens, logprobs = sample(logits, rows(options, seed))
+    for row, one in enumerate(options):
+        if one.temperature == 0.0:
+            expected = logits[row].log_softmax(-1)
+            assert tokens[row] == int(logits[row].argmax())
+        else:
+            expected = warp(logits[row : row + 1].clone(), one)[0].log_softmax(-1)
+        assert abs(float(expected[tokens[row]]) - float(logprobs[row])) < 1e-4
+
+
+def test_a_wide_nucleus_is_exact():
+    # A nucleus wider than the tokens that are sorted first falls back to the whole vocabulary.
+    assert sampling._NUCLEUS_PROBE == 512
+    logits = torch.randn(4, 3000, generator=torch.Generator().manual_seed(1)) * 0.1
+    one = Sampling(max_tokens=1, top_p=0.9)
+    tokens, logprobs = sample(logits, rows([one] * 4))
+    expected = warp(logits.clone(), one).log_softmax(-1)
+    assert np.allclose(expected.gather(-1, torch.from_numpy(tokens)[:, None])[:, 0].numpy(), logprobs, atol=1e-4)
+
+
+def test_draws_follow_the_distribution():
+    # Over many seeds the frequencies are the probabilities (chi-square, 9 degrees of freedom, p = 1e-5).
+    logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(2)).expand(20_000, -1)
+    one = [Sampling(max_tokens=1)] * 20_000
+    counts = np.bincount(sample(logits, rows(one))[0], minlength=10)
+    expected = logits[0].softmax(-1).numpy() * len(one)
+    assert ((counts - expected) ** 2 / expected).sum() < 39.0
+
+
+def test_uniforms_are_uniform_and_independent():
+    # Neighbouring seeds and positions give unrelated numbers in [0, 1).
+    seeds, positions = np.meshgrid(np.arange(200, dtype=np.uint64), np.arange(200, dtype=np.uint64))
+    drawn = uniforms(seeds.ravel(), positions.ravel()).reshape(200, 200)
+    assert drawn.min() >= 0.0 and drawn.max() < 1.0
+    counts = np.histogram(drawn, bins=50, range=(0, 1))[0]
+    assert ((counts - 800) ** 2 / 800).sum() < 105.0
+    for left, right in ((drawn[:, :-1], drawn[:, 1:]), (drawn[:-1], drawn[1:])):
+        assert abs(np.corrcoef(left.ravel(), right.ravel())[0, 1]) < 0.03
+
+
+def test_a_row_draws_the_same_in_any_company():
+    # What else is in the batch, and where, does not change a row's draw.
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
+    options = [Sampling(max_tokens=1, temperature=0.5 + row / 3, top_k=row * 5) for row in range(6)]
+    together = rows(options)
+    tokens, _ = sample(logits, together)
+    for row in range(6):
+        alone = SamplingRows(**{name: getattr(together, name)[row : row + 1] for name in SamplingRows.__slots__})
+        assert sample(logits[row : row + 1], alone)[0][0] == tokens[row]
+
+
+def test_impossible_tokens_are_never_drawn():
+    # Tokens at -inf have no mass, at either end of the vocabulary and for extreme uniforms.
+    logits = torch.full((2000, 9), float("-inf"))
+    logits[:, [3, 5]] = 0.0
+    tokens, logprobs = sample(logits, rows([Sampling(max_tokens=1)] * 2000))
+    assert set(tokens) == {3, 5} and np.allclose(logprobs, np.log(0.5), atol=1e-6)
+
+
+def test_non_finite_logits_show_in_the_logprob():
+    # NaN or +inf in a row makes that row's log-probability non-finite, and no other's.
+    logits = torch.zeros(3, 10)
+    logits[0, 4], logits[2, 4] = float("nan"), float("inf")
+    _, logprobs = sample(logits, rows([Sampling(max_tokens=1)] * 3))
+    assert np.isfinite(logprobs).tolist() == [False, True, False]

@@ -1,0 +1,187 @@
+"""The slot table: what a prompt may reuse, checked against a model of what the cache holds."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_prime.wire.node import Sampling
+from inference.engines.local.request import Request
+from inference.engines.local.shared_prefix import MIN_COLUMNS, MIN_GAIN, FamilyMemory, find_families
+from inference.engines.local.slots import SlotTable
+
+CONTEXT = 160
+LOOP = asyncio.new_event_loop()
+
+
+def make_request(prompt: list[int], session: str = "s") -> Request:
+    return Request(
+        request_id="r",
+        session=session,
+        prompt=np.array(prompt, dtype=np.int32),
+        sampling=Sampling(max_tokens=20),
+        limit=CONTEXT,
+        seed=0,
+        future=asyncio.Future(loop=LOOP),
+    )
+
+
+class Mirror:
+    """A slot table driven as the compute thread does, beside a plain record of each column: (token, weights)."""
+
+    def __init__(self, capacity: int, *, reuse: bool = True, recompute: bool = False) -> None:
+        self.table = SlotTable(capacity, CONTEXT, reuse=reuse)
+        self.columns: list[list[tuple[int, int]]] = [[] for _ in range(capacity)]
+        self.version, self.recompute = 0, recompute
+
+    @property
+    def running(self) -> list[int]:
+        return [slot for slot in range(self.table.high) if self.table.request[slot] is not None]
+
+    def place(self, prompt: list[int], session: str) -> bool:
+        place = self.table.place(make_request(prompt, session))
+        if place is None:
+            table = self.table
+            unfinished = any(table.computed[slot] < table.known[slot] - 1 for slot in self.running)
+            assert unfinished or len(self.running) == table.capacity, "waits for nothing"
+            return False
+        held = self.columns[place.slot if place.source is None else place.source][: place.cached]
+        assert held == [(token, self.version) for token in prompt[: place.cached]], "reuses what is not there"
+        assert place.cached < len(prompt)
+        self.columns[place.slot] = list(held)
+        return True
+
+    def compute(self, slot: int, count: int) -> None:
+        table = self.table
+        start = int(table.computed[slot])
+        count = min(count, int(table.known[slot]) - start)
+        ids = table.tokens[slot, start : start + count].tolist()
+        self.columns[slot][start:] = [(token, self.version) for token in ids]
+        table.computed[slot] += count
+        if table.computed[slot] == table.known[slot]:
+            if table.known[slot] == CONTEXT:
+                self.release(slot)
+            else:
+                table.append(slot, 7)
+
+    def release(self, slot: int) -> None:
+        self.table.release(slot)
+
+    def swap(self) -> None:
+        self.version += 1
+        self.table.weights_changed(recompute=self.recompute)
+        if self.recompute:
+            for slot in self.running:
+                self.columns[slot] = []
+
+
+HEADS = [list(range(10, 90)), list(range(10, 60)) + list(range(200, 230)), list(range(300, 340))]
+ACTIONS = st.one_of(
+    st.tuples(st.just("place"), st.integers(0, 2), st.integers(1, 80), st.integers(0, 5), st.sampled_from("abcd")),
+    st.tuples(st.just("compute"), st.integers(0, 9), st.integers(1, 50)),
+    st.tuples(st.just("release"), st.integers(0, 9)),
+    st.tuples(st.just("swap")),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 5), st.booleans(), st.booleans(), st.lists(ACTIONS, max_size=60))
+def test_only_what_is_there_is_reused(capacity, reuse, recompute, actions):
+    # Whatever order requests come, progress, end and weights change in: a request reuses exactly columns that current
+    # weights computed for its own tokens, and waits only for a running slot or a prefix that is being computed.
+    mirror = Mirror(capacity, reuse=reuse, recompute=recompute)
+    for action in actions:
+        running = mirror.running
+        match action:
+            case ("place", head, length, tail, session):
+                mirror.place(HEADS[head][:length] + [400 + k for k in range(tail)] or [1], session)
+            case ("compute", index, count) if running:
+                mirror.compute(running[index % len(running)], count)
+            case ("release", index) if running:
+                mirror.release(running[index % len(running)])
+            case ("swap",):
+                mirror.swap()
+        assert mirror.table.high <= capacity
+        for family in find_families(mirror.table, np.array(mirror.running, dtype=np.int64)):
+            slots = [mirror.running[row] for row in family.rows]
+            prefixes = [mirror.columns[slot][: family.columns] for slot in slots]
+            assert all(len(prefix) == family.columns and prefix == prefixes[0] for prefix in prefixes)
+
+
+def test_a_cancelled_prompt_blocks_nobody():
+    # A request that ends while its prompt is being computed leaves no promise that another could wait for.
+    mirror = Mirror(4)
+    prompt = list(range(10, 130))
+    assert mirror.place(prompt, "a")
+    mirror.compute(0, 20)
+    assert not mirror.place(prompt, "b"), "the rest is being computed"
+    mirror.release(0)
+    assert mirror.place(prompt, "b")
+
+
+def test_siblings_copy_what_the_first_computed():
+    # Siblings that arrive with the first wait for its prompt and then reuse all of it but the last token.
+    mirror = Mirror(4)
+    prompt = list(range(10, 110))
+    assert mirror.place(prompt, "a")
+    assert not mirror.place(prompt, "b")
+    mirror.compute(0, 1000)
+    place = mirror.table.place(make_request(prompt, "b"))
+    assert (place.source, place.cached) == (0, len(prompt) - 1)
+
+
+def test_the_longest_idle_slot_goes_first():
+    # Under pressure the conversation that was idle for longest loses its cache.
+    mirror = Mirror(2)
+    for session, head in (("a", 1), ("b", 1000)):
+        mirror.place([head + k for k in range(50)], session)
+        slot = mirror.running[0]
+        mirror.compute(slot, 1000)
+        mirror.release(slot)
+    mirror.place([5000 + k for k in range(50)], "c")
+    assert mirror.table.session == ["c", "b"]
+
+
+def families_of(prompts: list[list[int]]) -> list[tuple[tuple[int, ...], int]]:
+    table = SlotTable(len(prompts), CONTEXT, reuse=True)
+    for index, prompt in enumerate(prompts):
+        place = table.place(make_request(prompt, str(index)))
+        assert place is not None
+        table.computed[place.slot] = len(prompt)
+        table.append(place.slot, 7)
+    return [(family.rows, family.columns) for family in find_families(table, np.arange(len(prompts)))]
+
+
+def test_families_are_the_groups_not_the_template():
+    # Groups that also share a template become one family each: that saves each member most.
+    template = list(range(10, 50))
+    groups = [template + [1000 * g + k for k in range(100)] for g in range(3)]
+    prompts = [[*group, 9000 + member] for group in groups for member in range(12)]
+    found = families_of(prompts)
+    assert [rows for rows, _ in found] == [tuple(range(12 * g, 12 * g + 12)) for g in range(3)]
+    assert {columns for _, columns in found} == {140}
+
+
+@pytest.mark.parametrize(("count", "shared"), [(1, 120), (2, MIN_COLUMNS - 1), (3, 40)])
+def test_small_families_are_not_worth_it(count, shared):
+    # Too few sequences, or too short a prefix, are left alone.
+    assert count * shared < 2 * MIN_GAIN
+    assert families_of([[*list(range(10, 10 + shared)), 500 + k] for k in range(count)]) == []
+
+
+def test_families_are_remembered_until_something_changes():
+    # The same decoding slots get the same families without a new search; a request that ends brings one.
+    table = SlotTable(20, CONTEXT, reuse=True)
+    for index in range(20):
+        place = table.place(make_request([*range(10, 130), 900 + index], str(index)))
+        table.computed[place.slot] = 121
+        table.append(place.slot, 7)
+    memory, slots = FamilyMemory(), np.arange(20)
+    first = memory.families(table, slots)
+    assert len(first) == 1 and memory.families(table, slots) is first
+    table.release(3)
+    assert memory.families(table, np.delete(slots, 3)) is not first
