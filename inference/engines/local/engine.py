@@ -25,9 +25,12 @@ from inference.engines.local.request import Add, Cancel, Close, Drained, Request
 class LocalEngine:
     """Implements inference.engines.base.Engine on transformers. One instance serves one event loop."""
 
-    def __init__(self, model_folder: Path, inference: InferenceConfig, max_context: int) -> None:
-        """`max_context` bounds prompt and completion together, in tokens."""
+    def __init__(
+        self, model_folder: Path, inference: InferenceConfig, max_context: int, computer: type[Computer] = Computer
+    ) -> None:
+        """`max_context` bounds prompt and completion together, in tokens; `computer` is the compute thread's class."""
         self._folder, self._config, self._context = model_folder, inference, max_context
+        self._make_computer = computer
         self._computer: Computer | None = None
         self._active: dict[str, asyncio.Future] = {}
         self._draining = False
@@ -40,7 +43,7 @@ class LocalEngine:
 
     async def start(self) -> None:
         """Raises ModelNotFoundError, ConfigError (context, memory, device) or EngineError (unsupported model)."""
-        self._computer = Computer(self._folder, self._config, self._context)
+        self._computer = self._make_computer(self._folder, self._config, self._context)
         self._computer.start()
         await self._computer.ready
         self._counted = (time.monotonic(), 0)
