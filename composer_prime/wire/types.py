@@ -58,6 +58,41 @@ class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
     turn: int
 
 
+class Distillation(msgspec.Struct, frozen=True, kw_only=True):
+    """Channel 2's target for one turn of a sample: the same turn ids after a context that holds a hint.
+
+    teacher_ids[teacher_start : teacher_start + (end - start)] equals input_ids[start : end] of the sample, id by id.
+    """
+
+    start: int
+    end: int
+    """The turn is tokens [start, end) of the sample (thinking included)."""
+    teacher_ids: bytes
+    """int32 [U]: hinted context, then the turn's own ids; nothing after them."""
+    teacher_start: int
+    """Where the turn begins in `teacher_ids`; at least 1."""
+    weight: float = 1.0
+    """Factor of the turn's divergence."""
+    turn: int
+    """The rollout's turn number, as in TurnSpan."""
+    error: str
+    """Kind of error that the hint answers (orchestrator/hints)."""
+
+
+class Preference(msgspec.Struct, frozen=True, kw_only=True):
+    """A pair of answers to one context, for channel 3."""
+
+    pair_id: str
+    chosen_ids: bytes
+    """int32 [T_c]: context and chosen answer."""
+    rejected_ids: bytes
+    """int32 [T_r]: the same context and the rejected answer."""
+    context: int
+    """Tokens of the common context; at least 1. The answers are what follows."""
+    epsilon: float
+    """Probability that the label is wrong, in [0, 0.5]."""
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One root-to-leaf token sequence of a rollout: what the trainer learns from.
 
@@ -83,6 +118,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     version_spans: list[VersionSpan]
     """Which policy sampled which tokens; covers exactly the sampled tokens."""
     turns: list[TurnSpan]
+    distillations: list[Distillation] = []
+    """Channel 2: turns of this sample that went wrong and got a hint; turns don't overlap."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,8 +138,31 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         return max(span.version for span in self.version_spans)
 
 
+class DistilledTurn(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [student, student + count) and [teacher, teacher + count) of a row are the same turn's ids."""
+
+    student: int
+    teacher: int
+    count: int
+    weight: float
+
+
+class PairInRow(msgspec.Struct, frozen=True, array_like=True):
+    """Both sides of a preference pair in one row: the answers are [start, end)."""
+
+    pair_id: str
+    chosen_start: int
+    chosen_end: int
+    rejected_start: int
+    rejected_end: int
+    epsilon: float
+
+
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Samples laid end to end in one row of N tokens; block-diagonal attention keeps them apart.
+
+    The documents of a row: first the samples, in the order of `sample_ids`; then teacher documents (channel 2's hinted
+    contexts with their turns), then both sides of each preference pair. Only samples have mask, logprobs, advantages.
 
     A dummy micro-batch (no `sample_ids`) holds one masked token: it keeps the ranks' counts equal.
     """
@@ -120,7 +180,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     position_ids: bytes
     """int32 [N]; restarts at 0 with each sample."""
     lengths: list[int]
-    """Token count of each sample in the row; sums to N."""
+    """Token count of each document in the row; sums to N."""
     loss_mask: bytes
     """uint8 [N]."""
     logprobs: bytes
@@ -128,8 +188,12 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     advantages: bytes
     """float32 [N]."""
     temperatures: list[float]
-    """Sampling temperature of each sample in the row."""
+    """Sampling temperature of each document; a teacher document has its sample's, a side of a pair 1."""
     sample_ids: list[str]
+    turns: list[DistilledTurn] = []
+    """Channel 2: which tokens of the row learn from which."""
+    pairs: list[PairInRow] = []
+    """Channel 3."""
     checksum: str = ""
     """blake2b-128 over every other field; set by `sealed`, checked by `verify` (composer_prime.wire.seal)."""
 
@@ -146,3 +210,8 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     """Trained tokens (mask 1)."""
     groups: int
+    distilled_tokens: int = 0
+    """Channel 2: tokens of all distilled turns."""
+    distilled_turns: int = 0
+    pairs: int = 0
+    """Channel 3: preference pairs."""
