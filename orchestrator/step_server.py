@@ -2,7 +2,7 @@
 
     rank --StepRequest--> poll task: batch there?  yes -> StepReply (packed once, in a thread)
                                                    no  -> waits at most POLL_S -> NotReady{waiting_for}
-    rank 0 --StepDone / CheckpointRequest--> handled one after another, in order of arrival
+    rank 0 --StepDone / CheckpointRequest--> handled one after another, in order of arrival; a repeated one once
 
 A rank's newer request replaces its older one. What is no message of the protocol is counted and dropped; a message of
 another run, layout or an impossible step is refused with its reason.
@@ -30,6 +30,7 @@ from composer_prime.wire.step import (
     Refused,
     RunFinished,
     StepDone,
+    StepNoted,
     StepRequest,
 )
 from orchestrator.batches import Batches, Layout
@@ -69,6 +70,8 @@ class StepServer:
         self._polls: dict[bytes, asyncio.Task[None]] = {}
         self._orders: asyncio.Queue[tuple[bytes, StepDone | CheckpointRequest]] = asyncio.Queue()
         self._finished: RunFinished | None = None
+        self._noted: tuple[str, int] | None = None
+        """Session and step of the newest StepDone that was acted on."""
         self._past_since: dict[bytes, float] = {}
         """Since when a rank asks for trained steps, monotonic seconds."""
         self.garbage = 0
@@ -183,13 +186,21 @@ class StepServer:
             identity, message = await self._orders.get()
             try:
                 if isinstance(message, StepDone):
-                    await self._on_step_done(message)
+                    await self._note(identity, message)
                 else:
                     await self._save(identity, message.step)
             except WireError as error:
                 await self._refuse(identity, str(error))
             finally:
                 self._orders.task_done()
+
+    async def _note(self, identity: bytes, message: StepDone) -> None:
+        """Act on a step's end, unless this is a repetition because our answer was lost."""
+        repeated = self._noted is not None and self._noted[0] == message.session and message.step <= self._noted[1]
+        if not repeated:
+            await self._on_step_done(message)
+            self._noted = (message.session, message.step)
+        await self._send(identity, StepNoted(step=message.step))
 
     async def _save(self, identity: bytes, step: int) -> None:
         try:

@@ -4,13 +4,15 @@
     all ranks: gather one word list each -> all have the batch, or all stop  no rank enters the step alone
 
 The orchestrator answers at least every few seconds, so only silence is a failure: after silence_timeout_s without any
-message the wait ends with a DeadlineError. A request is repeated when no answer comes, so a lost one costs seconds.
+message the wait ends with a DeadlineError. What gets no answer is repeated, so a lost message costs seconds: requests,
+and StepDone, which nobody waits for but which is sent again, in order, until it is noted.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from composer_prime.wire.step import (
     Refused,
     RunFinished,
     StepDone,
+    StepNoted,
     StepReply,
     StepRequest,
     ToTrainer,
@@ -38,7 +41,7 @@ from composer_prime.wire.step import (
 from composer_prime.wire.types import flags
 from trainer.world import World, gather_texts, gather_words
 
-REPEAT_S = 10.0
+REPEAT_S = 5.0
 _SLICE_S = 0.2
 _READY, _FINISHED, _STOPPED, _FAILED = range(4)
 logger = logging.getLogger(__name__)
@@ -87,6 +90,10 @@ class StepClient:
         self._context = zmq.Context()
         self._socket = dealer(self._context, endpoint, keys, identity=f"trainer-{asked.rank}".encode())
         self._decoder = msgspec.msgpack.Decoder(ToTrainer)
+        self._session = secrets.token_hex(8)
+        self._unnoted: list[StepDone] = []
+        self._said_at = 0.0
+        """When `_unnoted` was last sent, monotonic seconds."""
         self.waiting_for = "the orchestrator"
 
     def close(self) -> None:
@@ -111,17 +118,35 @@ class StepClient:
         return reply
 
     def done(self, step: int, sample_ids: list[str]) -> None:
-        """Tell that version `step` is in the weight store. Nothing is awaited."""
-        self._send(StepDone(run_id=self._asked.run_id, step=step, version=step, sample_ids=sample_ids))
+        """Tell that version `step` is in the weight store. Nothing is awaited; later calls repeat it until noted."""
+        self._unnoted.append(
+            StepDone(
+                run_id=self._asked.run_id, step=step, version=step, sample_ids=sample_ids, session=self._session
+            )
+        )
+        self._say_unnoted()
 
     def checkpoint(self, step: int) -> CheckpointSaved:
         """Have the orchestrator write its part of checkpoint `step`. Raises as `batch` does."""
+        self._until_noted()
         request = CheckpointRequest(run_id=self._asked.run_id, step=step)
         wanted = f"the orchestrator's part of checkpoint {step}"
         return self._ask(request, wanted, lambda m: isinstance(m, CheckpointSaved) and m.step == step)
 
     def _send(self, message: FromTrainer) -> None:
         self._socket.send(msgspec.msgpack.encode(message))
+
+    def _until_noted(self) -> None:
+        """Wait until the orchestrator knows of every step that was taken. Raises as `batch` does."""
+        if self._unnoted:
+            wanted = f"the orchestrator to note step {self._unnoted[-1].step}"
+            self._ask(self._unnoted[-1], wanted, lambda _: not self._unnoted)
+
+    def _say_unnoted(self) -> None:
+        """All of them, in order: the orchestrator refuses a step whose predecessor it does not know."""
+        self._said_at = time.monotonic()
+        for message in self._unnoted:
+            self._send(message)
 
     def _ask(self, request: FromTrainer, wanted: str, accept: Callable[[ToTrainer], bool]):
         """Send and wait for the answer that `accept` takes; older or repeated answers are dropped."""
@@ -132,6 +157,8 @@ class StepClient:
         while True:
             message = self._receive()
             now = time.monotonic()
+            if self._unnoted and now - self._said_at > REPEAT_S:
+                self._say_unnoted()
             if message is not None:
                 heard, repeat = now, now + REPEAT_S
                 if isinstance(message, Refused):
@@ -164,12 +191,15 @@ class StepClient:
             return None
         raw = self._socket.recv()
         try:
-            return self._decoder.decode(raw)
+            message = self._decoder.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(
                 f"{len(raw)} bytes from the orchestrator at {self._endpoint} are no message of this protocol: {error}; "
                 "run one release on both sides"
             ) from None
+        if isinstance(message, StepNoted):
+            self._unnoted = [said for said in self._unnoted if said.step > message.step]
+        return message
 
 
 def _is_batch(message: ToTrainer, step: int) -> bool:

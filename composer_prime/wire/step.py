@@ -2,7 +2,8 @@
 
     every rank --StepRequest--> orchestrator      asks for its micro-batches of one step
     orchestrator --StepReply | NotReady | RunFinished--> rank
-    rank 0 --StepDone--> orchestrator             a step was taken and its weights are published
+    rank 0 --StepDone--> orchestrator             a step was taken and its weights are published; repeated until
+    orchestrator --StepNoted--> rank 0            it is noted, so a lost link costs seconds and not the run
     rank 0 --CheckpointRequest--> orchestrator --CheckpointSaved--> rank 0
 """
 
@@ -55,7 +56,15 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
     step: int
     version: int
     sample_ids: list[str]
-    """Every sample of the step, for the ledger check."""
+    """Every sample of the step, for the ledger check; none when a trainer attaches and says where it stands."""
+    session: str
+    """One start of the trainer: what it said already is known by (session, step)."""
+
+
+class StepNoted(msgspec.Struct, frozen=True, kw_only=True, tag="step_noted"):
+    """StepDone of `step` has arrived and was acted on."""
+
+    step: int
 
 
 class CheckpointRequest(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_request"):
@@ -77,4 +86,4 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 FromTrainer = StepRequest | StepDone | CheckpointRequest
-ToTrainer = StepReply | NotReady | RunFinished | CheckpointSaved | Refused
+ToTrainer = StepReply | NotReady | RunFinished | StepNoted | CheckpointSaved | Refused

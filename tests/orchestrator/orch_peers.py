@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from composer_prime.wire.step import (
     Refused,
     RunFinished,
     StepDone,
+    StepNoted,
     StepReply,
     StepRequest,
     ToTrainer,
@@ -236,6 +238,9 @@ class PeerTrainer:
         self.waits: list[str] = []
         """What NotReady said."""
         self.steps: dict[int, list[StepReply]] = {}
+        self.session = secrets.token_hex(4)
+        self.noted: list[int] = []
+        """Steps whose StepDone was answered, as far as `receive` has read."""
 
     async def __aenter__(self) -> PeerTrainer:
         return self
@@ -248,7 +253,16 @@ class PeerTrainer:
 
     async def receive(self, rank: int = 0, timeout_s: float = 10.0) -> Any:
         async with asyncio.timeout(timeout_s):
-            return msgspec.msgpack.decode(await self.sockets[rank].recv(), type=ToTrainer)
+            while True:
+                message = msgspec.msgpack.decode(await self.sockets[rank].recv(), type=ToTrainer)
+                if not isinstance(message, StepNoted):
+                    return message
+                self.noted.append(message.step)
+
+    async def done(self, step: int, sample_ids: list[str]) -> None:
+        await self.send(
+            StepDone(run_id=RUN_ID, step=step, version=step, sample_ids=sample_ids, session=self.session)
+        )
 
     def publish(self, version: int) -> None:
         canary = Canary(token_ids=[1, 2], logprobs=[-1.0])
@@ -258,7 +272,7 @@ class PeerTrainer:
 
     async def attach(self, step: int) -> None:
         self.publish(step)
-        await self.send(StepDone(run_id=RUN_ID, step=step, version=step, sample_ids=[]))
+        await self.done(step, [])
 
     async def ask(self, step: int, rank: int, max_tokens: int = 512) -> StepReply | RunFinished | Refused:
         """Asks until the answer is not NotReady."""
@@ -285,7 +299,7 @@ class PeerTrainer:
         ids = sorted(sample_ids(replies))
         self.publish(step)
         ledger.append_step(self.run_dir.ledger, step, ids)
-        await self.send(StepDone(run_id=RUN_ID, step=step, version=step, sample_ids=ids))
+        await self.done(step, ids)
         return replies
 
     async def checkpoint(self, step: int) -> CheckpointSaved:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 
-from orch_peers import RUN_ID, PeerTrainer, ScriptedPool, make_config, sample_ids
+from orch_peers import PeerTrainer, ScriptedPool, make_config, sample_ids
 
 from composer_prime import ledger
 from composer_prime.errors import CheckpointError, DeadlineError
-from composer_prime.wire.step import Refused, RunFinished, StepDone
+from composer_prime.wire.step import Refused, RunFinished
 
 
 async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir, tmp_path):
@@ -102,11 +102,11 @@ async def test_samples_that_were_not_served_are_refused(open_run, run_dir, tmp_p
         await trainer.attach(0)
         await trainer.ask(1, 0)
         trainer.publish(1)
-        await trainer.send(StepDone(run_id=RUN_ID, step=1, version=1, sample_ids=["g000000-0/0", "stranger"]))
+        await trainer.done(1, ["g000000-0/0", "stranger"])
         refused = await trainer.receive()
         assert isinstance(refused, Refused)
         assert "step 1 trained 2 samples" in refused.error
-        await trainer.send(StepDone(run_id=RUN_ID, step=3, version=3, sample_ids=[]))
+        await trainer.done(3, [])
         assert "stands after step 0" in (await trainer.receive()).error
 
 

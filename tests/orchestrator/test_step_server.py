@@ -161,14 +161,29 @@ async def test_orders_are_taken_in_turn_and_answered(serve):
     """StepDone then CheckpointRequest: the checkpoint sees the step; a failure is the answer, not a silence."""
     async with serve() as (served, trainer):
         served.form(1)
-        await trainer.send(StepDone(run_id=RUN_ID, step=1, version=1, sample_ids=["a"]))
+        await trainer.done(1, ["a"])
         await trainer.send(CheckpointRequest(run_id=RUN_ID, step=1))
         assert (await trainer.receive()).error is None
         await trainer.send(CheckpointRequest(run_id=RUN_ID, step=7))
         assert (await trainer.receive()).error == "the disk is full"
-        await trainer.send(StepDone(run_id=RUN_ID, step=8, version=8, sample_ids=["a"]))
+        await trainer.done(8, ["a"])
         assert (await trainer.receive()).error == "no such step"
         assert served.orders == ["done 1", "checkpoint 1"]
+
+
+async def test_a_step_said_twice_counts_once(serve):
+    """The answer to StepDone was lost and it comes again, even after a later step: noted again, acted on once."""
+    async with serve() as (served, trainer):
+        for step, ids in ((0, []), (1, ["a"]), (1, ["a"]), (2, ["b"]), (0, []), (1, ["a"]), (2, ["b"])):
+            await trainer.done(step, ids)
+        await trainer.send(CheckpointRequest(run_id=RUN_ID, step=2))
+        assert (await trainer.receive()).error is None
+        assert trainer.noted == [0, 1, 1, 2, 0, 1, 2]
+        trainer.session = "after a restart"
+        await trainer.done(1, [])
+        await trainer.send(CheckpointRequest(run_id=RUN_ID, step=1))
+        assert (await trainer.receive()).error is None
+        assert served.orders == ["done 0", "done 1", "done 2", "checkpoint 2", "done 1", "checkpoint 1"]
 
 
 async def test_closing_answers_the_checkpoint_at_hand(serve):

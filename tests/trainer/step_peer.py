@@ -27,6 +27,7 @@ from composer_prime.wire.step import (
     Refused,
     RunFinished,
     StepDone,
+    StepNoted,
     StepReply,
     StepRequest,
 )
@@ -51,6 +52,8 @@ class StepPeer:
         self.refuse_checkpoint: str | None = None
         self.not_ready_first: set[int] = set()
         """Steps that are answered with NotReady once."""
+        self.lost_first: set[int] = set()
+        """Steps whose first StepDone is lost on the way."""
         self.quiet_from: int | None = None
         """Requests for this step and later ones are never answered."""
 
@@ -87,8 +90,11 @@ class StepPeer:
 
     def _handle(self, message: FromTrainer) -> bytes | None:
         if isinstance(message, StepDone):
+            if message.step in self.lost_first:
+                self.lost_first.remove(message.step)
+                return None
             self.done.append(message)
-            return None
+            return msgspec.msgpack.encode(StepNoted(step=message.step))
         if isinstance(message, CheckpointRequest):
             return msgspec.msgpack.encode(self._save(message.step))
         self.requests.append(message)

@@ -231,3 +231,14 @@ def test_garbage_on_every_listening_socket_is_survived(make_run):
         time.sleep(0.5)
         peer.quiet_from = None
         assert [rank.wait(60) for rank in ranks] == [0, 0], ranks[0].output
+
+
+def test_a_lost_word_that_a_step_is_done_is_said_again(make_run):
+    # The link loses StepDone of step 1 and of the last step: both arrive in the end, in order, before the checkpoint.
+    run = make_run()
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        peer.lost_first = {1, 3}
+        codes, outputs = run.train(1)
+        assert codes == [0], outputs
+    said = [message.step for message in peer.done]
+    assert list(dict.fromkeys(said)) == [0, 1, 2, 3] and peer.checkpoints == [3]
