@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from composer_prime.errors import RolloutError
+from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import (
     Sample,
     TurnSpan,
@@ -28,7 +29,7 @@ from composer_prime.wire.types import (
     pack_ints,
 )
 from orchestrator.groups import GroupPlan
-from orchestrator.workers.protocol import RolloutReply
+from orchestrator.workers.protocol import RolloutReply, TurnRecord
 
 
 class Generation(Protocol):
@@ -56,6 +57,9 @@ class Generation(Protocol):
         """Cover [0, T_new)."""
         ...
 
+    @property
+    def sampling(self) -> Sampling: ...
+
 
 @dataclass(slots=True)
 class Branch:
@@ -63,20 +67,26 @@ class Branch:
 
     tokens: np.ndarray
     """int32 [T]."""
+    temperature: float
     mask: list[np.ndarray] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     turns: list[TurnSpan] = field(default_factory=list)
 
     @classmethod
-    def starting_with(cls, prompt_ids: np.ndarray) -> Branch:
-        branch = cls(tokens=np.empty(0, np.int32))
-        branch._unsampled(prompt_ids)
+    def starting_with(cls, record: Generation) -> Branch:
+        branch = cls(tokens=np.empty(0, np.int32), temperature=record.sampling.temperature)
+        branch._unsampled(record.prompt_ids)
         return branch
 
-    def is_prefix_of(self, prompt_ids: np.ndarray) -> bool:
+    def continues_in(self, record: Generation) -> bool:
+        """Whether the record's prompt begins with all of this branch, sampled alike."""
         length = len(self.tokens)
-        return length <= len(prompt_ids) and np.array_equal(self.tokens, prompt_ids[:length])
+        return (
+            self.temperature == record.sampling.temperature
+            and length <= len(record.prompt_ids)
+            and np.array_equal(self.tokens, record.prompt_ids[:length])
+        )
 
     def extend(self, record: Generation, turn: int) -> None:
         """Append what the record's prompt adds to this branch (mask 0) and its completion (mask 1)."""
@@ -107,16 +117,17 @@ def merge(records: Iterable[Generation], first_turn: int = 0) -> list[Branch]:
     """Branches of one conversation, in the order in which they began.
 
     A record goes to the longest branch that its prompt extends exactly; the turn number is its place in the order.
-    Raises RolloutError for a record whose logprobs or version spans do not match its tokens.
+    Raises RolloutError for a record whose logprobs or version spans do not match its tokens, or that was sampled from
+    another distribution than the trainer's softmax.
     """
     branches: list[Branch] = []
     for turn, record in enumerate(records, start=first_turn):
         check(record)
-        fitting = [branch for branch in branches if branch.is_prefix_of(record.prompt_ids)]
+        fitting = [branch for branch in branches if branch.continues_in(record)]
         if fitting:
             branch = max(fitting, key=lambda branch: len(branch.tokens))
         else:
-            branch = Branch.starting_with(record.prompt_ids)
+            branch = Branch.starting_with(record)
             branches.append(branch)
         branch.extend(record, turn)
     return branches
@@ -132,6 +143,13 @@ def check(record: Generation) -> None:
         raise RolloutError(f"{where} came with {len(record.logprobs)} log-probabilities")
     if not np.isfinite(record.logprobs).all():
         raise RolloutError(f"{where} holds a log-probability that is not finite")
+    how = record.sampling
+    if how.temperature <= 0 or how.top_p < 1 or how.top_k > 0:
+        raise RolloutError(
+            f"{where} was sampled with temperature {how.temperature:g}, top_p {how.top_p:g}, top_k {how.top_k}: the "
+            "trainer's policy is the full softmax at a temperature above 0; mark this agent as not trainable or let it "
+            "sample as the orchestrator asks"
+        )
     end = 0
     for span in record.version_spans:
         if span.start != end or span.end < span.start:
@@ -141,9 +159,7 @@ def check(record: Generation) -> None:
         raise RolloutError(f"{where} has version spans {list(record.version_spans)}, which do not cover it")
 
 
-def compile_rollout(
-    plan: GroupPlan, reply: RolloutReply, records: Sequence[Generation], temperature: float
-) -> list[Sample]:
+def compile_rollout(plan: GroupPlan, reply: RolloutReply, records: Sequence[Generation]) -> list[Sample]:
     """The samples of one rollout, advantages still zero. Branches without a sampled token give none.
 
     Sessions that the environment marks as not trainable (a user simulator, a judge) are left out. A rollout that a
@@ -155,43 +171,59 @@ def compile_rollout(
     by_session: dict[str, list[Generation]] = {}
     for record in records:
         by_session.setdefault(record.session, []).append(record)
-    check_turns(reply, by_session)
     branches, turns = [], 0
-    for session, kept in by_session.items():
+    for session, kept in played_records(reply, by_session).items():
         if session in trainable or not reply.sessions:
             branches += merge(kept, first_turn=turns)
         turns += len(kept)
     sampled = [branch for branch in branches if branch.turns]
-    return [
-        _sample(branch, f"{reply.rollout_id}/{number}", plan, reply, temperature)
-        for number, branch in enumerate(sampled)
-    ]
+    return [_sample(branch, f"{reply.rollout_id}/{number}", plan, reply) for number, branch in enumerate(sampled)]
 
 
-def check_turns(reply: RolloutReply, by_session: dict[str, list[Generation]]) -> None:
-    """Cross-check the worker's account: each assistant turn must be a recorded generation of the same length.
+def played_records(reply: RolloutReply, by_session: dict[str, list[Generation]]) -> dict[str, list[Generation]]:
+    """Of each session, the records that became turns of the rollout, checked against the worker's account of them.
 
-    Raises RolloutError.
+    A reply that was lost on its way to the worker was recorded and then asked for again: the rollout never saw it, so
+    its tokens have no part in the reward. Raises RolloutError when the two accounts cannot be brought together.
     """
+    if not reply.sessions or not reply.turns:
+        return by_session
+    shown: dict[str, list[TurnRecord]] = {session.session_id: [] for session in reply.sessions}
     for turn in reply.turns:
-        if turn.role != "assistant" or turn.call is None or turn.session >= len(reply.sessions):
-            continue
-        session = reply.sessions[turn.session].session_id
-        records = by_session.get(session, [])
-        if turn.call >= len(records):
-            raise RolloutError(
-                f"the worker shows a turn from generation {turn.call} of session {session!r}, the gateway recorded "
-                f"{len(records)}: the rollout's tokens are incomplete"
-            )
-        count = len(records[turn.call].completion_ids)
+        if turn.role == "assistant" and turn.call is not None and turn.session < len(reply.sessions):
+            shown[reply.sessions[turn.session].session_id].append(turn)
+    played = {session: _played(session, kept, shown.get(session, [])) for session, kept in by_session.items()}
+    missing = [session for session, turns in shown.items() if turns and session not in played]
+    if missing:
+        raise RolloutError(f"the worker shows turns of sessions {missing}, the gateway recorded nothing of them")
+    return played
+
+
+def _played(session: str, records: list[Generation], turns: list[TurnRecord]) -> list[Generation]:
+    """Without replies that were asked for again (same prompt) and without the last ones, which came too late."""
+    surplus = len(records) - len(turns)
+    again = [
+        any(np.array_equal(record.prompt_ids, later.prompt_ids) for later in records[number + 1 :])
+        for number, record in enumerate(records if surplus > 0 else [])
+    ]
+    dropped = set(np.flatnonzero(again)[: max(surplus, 0)].tolist())
+    kept = [record for number, record in enumerate(records) if number not in dropped][: len(turns)]
+    if len(kept) < len(turns):
+        raise RolloutError(
+            f"the worker shows {len(turns)} turns of session {session!r}, the gateway recorded {len(records)}: the "
+            "rollout's tokens are incomplete"
+        )
+    for record, turn in zip(kept, sorted(turns, key=lambda turn: turn.call or 0), strict=True):
+        count = len(record.completion_ids)
         if turn.num_tokens is not None and turn.num_tokens != count:
             raise RolloutError(
                 f"turn {turn.call} of session {session!r} has {turn.num_tokens} tokens at the worker, "
                 f"{count} at the gateway"
             )
+    return kept
 
 
-def _sample(branch: Branch, sample_id: str, plan: GroupPlan, reply: RolloutReply, temperature: float) -> Sample:
+def _sample(branch: Branch, sample_id: str, plan: GroupPlan, reply: RolloutReply) -> Sample:
     end = branch.turns[-1].end
     return Sample(
         sample_id=sample_id,
@@ -203,7 +235,7 @@ def _sample(branch: Branch, sample_id: str, plan: GroupPlan, reply: RolloutReply
         logprobs=pack_floats(np.concatenate(branch.logprobs)[:end]),
         advantages=pack_floats(np.zeros(end)),
         reward=0.0 if reply.reward is None else reply.reward,
-        temperature=temperature,
+        temperature=branch.temperature,
         version_spans=branch.spans,
         turns=branch.turns,
     )

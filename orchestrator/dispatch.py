@@ -190,6 +190,6 @@ class Dispatcher:
         if failure is not None:
             return [], failure
         try:
-            return compile_rollout(plan, played.reply, played.records, self._config.sampling.temperature), None
+            return compile_rollout(plan, played.reply, played.records), None
         except RolloutError as error:
             return [], RolloutFailure(kind="tokens", message=str(error), retryable=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -39,6 +42,8 @@ class Generator:
         self.limits = limits
         self._router, self._records = router, records
         self._order = itertools.count()
+        self._under_way: Counter[str] = Counter()
+        """Requests without an answer yet, by session."""
 
     def check_model(self, name: str) -> None:
         """Raises RequestError (404) for a model that is not served here."""
@@ -64,13 +69,26 @@ class Generator:
             what = f"token id {highest} is outside the vocabulary" if token_ids else "the prompt is empty"
             raise RequestError(f"{what}: send at least one id in 0..{self.limits.vocab_size - 1}", param="token_ids")
         how = sampling(fields, num_prompt=len(token_ids), max_context=self.limits.max_context, max_tokens=max_tokens)
-        if how.seed is not None and session is not None:
-            how = msgspec.structs.replace(how, seed=turn_seed(how.seed, self._records.answered(session)))
         prompt = pack_ints(token_ids)
-        answer = await self._router.generate(request_id, session or request_id, prompt, how)
-        if session is not None:
+        if session is None:
+            return request_id, await self._router.generate(request_id, request_id, prompt, how)
+        if how.seed is not None:  # parallel requests of one session draw different noise
+            turn = self._records.answered(session) + self._under_way[session]
+            how = msgspec.structs.replace(how, seed=turn_seed(how.seed, turn))
+        with self._counted(session):
+            answer = await self._router.generate(request_id, session, prompt, how)
             self._record(session, prompt, answer, how, order)
         return request_id, answer
+
+    @contextmanager
+    def _counted(self, session: str) -> Iterator[None]:
+        self._under_way[session] += 1
+        try:
+            yield
+        finally:
+            self._under_way[session] -= 1
+            if not self._under_way[session]:
+                del self._under_way[session]
 
     def _record(self, session: str, prompt: bytes, answer: Answer, how, order: int) -> None:
         record = GenerationRecord(

@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.errors import RolloutError
+from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, floats, ints
 from orchestrator.compile import compile_rollout, with_advantage
 from orchestrator.groups import GroupPlan
 from orchestrator.workers.protocol import RolloutReply, SessionRecord, TurnRecord
 
+ONE_SESSION = [SessionRecord(session_id="r", agent="policy", trainable=True, reward=1.0)]
 PLAN = GroupPlan(group=3, source="s", task_index=1, seed=5, size=4)
 
 
@@ -25,6 +27,7 @@ class Record:
     logprobs: np.ndarray
     version_spans: tuple[VersionSpan, ...]
     session: str = "r"
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=64, temperature=0.7))
     names: tuple[int, ...] = field(default=())
     """The test's own identity of every sampled token."""
 
@@ -40,7 +43,7 @@ def record(prompt: list[int], completion: list[int], *versions: int, session: st
 
 
 def compiled(records: list[Record], **reply) -> list[Sample]:
-    return compile_rollout(PLAN, RolloutReply(rollout_id="r", task_id="t", reward=1.0, **reply), records, 0.7)
+    return compile_rollout(PLAN, RolloutReply(rollout_id="r", task_id="t", reward=1.0, **reply), records)
 
 
 def test_turns_that_extend_one_another_become_one_sample():
@@ -105,17 +108,43 @@ def test_only_trainable_sessions_become_samples():
 
 
 @pytest.mark.parametrize(
-    ("turn", "said"),
+    ("counts", "said"),
     [
-        (TurnRecord(role="assistant", text="", call=1, num_tokens=2), "recorded 1"),
-        (TurnRecord(role="assistant", text="", call=0, num_tokens=3), "3 tokens at the worker, 2 at the gateway"),
+        ([2, 2], "shows 2 turns of session 'r', the gateway recorded 1"),
+        ([3], "3 tokens at the worker, 2 at the gateway"),
     ],
 )
-def test_a_worker_that_saw_other_turns_is_contradicted(turn, said):
+def test_a_worker_that_saw_other_turns_is_contradicted(counts, said):
     """Turns that the gateway did not record, or with another length, mean incomplete tokens: no training on them."""
-    sessions = [SessionRecord(session_id="r", agent="policy", trainable=True, reward=1.0)]
     with pytest.raises(RolloutError, match=said):
-        compiled([record([1], [2, 3])], turns=[turn], sessions=sessions)
+        compiled([record([1], [2, 3])], turns=shown(*counts), sessions=ONE_SESSION)
+
+
+def shown(*counts: int) -> list[TurnRecord]:
+    return [TurnRecord(role="assistant", text="", call=call, num_tokens=count) for call, count in enumerate(counts)]
+
+
+def test_a_reply_that_the_rollout_never_saw_is_not_trained():
+    """Lost on its way and asked for again, or too late for a rollout that had ended: no part in the reward."""
+    lost, again = record([1], [2, 3]), record([1], [4, 5])
+    late = record([1, 4, 5, 9], [6, 7, 8])
+    for records in ([lost, again], [lost, again, late], [again, late]):
+        [sample] = compiled(records, turns=shown(2), sessions=ONE_SESSION)
+        assert ints(sample.input_ids).tolist() == [1, 4, 5]
+
+
+def test_several_answers_to_one_prompt_that_the_rollout_saw_are_all_trained():
+    """An agent may ask for two answers to one prompt: neither is a repetition of the other."""
+    samples = compiled([record([1], [2, 3]), record([1], [4])], turns=shown(2, 1), sessions=ONE_SESSION)
+    assert [ints(sample.input_ids).tolist() for sample in samples] == [[1, 2, 3], [1, 4]]
+
+
+def test_turns_of_another_temperature_are_another_sample():
+    """A sample has one temperature, the recorded one: its logprobs are those after it."""
+    warm = replace(record([1, 2, 3, 9], [5]), sampling=Sampling(max_tokens=9, temperature=1.5))
+    first, second = compiled([record([1, 2], [3]), warm])
+    assert (first.temperature, second.temperature) == (0.7, 1.5)
+    assert flags(second.loss_mask).tolist() == [0, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +156,9 @@ def test_a_worker_that_saw_other_turns_is_contradicted(turn, said):
         ({"version_spans": (VersionSpan(0, 1, 0), VersionSpan(0, 2, 1))}, "do not cover"),
         ({"version_spans": (VersionSpan(0, 2, 0), VersionSpan(2, 5, 1))}, "do not cover"),
         ({"prompt_ids": np.empty(0, np.int32)}, "without a prompt"),
+        ({"sampling": Sampling(max_tokens=9, temperature=0.0)}, "sampled with temperature 0, top_p 1, top_k 0"),
+        ({"sampling": Sampling(max_tokens=9, top_p=0.9)}, "top_p 0.9"),
+        ({"sampling": Sampling(max_tokens=9, top_k=5)}, "top_k 5"),
     ],
 )
 def test_a_record_that_contradicts_itself_is_refused(change, said):
