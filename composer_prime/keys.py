@@ -1,7 +1,10 @@
 """Keys of a run: a CURVE pair for each side of the wire, an ed25519 pair that signs weight manifests.
 
 All live as files of mode 0600 in the run directory's keys/; none is ever part of a configuration or a log.
-A join token carries what a node needs: the server's public key and the node's own pair.
+
+    server.curve, node.curve, trainer.curve   pairs; the server's secret never leaves the orchestrator's machine
+    node.token, trainer.token                 what a process elsewhere needs: the server's public key and its own pair
+    signing.ed25519                           the trainer's; the orchestrator hands nodes its public half
 """
 
 from __future__ import annotations
@@ -83,7 +86,9 @@ class RunKeys:
                 _pair(folder, name)
         if not (folder / "signing.ed25519").exists():
             _write_secret(folder / "signing.ed25519", Ed25519PrivateKey.generate().private_bytes_raw())
-        _write_secret(folder / "node.token", keys.client("node").token().encode() + b"\n")
+        for name in ("node", "trainer"):
+            client = ClientKeys(keys.curve("server").public, keys.curve(name))
+            _write_secret(folder / f"{name}.token", client.token().encode() + b"\n")
         return keys
 
     def curve(self, name: str) -> CurvePair:
@@ -96,9 +101,18 @@ class RunKeys:
         return CurvePair(raw[:40], raw[40:])
 
     def client(self, name: str) -> ClientKeys:
-        return ClientKeys(self.curve("server").public, self.curve(name))
+        """The keys of a `node` or `trainer`. Raises ConfigError when its token is missing or damaged."""
+        path = self.folder / f"{name}.token"
+        try:
+            return ClientKeys.from_token(path.read_text())
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{path} is missing: start the run with `trainer @ file.toml`, or copy it from the orchestrator's run "
+                "directory"
+            ) from None
 
     def signer(self) -> Ed25519PrivateKey:
+        """The trainer's."""
         return Ed25519PrivateKey.from_private_bytes((self.folder / "signing.ed25519").read_bytes())
 
     def verifier(self) -> Ed25519PublicKey:

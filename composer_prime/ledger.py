@@ -29,7 +29,9 @@ def _append(path: Path, entry: dict) -> None:
     torn = b"" if _ends_with_newline(path) else b"\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(descriptor, torn + json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+        line = torn + json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        while line:  # a nearly full disk takes a part first and refuses the rest
+            line = line[os.write(descriptor, line) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

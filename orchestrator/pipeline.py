@@ -155,7 +155,7 @@ class Pipeline:
         self._spawn(self.gateway.watch())
         self._spawn(self.vigil.report(self.server))
         if self.state is not None:
-            await self._publish(self.state.step)
+            await self._publish(self.state.step, required=False)  # else the trainer publishes it when it attaches
         self._folder = folder
 
     async def _close_gateway(self) -> None:
@@ -311,12 +311,12 @@ class Pipeline:
             self.vigil.final_checkpoint = True
         self.changed.beat()
 
-    async def _publish(self, version: int) -> None:
-        """Pass policy version `version` on to the nodes."""
+    async def _publish(self, version: int, *, required: bool = True) -> None:
+        """Pass policy version `version` on to the nodes. Raises CheckpointError when `required` and not there."""
         try:
             signed = await asyncio.to_thread(self.store.manifest, version)
         except FileNotFoundError:
-            if self.server.last_heard is None:
+            if not required:
                 return
             raise CheckpointError(
                 f"the trainer announced policy version {version}, but {self.store.root} has no manifest of it"

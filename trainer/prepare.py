@@ -152,10 +152,12 @@ def _keys(run_dir: RunDir, config: Config) -> None:
     if config.orchestrator.address is None:
         RunKeys.create(run_dir.keys)
         return
-    if not (run_dir.keys / "server.curve").exists():
+    needed = ("trainer.token", "signing.ed25519")
+    if missing := [name for name in needed if not (run_dir.keys / name).exists()]:
         raise ConfigError(
-            f"orchestrator.address is {config.orchestrator.address!r}, so {run_dir.keys} must hold that run's keys: "
-            "copy keys/ and run_id from the orchestrator's run directory"
+            f"orchestrator.address is {config.orchestrator.address!r}, but {run_dir.keys} lacks {', '.join(missing)}: "
+            "copy run_id, keys/trainer.token and keys/signing.ed25519 from the orchestrator's run directory (the "
+            "other keys stay there)"
         )
 
 

@@ -97,7 +97,7 @@ def main() -> None:
     plan = Plan.read(Path(sys.argv[1]))
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, plan.cores)
-    torch.set_num_threads(len(plan.cores))
+    torch.set_num_threads(1)  # a process for each core
     print(json.dumps({folder: reward_of(Path(folder), plan) for folder in sys.argv[2:]}))
 
 
