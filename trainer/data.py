@@ -133,14 +133,15 @@ class StepClient:
         wanted = f"the orchestrator's part of checkpoint {step}"
         return self._ask(request, wanted, lambda m: isinstance(m, CheckpointSaved) and m.step == step)
 
-    def _send(self, message: FromTrainer) -> None:
-        self._socket.send(msgspec.msgpack.encode(message))
+    def _send(self, message: FromTrainer | None) -> None:
+        if message is not None:
+            self._socket.send(msgspec.msgpack.encode(message))
 
     def _until_noted(self) -> None:
         """Wait until the orchestrator knows of every step that was taken. Raises as `batch` does."""
         if self._unnoted:
             wanted = f"the orchestrator to note step {self._unnoted[-1].step}"
-            self._ask(self._unnoted[-1], wanted, lambda _: not self._unnoted)
+            self._ask(None, wanted, lambda _: not self._unnoted)
 
     def _say_unnoted(self) -> None:
         """All of them, in order: the orchestrator refuses a step whose predecessor it does not know."""
@@ -148,8 +149,8 @@ class StepClient:
         for message in self._unnoted:
             self._send(message)
 
-    def _ask(self, request: FromTrainer, wanted: str, accept: Callable[[ToTrainer], bool]):
-        """Send and wait for the answer that `accept` takes; older or repeated answers are dropped."""
+    def _ask(self, request: FromTrainer | None, wanted: str, accept: Callable[[ToTrainer], bool]):
+        """Send `request`, if any, and wait for what `accept` takes; older or repeated answers are dropped."""
         self.waiting_for = wanted
         started = heard = time.monotonic()
         self._send(request)

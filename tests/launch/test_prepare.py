@@ -123,5 +123,5 @@ def test_remote_orchestrator_needs_its_keys(tmp_path):
     # With orchestrator.address fresh keys would be refused there, so they must be copied.
     settings = config(tmp_path)
     settings.orchestrator.address = "tcp://10.0.0.1:5555"
-    with pytest.raises(ConfigError, match="lacks trainer.token, signing.ed25519: copy run_id, keys/trainer.token"):
+    with pytest.raises(ConfigError, match=r"lacks trainer\.token, signing\.ed25519: copy run_id, keys/trainer\.token"):
         prepare(settings)
