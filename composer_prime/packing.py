@@ -1,12 +1,13 @@
 """From samples to micro-batches: rows of bounded length, equal in number and in work on every rank.
 
-    samples --siblings side by side--> bundles --first fit decreasing--> how many rows are needed
-            --spread evenly by FLOPs--> rows --deal--> ranks
+    samples, pairs --siblings side by side--> bundles --first fit decreasing--> how many rows are needed
+                   --spread evenly by FLOPs--> rows --deal--> ranks
 
 Ranks compute micro-batch k at the same time (each gathers the others' shards), so a step lasts as long as the slowest
 rank of each round: rows of a round should cost the same. Siblings in one row let the trainer compute their common
 prompt once (prefixes.py); where this makes ranks too uneven, samples are spread one by one: the plan that is estimated
-to be faster wins. Torch-free and deterministic; the orchestrator calls it.
+to be faster wins. A sample stays with its teacher documents, a chosen answer with its rejected one (documents.py).
+Torch-free and deterministic; the orchestrator calls it.
 """
 
 from __future__ import annotations
@@ -15,25 +16,23 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-
-from composer_prime.errors import ConfigError
+from composer_prime.documents import Unit, tokens_of, units
+from composer_prime.micro_batch import Place, micro_batch
 from composer_prime.prefixes import layout
-from composer_prime.wire.seal import sealed
-from composer_prime.wire.types import MicroBatch, Sample, StepTotals, flags, ints, pack_flags, pack_floats, pack_ints
+from composer_prime.wire.types import MicroBatch, Preference, Sample, StepTotals
 
-Bundle = list[Sample]
-"""Samples that go into one row together."""
+Bundle = list[Unit]
+"""Units that go into one row together."""
 
 
 class _Cost:
-    """FLOPs of samples that share a row, common beginnings counted once."""
+    """FLOPs of units that share a row, common beginnings counted once."""
 
     def __init__(self, per_token: float, per_pair: float) -> None:
         self._per_token, self._per_pair = per_token, per_pair
 
-    def __call__(self, samples: Sequence[Sample]) -> float:
-        trees = layout([ints(sample.input_ids) for sample in samples]).trees
+    def __call__(self, bundle: Sequence[Unit]) -> float:
+        trees = layout([document for unit in bundle for document in unit.documents]).trees
         return sum(self._per_token * tree.tokens + self._per_pair * tree.pairs() for tree in trees)
 
 
@@ -41,52 +40,62 @@ class _Row:
     """A row while it is being filled."""
 
     def __init__(self) -> None:
-        self.samples: Bundle = []
+        self.units: Bundle = []
         self.tokens = 0
         self.flops = 0.0
 
     def put(self, bundle: Bundle, flops: float) -> None:
-        self.samples += bundle
-        self.tokens += _tokens(bundle)
+        self.units += bundle
+        self.tokens += tokens_of(bundle)
         self.flops += flops
 
 
 def pack(
     samples: Sequence[Sample],
+    preferences: Sequence[Preference] = (),
     *,
     run_id: str,
     step: int,
     world_size: int,
     max_tokens: int,
+    distil: bool = True,
     flops_per_token: float = 1.0,
     flops_per_pair: float = 0.0,
 ) -> list[list[MicroBatch]]:
-    """Micro-batches of each rank: [world_size][same count], sealed; every sample is in exactly one.
+    """Micro-batches of each rank: [world_size][same count], sealed; every sample and pair is in exactly one.
 
-    T tokens are taken to cost flops_per_token * T + flops_per_pair * T^2 (`model_flops` gives both). Ranks that would
-    come short get dummy micro-batches of one masked token.
+    Give no `preferences` in a step where channel 3 has weight 0, and `distil` off where channel 2 has: rows are then
+    those of channel 1 alone. T tokens are taken to cost flops_per_token * T + flops_per_pair * T^2 (`model_flops` gives
+    both). Ranks that would come short get dummy micro-batches of one masked token.
 
-    Raises ConfigError when a sample is longer than `max_tokens`, appears twice or asks to train its first token.
+    Raises ConfigError (longer than `max_tokens`, given twice, a first token that is trained) or RunMismatchError (a
+    distilled turn or a pair that is cut or does not match), each naming the sample or pair.
     """
-    _check(samples, max_tokens)
+    wanted = units(samples, preferences, distil=distil, max_tokens=max_tokens)
     cost = _Cost(flops_per_token, flops_per_pair)
-    together = _rows(_siblings(samples, max_tokens), cost, world_size, max_tokens)
-    apart = _rows([[sample] for sample in samples], cost, world_size, max_tokens) if world_size > 1 else together
+    together = _rows(_siblings(wanted, max_tokens), cost, world_size, max_tokens)
+    apart = _rows([[unit] for unit in wanted], cost, world_size, max_tokens) if world_size > 1 else together
     rows = min(together, apart, key=lambda rows: _duration(rows, world_size))
-    ranks = _deal(rows, world_size)
     return [
-        [_micro_batch(row.samples, run_id=run_id, step=step, rank=rank, index=index) for index, row in enumerate(own)]
-        for rank, own in enumerate(ranks)
+        [
+            micro_batch(row.units, Place(run_id=run_id, step=step, rank=rank, index=index))
+            for index, row in enumerate(own)
+        ]
+        for rank, own in enumerate(_deal(rows, world_size))
     ]
 
 
-def totals(samples: Sequence[Sample]) -> StepTotals:
-    """The losses' denominators of a step that trains `samples`."""
+def totals(samples: Sequence[Sample], preferences: Sequence[Preference] = (), *, distil: bool = True) -> StepTotals:
+    """The losses' denominators of a step that trains `samples` and `preferences`; `distil` as for `pack`."""
     trained = [sample for sample in samples if sample.num_trained > 0]
+    turns = [turn for sample in samples for turn in sample.distillations] if distil else []
     return StepTotals(
         samples=len(trained),
         tokens=sum(sample.num_trained for sample in trained),
         groups=len({sample.group_id for sample in trained}),
+        distilled_tokens=sum(turn.end - turn.start for turn in turns),
+        distilled_turns=len(turns),
+        pairs=len(preferences),
     )
 
 
@@ -105,43 +114,24 @@ def model_flops(config: Mapping[str, Any]) -> tuple[float, float]:
     return 2.0 * (layers * block + hidden * config["vocab_size"]), 2.0 * layers * heads * head
 
 
-def _check(samples: Sequence[Sample], max_tokens: int) -> None:
-    seen: set[str] = set()
-    for sample in samples:
-        if sample.num_tokens > max_tokens:
-            raise ConfigError(
-                f"sample {sample.sample_id} has {sample.num_tokens} tokens, but trainer.micro_batch_tokens is "
-                f"{max_tokens}: raise trainer.micro_batch_tokens to at least the longest sample (model.max_context)"
-            )
-        if sample.sample_id in seen:
-            raise ConfigError(f"sample {sample.sample_id} was given twice for one step")
-        if sample.num_tokens and flags(sample.loss_mask)[0]:
-            raise ConfigError(f"sample {sample.sample_id} trains its first token, which has no context to predict it")
-        seen.add(sample.sample_id)
-
-
-def _tokens(bundle: Bundle) -> int:
-    return sum(sample.num_tokens for sample in bundle)
-
-
-def _siblings(samples: Sequence[Sample], max_tokens: int) -> list[Bundle]:
-    """The samples of each group, those with like beginnings side by side, cut where they outgrow a row."""
+def _siblings(wanted: Sequence[Unit], max_tokens: int) -> list[Bundle]:
+    """The units of each group, those with like beginnings side by side, cut where they outgrow a row."""
     bundles: list[Bundle] = []
-    ordered = sorted(samples, key=lambda sample: (sample.group_id, sample.input_ids, sample.sample_id))
-    for _, group in groupby(ordered, key=lambda sample: sample.group_id):
+    ordered = sorted(wanted, key=lambda unit: (unit.group, unit.documents[0].tobytes(), unit.name))
+    for _, group in groupby(ordered, key=lambda unit: unit.group):
         bundle: Bundle = []
-        for sample in group:
-            if bundle and _tokens(bundle) + sample.num_tokens > max_tokens:
+        for unit in group:
+            if bundle and tokens_of(bundle) + unit.tokens > max_tokens:
                 bundles.append(bundle)
                 bundle = []
-            bundle.append(sample)
+            bundle.append(unit)
         bundles.append(bundle)
     return bundles
 
 
 def _rows(bundles: list[Bundle], cost: _Cost, world_size: int, max_tokens: int) -> list[_Row]:
     """Rows that hold all bundles, a multiple of `world_size` in number."""
-    weighed = sorted(((cost(bundle), bundle) for bundle in bundles), key=lambda pair: (-pair[0], pair[1][0].sample_id))
+    weighed = sorted(((cost(bundle), bundle) for bundle in bundles), key=lambda pair: (-pair[0], pair[1][0].name))
     rows = _first_fit(weighed, max_tokens)
     wanted = -(-max(len(rows), 1) // world_size) * world_size
     return _spread(weighed, wanted, max_tokens) or rows + [_Row() for _ in range(wanted - len(rows))]
@@ -151,7 +141,7 @@ def _first_fit(weighed: list[tuple[float, Bundle]], max_tokens: int) -> list[_Ro
     """Each bundle, dearest first, into the first row that has room; gives few rows."""
     rows: list[_Row] = []
     for flops, bundle in weighed:
-        row = next((row for row in rows if row.tokens + _tokens(bundle) <= max_tokens), None)
+        row = next((row for row in rows if row.tokens + tokens_of(bundle) <= max_tokens), None)
         if row is None:
             rows.append(row := _Row())
         row.put(bundle, flops)
@@ -162,7 +152,7 @@ def _spread(weighed: list[tuple[float, Bundle]], count: int, max_tokens: int) ->
     """Each bundle, dearest first, into the cheapest of `count` rows that has room; None when that does not fit."""
     rows = [_Row() for _ in range(count)]
     for flops, bundle in weighed:
-        fitting = [row for row in rows if row.tokens + _tokens(bundle) <= max_tokens]
+        fitting = [row for row in rows if row.tokens + tokens_of(bundle) <= max_tokens]
         if not fitting:
             return None
         min(fitting, key=lambda row: row.flops).put(bundle, flops)
@@ -186,49 +176,3 @@ def _deal(rows: list[_Row], world_size: int) -> list[list[_Row]]:
             ranks[rank].append(row)
             work[rank] += row.flops
     return ranks
-
-
-def _micro_batch(samples: Sequence[Sample], *, run_id: str, step: int, rank: int, index: int) -> MicroBatch:
-    if not samples:
-        return _dummy(run_id=run_id, step=step, rank=rank, index=index)
-    lengths = [sample.num_tokens for sample in samples]
-    return sealed(
-        MicroBatch(
-            run_id=run_id,
-            step=step,
-            rank=rank,
-            index=index,
-            version_min=min(sample.version_min for sample in samples),
-            version_max=max(sample.version_max for sample in samples),
-            input_ids=b"".join(sample.input_ids for sample in samples),
-            position_ids=pack_ints(np.concatenate([np.arange(length) for length in lengths])),
-            lengths=lengths,
-            loss_mask=b"".join(sample.loss_mask for sample in samples),
-            logprobs=b"".join(sample.logprobs for sample in samples),
-            advantages=b"".join(sample.advantages for sample in samples),
-            temperatures=[sample.temperature for sample in samples],
-            sample_ids=[sample.sample_id for sample in samples],
-        )
-    )
-
-
-def _dummy(*, run_id: str, step: int, rank: int, index: int) -> MicroBatch:
-    """One masked token: nothing to learn, but the rank takes part in every collective."""
-    return sealed(
-        MicroBatch(
-            run_id=run_id,
-            step=step,
-            rank=rank,
-            index=index,
-            version_min=step - 1,
-            version_max=step - 1,
-            input_ids=pack_ints([0]),
-            position_ids=pack_ints([0]),
-            lengths=[1],
-            loss_mask=pack_flags([0]),
-            logprobs=pack_floats([0.0]),
-            advantages=pack_floats([0.0]),
-            temperatures=[1.0],
-            sample_ids=[],
-        )
-    )
