@@ -1,4 +1,4 @@
-"""Does the orchestrator's event loop stay free as rollouts multiply?
+"""Does the gateway's event loop stay free as rollouts multiply? (orchestrator_whole.py asks it of the whole process.)
 
     clients (own process) --HTTP--> gateway (this process) --CURVE ZMQ--> node (own process, a fixed delay)
 
@@ -10,8 +10,6 @@ rollout and per request, the event loop's lag (and how much of it is own work, t
 machine), and what the gateway adds to the node's delay. Two verdicts follow: the
 99th percentile of the lag against its target, and how flat CPU per rollout is (last level over first; 1 is flat). A
 missed target is a result, not an error: the exit status is 0 either way.
-
-What drives the load is a `Driver`: over HTTP here; anything with the same method can take its place.
 """
 
 from __future__ import annotations
@@ -161,8 +159,9 @@ async def measure(gateway: Gateway, driver: Driver, load: Load, delay_s: float) 
 @contextmanager
 def fixed_delay_node(gateway: Gateway, keys: RunKeys, delay_s: float, num_tokens: int):
     """A node process that is gone afterwards."""
+    reply = map(str, range(5, 5 + num_tokens))
     command = [sys.executable, str(PEERS), "node", f"--endpoint={gateway.node_endpoint}", f"--delay-s={delay_s}",
-               f"--num-tokens={num_tokens}"]  # fmt: skip
+               "--reply", *reply]  # fmt: skip
     environment = _environment() | {"COMPOSER_NODE_TOKEN": keys.client("node").token()}
     process = subprocess.Popen(command, env=environment)
     try:

@@ -1,6 +1,6 @@
 """The two ends of orchestrator_scale.py, each a process of its own: a node with a fixed delay, and HTTP clients.
 
-COMPOSER_NODE_TOKEN=cp1... python scale_peers.py node --endpoint tcp://... --delay-s 2 --num-tokens 64
+COMPOSER_NODE_TOKEN=cp1... python scale_peers.py node --endpoint tcp://... --delay-s 2 --reply 5 6 7
 python scale_peers.py clients --url http://... --slots 256 --rollouts 2 --turns 3 --spread-s 2
 """
 
@@ -26,12 +26,12 @@ from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 HEARTBEAT_S = 1.0
 
 
-def run_node(endpoint: str, token: str, delay_s: float, num_tokens: int) -> None:
-    """Answer every Generate `delay_s` after it came, until Drain."""
+def run_node(endpoint: str, token: str, delay_s: float, reply: list[int]) -> None:
+    """Answer every Generate with the token ids `reply`, `delay_s` after it came, until Drain."""
     socket = dealer(zmq.Context(), endpoint, ClientKeys.from_token(token))
     decoder, encode = msgspec.msgpack.Decoder(ToNode), msgspec.msgpack.Encoder().encode
-    ids, logprobs = pack_ints(np.arange(num_tokens) + 5), pack_floats(np.full(num_tokens, -0.5))
-    spans = [VersionSpan(0, num_tokens, 0)]
+    ids, logprobs = pack_ints(reply), pack_floats(np.full(len(reply), -0.5))
+    spans = [VersionSpan(0, len(reply), 0)]
     hello = Hello(node_id="fixed-delay", engine="fixed-delay", run_id=None, version=0, max_concurrent=1 << 20)
     socket.send(encode(hello))
     due: list[tuple[float, int, str]] = []
@@ -44,9 +44,9 @@ def run_node(endpoint: str, token: str, delay_s: float, num_tokens: int) -> None
             if lease in cancelled:
                 cancelled.discard(lease)
                 continue
-            reply = Generated(request_id=request_id, lease=lease, token_ids=ids, logprobs=logprobs,
-                              version_spans=spans, finish_reason="stop")  # fmt: skip
-            socket.send(encode(reply))
+            answer = Generated(request_id=request_id, lease=lease, token_ids=ids, logprobs=logprobs,
+                               version_spans=spans, finish_reason="stop")  # fmt: skip
+            socket.send(encode(answer))
         if now >= beat:
             beat = now + HEARTBEAT_S
             socket.send(encode(Status(version=0, running=len(due), waiting=0, kv_used=0.0, tokens_per_s=0.0,
@@ -102,7 +102,7 @@ def main() -> None:
     node = roles.add_parser("node")
     node.add_argument("--endpoint", required=True)
     node.add_argument("--delay-s", type=float, required=True)
-    node.add_argument("--num-tokens", type=int, required=True)
+    node.add_argument("--reply", type=int, nargs="+", required=True, help="token ids of every answer")
     clients = roles.add_parser("clients")
     clients.add_argument("--url", required=True)
     for number in ("slots", "rollouts", "turns"):
@@ -111,7 +111,7 @@ def main() -> None:
     clients.add_argument("--name", default="c")
     args = parser.parse_args()
     if args.role == "node":
-        run_node(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"], args.delay_s, args.num_tokens)
+        run_node(args.endpoint, os.environ["COMPOSER_NODE_TOKEN"], args.delay_s, args.reply)
     else:
         asyncio.run(run_clients(args.url, args.slots, args.rollouts, args.turns, args.spread_s, args.name))
 

@@ -1,0 +1,207 @@
+"""The whole orchestrator under load: as rollouts multiply, is its event loop free and a rollout no dearer?
+
+    environment workers (toolsmith) <--HTTP--> orchestrator (`orchestrator @ file`) <--CURVE ZMQ--> a fixed-delay node
+
+    python benchmarks/orchestrator_whole.py                   # 64, 256 and 1024 rollouts at a time; about 5 minutes
+    python benchmarks/orchestrator_whole.py --levels 64 --delay-s 3
+
+Each level is a process of its own that dispatches, plays, compiles, journals and forms batches as in a run; every reply
+is a tool call of a tool that is not there, so a rollout is `--turns` turns long. No trainer attaches: the orchestrator
+plays as many batches ahead as the staleness bound lets it. Lag is the orchestrator's own metric (windows of a few
+seconds, the first one left out), CPU is read from the operating system, and both are printed for all levels. A missed
+target is a result, not an error: the exit status is 0 either way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from composer_prime.model_source import resolve_model
+from composer_prime.run_dir import RunDir
+
+LAG_TARGET_S = 0.05
+GROUP, AHEAD = 8, 3
+START_S, ROLLOUT_SLACK = 120.0, 8.0
+PEERS = Path(__file__).with_name("scale_peers.py")
+CALL = '<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call><|im_end|>'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """What one level showed; times in seconds."""
+
+    concurrent: int
+    rollouts: int
+    wall_s: float
+    orchestrator_cpu_ms: float
+    """Per rollout."""
+    worker_cpu_ms: float
+    lag_p50_s: float
+    """Median over the windows."""
+    lag_p99_s: float
+    """Median over the windows of their 99th percentiles."""
+    lag_p99_worst_s: float
+    own_p99_worst_s: float
+    """The part of the lag that the process's own work explains; the rest is other processes having the CPU."""
+    memory_mib: float
+
+
+def configuration(folder: Path, level: int, args: argparse.Namespace) -> str:
+    return f"""
+[run]
+name = "level-{level}"
+output_dir = "{folder}"
+max_steps = 1000
+[model]
+path = "tiny"
+max_context = 512
+[inference]
+nodes = 0
+[orchestrator]
+groups_per_step = {level // GROUP}
+group_size = {GROUP}
+max_concurrent = {level}
+max_staleness = {AHEAD}
+filter_zero_advantage = false
+sampling = {{ max_tokens = 64 }}
+[[orchestrator.source]]
+name = "toolsmith"
+taskset = {{ id = "orchestrator.environments.toolsmith", split = "train", num_tasks = 4096, seed = 0 }}
+harness = {{ id = "orchestrator.environments.tool_loop", max_turns = {args.turns} }}
+workers = {args.workers}
+timeout_s = 600
+"""
+
+
+@contextmanager
+def running(argv: list[str], log: Path, **environment: str) -> Iterator[psutil.Process]:
+    """A child process that is gone afterwards."""
+    with log.open("wb") as file:
+        process = psutil.Popen(argv, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            with suppress(psutil.TimeoutExpired):
+                process.wait(20)
+            if process.is_running():
+                process.kill()
+
+
+def measure(folder: Path, level: int, reply: list[int], args: argparse.Namespace) -> Level:
+    file = folder / f"level-{level}.toml"
+    file.write_text(configuration(folder, level, args))
+    run_dir = RunDir(folder / f"level-{level}")
+    script = str(Path(sys.executable).with_name("orchestrator"))
+    with running([script, "@", str(file)], folder / f"{level}.log", HF_HUB_OFFLINE="1") as orchestrator:
+        endpoint = _endpoint(run_dir, orchestrator, folder / f"{level}.log")
+        node = [sys.executable, str(PEERS), "node", f"--endpoint={endpoint}", f"--delay-s={args.delay_s}",
+                "--reply", *map(str, reply)]  # fmt: skip
+        token = (run_dir.keys / "node.token").read_text().strip()
+        with running(node, folder / f"{level}-node.log", COMPOSER_NODE_TOKEN=token):
+            return _watch(run_dir, orchestrator, level, args)
+
+
+def _endpoint(run_dir: RunDir, orchestrator: psutil.Process, log: Path) -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and orchestrator.is_running():
+        with suppress(FileNotFoundError, json.JSONDecodeError):
+            return json.loads(run_dir.endpoints.read_text())["node"]
+        time.sleep(0.1)
+    raise SystemExit(f"the orchestrator did not start within {START_S:.0f} s:\n{log.read_text()[-2000:]}")
+
+
+def _watch(run_dir: RunDir, orchestrator: psutil.Process, level: int, args: argparse.Namespace) -> Level:
+    """From the first finished rollout until one batch less than the staleness bound allows is played."""
+    wanted = (AHEAD - 1) * level
+    deadline = time.monotonic() + START_S + AHEAD * args.turns * args.delay_s * ROLLOUT_SLACK
+    begun = None
+    while time.monotonic() < deadline:
+        time.sleep(0.25)
+        played = GROUP * (_lines(run_dir) or [{}])[-1].get("groups/total/ready", 0)
+        if begun is None and played:
+            begun = (time.monotonic(), played, _cpu(orchestrator), len(_lines(run_dir)))
+        elif begun is not None and played >= wanted:
+            return _level(level, begun, played, orchestrator, _lines(run_dir))
+    raise SystemExit(f"level {level}: {wanted} rollouts were not played in time; see {run_dir.root}")
+
+
+def _level(level: int, begun: tuple, played: int, orchestrator: psutil.Process, lines: list[dict]) -> Level:
+    since, before, cpu, first = begun
+    rollouts = played - before
+    own, workers = (now - then for now, then in zip(_cpu(orchestrator), cpu, strict=True))
+    windows = [line for line in lines[first:] if line.get("loop_lag/p99_s") is not None]
+    return Level(
+        concurrent=level,
+        rollouts=rollouts,
+        wall_s=time.monotonic() - since,
+        orchestrator_cpu_ms=1000 * own / rollouts,
+        worker_cpu_ms=1000 * workers / rollouts,
+        lag_p50_s=statistics.median(line["loop_lag/p50_s"] for line in windows),
+        lag_p99_s=statistics.median(line["loop_lag/p99_s"] for line in windows),
+        lag_p99_worst_s=max(line["loop_lag/p99_s"] for line in windows),
+        own_p99_worst_s=max(line["loop_lag/own_p99_s"] or 0.0 for line in windows),
+        memory_mib=orchestrator.memory_info().rss / (1 << 20),
+    )
+
+
+def _lines(run_dir: RunDir) -> list[dict]:
+    text = run_dir.metrics.read_text() if run_dir.metrics.exists() else ""
+    found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in found if line["role"] == "orchestrator" and "groups/total/batches" in line]
+
+
+def _cpu(orchestrator: psutil.Process) -> tuple[float, float]:
+    """CPU seconds of the orchestrator itself and of its workers."""
+    times = [sum(process.cpu_times()[:2]) for process in [orchestrator, *orchestrator.children(recursive=True)]]
+    return times[0], sum(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--levels", type=int, nargs="+", default=[64, 256, 1024], help="concurrent rollouts")
+    parser.add_argument("--delay-s", type=float, default=10.0, help="the node answers after this long")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=1, help="environment worker processes")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    args = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    reply = AutoTokenizer.from_pretrained(resolve_model("tiny"))(CALL)["input_ids"]
+    print(f"node delay {args.delay_s:g} s, {args.turns} turns, {len(reply)} tokens a turn")
+    print(f"load average before: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores\n")
+    print("rollouts at a time  CPU a rollout: orchestrator   workers   lag p50      p99   worst p99 (own work)   memory")
+    levels = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in args.levels:
+            levels.append(found := measure(Path(folder), number, reply, args))
+            print(
+                f"{found.concurrent:18d} {found.orchestrator_cpu_ms:25.2f} ms {found.worker_cpu_ms:6.1f} ms"
+                f" {1000 * found.lag_p50_s:6.1f} ms {1000 * found.lag_p99_s:5.1f} ms"
+                f" {1000 * found.lag_p99_worst_s:8.1f} ms ({1000 * found.own_p99_worst_s:.1f} ms)"
+                f" {found.memory_mib:6.0f} MiB", flush=True,
+            )  # fmt: skip
+    worst = max(level.lag_p99_s for level in levels)
+    flat = levels[-1].orchestrator_cpu_ms / levels[0].orchestrator_cpu_ms
+    print(f"\nevent-loop lag p99 {1000 * worst:.1f} ms, target {1000 * LAG_TARGET_S:.0f} ms: "
+          f"{'met' if worst < LAG_TARGET_S else 'MISSED'}")  # fmt: skip
+    print(f"orchestrator CPU a rollout, last level over first: {flat:.2f} (1 is flat)")
+    if args.out:
+        args.out.write_text(json.dumps([asdict(level) for level in levels], indent=2))
+
+
+if __name__ == "__main__":
+    main()
