@@ -1,0 +1,130 @@
+"""[diloco]: several clusters train one model over a thin link (Streaming DiLoCo, arXiv 2501.18512).
+
+All peers of a run must agree on what decides the global model: sync_every, fragments, partition, outer, weighting and
+guard. The rendezvous refuses a peer that differs. Codec, mixing, delay and deadlines are each peer's own.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_config import BaseConfig
+
+
+class CodecConfig(BaseConfig):
+    type: Literal["fp32", "bf16", "int8", "int4", "e3m0", "sparse"] = "e3m0"
+    """How a pseudo-gradient travels: 32, 16, 8.1, 4.1, 4.1 bits a parameter, or the largest entries only."""
+    block: int = Field(default=256, ge=8)
+    """Parameters that share one scale (int8, int4, e3m0)."""
+    density: float = Field(default=1 / 64, gt=0, le=0.5)
+    """Share of the entries that sparse sends, chosen in each chunk of 4096."""
+
+    @field_validator("block")
+    @classmethod
+    def _even(cls, block: int) -> int:
+        if block % 2:
+            raise ValueError(f"diloco.codec.block is {block}, but two 4-bit values share a byte: use {block + 1}")
+        return block
+
+
+class OuterConfig(BaseConfig):
+    type: Literal["nesterov", "average"] = "nesterov"
+    """average sets the global model to the mean of the peers' (learning rate 1, no momentum)."""
+    lr: float = Field(default=1.0, gt=0)
+    """Outer learning rate. lr / (1 - momentum) is the gain in steady state: near 1 is the safe start."""
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    """Nesterov momentum. DiLoCo's pre-training pair is lr 0.7, momentum 0.9 (arXiv 2311.08105)."""
+
+    @model_validator(mode="after")
+    def _average_has_no_rate(self) -> OuterConfig:
+        if self.type == "average" and (self.lr != 1.0 or self.momentum != 0.0):
+            raise ValueError(
+                f"diloco.outer.type is 'average', but lr is {self.lr} and momentum {self.momentum}: averaging has "
+                "neither; remove them or use type = 'nesterov'"
+            )
+        return self
+
+
+class GuardConfig(BaseConfig):
+    max_norm_ratio: float = Field(default=10.0, gt=1)
+    """Reject a delta whose norm exceeds this many times the median norm of the round (from three peers on)."""
+    max_norm: float | None = Field(default=None, gt=0)
+    """Reject a delta with a norm above this; None has no such limit."""
+
+
+class DilocoConfig(BaseConfig):
+    """Peers, schedule and link of one joint run."""
+
+    rendezvous: str
+    """Where `diloco lighthouse` listens: tcp://HOST:PORT."""
+    run: str
+    """Name of the joint run; all peers give the same."""
+    peer_id: str
+    """This cluster's name among the peers."""
+    key_file: Path
+    """The joint run's key, made by `diloco keygen FILE` and copied to every cluster."""
+    sync_every: int = Field(default=8, ge=1)
+    """H: inner steps between two synchronisations of the same parameter."""
+    fragments: int = Field(default=1, ge=1)
+    """P: parts of the model that are synchronised in turn, one every H / P inner steps."""
+    delay: int = Field(default=0, ge=0)
+    """tau: inner steps that go on while a fragment is under way."""
+    mixing: float = Field(default=0.0, ge=0, le=1)
+    """alpha: how much of the local value stays when the global one arrives; 0 takes the global value."""
+    partition: Literal["strided", "balanced"] = "strided"
+    """strided deals blocks out in turn (block i to fragment i mod P); balanced evens out bytes."""
+    codec: CodecConfig = CodecConfig()
+    """How deltas are compressed; what compression loses is fed back into the next delta."""
+    outer: OuterConfig = OuterConfig()
+    """Outer optimizer."""
+    weighting: Literal["tokens", "samples", "peers"] = "tokens"
+    """What a peer's delta counts by: trained tokens or samples since its last, or every peer the same."""
+    guard: GuardConfig = GuardConfig()
+    """Which deltas are rejected. One with NaN or infinity always is."""
+    round_deadline_s: float = Field(default=120.0, gt=0)
+    """How long after the first delta of a round the others may bring theirs; a slower peer sends what it has then."""
+    round_timeout_s: float = Field(default=600.0, gt=0)
+    """How long a peer waits for the outcome of a round before it goes on alone and asks again at the next one."""
+    offline_timeout_s: float = Field(default=3600.0, gt=0)
+    """How long a peer trains on without any outcome before it gives up."""
+    heal_timeout_s: float = Field(default=1800.0, gt=0)
+    """How long a joining peer may take to receive the global state."""
+    rate_limit_mbit: float | None = Field(default=None, gt=0)
+    """Most megabits a second that a rank of this peer sends; None has no limit."""
+
+    @field_validator("peer_id", "run")
+    @classmethod
+    def _plain_name(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+            raise ValueError(
+                f"diloco.peer_id and diloco.run name folders and log lines; {name!r} does not: use up to 64 letters, "
+                "digits, '.', '-' and '_'"
+            )
+        return name
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _tcp(cls, address: str) -> str:
+        if not re.fullmatch(r"tcp://[^/:\s]+:\d{1,5}|tcp://\[[0-9a-fA-F:]+\]:\d{1,5}", address):
+            raise ValueError(f"diloco.rendezvous is {address!r}; expected tcp://HOST:PORT of `diloco lighthouse`")
+        return address
+
+    @model_validator(mode="after")
+    def _fragments_divide_the_period(self) -> DilocoConfig:
+        period, parts = self.sync_every, self.fragments
+        if period % parts:
+            lower = max((count for count in range(1, parts) if period % count == 0), default=1)
+            raise ValueError(
+                f"diloco.sync_every is {period} and diloco.fragments is {parts}: fragments take turns at equal "
+                f"distances, so fragments must divide sync_every; use fragments = {lower} or sync_every = "
+                f"{(period // parts + 1) * parts}"
+            )
+        if self.delay >= period // parts:
+            raise ValueError(
+                f"diloco.delay is {self.delay}, but a fragment is due every sync_every / fragments = "
+                f"{period // parts} steps and only one may be under way: use delay <= {period // parts - 1}"
+            )
+        return self

@@ -1,0 +1,57 @@
+"""What a codec does, and the packing that several share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class Codec(ABC):
+    """Encodes float32 [n] to uint8 [size(n)] and back. CPU tensors."""
+
+    spec: str
+    """Its name in headers, with its parameter."""
+
+    @abstractmethod
+    def size(self, n: int) -> int:
+        """Bytes of an encoded vector of n elements."""
+
+    @abstractmethod
+    def encode(self, values_n: Tensor) -> Tensor:
+        """uint8 [size(n)]. A block with NaN or infinity decodes to values that are not finite either."""
+
+    @abstractmethod
+    def decode(self, data: Tensor, n: int) -> Tensor:
+        """float32 [n]. Raises ValueError when `data` is not size(n) bytes long."""
+
+    def check(self, data: Tensor, n: int) -> None:
+        if data.numel() != self.size(n):
+            raise ValueError(f"{self.spec}: {data.numel()} bytes, but {n} values take {self.size(n)}")
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of `tensor` as uint8 [bytes]."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of uint8 [bytes] as [elements] of `dtype`; the copy is aligned."""
+    return data.clone().view(dtype)
+
+
+def in_blocks(values_n: Tensor, block: int) -> Tensor:
+    """[blocks, block], the last one padded with zeros."""
+    missing = -values_n.numel() % block
+    return torch.nn.functional.pad(values_n, (0, missing)).view(-1, block)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """uint8 values below 16, an even number of them, two to a byte."""
+    pairs = codes.reshape(-1, 2)
+    return pairs[:, 0] | (pairs[:, 1] << 4)
+
+
+def unpack_nibbles(data: Tensor) -> Tensor:
+    return torch.stack([data & 15, data >> 4], dim=1).reshape(-1)

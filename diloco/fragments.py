@@ -1,0 +1,182 @@
+"""Fragments: the trainable parameters, each in exactly one part, and the layout that all peers must share.
+
+    strided     transformer block i goes to fragment i mod P (arXiv 2501.18512); what stands outside the
+                blocks (embeddings, last norm, head) goes to the fragment that is lightest by then
+    balanced    blocks and single tensors go, largest first, to the fragment that is lightest by then
+
+A fragment lives here as one flat float32 vector: its parameters' local shards, end to end, in the order of their names.
+Tied weights are one parameter and appear once; frozen parameters (all but the adapters under LoRA) do not appear.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer_prime.errors import ConfigError
+
+Named = tuple[str, nn.Parameter]
+
+
+class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one parameter lies, as far as peers must agree on it."""
+
+    name: str
+    shape: list[int]
+    """Of the whole parameter."""
+    local_shape: list[int]
+    """Of this rank's shard; equal to `shape` without sharding."""
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """One part of the model on this rank."""
+
+    index: int
+    parameters: tuple[Named, ...]
+    """Sorted by name."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's shards."""
+        return sum(shard(parameter).numel() for _, parameter in self.parameters)
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """The local values, float32 [numel], a copy on the CPU."""
+        parts = [shard(parameter).detach().reshape(-1).to("cpu", torch.float32) for _, parameter in self.parameters]
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def write(self, values_n: Tensor) -> None:
+        """Set the local values from float32 [numel]."""
+        at = 0
+        for _, parameter in self.parameters:
+            own = shard(parameter)
+            own.copy_(values_n[at : at + own.numel()].view(own.shape))
+            at += own.numel()
+
+
+def shard(parameter: Tensor) -> Tensor:
+    """The part of a parameter that this rank holds; it shares memory with the parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+
+
+def trainable(modules: Iterable[Named]) -> list[Named]:
+    """Trainable parameters by name, a tied one under its first name.
+
+    Raises ConfigError when there is none.
+    """
+    seen: dict[int, str] = {}
+    found = [
+        (name, parameter)
+        for name, parameter in modules
+        if parameter.requires_grad and seen.setdefault(id(parameter), name) == name
+    ]
+    if not found:
+        raise ConfigError("diloco: no parameter is trainable, so there is nothing to synchronise")
+    return found
+
+
+def partition(parameters: Iterable[Named], count: int, kind: str) -> list[Fragment]:
+    """`count` fragments that together hold every trainable parameter exactly once.
+
+    Raises ConfigError when the model has fewer parts than `count`, or a name occurs twice.
+    """
+    named = trainable(parameters)
+    if len({name for name, _ in named}) < len(named):
+        raise ConfigError("diloco: two different parameters have the same name; give whole models, not lists of parts")
+    units = _units(named)
+    if len(units) < count:
+        raise ConfigError(
+            f"diloco.fragments is {count}, but the model has only {len(units)} blocks and single tensors: "
+            f"use fragments <= {len(units)}"
+        )
+    taken: list[list[Named]] = [[] for _ in range(count)]
+    weights = [0] * count
+    for number, members in _in_order(units, kind):
+        target = number % count if number is not None else min(range(count), key=lambda index: (weights[index], index))
+        taken[target] += members
+        weights[target] += _bytes(members)
+    if not all(taken):
+        empty = [index for index, members in enumerate(taken) if not members]
+        raise ConfigError(
+            f"diloco.fragments is {count}, but diloco.partition = '{kind}' leaves fragments {empty} empty: lower "
+            "fragments or use partition = 'balanced'"
+        )
+    return [
+        Fragment(index=index, parameters=tuple(sorted(members, key=lambda each: each[0])))
+        for index, members in enumerate(taken)
+    ]
+
+
+def _units(named: Sequence[Named]) -> list[tuple[int | None, list[Named]]]:
+    """(block number, its parameters) for each block, (None, [parameter]) for each that stands outside."""
+    blocks: dict[str, tuple[int, list[Named]]] = {}
+    single: list[tuple[int | None, list[Named]]] = []
+    for name, parameter in named:
+        match = re.match(r"(.*?(?:^|\.)(\d+))\.", name)
+        if match is None:
+            single.append((None, [(name, parameter)]))
+        else:
+            blocks.setdefault(match[1], (int(match[2]), []))[1].append((name, parameter))
+    return [*blocks.values(), *single]
+
+
+def _in_order(
+    units: list[tuple[int | None, list[Named]]], kind: str
+) -> Iterable[tuple[int | None, list[Named]]]:
+    by_size = sorted(units, key=lambda unit: (-_bytes(unit[1]), unit[1][0][0]))
+    if kind == "balanced":
+        return ((None, members) for _, members in by_size)
+    blocks = (unit for unit in units if unit[0] is not None)
+    return itertools.chain(blocks, (unit for unit in by_size if unit[0] is None))
+
+
+def _bytes(members: Sequence[Named]) -> int:
+    """Of whole parameters, so that all ranks cut alike."""
+    return sum(parameter.numel() * parameter.element_size() for _, parameter in members)
+
+
+def layout(fragments: Sequence[Fragment]) -> list[TensorLayout]:
+    """What this rank and its counterpart in every other cluster must have in common."""
+    return [
+        TensorLayout(
+            name=name,
+            shape=list(parameter.shape),
+            local_shape=list(shard(parameter).shape),
+            fragment=fragment.index,
+        )
+        for fragment in fragments
+        for name, parameter in fragment.parameters
+    ]
+
+
+def layout_hash(tensors: Sequence[TensorLayout]) -> str:
+    """blake2b-128, hexadecimal."""
+    return hashlib.blake2b(msgspec.json.encode(list(tensors)), digest_size=16).hexdigest()
+
+
+def difference(ours: Sequence[TensorLayout], theirs: Sequence[TensorLayout]) -> str:
+    """The first thing that differs, in words that give both sides; empty when nothing does."""
+    mine, other = {each.name: each for each in ours}, {each.name: each for each in theirs}
+    differing = [name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name)]
+    if not differing:
+        return ""
+    name = min(differing, key=lambda name: (name in mine and name in other, name))
+    return f"parameter {name}: {_words(mine.get(name))} here, {_words(other.get(name))} there"
+
+
+def _words(tensor: TensorLayout | None) -> str:
+    if tensor is None:
+        return "not trained"
+    return f"shape {tensor.shape}, shard {tensor.local_shape}, fragment {tensor.fragment}"

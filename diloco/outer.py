@@ -1,0 +1,52 @@
+"""The outer optimizer: one step of a fragment's global values along the mean pseudo-gradient.
+
+    Delta = mean_i w_i (global - local_i)
+    v <- m v + Delta;   global <- global - lr (Delta + m v)        Nesterov as in torch.optim.SGD; DiLoCo, 2311.08105
+
+Departures:
+1. v starts at 0, as torch's first step does in effect (its first v is Delta).
+2. Global values and momentum are float32 on the CPU whatever the parameters are: an outer step below the resolution of
+   bfloat16 would vanish.
+3. Products and sums are separate operations. A fused multiply-add rounds once where two operations round twice, and
+   which of the two a library takes depends on the processor; so every peer gets the same bits on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from composer_prime.config.diloco import OuterConfig
+
+
+class OuterOptimizer:
+    """Momentum of every fragment, and the update."""
+
+    def __init__(self, config: OuterConfig, sizes: Sequence[int]) -> None:
+        """`sizes`: elements of each fragment on this rank."""
+        self.lr, self.momentum = config.lr, config.momentum
+        self.velocity: list[Tensor] = [torch.zeros(size) for size in sizes] if self.momentum else []
+        """float32 [numel] a fragment; none without momentum."""
+
+    def step(self, fragment: int, master_n: Tensor, mean_n: Tensor) -> None:
+        """Update `master_n` (float32 [numel]) in place; `mean_n` is left as it is."""
+        direction_n = mean_n
+        if self.velocity:
+            velocity_n = self.velocity[fragment].mul_(self.momentum).add_(mean_n)
+            direction_n = mean_n + velocity_n * self.momentum
+        master_n.sub_(direction_n if self.lr == 1.0 else direction_n * self.lr)
+
+
+def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """sum_i (w_i / sum w) delta_i, float32 [numel], added up in the order given; weights are tokens, samples or ones.
+
+    Weights that are all 0 count the same.
+    """
+    total = sum(weights)
+    shares = [weight / total for weight in weights] if total > 0 else [1.0 / len(weights)] * len(weights)
+    mean_n = deltas[0] * shares[0]
+    for delta_n, share in zip(deltas[1:], shares[1:], strict=True):
+        mean_n.add_(delta_n * share)
+    return mean_n

@@ -1,0 +1,91 @@
+"""The outer optimizer against torch.optim.SGD, the weighted mean, the guard, the schedule and its rules."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from composer_prime.config.diloco import DilocoConfig, GuardConfig, OuterConfig
+from diloco.guard import rejected, squared_norm
+from diloco.outer import OuterOptimizer, weighted_mean
+from diloco.schedule import Schedule
+
+PEER = {"rendezvous": "tcp://127.0.0.1:1", "run": "r", "peer_id": "a", "key_file": "key"}
+
+
+# Ten steps follow torch's SGD with Nesterov momentum in float64.
+@pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.0), (0.1, 0.9)])
+def test_trajectory_of_sgd(lr, momentum):
+    generator = torch.Generator().manual_seed(0)
+    master = torch.randn(50, generator=generator)
+    reference = torch.nn.Parameter(master.double())
+    sgd = torch.optim.SGD([reference], lr=lr, momentum=momentum, nesterov=momentum > 0)
+    outer = OuterOptimizer(OuterConfig(lr=lr, momentum=momentum), [50])
+    for _ in range(10):
+        mean = torch.randn(50, generator=generator)
+        reference.grad = mean.double()
+        sgd.step()
+        outer.step(0, master, mean)
+        assert torch.allclose(master.double(), reference.detach(), atol=1e-5)
+
+
+# With lr 1 and no momentum the global model becomes the mean of the peers'.
+def test_averaging():
+    generator = torch.Generator().manual_seed(0)
+    master, locals_ = torch.randn(40, generator=generator), [torch.randn(40, generator=generator) for _ in range(3)]
+    mean = weighted_mean([master - each for each in locals_], [1, 1, 1])
+    OuterOptimizer(OuterConfig(type="average"), [40]).step(0, master, mean)
+    assert torch.allclose(master, torch.stack(locals_).mean(dim=0), atol=1e-6)
+
+
+# Weights are relative; without any token everyone counts the same.
+@given(weights=st.lists(st.integers(0, 10**9), min_size=1, max_size=5))
+def test_weighted_mean(weights):
+    deltas = [torch.full((3,), float(index)) for index in range(len(weights))]
+    total = sum(weights)
+    shares = [w / total for w in weights] if total else [1 / len(weights)] * len(weights)
+    expected = sum(index * share for index, share in enumerate(shares))
+    assert torch.allclose(weighted_mean(deltas, weights), torch.full((3,), expected), rtol=1e-5)
+
+
+# NaN and infinity are rejected whoever else is there; a norm out of line only where a majority shows the line.
+def test_guard():
+    config = GuardConfig(max_norm_ratio=10)
+    assert rejected({"a": 1.0, "b": 2.0}, config) == {}
+    assert set(rejected({"a": math.nan, "b": math.inf, "c": 1.0}, config)) == {"a", "b"}
+    assert set(rejected({"a": 1.0, "b": 1.2, "c": 10000.0}, config)) == {"c"}
+    assert rejected({"a": 1.0, "b": 10000.0}, config) == {}
+    assert set(rejected({"a": 1.0, "b": 10000.0}, GuardConfig(max_norm=50))) == {"b"}
+    assert "norm 100 is above 10 times the round's median 1" in rejected({"a": 1.0, "b": 1.0, "c": 1e4}, config)["c"]
+    assert math.isnan(squared_norm(torch.tensor([1.0, math.nan])))
+
+
+# Fragments take turns; a fragment is prepared delay steps before it is completed.
+def test_schedule():
+    schedule = Schedule.of(DilocoConfig(**PEER, sync_every=12, fragments=3, delay=1))
+    assert (schedule.interval, [schedule.fragment(k) for k in range(5)]) == (4, [0, 1, 2, 0, 1])
+    assert [schedule.prepares(step) for step in range(1, 5)] == [False, False, True, True]
+    assert [schedule.completes(step) for step in range(1, 5)] == [False, False, False, True]
+    assert [schedule.sweep(k) for k in (0, 2, 3, 7)] == [0, 0, 1, 2]
+
+
+# Each wrong combination is refused with both values and a remedy that works.
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sync_every": 10, "fragments": 4}, "sync_every is 10 and diloco.fragments is 4.*fragments = 2 or .*= 12"),
+        ({"sync_every": 8, "fragments": 4, "delay": 2}, "delay is 2.*sync_every / fragments = 2 steps.*delay <= 1"),
+        ({"outer": {"type": "average", "lr": 0.7}}, "type is 'average', but lr is 0.7"),
+        ({"rendezvous": "somewhere"}, "expected tcp://HOST:PORT"),
+        ({"peer_id": "../b"}, r"'../b' does not"),
+        ({"codec": {"block": 9}}, "use 10"),
+    ],
+)
+def test_wrong_settings(values, message):
+    with pytest.raises(ValidationError, match=message):
+        DilocoConfig(**PEER | values)
