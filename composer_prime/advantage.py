@@ -1,22 +1,24 @@
 """Advantages inside a group of sibling rollouts. Torch-free: the orchestrator computes them.
 
-    dr_grpo  A_G = r_G - mean(r)                          arXiv 2503.20783; Composer 2, 2603.24477
-    grpo     A_G = (r_G - mean(r)) / (std(r) + 1e-4)      arXiv 2402.03300; std with Bessel's correction, as in TRL
+    none  A_G = r_G - mean(r)                          Dr. GRPO, arXiv 2503.20783; Composer 2, 2603.24477
+    std   A_G = (r_G - mean(r)) / (std(r) + 1e-4)      GRPO, arXiv 2402.03300; std with Bessel's correction, as in TRL
+
+Which one is channels.policy.advantage_scaling; each objective has its own default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
+from composer_prime.config.policy import AdvantageScaling
 from composer_prime.errors import NonFiniteError
 
 STD_FLOOR = 1e-4
 
 
-def group_advantages(rewards_G: Sequence[float], objective: Literal["dr_grpo", "grpo"]) -> list[float]:
+def group_advantages(rewards_G: Sequence[float], scaling: AdvantageScaling) -> list[float]:
     """The advantage of each rollout of one group, [G]. A group of one has advantage 0.
 
     Raises NonFiniteError when a reward is NaN or infinite: a failed verifier must be recorded as failed, not scored.
@@ -29,7 +31,7 @@ def group_advantages(rewards_G: Sequence[float], objective: Literal["dr_grpo", "
     if rewards.size < 2:
         return [0.0] * rewards.size
     centred = rewards - rewards.mean()
-    if objective == "grpo":
+    if scaling == "std":
         centred = centred / (rewards.std(ddof=1) + STD_FLOOR)
     return centred.tolist()
 

@@ -85,8 +85,17 @@ def pack(
     ]
 
 
-def totals(samples: Sequence[Sample], preferences: Sequence[Preference] = (), *, distil: bool = True) -> StepTotals:
-    """The losses' denominators of a step that trains `samples` and `preferences`; `distil` as for `pack`."""
+def totals(
+    samples: Sequence[Sample],
+    preferences: Sequence[Preference] = (),
+    *,
+    distil: bool = True,
+    micro_batches: int = 1,
+) -> StepTotals:
+    """The losses' denominators of a step that trains `samples` and `preferences`; `distil` as for `pack`.
+
+    `micro_batches` counts those that hold samples, over all ranks.
+    """
     trained = [sample for sample in samples if sample.num_trained > 0]
     turns = [turn for sample in samples for turn in sample.distillations] if distil else []
     return StepTotals(
@@ -96,6 +105,7 @@ def totals(samples: Sequence[Sample], preferences: Sequence[Preference] = (), *,
         distilled_tokens=sum(turn.end - turn.start for turn in turns),
         distilled_turns=len(turns),
         pairs=len(preferences),
+        micro_batches=micro_batches,
     )
 
 

@@ -132,7 +132,7 @@ class Batches:
             flops_per_token=self._flops[0],
             flops_per_pair=self._flops[1],
         )
-        shared = totals(samples)
+        shared = totals(samples, micro_batches=sum(bool(row.sample_ids) for own in ranks for row in own))
         return [
             msgspec.msgpack.encode(
                 StepReply(step=batch.step, rank=rank, totals=shared, micro_batches=own, metrics=batch.metrics)

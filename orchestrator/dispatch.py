@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from composer_prime.config.orchestrator import OrchestratorConfig
+from composer_prime.config.policy import AdvantageScaling
 from composer_prime.errors import RolloutError
 from composer_prime.wire.types import Sample
 from orchestrator.compile import compile_rollout
@@ -54,14 +55,14 @@ class Dispatcher:
         self,
         *,
         config: OrchestratorConfig,
-        objective: str,
+        scaling: AdvantageScaling,
         runner: RolloutRunner,
         requests: RequestFactory,
         serving_version: Callable[[], int],
         on_end: Callable[[FinishedGroup], Awaitable[None]],
         on_error: Callable[[BaseException], None],
     ) -> None:
-        self._config, self._objective, self._runner, self._requests = config, objective, runner, requests
+        self._config, self._scaling, self._runner, self._requests = config, scaling, runner, requests
         self._serving_version, self._on_end, self._on_error = serving_version, on_end, on_error
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="compile")
         self.flights: dict[int, Flight] = {}
@@ -135,7 +136,7 @@ class Dispatcher:
             return FinishedGroup(plan=flight.plan, outcome=Outcome.STALE, rollouts=rollouts)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
-            self._threads, finish_group, flight.plan, finished, self._config, self._objective
+            self._threads, finish_group, flight.plan, finished, self._config, self._scaling
         )
 
     async def _sibling(self, flight: Flight, sibling: int) -> tuple[FinishedRollout, list[Sample]]:

@@ -8,6 +8,7 @@ import msgspec
 
 from composer_prime.advantage import group_advantages, has_signal
 from composer_prime.config.orchestrator import OrchestratorConfig
+from composer_prime.config.policy import AdvantageScaling
 from composer_prime.wire.types import Sample
 from orchestrator.compile import with_advantage
 from orchestrator.groups import FinishedGroup, FinishedRollout, GroupPlan, Outcome
@@ -61,14 +62,17 @@ def finished_rollout(
 
 
 def finish_group(
-    plan: GroupPlan, ended: list[tuple[FinishedRollout, list[Sample]]], config: OrchestratorConfig, objective: str
+    plan: GroupPlan,
+    ended: list[tuple[FinishedRollout, list[Sample]]],
+    config: OrchestratorConfig,
+    scaling: AdvantageScaling,
 ) -> FinishedGroup:
     """READY with its samples, FILTERED (no advantage anywhere, or no token sampled) or FAILED (too few finished)."""
     scored = [(rollout, samples) for rollout, samples in ended if rollout.reward is not None]
     failed = [rollout for rollout, _ in ended if rollout.reward is None]
     if len(scored) < config.min_group:
         return FinishedGroup(plan=plan, outcome=Outcome.FAILED, rollouts=[rollout for rollout, _ in ended])
-    advantages_G = group_advantages([rollout.reward for rollout, _ in scored], objective)
+    advantages_G = group_advantages([rollout.reward for rollout, _ in scored], scaling)
     rollouts, samples = [], []
     for (rollout, own), advantage in zip(scored, advantages_G, strict=True):
         rollouts.append(msgspec.structs.replace(rollout, advantage=advantage))

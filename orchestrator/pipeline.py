@@ -229,7 +229,7 @@ class Pipeline:
         )
         self.steering.dispatcher = Dispatcher(
             config=orchestrator,
-            objective=config.channels.policy.objective,
+            scaling=config.channels.policy.advantage_scaling,
             runner=runner,
             requests=requests,
             serving_version=self._serving_version,

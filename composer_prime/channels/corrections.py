@@ -6,12 +6,22 @@ Three roles, never mixed up:
     mu   the policy as the inference engine sampled it: older by the staleness, computed by other kernels
     old  the base of the ratio r = pi / old that the objective clips
 
-`none` and `dppo` take old = mu, so r alone carries the whole correction. `tis` takes old = the trainer's own value of
-pi (a batch is used once, so r is 1 in value and only has a gradient) and puts the gap into a detached weight instead;
-with old = mu the gap would count twice.
+With rho = pi / mu, detached:
+
+    none    old = mu; r and its clip carry the whole correction
+    opsm    old = mu; drops sequences with A < 0 and mean log(1 / rho) > delta          DeepSeek-V3.2, 2512.02556 eq. 9
+    dppo    old = mu; drops tokens outside a trust region, caps r elsewhere, no clip    2602.04879
+    tis     old = pi; weight min(rho, C)                                                1802.01561 (rho-bar)
+    mis     old = pi; weight rho where rho <= C, else 0
+    icepop  old = pi; weight rho where low <= rho <= high, else 0                       IcePop, 2510.18855
+
+old = pi means the trainer's own value of pi: a batch is used once, so r is 1 in value and only has a gradient; with
+old = mu the gap would count twice.
 
 Departures from the sources:
-1. dppo replaces the ratio clip, as in prime-rl: a token inside the trust region keeps its full importance ratio.
+1. dppo replaces the ratio clip, as in prime-rl. A kept token may still have any ratio (pi - mu <= 0.2 holds for
+   pi = 0.2, mu = 1e-5), and prime-rl lets it count 20 000 times; here its ratio is capped by a detached factor, which
+   bounds the variance and biases only such tokens. `dppo_ratio_cap = None` is prime-rl's form.
 2. Log ratios are clamped to +-20 before exp, so that one broken token gives a large number and not an infinity.
 """
 
@@ -22,7 +32,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from composer_prime.config.channels import PolicyConfig
+from composer_prime.channels.sequences import mean_by, sum_by
+from composer_prime.channels.tokens import PolicyTokens
+from composer_prime.config.policy import PolicyConfig
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -32,7 +44,7 @@ class Correction:
     """How one set of tokens enters the objective. All tensors are [T]."""
 
     log_ratio_T: Tensor
-    """log r, with gradient."""
+    """log r of each token, with gradient."""
     weight_T: Tensor
     """Detached factor of the token's loss; 0 drops the token."""
     clips: bool
@@ -44,17 +56,35 @@ def bounded_exp(log_T: Tensor) -> Tensor:
     return log_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def correct(logprobs_T: Tensor, sampler_logprobs_T: Tensor, advantages_T: Tensor, config: PolicyConfig) -> Correction:
-    """The correction that `config.correction` names, for tokens with log pi, log mu and advantage [T]."""
-    ones_T = torch.ones_like(sampler_logprobs_T)
-    if config.correction == "none":
-        return Correction(log_ratio_T=logprobs_T - sampler_logprobs_T, weight_T=ones_T, clips=True)
-    frozen_T = logprobs_T.detach()
-    if config.correction == "tis":  # truncated importance sampling: min(pi / mu, C), arXiv 1802.01561 (rho-bar)
-        weight_T = bounded_exp(frozen_T - sampler_logprobs_T).clamp(max=config.tis_cap)
-        return Correction(log_ratio_T=logprobs_T - frozen_T, weight_T=weight_T, clips=True)
-    keep_T = ~dppo_drops(frozen_T, sampler_logprobs_T, advantages_T, config.dppo_threshold)
-    return Correction(log_ratio_T=logprobs_T - sampler_logprobs_T, weight_T=ones_T * keep_T, clips=False)
+def correct(tokens: PolicyTokens, config: PolicyConfig) -> Correction:
+    """The correction that `config.correction` names."""
+    frozen_T = tokens.logprobs_T.detach()
+    from_sampler_T = tokens.logprobs_T - tokens.sampler_logprobs_T
+    ones_T = torch.ones_like(tokens.sampler_logprobs_T)
+    match config.correction:
+        case "none":
+            return Correction(log_ratio_T=from_sampler_T, weight_T=ones_T, clips=True)
+        case "opsm":
+            keep_T = ~opsm_drops(tokens, config.opsm_threshold)
+            return Correction(log_ratio_T=from_sampler_T, weight_T=ones_T * keep_T, clips=True)
+        case "dppo":
+            drops_T = dppo_drops(frozen_T, tokens.sampler_logprobs_T, tokens.advantages_T, config.dppo_threshold)
+            return Correction(log_ratio_T=from_sampler_T, weight_T=ones_T * ~drops_T, clips=False)
+        case _:
+            weight_T = _importance(tokens, config)
+            return Correction(log_ratio_T=tokens.logprobs_T - frozen_T, weight_T=weight_T, clips=True)
+
+
+def _importance(tokens: PolicyTokens, config: PolicyConfig) -> Tensor:
+    """The detached weight [T] of tis, mis and icepop."""
+    log_rho_T = tokens.logprobs_T.detach() - tokens.sampler_logprobs_T
+    if config.correction == "icepop":
+        rho_T = bounded_exp(log_rho_T)
+        return rho_T * ((rho_T >= config.icepop_low) & (rho_T <= config.icepop_high))
+    if config.correction_level == "sequence":
+        log_rho_T = sum_by(log_rho_T, tokens.sequence_T, tokens.sequences)[tokens.sequence_T]
+    rho_T = bounded_exp(log_rho_T)
+    return rho_T.clamp(max=config.tis_cap) if config.correction == "tis" else rho_T * (rho_T <= config.mis_cap)
 
 
 def dppo_drops(logprobs_T: Tensor, sampler_logprobs_T: Tensor, advantages_T: Tensor, threshold: float) -> Tensor:
@@ -65,3 +95,10 @@ def dppo_drops(logprobs_T: Tensor, sampler_logprobs_T: Tensor, advantages_T: Ten
     """
     moved_T = logprobs_T.exp() - sampler_logprobs_T.exp()
     return torch.where(advantages_T > 0, moved_T > threshold, moved_T < -threshold)
+
+
+def opsm_drops(tokens: PolicyTokens, threshold: float) -> Tensor:
+    """Tokens (bool [T]) with A < 0 in a sequence whose mean of log(mu / pi) is above `threshold` nats."""
+    gap_T = tokens.sampler_logprobs_T - tokens.logprobs_T.detach()
+    far = mean_by(gap_T, tokens.sequence_T, tokens.sequences) > threshold
+    return (tokens.advantages_T < 0) & far[tokens.sequence_T]

@@ -3,92 +3,135 @@
 Per token, with ratio r, advantage A, weight w of the off-policy correction and clip range [1 - low, 1 + high]:
 
     l = -w * min(r A, clip(r) A)                                     PPO, arXiv 1707.06347 eq. 7
-    grpo     L = 1/B sum_i 1/L_i sum_t l                             GRPO, arXiv 2402.03300 eq. 3
-    dr_grpo  L = 1/(B * max_completion_length) sum_i sum_t l         Dr. GRPO, arXiv 2503.20783; Composer 2, 2603.24477
+    grpo     L = 1/B sum_i 1/L_i sum_t l                             GRPO, 2402.03300 eq. 3
+    dr_grpo  L = 1/(B * max_completion_length) sum_i sum_t l         Dr. GRPO, 2503.20783; Composer 2, 2603.24477
+    dapo     L = 1/T sum_i sum_t l, high = 0.28                      DAPO, 2503.14476
+    bnpo     L = 1/M sum_m 1/T_m sum_t l                             a mean over micro-batches m of token means
+    gspo     grpo with r = exp(mean_t log r_t), one for a sequence   GSPO, 2507.18071 eq. 5-7
+    cispo    l = -w * detach(min(r, cap)) A log pi, L as in dapo     MiniMax-M1, 2506.13585 eq. 4-5
 
-B counts the sequences of the whole step (all ranks, all micro-batches) and is known before the first backward, so the
-loss does not depend on how the step was cut into micro-batches. L_i counts the trained tokens of sequence i.
+B and T count the sequences and trained tokens of the whole step (all ranks, all micro-batches) and are known before the
+first backward, so the loss does not depend on how the step was cut into micro-batches; bnpo does, by definition. L_i
+counts the trained tokens of sequence i. The dual clip bounds r by c where A < 0 (1912.09729).
 
 Departures from the papers:
 1. r compares with the sampler's log-probabilities or the trainer's own, as the correction says (corrections.py).
 2. A sequence is a root-to-leaf branch of a rollout; tokens that branches share are trained in one of them.
+3. Objective, denominator, ratio level and correction are separate settings; an objective's name sets their defaults.
+4. High-entropy tokens (2506.01939) are chosen by a floor in nats, not by a quantile of the micro-batch, which would
+   make the loss depend on how the step was cut.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from composer_prime.channels.corrections import bounded_exp, correct
-from composer_prime.config.channels import PolicyConfig
+from composer_prime.channels.corrections import Correction, bounded_exp, correct
+from composer_prime.channels.kl import estimate, kl_loss, penalised_advantages
+from composer_prime.channels.sequences import lengths_of, mean_by
+from composer_prime.channels.tokens import PolicyTokens, Sums
+from composer_prime.config.policy import PolicyConfig
+from composer_prime.errors import ConfigError
 from composer_prime.wire.types import StepTotals
 
-Sums = dict[str, Tensor]
-"""Scalars that add up over micro-batches and ranks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyTokens:
-    """The trained tokens of one micro-batch, laid end to end; T may be 0."""
-
-    logprobs_T: Tensor
-    """float [T], with gradient: log pi under the sampling temperature."""
-    sampler_logprobs_T: Tensor
-    """float [T]: log mu, what the inference engine recorded."""
-    advantages_T: Tensor
-    """float [T]."""
-    entropy_T: Tensor
-    """float [T], detached: entropy of pi at the token, in nats."""
-    sequence_T: Tensor
-    """int64 [T]: which sequence of the micro-batch the token belongs to."""
-    sequences: int
-    """Sequences in the micro-batch."""
+__all__ = ["PolicyTokens", "Sums", "policy_loss", "policy_metrics", "token_scale"]
 
 
 def token_scale(tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, max_length: int) -> Tensor:
-    """The factor [T] of each token's loss: 1 / (L_i B) or 1 / (B * max_length)."""
+    """The factor [T] of each token's loss: what `config.denominator` divides by."""
     like_T = tokens.sampler_logprobs_T
-    if config.objective == "dr_grpo":
-        return torch.full_like(like_T, 1.0 / (max(totals.samples, 1) * max_length))
-    lengths = torch.bincount(tokens.sequence_T, minlength=tokens.sequences).to(like_T.dtype)
-    return 1.0 / (lengths[tokens.sequence_T] * max(totals.samples, 1))
+    match config.denominator:
+        case "constant":
+            return torch.full_like(like_T, 1.0 / (max(totals.samples, 1) * max_length))
+        case "tokens":
+            return torch.full_like(like_T, 1.0 / max(totals.tokens, 1))
+        case "micro_batch":
+            return torch.full_like(like_T, 1.0 / (max(like_T.numel(), 1) * max(totals.micro_batches, 1)))
+        case "sequence":
+            lengths = lengths_of(tokens.sequence_T, tokens.sequences, like_T.dtype)
+            return 1.0 / (lengths[tokens.sequence_T] * max(totals.samples, 1))
 
 
-def policy_loss(
-    tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, max_length: int
-) -> tuple[Tensor, Sums]:
+def policy_loss(tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, max_length: int) -> tuple[Tensor, Sums]:
     """This micro-batch's share of the step's loss (scalar; shares add up to the loss) and its metric sums.
 
-    Without tokens the loss is a zero that is attached to the graph: every rank runs its backward pass.
+    Without tokens the loss is a zero that is attached to the graph: every rank runs its backward pass. Raises
+    ConfigError when the configuration needs reference log-probabilities or an entropy gradient that are not there.
     """
-    correction = correct(tokens.logprobs_T, tokens.sampler_logprobs_T, tokens.advantages_T, config)
-    ratio_T = bounded_exp(correction.log_ratio_T)
-    gain_T = ratio_T * tokens.advantages_T
-    if correction.clips:
-        clipped_T = ratio_T.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * tokens.advantages_T
-        binds_T = clipped_T.detach() < gain_T.detach()
-        gain_T = torch.minimum(gain_T, clipped_T)
-    else:
-        binds_T = torch.zeros_like(tokens.advantages_T, dtype=torch.bool)
-    loss = -(correction.weight_T * gain_T * token_scale(tokens, totals, config, max_length)).sum()
-    return loss, _sums(tokens, correction.weight_T, binds_T)
+    correction = correct(tokens, config)
+    ratio_T = bounded_exp(_at_level(correction.log_ratio_T, tokens, config))
+    gain_T, binds_T = _surrogate(tokens, ratio_T, correction, config)
+    weight_T = correction.weight_T
+    if config.entropy_floor > 0:
+        weight_T = weight_T * (tokens.entropy_T.detach() >= config.entropy_floor)
+    token_loss_T = -(weight_T * gain_T)
+    penalty_T = kl_loss(tokens, ratio_T, config)
+    if penalty_T is not None:
+        token_loss_T = token_loss_T + penalty_T
+    if config.drift_weight > 0:
+        drift_T = (tokens.logprobs_T - tokens.sampler_logprobs_T).square()
+        token_loss_T = token_loss_T + config.drift_weight * drift_T
+    loss = (token_loss_T * token_scale(tokens, totals, config, max_length)).sum()
+    if config.entropy_weight > 0:
+        loss = loss - config.entropy_weight * _entropy(tokens).sum() / max(totals.tokens, 1)
+    return loss, _sums(tokens, weight_T, binds_T)
+
+
+def _at_level(log_ratio_T: Tensor, tokens: PolicyTokens, config: PolicyConfig) -> Tensor:
+    """log r [T]: each token's own, or its sequence's mean."""
+    if config.ratio_level == "token":
+        return log_ratio_T
+    return mean_by(log_ratio_T, tokens.sequence_T, tokens.sequences)[tokens.sequence_T]
+
+
+def _surrogate(
+    tokens: PolicyTokens, ratio_T: Tensor, correction: Correction, config: PolicyConfig
+) -> tuple[Tensor, Tensor]:
+    """What a token gains before its weight [T], and where a bound of the ratio binds (bool [T])."""
+    advantages_T = penalised_advantages(tokens, config)
+    if config.objective == "cispo":
+        frozen_T = ratio_T.detach()
+        gain_T = frozen_T.clamp(max=config.cispo_cap) * advantages_T * tokens.logprobs_T
+        return gain_T, frozen_T > config.cispo_cap
+    if not correction.clips:
+        gain_T, cap = ratio_T * advantages_T, config.dppo_ratio_cap
+        if cap is None:
+            return gain_T, torch.zeros_like(ratio_T, dtype=torch.bool)
+        return gain_T * (cap / ratio_T.detach()).clamp(max=1.0), ratio_T.detach() > cap
+    bounded_T = ratio_T if config.dual_clip is None else ratio_T.clamp(max=config.dual_clip)
+    gain_T = bounded_T * advantages_T
+    clipped_T = ratio_T.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages_T
+    binds_T = (clipped_T.detach() < gain_T.detach()) | (bounded_T.detach() < ratio_T.detach())
+    return torch.minimum(gain_T, clipped_T), binds_T
+
+
+def _entropy(tokens: PolicyTokens) -> Tensor:
+    """The entropies [T], checked for a gradient."""
+    if tokens.logprobs_T.requires_grad and not tokens.entropy_T.requires_grad:
+        raise ConfigError(
+            "channels.policy.entropy_weight is above 0, but the entropies came without a gradient: set it to 0, or "
+            "compute the entropies with one"
+        )
+    return tokens.entropy_T
 
 
 @torch.no_grad()
 def _sums(tokens: PolicyTokens, weight_T: Tensor, binds_T: Tensor) -> Sums:
     gap_T = (tokens.logprobs_T - tokens.sampler_logprobs_T).clamp(-20.0, 20.0)
     importance_T = gap_T.exp()
-    return {
+    sums = {
         "tokens": torch.ones_like(gap_T).sum(),
-        "mismatch": (importance_T - gap_T - 1.0).sum(),
+        "mismatch": (gap_T.expm1() - gap_T).sum(),
         "importance": importance_T.sum(),
         "importance_squared": importance_T.square().sum(),
         "masked": (weight_T == 0).to(gap_T.dtype).sum(),
         "clipped": binds_T.to(gap_T.dtype).sum(),
         "entropy": tokens.entropy_T.sum(),
     }
+    if tokens.reference_logprobs_T is not None:
+        sums["reference_kl"] = estimate("k3", tokens.logprobs_T, tokens.reference_logprobs_T).sum()
+    return sums
 
 
 def policy_metrics(sums: dict[str, float]) -> dict[str, float]:
@@ -96,14 +139,18 @@ def policy_metrics(sums: dict[str, float]) -> dict[str, float]:
 
     policy/mismatch_kl is k3(mu, pi) = E_mu[pi/mu - log(pi/mu) - 1], nats a token: an estimate of KL(mu || pi) that is
     never negative (http://joschu.net/blog/kl-approx.html). policy/ess is (sum w)^2 / (T sum w^2) of w = pi/mu, in 0..1.
+    policy/clip_fraction counts tokens where the clip, the dual clip or a cap of the ratio binds.
     """
     count = sums["tokens"]
     if count == 0:
         return {}
-    return {
+    metrics = {
         "policy/mismatch_kl": sums["mismatch"] / count,
         "policy/ess": sums["importance"] ** 2 / (count * sums["importance_squared"]),
         "policy/masked_fraction": sums["masked"] / count,
         "policy/clip_fraction": sums["clipped"] / count,
         "policy/entropy": sums["entropy"] / count,
     }
+    if "reference_kl" in sums:
+        metrics["policy/reference_kl"] = sums["reference_kl"] / count
+    return metrics

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import Field
 from pydantic_config import BaseConfig
 
+from composer_prime.config.policy import KlConfig, PolicyConfig, make_po_config
+from composer_prime.config.replay_dpo import ReplayDpoConfig
+from composer_prime.config.sdpo import SdpoConfig, SelfTeacherConfig
+from composer_prime.config.weight_schedule import WeightSchedule
 
-class PolicyConfig(BaseConfig):
-    """Channel 1: policy optimisation on verifiable rewards."""
-
-    objective: Literal["dr_grpo", "grpo"] = "dr_grpo"
-    """How token losses are normalised and advantages scaled."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is clipped to >= 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """The ratio is clipped to <= 1 + clip_high."""
-    correction: Literal["none", "tis", "dppo"] = "dppo"
-    """Off-policy correction between the sampler's and the trainer's policy."""
-    tis_cap: float = Field(default=2.0, gt=0)
-    """tis: cap of the detached importance weight."""
-    dppo_threshold: float = Field(default=0.2, gt=0, lt=1)
-    """dppo: drop a token whose probability already moved this far the way its advantage pushes."""
-    max_completion_length: int | None = Field(default=None, ge=1)
-    """dr_grpo's constant length divisor in tokens; None takes model.max_context."""
+__all__ = [
+    "ChannelsConfig",
+    "KlConfig",
+    "PolicyConfig",
+    "ReplayDpoConfig",
+    "SdpoConfig",
+    "SelfTeacherConfig",
+    "WeightSchedule",
+    "make_po_config",
+]
 
 
 class ChannelsConfig(BaseConfig):
     policy: PolicyConfig = PolicyConfig()
     """Channel 1."""
+    sdpo: SdpoConfig = SdpoConfig()
+    """Channel 2."""
+    replay_dpo: ReplayDpoConfig = ReplayDpoConfig()
+    """Channel 3."""

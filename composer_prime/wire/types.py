@@ -215,3 +215,5 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     distilled_turns: int = 0
     pairs: int = 0
     """Channel 3: preference pairs."""
+    micro_batches: int = 1
+    """M: micro-batches that hold samples (dummies aside)."""

@@ -1,0 +1,125 @@
+"""Channel 3: direct preference optimisation on pairs of answers (this project's own channel).
+
+With z = beta [(lp_c - ref_c) - (lp_r - ref_r)], z_norm the same with each answer's part divided by its length, and eps
+the probability that the pair's label is wrong:
+
+    cdpo          -(1 - eps) log s(z) - eps log s(-z)                          DPO with smoothed labels
+    sigmoid       -log s(z)                                                    DPO, 2305.18290 eq. 7
+    robust        [-(1 - eps) log s(z) + eps log s(-z)] / (1 - 2 eps)          robust DPO, 2403.00409
+    ipo           (z_norm / beta - 1 / (2 beta))^2                             IPO, 2310.12036 eq. 17
+    sigmoid_norm  -log s(z_norm)
+    simpo         -log s(beta [lp_c / |c| - lp_r / |r|] - gamma)               SimPO, 2405.14734; no reference
+
+    L = 1/P sum_p [ loss_p - nll_weight * lp_c / |c| ]                         chosen-NLL term as in 2404.19733
+
+P counts the pairs of the whole step.
+
+Departure: robust's epsilon is capped at 0.45, where its factor is 10; at 0.5 it would be infinite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from composer_prime.channels.tokens import Sums
+from composer_prime.config.replay_dpo import ReplayDpoConfig
+from composer_prime.wire.types import StepTotals
+
+ROBUST_EPSILON_MAX = 0.45
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairTokens:
+    """The preference pairs of one micro-batch; P may be 0. Log-probabilities are sums over the answer's tokens."""
+
+    chosen_logprobs_P: Tensor
+    """float [P], with gradient."""
+    rejected_logprobs_P: Tensor
+    """float [P], with gradient."""
+    chosen_length_P: Tensor
+    """Tokens of the chosen answer, [P]; at least 1."""
+    rejected_length_P: Tensor
+    """Tokens of the rejected answer, [P]; at least 1."""
+    reference_chosen_P: Tensor
+    """float [P], under the frozen base."""
+    reference_rejected_P: Tensor
+    """float [P], under the frozen base."""
+    epsilon_P: Tensor
+    """float [P]: probability that the label is wrong, in [0, 0.5]."""
+
+
+def replay_dpo_loss(pairs: PairTokens, totals: StepTotals, config: ReplayDpoConfig) -> tuple[Tensor, Sums]:
+    """This micro-batch's share of the channel's loss (scalar, before its weight) and its metric sums.
+
+    Without pairs the loss is a zero that is attached to the graph.
+    """
+    margin_P = _margin(pairs, config)
+    pair_loss_P = _pair_loss(margin_P, pairs.epsilon_P, config)
+    if config.nll_weight > 0:
+        pair_loss_P = pair_loss_P - config.nll_weight * pairs.chosen_logprobs_P / pairs.chosen_length_P
+    return (pair_loss_P / max(totals.pairs, 1)).sum(), _sums(pairs, margin_P)
+
+
+def _margin(pairs: PairTokens, config: ReplayDpoConfig) -> Tensor:
+    """z [P] in the form that the loss takes; positive where the policy prefers the chosen answer."""
+    chosen_P, rejected_P = pairs.chosen_logprobs_P, pairs.rejected_logprobs_P
+    if config.loss != "simpo":
+        chosen_P, rejected_P = chosen_P - pairs.reference_chosen_P, rejected_P - pairs.reference_rejected_P
+    if config.loss in ("ipo", "sigmoid_norm", "simpo"):
+        chosen_P, rejected_P = chosen_P / pairs.chosen_length_P, rejected_P / pairs.rejected_length_P
+    return config.temperature * (chosen_P - rejected_P)
+
+
+def _pair_loss(z_P: Tensor, epsilon_P: Tensor, config: ReplayDpoConfig) -> Tensor:
+    match config.loss:
+        case "cdpo":
+            return -(1 - epsilon_P) * F.logsigmoid(z_P) - epsilon_P * F.logsigmoid(-z_P)
+        case "robust":
+            noise_P = epsilon_P.clamp(max=ROBUST_EPSILON_MAX)
+            return (-(1 - noise_P) * F.logsigmoid(z_P) + noise_P * F.logsigmoid(-z_P)) / (1 - 2 * noise_P)
+        case "ipo":
+            return (z_P / config.temperature - 1 / (2 * config.temperature)).square()
+        case "simpo":
+            return -F.logsigmoid(z_P - config.simpo_margin)
+        case "sigmoid" | "sigmoid_norm":
+            return -F.logsigmoid(z_P)
+
+
+@torch.no_grad()
+def _sums(pairs: PairTokens, margin_P: Tensor) -> Sums:
+    moved_P = (pairs.chosen_logprobs_P - pairs.reference_chosen_P) / pairs.chosen_length_P
+    moved_rejected_P = (pairs.rejected_logprobs_P - pairs.reference_rejected_P) / pairs.rejected_length_P
+    return {
+        "pairs": torch.ones_like(margin_P).sum(),
+        "correct": (margin_P > 0).to(margin_P.dtype).sum(),
+        "margin": margin_P.sum(),
+        "displacement": moved_P.sum(),
+        "displacement_rejected": moved_rejected_P.sum(),
+        "displaced": (moved_P < 0).to(margin_P.dtype).sum(),
+        "chosen_nll": -(pairs.chosen_logprobs_P / pairs.chosen_length_P).sum(),
+    }
+
+
+def replay_dpo_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Figures of a step: dpo/pairs always, with pairs also their means.
+
+    dpo/accuracy is the share of pairs with a positive margin z, dpo/margin its mean. dpo/displacement is the chosen
+    answers' mean change against the reference, nats a token; dpo/displaced_fraction is the share of pairs in which it
+    is below 0 (the chosen answer became less likely).
+    """
+    count = sums["pairs"]
+    if count == 0:
+        return {"dpo/pairs": 0.0}
+    return {
+        "dpo/pairs": count,
+        "dpo/accuracy": sums["correct"] / count,
+        "dpo/margin": sums["margin"] / count,
+        "dpo/displacement": sums["displacement"] / count,
+        "dpo/displacement_rejected": sums["displacement_rejected"] / count,
+        "dpo/displaced_fraction": sums["displaced"] / count,
+        "dpo/chosen_nll": sums["chosen_nll"] / count,
+    }

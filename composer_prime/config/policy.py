@@ -1,0 +1,158 @@
+"""[channels.policy]: channel 1, and `make_po_config`, which builds it for an objective by name."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal, get_args
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_config import BaseConfig
+
+from composer_prime.errors import ConfigError
+
+Objective = Literal["dr_grpo", "grpo", "bnpo", "dapo", "gspo", "cispo"]
+AdvantageScaling = Literal["none", "std"]
+Correction = Literal["none", "tis", "mis", "icepop", "dppo", "opsm"]
+
+OF_OBJECTIVE: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"denominator": "constant", "advantage_scaling": "none", "correction": "dppo"},
+    "grpo": {"denominator": "sequence"},
+    "bnpo": {"denominator": "micro_batch"},
+    "dapo": {"denominator": "tokens", "clip_high": 0.28},
+    "gspo": {"denominator": "sequence", "ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"denominator": "tokens"},
+}
+"""What each objective's paper sets; a value in the configuration wins. Sources: composer_prime/channels/policy.py."""
+
+_OTHERS = {"advantage_scaling": "std", "correction": "none"}
+
+
+class KlConfig(BaseConfig):
+    """A penalty on the distance to a reference policy, from log-probabilities of the sampled tokens."""
+
+    weight: float = Field(default=0.0, ge=0)
+    """Factor of the penalty; 0 computes no reference."""
+    estimator: Literal["k1", "k2", "k3", "k3_ratio"] = "k1"
+    """k1 is taken off the advantage (Composer 2); k2, k3 and k3_ratio (k3 times the ratio; TRL's) join the loss."""
+    reference: Literal["frozen", "ema"] = "frozen"
+    """The start weights, or a moving average of the trained ones."""
+    ema_rate: float = Field(default=0.01, gt=0, le=1)
+    """ema: share of the trained weights that enters the average at each step."""
+
+
+class PolicyConfig(BaseConfig):
+    """Channel 1: policy optimisation on verifiable rewards. Defaults marked * are dr_grpo's; others set their own."""
+
+    objective: Objective = "dr_grpo"
+    """Which policy loss; sets the defaults of the keys marked *."""
+    advantage_scaling: AdvantageScaling = "none"
+    """* Whether advantages are divided by their group's standard deviation (dr_grpo: none; others: std)."""
+    denominator: Literal["constant", "sequence", "tokens", "micro_batch"] = "constant"
+    """* constant: B x max_completion_length; sequence: own length, then B (grpo, gspo); tokens (dapo, cispo);
+    micro_batch: its tokens, then the number of micro-batches (bnpo)."""
+    max_completion_length: int | None = Field(default=None, ge=1)
+    """denominator = constant: the length divisor in tokens; None takes model.max_context."""
+    ratio_level: Literal["token", "sequence"] = "token"
+    """* A ratio for each token, or the geometric mean of a sequence's ratios for all of its tokens (gspo)."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """* The ratio is clipped to >= 1 - clip_low (gspo: 0.0003)."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """* The ratio is clipped to <= 1 + clip_high (dapo: 0.28, gspo: 0.0004)."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Upper bound of the ratio where the advantage is negative too; None sets none."""
+    cispo_cap: float = Field(default=5.0, gt=0)
+    """cispo: absolute upper bound of the detached ratio; there is no lower one."""
+    correction: Correction = "dppo"
+    """* Off-policy correction between the sampler's and the trainer's policy (objectives but dr_grpo: none)."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """tis, mis: weigh tokens, or whole sequences by the product of their ratios (masks nearly all of long traces)."""
+    tis_cap: float = Field(default=2.0, gt=0)
+    """tis: cap of the detached importance weight."""
+    mis_cap: float = Field(default=3.0, gt=0)
+    """mis: drop what has a larger importance weight."""
+    icepop_low: float = Field(default=0.5, ge=0)
+    """icepop: drop tokens with a smaller importance weight."""
+    icepop_high: float = Field(default=5.0, gt=0)
+    """icepop: drop tokens with a larger importance weight."""
+    dppo_threshold: float = Field(default=0.2, gt=0, lt=1)
+    """dppo: drop a token whose probability already moved this far the way its advantage pushes."""
+    dppo_ratio_cap: float | None = Field(default=10.0, gt=1)
+    """dppo: cap of the importance ratio of tokens that are kept; None sets none (prime-rl's form)."""
+    opsm_threshold: float = Field(default=0.5, gt=0)
+    """opsm: drop a sequence of negative advantage whose mean log(mu / pi) is larger, nats a token."""
+    drift_weight: float = Field(default=0.0, ge=0)
+    """Factor of log(pi / mu)^2 a token, a pull towards the sampler (prime-rl sets 0.001)."""
+    kl: KlConfig = KlConfig()
+    """Penalty on the distance to a reference policy."""
+    entropy_weight: float = Field(default=0.0, ge=0)
+    """Factor of the mean entropy a token, a bonus."""
+    entropy_floor: float = Field(default=0.0, ge=0)
+    """Train only tokens with at least this entropy, in nats; 0 trains all."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_objective(cls, values: Any) -> Any:
+        objective = values.get("objective", "dr_grpo") if isinstance(values, dict) else None
+        if not isinstance(objective, str) or objective not in OF_OBJECTIVE:
+            return values
+        return _OTHERS | OF_OBJECTIVE[objective] | values
+
+    @model_validator(mode="after")
+    def _clips_agree(self) -> PolicyConfig:
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"channels.policy.dual_clip is {self.dual_clip}, but the ratio is clipped to 1 + clip_high = "
+                f"{1 + self.clip_high} already: set dual_clip above it"
+            )
+        if self.dual_clip is not None and (self.correction == "dppo" or self.objective == "cispo"):
+            reason = "objective = cispo caps" if self.objective == "cispo" else "correction = dppo trusts"
+            raise ValueError(
+                f"channels.policy.dual_clip is {self.dual_clip}, but {reason} ratios without a clip: leave dual_clip "
+                "out or choose another objective or correction"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _icepop_keeps_a_range(self) -> PolicyConfig:
+        if self.icepop_low >= self.icepop_high:
+            raise ValueError(
+                f"channels.policy.icepop_low is {self.icepop_low}, but icepop_high is {self.icepop_high}: no token "
+                "would be kept; set icepop_low < icepop_high"
+            )
+        return self
+
+
+def make_po_config(objective: str = "dr_grpo", **settings: Any) -> PolicyConfig:
+    """Channel 1 for `objective`, with the denominator, ratio, clip range and scaling of its paper unless given.
+
+    Raises ConfigError: an unknown objective or setting (with the nearest known one) or a value that cannot be.
+    """
+    known = get_args(Objective)
+    if objective not in known:
+        raise ConfigError(
+            f"objective {objective!r} does not exist{_nearest(objective, known)}; known: {_listed(known)}"
+        )
+    fields = [name for name in PolicyConfig.model_fields if name != "objective"]
+    for name in settings:
+        if name not in fields:
+            raise ConfigError(f"channel 1 has no setting {name!r}{_nearest(name, fields)}; known: {_listed(fields)}")
+    try:
+        return PolicyConfig(objective=objective, **settings)  # pyright: ignore[reportArgumentType]
+    except ValidationError as error:
+        raise ConfigError("; ".join(_sentence(problem) for problem in error.errors())) from error
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(names)
+
+
+def _sentence(problem: Any) -> str:
+    if problem["type"] == "value_error":
+        return problem["msg"].removeprefix("Value error, ")
+    key = ".".join(str(part) for part in problem["loc"])
+    return f"{key} = {problem['input']!r}: {problem['msg']}"
