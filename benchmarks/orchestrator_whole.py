@@ -183,7 +183,7 @@ def main() -> None:
     reply = AutoTokenizer.from_pretrained(resolve_model("tiny"))(CALL)["input_ids"]
     print(f"node delay {args.delay_s:g} s, {args.turns} turns, {len(reply)} tokens a turn")
     print(f"load average before: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores\n")
-    print("rollouts at a time  CPU a rollout: orchestrator   workers   lag p50      p99   worst p99 (own work)   memory")
+    print("rollouts at a time  CPU a rollout: orchestrator  workers   lag p50      p99   worst p99 (own work)   memory")
     levels = []
     with tempfile.TemporaryDirectory() as folder:
         for number in args.levels:
