@@ -22,13 +22,14 @@ ROLES = {"orchestrator": "orchestrator", "trainer": "trainer.train", "node": "in
 
 @dataclass
 class QuickRun:
-    """`trainer @ configs/a1.toml`, cut down to a few small steps, in a folder of its own."""
+    """`trainer @ configs/a1.toml` (or another), cut down to a few small steps, in a folder of its own."""
 
     output_dir: Path
     name: str
     steps: int = 6
     settings: list[str] = field(default_factory=list)
     """Further `--key value` words."""
+    config: str = "configs/a1.toml"
     process: subprocess.Popen | None = None
 
     @property
@@ -37,7 +38,7 @@ class QuickRun:
 
     def start(self, *flags: str) -> QuickRun:
         command = [
-            sys.executable, "-m", "trainer.main", "@", str(ROOT / "configs/a1.toml"),
+            sys.executable, "-m", "trainer.main", "@", str(ROOT / self.config),
             "--run.output_dir", str(self.output_dir), "--run.name", self.name, "--run.max_steps", str(self.steps),
             "--orchestrator.groups_per_step", "2", "--orchestrator.group_size", "4",
             "--orchestrator.eval.every_steps", "0", "--trainer.checkpoint.every_steps", "2",
