@@ -113,7 +113,12 @@ class PolicyConfig(BaseConfig):
         return self
 
     @model_validator(mode="after")
-    def _icepop_keeps_a_range(self) -> PolicyConfig:
+    def _corrections_agree(self) -> PolicyConfig:
+        if self.correction_level == "sequence" and self.correction not in ("tis", "mis"):
+            raise ValueError(
+                f"channels.policy.correction_level is sequence, but correction is {self.correction}: only tis and mis "
+                "weigh whole sequences; set correction_level = token, or one of these"
+            )
         if self.icepop_low >= self.icepop_high:
             raise ValueError(
                 f"channels.policy.icepop_low is {self.icepop_low}, but icepop_high is {self.icepop_high}: no token "

@@ -1,22 +1,38 @@
-"""TRL's GRPOTrainer._compute_loss, called unbound on a bare object: an independent oracle for channel 1."""
+"""TRL's trainers, called unbound on bare objects: independent oracles for channels 1 and 3.
+
+TRL computes these losses from a model; here its forward pass is replaced by given log-probabilities, and nothing else.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+with warnings.catch_warnings():  # TRL warns that its experimental part may change
+    warnings.simplefilter("ignore")
+    from trl.experimental.sdpo import loss_utils
+
+__all__ = ["loss_utils", "trl_loss", "trl_pair_loss"]
+
 
 class _Accelerator:
     num_processes = 1
     sync_gradients = False
+    device = torch.device("cpu")
 
     def gather(self, value: Tensor) -> Tensor:
         return value
 
+    gather_for_metrics = gather
+
     def reduce(self, value: Tensor, reduction: str) -> Tensor:
+        return value
+
+    def pad_across_processes(self, value: Tensor, dim: int, pad_index: float) -> Tensor:
         return value
 
 
@@ -27,37 +43,52 @@ def trl_loss(
     mask_BT: Tensor,
     *,
     objective: str,
-    clip_low: float,
-    clip_high: float,
-    max_length: int,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    max_length: int = 32,
+    level: str = "token",
+    delta: float | None = None,
     importance_BT: Tensor | None = None,
+    reference_BT: Tensor | None = None,
+    kl_weight: float = 0.0,
+    kl_times_ratio: bool = False,
+    opsm_threshold: float | None = None,
+    entropy_BT: Tensor | None = None,
+    entropy_weight: float = 0.0,
+    entropy_quantile: float = 1.0,
 ) -> Tensor:
     """The loss that TRL computes from these per-token log-probabilities [B, T] (gradient flows into `logprobs_BT`).
 
-    `old_BT` None means TRL's own choice, the detached log-probabilities. `importance_BT` is its vLLM correction.
+    `old_BT` None means TRL's own choice, the detached log-probabilities; `importance_BT` is its vLLM correction;
+    `advantages_B` may be [B] or [B, T]; `delta` is its upper bound of the ratio.
     """
     from trl import GRPOTrainer
 
+    entropy_BT = torch.zeros_like(logprobs_BT) if entropy_BT is None else entropy_BT
     trainer = SimpleNamespace(
         accelerator=_Accelerator(),
-        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logprobs_BT, torch.zeros_like(logprobs_BT), None),
+        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logprobs_BT, entropy_BT, None),
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         aux_loss_enabled=False,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        importance_sampling_level="token",
-        beta=0.0,
+        top_entropy_quantile=entropy_quantile,
+        off_policy_mask_threshold=opsm_threshold,
+        importance_sampling_level=level,
+        beta=kl_weight,
         loss_type=objective,
         epsilon_low=clip_low,
         epsilon_high=clip_high,
-        args=SimpleNamespace(delta=None, use_bias_correction_kl=False),
+        args=SimpleNamespace(delta=delta, use_bias_correction_kl=kl_times_ratio, steps_per_generation=1),
         use_vllm=importance_BT is not None,
         vllm_importance_sampling_correction=importance_BT is not None,
-        model=SimpleNamespace(training=False),
+        model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1,
         max_completion_length=max_length,
-        _entropy_bonus_enabled=False,
+        _entropy_bonus_enabled=entropy_weight > 0,
+        entropy_coef=entropy_weight,
+        use_adaptive_entropy=False,
         _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
     )
+    trainer.get_high_entropy_mask = lambda *args: GRPOTrainer.get_high_entropy_mask(trainer, *args)
     batch, length = mask_BT.shape
     inputs = {
         "prompt_ids": torch.zeros(batch, 1, dtype=torch.long),
@@ -66,7 +97,61 @@ def trl_loss(
         "completion_mask": mask_BT,
         "advantages": advantages_B,
         "old_per_token_logps": old_BT,
+        "ref_per_token_logps": reference_BT,
+        "num_items_in_batch": mask_BT.sum(),
     }
     if importance_BT is not None:
         inputs["importance_sampling_ratio"] = importance_BT
     return GRPOTrainer._compute_loss(trainer, None, inputs)
+
+
+def trl_pair_loss(
+    chosen_T: Tensor,
+    rejected_T: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    *,
+    losses: dict[str, float],
+    beta: float,
+    epsilon: float = 0.0,
+) -> Tensor:
+    """DPOTrainer's loss of one pair from its answers' token log-probabilities [T_c], [T_r] (with gradient).
+
+    `losses` maps TRL's loss types to their weights. The prompt is one token; TRL divides by the unshifted mask, which
+    then counts the answer's tokens.
+    """
+    from trl import DPOTrainer
+
+    length = max(len(chosen_T), len(rejected_T))
+    rows = [torch.cat([side, side.new_zeros(length - len(side))]) for side in (chosen_T, rejected_T)]
+    mask = torch.zeros(2, 1 + length, dtype=torch.long)
+    mask[0, 1 : 1 + len(chosen_T)] = 1
+    mask[1, 1 : 1 + len(rejected_T)] = 1
+    zeros = torch.zeros(2, length, dtype=torch.float64)
+    outputs = SimpleNamespace(
+        log_probs=torch.stack(rows), entropy=zeros, mean_logits=zeros, is_top1=zeros.bool(), log_sum_sq_probs=zeros
+    )
+    trainer = SimpleNamespace(
+        accelerator=_Accelerator(),
+        model=SimpleNamespace(training=False),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=list(losses),
+        loss_weights=list(losses.values()),
+        beta=beta,
+        label_smoothing=epsilon,
+        use_weighting=False,
+        _total_train_tokens=0,
+        _tp_size=1,
+        _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
+    )
+    inputs = {
+        "input_ids": torch.zeros(2, 1 + length, dtype=torch.long),
+        "attention_mask": torch.ones(2, 1 + length, dtype=torch.long),
+        "completion_mask": mask,
+        "ref_chosen_logps": reference_chosen[None],
+        "ref_rejected_logps": reference_rejected[None],
+    }
+    return DPOTrainer._compute_loss(trainer, lambda **kwargs: outputs, inputs, False)

@@ -1,0 +1,139 @@
+"""Channel 2's loss: turns, weights, clip and denominators."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trl_oracle import loss_utils
+
+from composer_prime.channels.sdpo import DistilTokens, sdpo_loss, sdpo_metrics
+from composer_prime.config.channels import SdpoConfig
+from composer_prime.errors import ConfigError
+from composer_prime.wire.types import StepTotals
+
+
+class Turns:
+    """Distilled turns of the given lengths with random divergences, float64."""
+
+    def __init__(self, seed: int, lengths: list[int], gap: float = 0.5) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        count = sum(lengths)
+        double = {"generator": draw, "dtype": torch.float64}
+        self.lengths = lengths
+        self.divergence_D = torch.rand(count, **double)
+        self.logprobs_D = -torch.rand(count, **double) * 3
+        self.sampler_D = self.logprobs_D + gap * torch.randn(count, **double)
+        self.entropy_D = torch.rand(count, **double) * 2
+        self.weight_D = torch.rand(len(lengths), **double)[self._turn_of(lengths)]
+
+    def tokens(self, divergence_D: torch.Tensor, turns: slice = slice(None), entropy: bool = True) -> DistilTokens:
+        starts = [sum(self.lengths[:index]) for index in range(len(self.lengths) + 1)]
+        first, last, _ = turns.indices(len(self.lengths))
+        part = slice(starts[first], starts[max(first, last)])
+        own = self.lengths[first : max(first, last)]
+        return DistilTokens(
+            divergence_D=divergence_D[part],
+            logprobs_D=self.logprobs_D[part],
+            sampler_logprobs_D=self.sampler_D[part],
+            weight_D=self.weight_D[part],
+            turn_D=self._turn_of(own),
+            turns=len(own),
+            teacher_entropy_D=self.entropy_D[part] if entropy else None,
+        )
+
+    @staticmethod
+    def _turn_of(lengths: list[int]) -> torch.Tensor:
+        return torch.tensor([turn for turn, length in enumerate(lengths) for _ in range(length)], dtype=torch.long)
+
+    @property
+    def totals(self) -> StepTotals:
+        return StepTotals(
+            samples=1, tokens=1, groups=1, distilled_tokens=sum(self.lengths), distilled_turns=len(self.lengths)
+        )
+
+    def loss(self, config: SdpoConfig, splits: tuple[slice, ...] = (slice(None),)):
+        divergence_D = self.divergence_D.clone().requires_grad_()
+        shares = [sdpo_loss(self.tokens(divergence_D, part), self.totals, config)[0] for part in splits]
+        loss = torch.stack(shares).sum()
+        loss.backward()
+        return loss.detach(), divergence_D.grad
+
+
+def test_the_is_clip_is_trl_s():
+    # A token mean of weight * min(pi / mu, 2) * divergence, the ratio detached: TRL's clipping, to 1e-6.
+    turns = Turns(0, [3, 5, 2], gap=1.0)
+    divergence_D = turns.divergence_D.clone().requires_grad_()
+    logprobs_D = turns.logprobs_D.requires_grad_()
+    clipped = loss_utils.apply_importance_sampling_clipping(divergence_D, logprobs_D, turns.sampler_D, 2.0)
+    (turns.weight_D * clipped).mean().backward()
+    loss, gradient = turns.loss(SdpoConfig())
+    assert abs(loss - (turns.weight_D * clipped).mean()) <= 1e-9
+    assert (gradient - divergence_D.grad).abs().max() <= 1e-9 and logprobs_D.grad is None
+    assert ((logprobs_D - turns.sampler_D).exp() > 2).any()
+
+
+def test_denominators_and_weights_by_hand():
+    # tokens: a mean over all tokens; turns: a mean of turn means; entropy_weighting multiplies exp(-H / scale).
+    turns = Turns(1, [1, 3])
+    weighed = turns.weight_D * turns.divergence_D
+    plain = {"is_clip": None}
+    assert math.isclose(turns.loss(SdpoConfig(**plain))[0], weighed.mean(), abs_tol=1e-12)
+    by_turn = (weighed[0] + weighed[1:].mean()) / 2
+    assert math.isclose(turns.loss(SdpoConfig(denominator="turns", **plain))[0], by_turn, abs_tol=1e-12)
+    calm = (weighed * (-turns.entropy_D / 0.7).exp()).mean()
+    config = SdpoConfig(entropy_weighting="confident", entropy_scale=0.7, **plain)
+    assert math.isclose(turns.loss(config)[0], calm, abs_tol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), lengths=st.lists(st.integers(1, 6), min_size=0, max_size=6), cut=st.integers(0, 6),
+       denominator=st.sampled_from(["tokens", "turns"]))  # fmt: skip
+def test_the_split_is_nothing(seed, lengths, cut, denominator):
+    # Whole turns over two micro-batches, either of which may be empty: same loss, same gradient.
+    turns = Turns(seed, lengths)
+    config = SdpoConfig(denominator=denominator)
+    loss, gradient = turns.loss(config)
+    split_loss, split_gradient = turns.loss(config, (slice(0, cut), slice(cut, None)))
+    assert torch.allclose(loss, split_loss, atol=1e-14) and torch.allclose(gradient, split_gradient, atol=1e-14)
+
+
+def test_a_weight_of_zero_drops_its_turn():
+    # No gradient reaches the turn; the denominator still counts its tokens.
+    turns = Turns(2, [2, 2])
+    turns.weight_D[:2] = 0.0
+    _, gradient = turns.loss(SdpoConfig(is_clip=None))
+    assert not gradient[:2].any() and torch.allclose(gradient[2:], turns.weight_D[2:] / 4)
+
+
+def test_metrics_by_hand():
+    # Per token, per turn, the clipped share and the teacher's entropy; without turns only the zero counts.
+    turns = Turns(3, [1, 3])
+    turns.sampler_D = turns.logprobs_D - torch.tensor([1.0, 0.0, 0.0, 0.0])
+    _, sums = sdpo_loss(turns.tokens(turns.divergence_D), turns.totals, SdpoConfig())
+    metrics = sdpo_metrics({name: value.item() for name, value in sums.items()})
+    assert metrics["sdpo/turns"] == 2 and metrics["sdpo/tokens"] == 4 and metrics["sdpo/is_clip_fraction"] == 0.25
+    assert math.isclose(metrics["sdpo/jsd"], turns.divergence_D.mean(), abs_tol=1e-12)
+    by_turn = (turns.divergence_D[0] + turns.divergence_D[1:].mean()) / 2
+    assert math.isclose(metrics["sdpo/turn_jsd"], by_turn, abs_tol=1e-12)
+    assert math.isclose(metrics["sdpo/teacher_entropy"], turns.entropy_D.mean(), abs_tol=1e-12)
+    nothing = Turns(3, [])
+    loss, sums = sdpo_loss(nothing.tokens(nothing.divergence_D), nothing.totals, SdpoConfig())
+    assert loss == 0
+    assert sdpo_metrics({name: value.item() for name, value in sums.items()}) == {"sdpo/turns": 0, "sdpo/tokens": 0}
+
+
+def test_what_is_missing_is_refused():
+    # A turn whose mask is empty, and an entropy weight without entropies: an error each, with the remedy.
+    turns = Turns(4, [2])
+    tokens = turns.tokens(turns.divergence_D, entropy=False)
+    with pytest.raises(ConfigError, match="without the teacher's entropy: set it to none"):
+        sdpo_loss(tokens, turns.totals, SdpoConfig(entropy_weighting="confident"))
+    empty = Turns(4, [])
+    none = dataclasses.replace(empty.tokens(empty.divergence_D), turns=1)
+    with pytest.raises(ConfigError, match=r"1 turns, but 0 tokens.*thinking counts"):
+        sdpo_loss(none, turns.totals, SdpoConfig())

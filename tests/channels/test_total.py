@@ -1,0 +1,208 @@
+"""The sum of the channels, its schedules, and the check of its inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rows import Rows
+from test_replay_dpo import Pairs
+from test_sdpo import Turns
+
+from composer_prime.channels.checks import check_inputs
+from composer_prime.channels.replay_dpo import replay_dpo_loss
+from composer_prime.channels.sdpo import sdpo_loss
+from composer_prime.channels.total import ChannelInputs, channel_metrics, max_completion_length, total_loss
+from composer_prime.config.channels import ChannelsConfig, PolicyConfig
+from composer_prime.errors import ConfigError, NonFiniteError, RunMismatchError
+from composer_prime.wire.types import StepTotals
+
+TOTALS = StepTotals(samples=5, tokens=99, groups=1, distilled_tokens=7, distilled_turns=2, pairs=4)
+
+
+class Step:
+    """A micro-batch with tokens for all three channels, all hanging on one leaf."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rows, self.turns, self.pairs = Rows(seed), Turns(seed, [3, 4]), Pairs(seed)
+        self.leaf = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+
+    def inputs(self) -> ChannelInputs:
+        policy, sdpo, dpo = self.leaf
+        leaves = [side + dpo * torch.arange(len(side)) for side in self.pairs.chosen]
+        leaves += [side - dpo * torch.arange(len(side)) for side in self.pairs.rejected]
+        return ChannelInputs(
+            policy=self.rows.tokens(self.rows.logprobs_BT + policy * torch.arange(9)),
+            sdpo=self.turns.tokens(self.turns.divergence_D * (1 + sdpo)),
+            replay_dpo=self.pairs.tokens(leaves),
+        )
+
+    def backward(self, config: ChannelsConfig, step: int = 1, inputs: ChannelInputs | None = None):
+        self.leaf.grad = None
+        parts = total_loss(inputs or self.inputs(), TOTALS, config, 32, step)
+        parts.total.backward()
+        return parts, self.leaf.grad.clone()
+
+
+def weighed(alpha: float, beta: float, **more) -> ChannelsConfig:
+    return ChannelsConfig(sdpo={"weight": alpha} | more, replay_dpo={"weight": beta} | more)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_without_weights_the_total_is_bitwise_channel_1(seed):
+    # alpha = beta = 0: value and gradient are those of a total without the other channels, bit for bit, whether their
+    # tokens are there or not, and even if those are broken.
+    step = Step(seed)
+    full = step.inputs()
+    alone, gradient = step.backward(ChannelsConfig(), inputs=ChannelInputs(policy=full.policy))
+    loss, row_gradient = step.rows.loss(PolicyConfig())
+    with_tokens, other_gradient = step.backward(ChannelsConfig())
+    broken = dataclasses.replace(step.inputs(), sdpo=step.turns.tokens(step.turns.divergence_D * math.nan))
+    with_nan, nan_gradient = step.backward(ChannelsConfig(), inputs=broken)
+    for parts in (alone, with_tokens, with_nan):
+        assert parts.total.item() == alone.total.item()
+    assert torch.equal(gradient, other_gradient) and torch.equal(gradient, nan_gradient)
+    own_totals = step.rows.totals()
+    assert total_loss(ChannelInputs(policy=full.policy), own_totals, ChannelsConfig(), 32).total.item() == loss.item()
+    assert row_gradient.abs().max() > 0
+
+
+def test_the_total_is_the_weighted_sum_of_the_channels():
+    # L = policy + 0.5 sdpo + 0.25 dpo, each channel's own loss unweighted in the sums, and gradients likewise.
+    step = Step(1)
+    inputs = step.inputs()
+    config = weighed(0.5, 0.25)
+    parts, gradient = step.backward(config, inputs=inputs)
+    policy = total_loss(ChannelInputs(policy=inputs.policy), TOTALS, ChannelsConfig(), 32).total
+    sdpo, _ = sdpo_loss(inputs.sdpo, TOTALS, config.sdpo)
+    dpo, _ = replay_dpo_loss(inputs.replay_dpo, TOTALS, config.replay_dpo)
+    assert torch.allclose(parts.total, policy + 0.5 * sdpo + 0.25 * dpo, atol=1e-12)
+    assert parts.sums["loss/sdpo"] == sdpo and parts.sums["loss/replay_dpo"] == dpo
+    _, plain = step.backward(ChannelsConfig())
+    assert gradient[0] == plain[0] and gradient[1] != 0 and gradient[2] != 0 and plain[1] == plain[2] == 0
+    metrics = channel_metrics({name: value.item() for name, value in parts.sums.items()})
+    assert {"loss/total", "loss/sdpo", "policy/entropy", "sdpo/jsd", "dpo/accuracy"} <= metrics.keys()
+
+
+def test_channels_without_tokens_are_zeros_on_the_graph():
+    # No trained token, turn or pair in this micro-batch: 0 with a gradient of 0 in every leaf, and only counts.
+    step = Step(2)
+    full = step.inputs()
+    none = ChannelInputs(
+        policy=step.rows.tokens(step.rows.logprobs_BT + step.leaf[0], slice(0, 0)),
+        sdpo=step.turns.tokens(step.turns.divergence_D * step.leaf[1], slice(0, 0)),
+        replay_dpo=dataclasses.replace(
+            step.pairs.tokens(step.pairs.leaves(), slice(0, 0)),
+            chosen_logprobs_P=full.replay_dpo.chosen_logprobs_P[:0],
+        ),
+    )
+    parts, gradient = step.backward(weighed(1.0, 1.0), inputs=none)
+    assert parts.total == 0 and torch.equal(gradient, torch.zeros(3, dtype=torch.float64))
+    metrics = channel_metrics({name: value.item() for name, value in parts.sums.items()})
+    zeros = ("loss/policy", "loss/sdpo", "loss/replay_dpo", "loss/total", "sdpo/turns", "sdpo/tokens", "dpo/pairs")
+    assert metrics == dict.fromkeys(zeros, 0.0)
+
+
+def test_the_names_of_the_sums_do_not_depend_on_the_tokens():
+    # Ranks add their sums up by position: a rank without turns or pairs must have the same names.
+    step = Step(3)
+    full = step.inputs()
+    fewer = dataclasses.replace(full, sdpo=step.turns.tokens(step.turns.divergence_D, slice(0, 0)))
+    config = weighed(1.0, 1.0)
+    one, other = (total_loss(inputs, TOTALS, config, 32) for inputs in (full, fewer))
+    assert list(one.sums) == list(other.sums)
+
+
+def test_schedules():
+    # A ramp of three steps from step 3, the full weight to step 10, two steps down, then bitwise channel 1 again.
+    schedule = {"start_step": 3, "warmup_steps": 2, "end_step": 10, "decay_steps": 1}
+    config = weighed(0.6, 0.6, schedule=schedule)
+    weights = [config.sdpo.weight_at(step) for step in range(1, 14)]
+    assert weights == pytest.approx([0, 0, 0.2, 0.4, *[0.6] * 6, 0.3, 0, 0])
+    assert weights == [config.replay_dpo.weight_at(step) for step in range(1, 14)]
+    step = Step(4)
+    plain, gradient = step.backward(ChannelsConfig())
+    for number in (1, 12):
+        parts, own = step.backward(config, number)
+        assert parts.total.item() == plain.total.item() and torch.equal(own, gradient)
+    assert step.backward(config, 5)[0].total.item() != plain.total.item()
+
+
+def test_a_weight_without_its_channel_s_input_is_refused():
+    # alpha > 0 and a trainer that brings no turns at all (None) would train without the channel, silently.
+    step = Step(5)
+    inputs = step.inputs()
+    for missing, config in (("sdpo", weighed(0.1, 0)), ("replay_dpo", weighed(0, 0.1))):
+        with pytest.raises(ConfigError, match=rf"channels.{missing}.weight is 0\.1, but this trainer brought no input"):
+            total_loss(dataclasses.replace(inputs, **{missing: None}), TOTALS, config, 32)
+
+
+def test_length_divisor_defaults_to_the_context():
+    # max_completion_length when set, else model.max_context.
+    assert max_completion_length(ChannelsConfig(), 2048) == 2048
+    config = ChannelsConfig(policy=PolicyConfig(max_completion_length=100))
+    assert max_completion_length(config, 2048) == 100
+
+
+def changed(inputs: ChannelInputs, channel: str, name: str, value) -> ChannelInputs:
+    part = getattr(inputs, channel)
+    if not isinstance(value, int):
+        position, number = value
+        fresh = getattr(part, name).detach().clone()
+        fresh[position] = number
+        value = fresh
+    return dataclasses.replace(inputs, **{channel: dataclasses.replace(part, **{name: value})})
+
+
+@pytest.mark.parametrize(
+    ("channel", "name", "value", "error", "words"),
+    [
+        ("policy", "logprobs_T", (2, math.nan), NonFiniteError, "channel 1: logprobs_T is nan at position 2"),
+        ("policy", "advantages_T", (0, math.inf), NonFiniteError, "channel 1: advantages_T is inf at position 0"),
+        ("policy", "sequence_T", (1, 9), RunMismatchError, "belong to 0..9, but there are 5"),
+        ("sdpo", "divergence_D", (1, math.nan), NonFiniteError, "channel 2: divergence_D is nan at position 1"),
+        ("sdpo", "weight_D", (3, -0.5), RunMismatchError, r"weight_D is -0\.5 at position 3; at least 0"),
+        ("sdpo", "turns", 3, RunMismatchError, r"turns \[2\] of 3 have no token in the mask \(thinking counts\)"),
+        ("replay_dpo", "epsilon_P", (1, 0.6), RunMismatchError, r"epsilon_P is 0\.6 at pair 1.*lies in \[0, 0\.5\]"),
+        ("replay_dpo", "epsilon_P", (0, -0.1), RunMismatchError, r"epsilon_P is -0\.1 at pair 0"),
+        ("replay_dpo", "chosen_length_P", (0, 0), RunMismatchError, "chosen_length_P is 0 at position 0; at least 1"),
+    ],
+)
+def test_wrong_inputs_are_named(channel, name, value, error, words):
+    # What cannot be trained on: channel, tensor, position, value and what is allowed.
+    good = Step(6).inputs()
+    check_inputs(good, TOTALS)
+    with pytest.raises(error, match=words):
+        check_inputs(changed(good, channel, name, value), TOTALS)
+
+
+def test_nan_logits_end_as_a_named_error():
+    # A row of NaN logits through log_softmax: the loss is NaN (nothing hides it), and the check names the token.
+    step = Step(7)
+    logits = torch.zeros(4, 6)
+    logits[2] = math.nan
+    logprobs = logits.log_softmax(-1)[:, 0].double()
+    policy = dataclasses.replace(step.rows.tokens(step.rows.logprobs_BT), **{
+        field: getattr(step.rows.tokens(step.rows.logprobs_BT), field)[:4]
+        for field in ("sampler_logprobs_T", "advantages_T", "entropy_T", "sequence_T", "reference_logprobs_T")
+    }, logprobs_T=logprobs)  # fmt: skip
+    assert total_loss(ChannelInputs(policy=policy), TOTALS, ChannelsConfig(), 32).total.isnan()
+    with pytest.raises(NonFiniteError, match=r"logprobs_T is nan at position 2 \(1 of 4 are NaN"):
+        check_inputs(ChannelInputs(policy=policy), TOTALS)
+
+
+def test_lengths_and_denominators_that_do_not_fit_are_refused():
+    # Tensors of different lengths, and totals smaller than the micro-batch's own counts.
+    inputs = Step(8).inputs()
+    short = dataclasses.replace(inputs, policy=dataclasses.replace(inputs.policy, advantages_T=torch.zeros(2)))
+    with pytest.raises(RunMismatchError, match=r"equally long, not logprobs_T \[\d+\].*advantages_T \[2\]"):
+        check_inputs(short, TOTALS)
+    for name in ("tokens", "distilled_tokens", "distilled_turns", "pairs"):
+        fields = {field: getattr(TOTALS, field) for field in TOTALS.__struct_fields__}
+        with pytest.raises(RunMismatchError, match=f"totals count 1 {name}, but this micro-batch alone has"):
+            check_inputs(inputs, StepTotals(**fields | {name: 1}))
