@@ -16,6 +16,7 @@ COMMANDS = {
     "eval": "score one model, or compare two, on a configuration's held-out tasks",
     "report": "reward curve, evaluations, throughput and memory of one or several runs",
     "rollouts": "look at rollouts: list, filter, show one",
+    "ingest": "read real agent sessions into states.jsonl (PATHS... -o states.jsonl)",
     "doctor": "check this machine: Python, torch, GPUs, engines, memory, ports, disk",
 }
 

@@ -1,0 +1,73 @@
+"""A recorded decision of some agent: what it saw, what it did. One line of states.jsonl.
+
+ingest (orchestrator/ingest) -> states.jsonl -> replay (orchestrator/teachers) -> pairs.jsonl -> channel 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from composer_prime.errors import ConfigError
+
+SCHEMA_VERSION = 1
+Message = dict[str, Any]
+"""A message in the form of OpenAI's chat completions."""
+
+
+class TraceState(msgspec.Struct, frozen=True, kw_only=True):
+    """One assistant turn of a trace, with everything before it."""
+
+    trace_id: str
+    state_id: str
+    """`<trace_id>/<turn number>`; unique within a file of states."""
+    step: int
+    """Number of the assistant turn within its trace, from 0."""
+    messages: list[Message]
+    """What the agent saw: system, user, assistant and tool messages; thinking is taken out. Every call has a result."""
+    student_action: Message
+    """What it did: an assistant message with `content`, `tool_calls`, and `reasoning_content` where it thought."""
+    source_model: str | None
+    source_family: str
+    """composer_prime.families; `unknown` where the trace does not say."""
+    tools: list[dict[str, Any]]
+    """Function tools that the agent had, or those it was seen to call where the format does not list them."""
+    error: str | None = None
+    """The first error that followed the action, cut to 500 characters; None when it went well or nothing is known."""
+    entropy: float | None = None
+    """Mean entropy of the action's tokens in nats, where the trace holds it."""
+    format: str
+    """The format that it was read from, with the version that the reader was written for: `claude_code/2`."""
+    schema_version: int = SCHEMA_VERSION
+
+
+def write_state(state: TraceState) -> bytes:
+    """One line of states.jsonl."""
+    return msgspec.json.encode(state) + b"\n"
+
+
+def read_states(path: Path) -> Iterator[TraceState]:
+    """Every state of a states.jsonl. Raises ConfigError naming the line that is none, or of another schema."""
+    decoder = msgspec.json.Decoder(TraceState)
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                yield _decode(decoder, raw, f"{path}:{number}")
+    except OSError as error:
+        raise ConfigError(f"the states file {path} cannot be read ({error}): make it with `composer ingest`") from None
+
+
+def _decode(decoder: msgspec.json.Decoder[TraceState], raw: bytes, where: str) -> TraceState:
+    try:
+        state = decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} is no state ({error}): make the file again with `composer ingest`") from None
+    if state.schema_version != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{where} has schema_version {state.schema_version}, this release reads {SCHEMA_VERSION}: "
+            "make the file again with `composer ingest`"
+        )
+    return state

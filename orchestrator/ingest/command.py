@@ -1,0 +1,162 @@
+"""The command line of ingestion: which files, a progress bar, and a table of what became of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from composer_prime.config.load import fail
+from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.traces import write_state
+from orchestrator.ingest import openhands
+from orchestrator.ingest.formats import FORMATS, Options, ingest
+from orchestrator.ingest.reading import Limits
+from orchestrator.ingest.recent import Recent
+from orchestrator.ingest.sample import Sample
+from orchestrator.ingest.tally import Tally
+
+SUFFIXES = {".jsonl", ".ndjson", ".json", ".traj"}
+_DOCUMENTATION = """\
+Reads agent sessions into states.jsonl, one line for each assistant turn: Claude Code sessions, OpenHands events,
+conversation folders and output.jsonl, SWE-agent .traj, mini-swe-agent .traj.json, messages-only JSONL (SWE-smith), and
+rollouts of this project's runs. Folders are searched for *.jsonl, *.ndjson, *.json and *.traj. Keys, tokens, passwords,
+e-mail addresses and the owners of home folders are masked."""
+
+
+def main(words: list[str] | None = None) -> int:
+    options = parser().parse_args(words)
+    try:
+        return run(options)
+    except ComposerError as error:
+        fail(error)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="composer ingest", description=_DOCUMENTATION)
+    parser.add_argument("paths", nargs="+", type=Path, help="trace files, or folders of them")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="states.jsonl to write")
+    parser.add_argument("--format", choices=[reader.NAME for reader in FORMATS], help="do not look, take this format")
+    parser.add_argument("--model", help="the model that made these traces, where they do not say")
+    parser.add_argument("--family", help="its family (claude, gpt, qwen ...), whatever the traces say")
+    parser.add_argument("--no-mask", action="store_true", help="keep secrets: for traces that hold none")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output file")
+    parser.add_argument("--max-line-mib", type=int, default=16, help="longer lines are skipped (default 16)")
+    parser.add_argument("--max-document-mib", type=int, default=32, help="larger JSON documents are skipped (32)")
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    files = find_files(options.paths)
+    if options.output.exists() and not options.overwrite:
+        raise ConfigError(f"{options.output} exists already: give another -o, or --overwrite to replace it")
+    limits = Limits(line_bytes=options.max_line_mib << 20, document_bytes=options.max_document_mib << 20)
+    how = Options(
+        mask=not options.no_mask, model=options.model, family=options.family, format=options.format, limits=limits
+    )
+    console = Console(stderr=True)
+    tallies = _write(files, options.output, how, console)
+    for table in report(tallies):
+        if table.row_count:
+            Console().print(table)
+    total = sum((tally.states for _, tally in tallies), 0)
+    print(f"{total} states in {options.output}")
+    return 0 if total else 1
+
+
+def find_files(paths: list[Path]) -> list[Path]:
+    """The trace files in `paths`; a conversation folder of OpenHands counts as one. Raises ConfigError."""
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist: give trace files or folders that hold them")
+        found += list(_inside(path)) if path.is_dir() else [path]
+    if not found:
+        listed = ", ".join(map(str, paths))
+        raise ConfigError(f"no trace files in {listed}: files end in {', '.join(sorted(SUFFIXES))}")
+    return list(dict.fromkeys(found))
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    if openhands.matches(Sample(path=folder)):
+        yield folder
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            yield from _inside(path)
+        elif path.is_file() and path.suffix in SUFFIXES:
+            yield path
+
+
+def _write(files: list[Path], output: Path, how: Options, console: Console) -> list[tuple[str, Tally]]:
+    """Write all states into a sibling, then rename: the output is whole or not there."""
+    partial = output.with_name(f".{output.name}.partial")
+    fingerprints, trace_ids, tallies = Recent(), Recent(), []
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file, Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("reading", total=sum(map(_size, files)))
+            for path in files:
+                tally = Tally()
+                progress.update(task, description=path.name[:40])
+                states = ingest(
+                    path,
+                    tally,
+                    how,
+                    fingerprints=fingerprints,
+                    trace_ids=trace_ids,
+                    progress=lambda count: progress.advance(task, count),
+                )
+                file.writelines(write_state(state) for state in states)
+                tallies.append((path.name, tally))
+        partial.replace(output)
+    except OSError as error:
+        raise ConfigError(f"ingestion stopped: {error}") from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+    return tallies
+
+
+def report(tallies: list[tuple[str, Tally]]) -> list[Table]:
+    """What became of every record and every turn: by file, then every reason."""
+    files = Table(title="taken and skipped", title_justify="left")
+    files.add_column("file", overflow="fold")
+    for name in ("format", "records", "taken", "skipped", "turns", "states"):
+        files.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
+    total = Tally()
+    for name, tally in tallies:
+        total.add(tally)
+        files.add_row(name, tally.format or "-", *_figures(tally))
+    if len(tallies) > 1:
+        files.add_section()
+        files.add_row("all", "", *_figures(total))
+    return [files, _reasons(total, tallies)]
+
+
+def _reasons(total: Tally, tallies: list[tuple[str, Tally]]) -> Table:
+    shown = Table(title="why", title_justify="left")
+    shown.add_column("what")
+    shown.add_column("reason", overflow="fold")
+    shown.add_column("count", justify="right")
+    shown.add_column("files", justify="right")
+    for what, name in (("record skipped", "skipped"), ("turn passed over", "passed_over"), ("masked", "masked")):
+        for reason, count in getattr(total, name).most_common():
+            files = sum(reason in getattr(tally, name) for _, tally in tallies)
+            shown.add_row(what, reason, f"{count:,}", f"{files:,}")
+    return shown
+
+
+def _figures(tally: Tally) -> list[str]:
+    figures = (tally.seen, tally.taken, tally.skipped.total(), tally.turns, tally.states)
+    return [f"{figure:,}" for figure in figures]
+
+
+def _size(path: Path) -> int:
+    return sum(each.stat().st_size for each in path.rglob("*.json")) if path.is_dir() else path.stat().st_size

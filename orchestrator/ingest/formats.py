@@ -1,0 +1,149 @@
+"""Which reader reads a file: the first whose `matches` says so, by the file's content, never by its name alone.
+
+ingest(path) -> Iterator[TraceState]         tally: what was taken, skipped, masked, and why
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from composer_prime.errors import ConfigError
+from composer_prime.traces import TraceState
+from orchestrator.ingest import claude_code, messages, mini_swe_agent, openhands, rollouts, swe_agent
+from orchestrator.ingest.builder import Origin, TraceBuilder
+from orchestrator.ingest.masking import Masker
+from orchestrator.ingest.reading import Bad, Limits, lines
+from orchestrator.ingest.recent import Recent
+from orchestrator.ingest.sample import Sample, take_sample
+from orchestrator.ingest.tally import Tally
+
+NO_TRACE = "not a known trace format"
+
+
+class Format(Protocol):
+    """What a format's module has."""
+
+    NAME: str
+    VERSION: int
+    """Of the format, as this reader was written for it; it stands in every state."""
+
+    @staticmethod
+    def matches(sample: Sample) -> bool: ...
+
+    @staticmethod
+    def read(file: TraceFile) -> Iterator[TraceState]: ...
+
+
+FORMATS: tuple[Format, ...] = (claude_code, openhands, swe_agent, rollouts, mini_swe_agent, messages)  # pyright: ignore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to ingest."""
+
+    mask: bool = True
+    model: str | None = None
+    """The model that made the traces, where they do not say."""
+    family: str | None = None
+    """Its family, whatever the traces say."""
+    format: str | None = None
+    """A format's name; None finds it."""
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(slots=True, kw_only=True)
+class TraceFile:
+    """A file being read: what a format's reader needs."""
+
+    path: Path
+    sample: Sample
+    options: Options
+    tally: Tally
+    format: str
+    fingerprints: Recent = field(default_factory=Recent)
+    trace_ids: Recent = field(default_factory=Recent)
+    progress: Callable[[int], None] | None = None
+
+    def records(self) -> Iterator[Any]:
+        """The values of a file of lines; a `Bad` one is skipped and counted here."""
+        for value in lines(self.path, self.options.limits, self.progress):
+            if isinstance(value, Bad):
+                self.tally.skip(value.reason)
+            else:
+                yield value
+
+    def document(self) -> Any:
+        """The value of a file that is one JSON document."""
+        if self.progress is not None:
+            self.progress(self.path.stat().st_size)
+        return self.sample.document
+
+    def builder(self, trace_id: object, model: object = None) -> TraceBuilder:
+        """A builder for a trace; an id that another trace has already gets a number."""
+        wanted = str(trace_id)[:200] if isinstance(trace_id, str | int) and str(trace_id).strip() else self.path.stem
+        name, number = wanted, 1
+        while not self.trace_ids.add(hashlib.blake2b(name.encode(), digest_size=8).digest()):
+            number += 1
+            name = f"{wanted}~{number}"
+        known = model if isinstance(model, str) and model else self.options.model
+        origin = Origin(trace_id=name, format=self.format, model=known, family=self.options.family)
+        masker = Masker(self.tally.masked, self.options.mask)
+        return TraceBuilder(origin, self.tally, masker, self.options.limits, self.fingerprints)
+
+
+def ingest(
+    path: Path,
+    tally: Tally | None = None,
+    options: Options | None = None,
+    *,
+    fingerprints: Recent | None = None,
+    trace_ids: Recent | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[TraceState]:
+    """The states of one file (or of one OpenHands conversation folder), in its order, in bounded memory.
+
+    `tally` is filled as states are drawn and is balanced at the end. `fingerprints` and `trace_ids` may be shared
+    between files. `progress` is called with bytes read. Raises OSError when the file cannot be read and ConfigError for
+    an unknown `options.format`; whatever the content is, it is counted, never raised.
+    """
+    options, tally = options or Options(), Tally() if tally is None else tally
+    sample = take_sample(path)
+    reader = _named(options.format) if options.format else next((f for f in FORMATS if f.matches(sample)), None)
+    if reader is None:
+        _count_unknown(path, sample, options, tally, progress)
+        return
+    tally.format = f"{reader.NAME}/{reader.VERSION}"
+    file = TraceFile(
+        path=path,
+        sample=sample,
+        options=options,
+        tally=tally,
+        format=tally.format,
+        fingerprints=fingerprints or Recent(),
+        trace_ids=trace_ids or Recent(),
+        progress=progress,
+    )
+    yield from reader.read(file)
+
+
+def _named(name: str) -> Format:
+    for reader in FORMATS:
+        if name == reader.NAME:
+            return reader
+    names = ", ".join(reader.NAME for reader in FORMATS)
+    raise ConfigError(f"there is no trace format {name!r}: choose one of {names}, or leave it out to have it found")
+
+
+def _count_unknown(
+    path: Path, sample: Sample, options: Options, tally: Tally, progress: Callable[[int], None] | None
+) -> None:
+    """Every record of a file that no reader knows is skipped, with a reason."""
+    if path.is_dir() or sample.document is not None:
+        tally.skip(sample.document.reason if isinstance(sample.document, Bad) else NO_TRACE)
+        return
+    for value in lines(path, options.limits, progress):
+        tally.skip(value.reason if isinstance(value, Bad) else NO_TRACE)

@@ -1,0 +1,166 @@
+"""Secrets leave a trace before anything else sees it: keys, tokens, passwords, e-mail addresses, home folders.
+
+The patterns are detect-secrets' (its detectors of one provider's tokens, and its keyword detector), plus tokens that it
+does not know yet. Three choices:
+
+1. Its entropy detectors stay off: commit hashes and ids fill agent traces, and masking them would change what was done.
+2. A pattern runs only where a literal that every match must hold occurs, so that ordinary text costs almost nothing.
+3. The keyword detector reads lines, and only those that hold one of its words; a line of more than 4,000 characters is
+   read in pieces, because its patterns take quadratic time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from detect_secrets.plugins.artifactory import ArtifactoryDetector
+from detect_secrets.plugins.aws import AWSKeyDetector
+from detect_secrets.plugins.azure_storage_key import AzureStorageKeyDetector
+from detect_secrets.plugins.basic_auth import BasicAuthDetector
+from detect_secrets.plugins.discord import DiscordBotTokenDetector
+from detect_secrets.plugins.github_token import GitHubTokenDetector
+from detect_secrets.plugins.gitlab_token import GitLabTokenDetector
+from detect_secrets.plugins.jwt import JwtTokenDetector
+from detect_secrets.plugins.keyword import KeywordDetector
+from detect_secrets.plugins.mailchimp import MailchimpDetector
+from detect_secrets.plugins.npm import NpmDetector
+from detect_secrets.plugins.openai import OpenAIDetector
+from detect_secrets.plugins.private_key import PrivateKeyDetector
+from detect_secrets.plugins.pypi_token import PypiTokenDetector
+from detect_secrets.plugins.sendgrid import SendGridDetector
+from detect_secrets.plugins.slack import SlackDetector
+from detect_secrets.plugins.square_oauth import SquareOAuthDetector
+from detect_secrets.plugins.stripe import StripeDetector
+from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
+
+Rule = tuple[str, tuple[str, ...], list[re.Pattern[str]]]
+"""(kind, literals of which every match holds one, patterns). Group `secret`, where there is one, is what is masked."""
+LONGEST_LINE = 4_000
+
+_NEWER: list[Rule] = [
+    (
+        "private-key",
+        ("PRIVATE KEY",),
+        [re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----[^-]*(?:-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----)?")],
+    ),
+    ("api-key", ("sk-",), [re.compile(r"\bsk-(?:ant-|or-v1-|proj-|svcacct-)?[A-Za-z0-9_-]{20,}")]),
+    ("hugging-face-token", ("hf_",), [re.compile(r"\bhf_[A-Za-z0-9]{30,}")]),
+    ("google-api-key", ("AIza",), [re.compile(r"\bAIza[0-9A-Za-z_-]{35}")]),
+    ("github-token", ("github_pat_",), [re.compile(r"\bgithub_pat_[A-Za-z0-9_]{22,}")]),
+    ("api-key", ("gsk_", "xai-"), [re.compile(r"\b(?:gsk_|xai-)[A-Za-z0-9]{32,}")]),
+    (
+        "bearer-token",
+        ("earer ",),
+        [re.compile(r"\b[Bb]earer (?P<secret>[A-Za-z0-9._~+/-]{20,}=*)")],
+    ),
+    (
+        "password",
+        ("KEY=", "SECRET=", "TOKEN=", "PASSWORD=", "PASSWD="),
+        [
+            re.compile(
+                r"\b[A-Z][A-Z0-9_]*(?:API_?KEY|SECRET(?:_KEY)?|TOKEN|PASSWORD|PASSWD|ACCESS_KEY)=(?P<secret>[^\s\"'`;&|$<>(){}]{8,})"
+            )
+        ],
+    ),
+]
+_KNOWN: list[tuple[str, type[Any], tuple[str, ...]]] = [
+    ("artifactory-token", ArtifactoryDetector, ("AKC", "AP")),
+    ("aws-key", AWSKeyDetector, ("AKIA", "ASIA", "ABIA", "ACCA", "A3T", "aws", "AWS")),
+    ("azure-storage-key", AzureStorageKeyDetector, ("AccountKey=",)),
+    ("basic-auth", BasicAuthDetector, ("://",)),
+    ("discord-token", DiscordBotTokenDetector, (".",)),
+    ("github-token", GitHubTokenDetector, ("ghp_", "gho_", "ghu_", "ghs_", "ghr_")),
+    ("gitlab-token", GitLabTokenDetector, ("gl", "GR1348941")),
+    ("jwt", JwtTokenDetector, ("eyJ",)),
+    ("mailchimp-key", MailchimpDetector, ("-us",)),
+    ("npm-token", NpmDetector, ("_authToken",)),
+    ("openai-key", OpenAIDetector, ("T3BlbkFJ",)),
+    ("private-key", PrivateKeyDetector, ("PRIVATE KEY", "SSH2 ENCRYPTED", "PuTTY-User-Key")),
+    ("pypi-token", PypiTokenDetector, ("pypi-",)),
+    ("sendgrid-key", SendGridDetector, ("SG.",)),
+    ("slack-token", SlackDetector, ("xox", "hooks.slack.com")),
+    ("square-token", SquareOAuthDetector, ("sq0csp",)),
+    ("stripe-key", StripeDetector, ("_live_",)),
+    ("telegram-token", TelegramBotTokenDetector, (":",)),
+]
+_RULES: list[Rule] = _NEWER + [(kind, literals, list(detector.denylist)) for kind, detector, literals in _KNOWN]
+_PARTIAL = {"basic-auth": 1, "npm-token": 1, "aws-key": -1}
+"""Patterns of detect-secrets that match more than the secret: the group that holds it, -1 for the last."""
+_KEYWORD_LINE = re.compile(r"(?i)(?:api|auth|service|account|db|database|priv|private|client)_?key|pass|pwd|secret")
+_KEYWORD_PARTS = ("key", "pass", "pwd", "secret")
+_KEYWORDS = KeywordDetector()
+_PLAIN_VALUE = re.compile(r"[A-Za-z_.\s-]*|\W*|<masked:.*")
+"""Values that the keyword detector reports and that hold no secret: words, punctuation, what is masked already."""
+_EMAIL = re.compile(r"\b(?!git@)[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b")
+_HOME = re.compile(r"(?P<root>/home/|/Users/|\b[A-Za-z]:\\{1,2}Users\\{1,2})(?P<name>(?!user\b)[A-Za-z0-9._-]+)")
+
+
+class Masker:
+    """Masks text and counts what it found, by kind, in `found`."""
+
+    def __init__(self, found: Counter[str], enabled: bool = True) -> None:
+        self.found, self._enabled = found, enabled
+
+    def text(self, text: str) -> str:
+        """`text` with every secret replaced by `<masked:kind>`, a home folder's owner by `user`."""
+        if not self._enabled or len(text) < 6:
+            return text
+        for kind, literals, patterns in _RULES:
+            if any(literal in text for literal in literals):
+                for pattern in patterns:
+                    text = pattern.sub(self._replacer(kind), text)
+        lowered = text.lower()
+        if any(word in lowered for word in _KEYWORD_PARTS):
+            text = "".join(self._keyword_line(line) for line in text.splitlines(keepends=True))
+        if "@" in text:
+            text = _EMAIL.sub(self._replacer("email"), text)
+        if "/home/" in text or "Users" in text:
+            text = _HOME.sub(self._home, text)
+        return text
+
+    def value(self, value: Any) -> Any:
+        """A JSON value with all its strings masked, keys of objects included."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, list):
+            return [self.value(item) for item in value]
+        if isinstance(value, dict):
+            return {self.text(key): self.value(item) for key, item in value.items()}
+        return value
+
+    def _replacer(self, kind: str) -> Callable[[re.Match[str]], str]:
+        def replace(match: re.Match[str]) -> str:
+            secret = _secret_of(match, kind)
+            if secret is None or secret.startswith("<masked:"):
+                return match[0]
+            self.found[kind] += 1
+            return match[0].replace(secret, f"<masked:{kind}>")
+
+        return replace
+
+    def _home(self, match: re.Match[str]) -> str:
+        self.found["home-folder"] += 1
+        return f"{match['root']}user"
+
+    def _keyword_line(self, line: str) -> str:
+        if len(line) > LONGEST_LINE:
+            pieces = [line[start : start + LONGEST_LINE] for start in range(0, len(line), LONGEST_LINE)]
+            return "".join(self._keyword_line(piece) for piece in pieces)
+        if not _KEYWORD_LINE.search(line):
+            return line
+        for secret in sorted(set(_KEYWORDS.analyze_string(line)), key=len, reverse=True):
+            if len(secret) >= 6 and not _PLAIN_VALUE.fullmatch(secret) and secret in line:
+                self.found["password"] += 1
+                line = line.replace(secret, "<masked:password>")
+        return line
+
+
+def _secret_of(match: re.Match[str], kind: str) -> str | None:
+    if "secret" in match.re.groupindex:
+        return match["secret"]
+    if kind in _PARTIAL and match.re.groups:
+        return match[_PARTIAL[kind] if _PARTIAL[kind] > 0 else match.re.groups]
+    return match[0].strip(" \t\r\n\"'=:")

@@ -1,0 +1,69 @@
+"""The tools of a trace whose format does not list them: those that the agent was seen to call, with the arguments and
+types that it gave. A teacher can only choose among tools that it is told of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from orchestrator.ingest.builder import Call
+
+MAX_TOOLS, MAX_ARGUMENTS = 128, 64
+"""What one agent may have; the rest of a hostile trace is not described."""
+_TYPES: list[tuple[type, str]] = [
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (str, "string"),
+    (list, "array"),
+    (dict, "object"),
+]
+
+
+class ObservedTools:
+    """Function tools in the form of OpenAI's chat completions."""
+
+    def __init__(self) -> None:
+        self._given: list[dict[str, Any]] | None = None
+        self._arguments: dict[str, dict[str, str]] = {}
+        self._schemas: list[dict[str, Any]] | None = None
+
+    def given(self, tools: object) -> bool:
+        """The format lists the tools itself; False, and nothing changes, when `tools` is no such list."""
+        found = [tool for tool in tools if _is_function(tool)] if isinstance(tools, list) else []
+        if not found:
+            return False
+        self._given = self._schemas = found
+        return True
+
+    def saw(self, calls: Iterable[Call]) -> None:
+        for call in calls:
+            if call.name not in self._arguments and len(self._arguments) >= MAX_TOOLS:
+                continue
+            known = self._arguments.setdefault(call.name, {})
+            arguments = call.arguments if isinstance(call.arguments, dict) else {}
+            for name, value in arguments.items():
+                if name not in known and len(known) < MAX_ARGUMENTS:
+                    known[name] = _type_of(value)
+            self._schemas = self._given
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """The same list object until a call adds to it: states of a trace share it."""
+        if self._schemas is None:
+            self._schemas = [_schema(name, arguments) for name, arguments in self._arguments.items()]
+        return self._schemas
+
+
+def _schema(name: str, arguments: dict[str, str]) -> dict[str, Any]:
+    properties = {argument: {"type": kind} if kind else {} for argument, kind in arguments.items()}
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+def _type_of(value: Any) -> str:
+    return next((name for kind, name in _TYPES if isinstance(value, kind)), "")
+
+
+def _is_function(tool: object) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)

@@ -1,0 +1,100 @@
+"""Bytes to JSON values, within a bound of memory, whatever the file holds."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one record or one context may hold before it is skipped."""
+
+    line_bytes: int = 16 << 20
+    document_bytes: int = 32 << 20
+    context_chars: int = 2_000_000
+    """Characters of a state's messages; about 500,000 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A record that holds no JSON value, and why."""
+
+    reason: str
+
+
+def lines(path: Path, limits: Limits, progress: Callable[[int], None] | None = None) -> Iterator[Any]:
+    """The JSON value of every line, or `Bad`. Blank lines are no records. A longer line than the limit is passed over
+    in pieces, never held."""
+    with path.open("rb", buffering=CHUNK_BYTES) as file:
+        done = 0
+        while raw := file.readline(limits.line_bytes + 1):
+            whole = raw.endswith(b"\n")
+            size = len(raw)
+            if not whole and size > limits.line_bytes:
+                del raw
+                size += _rest_of_line(file)
+                yield Bad(f"line longer than {limits.line_bytes >> 20} MiB")
+            elif raw.strip():
+                yield parse(raw, torn=not whole)
+            if progress is not None and (done := done + size) >= CHUNK_BYTES:
+                progress(done)
+                done = 0
+        if progress is not None:
+            progress(done)
+
+
+def document(path: Path, limits: Limits) -> Any:
+    """The JSON value of a whole file, or `Bad`."""
+    size = os.path.getsize(path)
+    if size > limits.document_bytes:
+        return Bad(f"JSON document larger than {limits.document_bytes >> 20} MiB")
+    raw = path.read_bytes()
+    return parse(raw) if raw.strip() else Bad("empty document")
+
+
+def parse(raw: bytes, torn: bool = False) -> Any:
+    """`raw` as a JSON value, or `Bad`; `torn` marks a last line without its end."""
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    # NaN, lone surrogates and the like: Python's own reader takes what msgspec's stricter one does not.
+    try:
+        return _without_surrogates(json.loads(raw.decode("utf-8-sig")))
+    except UnicodeDecodeError:
+        return Bad("not UTF-8")
+    except RecursionError:
+        return Bad("nested too deeply")
+    except ValueError:
+        return Bad("truncated last line" if torn else "not JSON")
+
+
+def _rest_of_line(file: Any) -> int:
+    size = 0
+    while piece := file.readline(CHUNK_BYTES):
+        size += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return size
+
+
+def _without_surrogates(value: Any) -> Any:
+    """`value` with text that UTF-8 can hold, and numbers that JSON can."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, list):
+        return [_without_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value

@@ -1,0 +1,99 @@
+"""Claude Code sessions: what is one turn, which branch, what is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ingest_traces import SESSION, answer, lines, prompt, result, roles, taken, text, use
+
+
+# Four lines of one message.id are one turn; its context is what came before, its error what came after.
+def test_lines_of_one_answer_are_one_turn(tmp_path: Path) -> None:
+    states, tally = taken(lines(tmp_path / "s.jsonl", *SESSION))
+    first, second = states
+    assert (tally.taken, roles(first)) == (8, ["user"])
+    assert [call["function"]["name"] for call in first.student_action["tool_calls"]] == ["Bash", "Read"]
+    assert first.error == "no such file" and second.error is None
+    assert roles(second) == ["user", "assistant", "tool", "tool"]
+    assert (first.state_id, second.state_id) == ("s1/0000", "s1/0001")
+    assert first.source_model == "claude-sonnet-4" and first.source_family == "claude"
+
+
+# Thinking stands in the action of its own turn and in no context.
+def test_thinking_is_kept_in_the_action_only(tmp_path: Path) -> None:
+    first, second = taken(lines(tmp_path / "s.jsonl", *SESSION))[0]
+    assert first.student_action["reasoning_content"] == "look first"
+    assert "look first" not in str(second.messages)
+
+
+# Results may come between the lines of one answer, as they do when tools run while the model still writes.
+def test_results_between_the_lines_of_an_answer(tmp_path: Path) -> None:
+    records = [*SESSION[:4], SESSION[5], SESSION[4], *SESSION[6:]]
+    assert [len(state.messages) for state in taken(lines(tmp_path / "s.jsonl", *records))[0]] == [1, 4]
+
+
+# A prompt whose parent lies further back leaves the later messages behind.
+def test_going_back_starts_another_branch(tmp_path: Path) -> None:
+    records = [*SESSION, prompt("u2", "u1", "Rather explain it."), answer("a9", "u2", text("It tests x."))]
+    states, _ = taken(lines(tmp_path / "s.jsonl", *records))
+    assert [message["content"] for message in states[2].messages] == ["Fix the test.", "Rather explain it."]
+
+
+# After a compaction the summary is all there is; the records before it give their states still.
+def test_compaction_starts_the_context_anew(tmp_path: Path) -> None:
+    boundary = {"type": "system", "subtype": "compact_boundary", "uuid": "c1", "parentUuid": None, "sessionId": "s1"}
+    summary = prompt("u2", "c1", "So far: a.py is gone.", isCompactSummary=True)
+    records = [*SESSION, boundary, summary, answer("a9", "u2", text("Then I am done."))]
+    states, tally = taken(lines(tmp_path / "s.jsonl", *records))
+    assert [message["content"] for message in states[2].messages] == ["So far: a.py is gone."]
+    assert tally.skipped == {"system record: compact_boundary": 1}
+
+
+# A resumed session copies its past: within a file by uuid, between files by content.
+def test_a_resumed_session_counts_once(tmp_path: Path) -> None:
+    more = [prompt("u2", "a5", "Why?"), answer("a9", "u2", text("I do not know."))]
+    states, tally = taken(lines(tmp_path / "s.jsonl", *SESSION, *SESSION[:3], *more))
+    assert len(states) == 3 and tally.skipped == {"repeated uuid": 3}
+    renamed = [{**record, "uuid": f"x{record['uuid']}", "sessionId": "s2", "parentUuid": None} for record in SESSION]
+    both, accounts = taken(lines(tmp_path / "t.jsonl", *SESSION, *renamed))
+    assert len(both) == 2 and accounts.passed_over == {"copy of an earlier state": 2}
+
+
+# Subagents, other records and results without a call are skipped, each with its reason.
+def test_what_is_skipped_has_a_reason(tmp_path: Path) -> None:
+    records = [
+        *SESSION,
+        {**answer("a8", "a5", text("as a subagent")), "isSidechain": True},
+        {"type": "file-history-snapshot", "messageId": "m", "snapshot": {}},
+        {"type": "from-the-future", "sessionId": "s1"},
+        result("r9", "a5", "never-called", "stray"),
+        answer("a7", "a5", text("API Error"), isApiErrorMessage=True),
+    ]
+    states, tally = taken(lines(tmp_path / "s.jsonl", *records))
+    assert len(states) == 2
+    assert tally.skipped == {
+        "subagent (sidechain)": 1,
+        "record type file-history-snapshot": 1,
+        "unknown record type": 1,
+        "tool result without its call": 1,
+        "not the model's own words (synthetic)": 1,
+    }
+
+
+# A call that was never answered gets a stand-in, for no endpoint takes a call without a result.
+def test_every_call_in_a_context_has_a_result(tmp_path: Path) -> None:
+    records = [
+        prompt("u1", None, "Go."),
+        answer("a1", "u1", use("t1", "Bash", command="ls")),
+        prompt("u2", "a1", "Stop."),
+    ]
+    states, _ = taken(lines(tmp_path / "s.jsonl", *records, answer("a2", "u2", text("Stopped."))))
+    assert roles(states[1]) == ["user", "assistant", "tool", "user"]
+    assert states[1].messages[2]["content"] == "[no result was recorded]"
+
+
+# Teachers are told of the tools that were used, with the types of their arguments.
+def test_tools_are_those_that_were_called(tmp_path: Path) -> None:
+    tools = taken(lines(tmp_path / "s.jsonl", *SESSION))[0][1].tools
+    assert [tool["function"]["name"] for tool in tools] == ["Bash", "Read"]
+    assert tools[0]["function"]["parameters"]["properties"] == {"command": {"type": "string"}}

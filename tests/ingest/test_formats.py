@@ -1,0 +1,170 @@
+"""The other formats, on synthetic traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ingest_traces import MESSAGES, OPENHANDS_V0, OPENHANDS_V1, ROLLOUT, TOOLS, lines, roles, taken
+
+from composer_prime.errors import ConfigError
+from composer_prime.families import family_of
+
+
+# Two calls of one answer are one turn; the tools are those that the format lists.
+def test_openhands_events(tmp_path: Path) -> None:
+    states, tally = taken(lines(tmp_path / "e.jsonl", *OPENHANDS_V1))
+    assert (tally.format, tally.taken, tally.seen) == ("openhands/1", 7, 7)
+    assert [roles(state) for state in states] == [
+        ["system", "user"],
+        ["system", "user", "assistant", "tool", "tool"],
+    ]
+    assert states[0].error == "pwd: not allowed" and states[0].tools == TOOLS
+    assert states[0].student_action["reasoning_content"] == "hm"
+
+
+# A condensation takes the forgotten events out of the context, and no result is left without its call.
+def test_openhands_condensation(tmp_path: Path) -> None:
+    condensed = {"kind": "Condensation", "id": "e7", "source": "environment"}
+    condensed |= {"forgotten_event_ids": ["e2", "e3", "e4", "e5"], "summary": "Listed."}
+    last = {**OPENHANDS_V1[6], "id": "e8", "llm_message": {"role": "assistant", "content": "Again."}}
+    states, _ = taken(lines(tmp_path / "e.jsonl", *OPENHANDS_V1, condensed, last))
+    assert [message["content"] for message in states[2].messages] == [
+        "Be brief.",
+        "What is in a.py?",
+        "Listed.",
+        "Done.",
+    ]
+
+
+# A conversation folder is one trace, and its state names the model.
+def test_openhands_folder(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    (tmp_path / "base_state.json").write_text(json.dumps({"id": "c1", "agent": {"llm": {"model": "gpt-5-mini"}}}))
+    for number, event in enumerate(OPENHANDS_V1):
+        (tmp_path / "events" / f"event-{number:05d}-x.json").write_text(json.dumps(event))
+    states, _ = taken(tmp_path)
+    assert [(state.trace_id, state.source_family) for state in states] == [("c1", "gpt")] * 2
+
+
+# The older events, as a list and as lines of the benchmark's output, also in pairs of action and observation.
+@pytest.mark.parametrize("form", ["list", "output", "pairs"])
+def test_openhands_older_events(tmp_path: Path, form: str) -> None:
+    history = [OPENHANDS_V0[:3], OPENHANDS_V0[3:5], OPENHANDS_V0[5:]] if form == "pairs" else OPENHANDS_V0
+    line = {"instance_id": "i1", "history": history, "metadata": {"llm_config": {"model": "deepseek-v3"}}}
+    path = tmp_path / ("trajectory.json" if form == "list" else "output.jsonl")
+    path = lines(path, OPENHANDS_V0) if form == "list" else lines(path, line)
+    states, tally = taken(path)
+    assert tally.skipped == {"event agent_state_changed": 1} and len(states) == 2
+    assert states[0].error == "ls: x" and states[0].student_action["content"] == "I look."
+    assert json.loads(states[0].student_action["tool_calls"][0]["function"]["arguments"]) == {"command": "ls x"}
+    assert form == "list" or {state.source_family for state in states} == {"deepseek"}
+
+
+# Demonstrations and messages of other agents are no part of what the agent saw.
+def test_swe_agent_history(tmp_path: Path) -> None:
+    said = [
+        {"role": "system", "content": "Solve it.", "agent": "main", "message_type": "system_prompt"},
+        {"role": "user", "content": "a demonstration", "agent": "main", "is_demo": True},
+        {"role": "user", "content": "The issue.", "agent": "main"},
+        {"role": "assistant", "content": "I submit.\n```\nsubmit\n```", "agent": "main", "action": "submit"},
+        {"role": "assistant", "content": "as a reviewer", "agent": "reviewer"},
+        {"role": "user", "content": "done", "agent": "main"},
+    ]
+    model = json.dumps({"agent": {"model": {"name": "gpt-4o"}}})
+    path = lines(tmp_path / "t.traj", {"history": said, "trajectory": [], "replay_config": model, "instance_id": "i"})
+    states, tally = taken(path)
+    assert tally.skipped == {"demonstration": 1, "another agent's message": 1}
+    assert [(state.trace_id, state.source_family, roles(state)) for state in states] == [
+        ("i", "gpt", ["system", "user"])
+    ]
+
+
+# A file with steps alone still gives every step but the first, which has nothing before it.
+def test_swe_agent_steps_alone(tmp_path: Path) -> None:
+    steps = [{"thought": f"{n}", "action": f"cat {n}", "observation": "text"} for n in range(3)]
+    states, tally = taken(lines(tmp_path / "t.traj", {"trajectory": steps}))
+    assert len(states) == 2 and tally.passed_over == {"nothing before it": 1}
+
+
+# mini-swe-agent tells of a failed command in the next message.
+def test_mini_swe_agent(tmp_path: Path) -> None:
+    said = [
+        {"role": "user", "content": "The issue."},
+        {"role": "assistant", "content": "```bash\nfalse\n```"},
+        {"role": "user", "content": "<returncode>1</returncode>\n<output></output>"},
+        {"role": "assistant", "content": "```bash\ntrue\n```"},
+        {"role": "user", "content": "<returncode>0</returncode>\n<output></output>"},
+    ]
+    document = {"messages": said, "info": {"config": {"model": {"model_name": "claude-x"}}}}
+    known = lines(tmp_path / "a.traj.json", {**document, "trajectory_format": "mini-swe-agent-1"})
+    states, tally = taken(known)
+    assert tally.format == "mini_swe_agent/1" and [bool(state.error) for state in states] == [True, False]
+    assert states[0].source_family == "claude"
+    newer = lines(tmp_path / "b.traj.json", {**document, "trajectory_format": "mini-swe-agent-9"})
+    assert taken(newer)[1].skipped == {"trajectory_format newer than this reader": 5}
+
+
+# SWE-smith writes a conversation as JSON text; a line that holds no conversation is skipped whole.
+def test_messages_only(tmp_path: Path) -> None:
+    smith = {"messages": json.dumps(MESSAGES), "traj_id": "t1", "model": "claude-3-7-sonnet", "tools": TOOLS}
+    broken = {"messages": [{"role": "user", "content": "x"}, {"role": "narrator", "content": "y"}]}
+    states, tally = taken(lines(tmp_path / "m.jsonl", smith, {"messages": MESSAGES[:3]}, broken))
+    assert [state.trace_id for state in states] == ["t1", "t1"]
+    assert tally.skipped == {"a message has an unknown role": 1}
+    assert tally.passed_over == {"copy of an earlier state": 1}
+    assert states[0].student_action["reasoning_content"] == "open it"
+    assert states[0].student_action["content"] is None
+
+
+# This project's own rollouts: the error of a call is its turn's, the model is the run's.
+def test_own_rollouts(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps({"model": {"path": "tiny"}}))
+    states, tally = taken(lines(tmp_path / "rollouts" / "step_000003.jsonl", ROLLOUT))
+    assert tally.format == "rollouts/1" and len(states) == 2
+    assert states[0].error == "Tool not found: sum" and states[0].tools == TOOLS
+    assert states[0].source_family == "tiny-policy"
+
+
+# Two branches share their first turn: it is one state.
+def test_own_rollouts_with_branches(tmp_path: Path) -> None:
+    again = {"role": "assistant", "text": "4", "parent": 2, "tool_calls": []}
+    states, tally = taken(lines(tmp_path / "r.jsonl", {**ROLLOUT, "turns": [*ROLLOUT["turns"], again]}))
+    assert [state.student_action["content"] for state in states] == [None, "3", "4"]
+    assert tally.passed_over == {"copy of an earlier state": 1}
+
+
+# What the user says of a trace holds where the trace is silent; the family, whatever it says.
+def test_model_and_family_from_the_user(tmp_path: Path) -> None:
+    path = lines(tmp_path / "m.jsonl", {"messages": MESSAGES}, {"messages": MESSAGES[1:], "model": "gpt-4o"})
+    assert [state.source_model for state in taken(path, model="qwen3-8b")[0]] == ["qwen3-8b"] * 2 + ["gpt-4o"] * 2
+    assert {state.source_family for state in taken(path, family="mine")[0]} == {"mine"}
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="claude_code, openhands"):
+        taken(lines(tmp_path / "m.jsonl", MESSAGES), format="cursor")
+
+
+# Names as providers and proxies write them.
+@pytest.mark.parametrize(
+    ("model", "family"),
+    [
+        ("anthropic/claude-sonnet-4", "claude"),
+        ("us.anthropic.claude-3-5-sonnet-20241022-v2:0", "claude"),
+        ("openai/o3-mini", "gpt"),
+        ("litellm_proxy/minimax-m2.7", "minimax"),
+        ("deepseek-r1-distill-qwen-7b", "deepseek"),
+        ("Qwen/Qwen3-8B", "qwen"),
+        ("google/gemini-2.5-pro", "gemini"),
+        ("z-ai/glm-4.6", "glm"),
+        ("tiny", "tiny-policy"),
+        ("tiny/teacher_a", "tiny-teacher_a"),
+        ("", "unknown"),
+        ("outputs/my-run/final", "unknown"),
+    ],
+)
+def test_families(model: str, family: str) -> None:
+    assert family_of(model) == family

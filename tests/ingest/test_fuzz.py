@@ -1,0 +1,74 @@
+"""10^5 mutated records of every format: no crash, and taken + skipped = seen = what was written."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+from ingest_traces import MESSAGES, OPENHANDS_V0, OPENHANDS_V1, ROLLOUT, SESSION, taken
+from mutations import keys_of, mutated
+
+HISTORY = [{**message, "agent": "main", "message_type": "action"} for message in MESSAGES]
+FILE = 1_000
+"""Records a file: a trace without end would spend the time on its context."""
+LINES = {
+    "claude_code": SESSION,
+    "openhands": OPENHANDS_V1,
+    "openhands_v0": OPENHANDS_V0,
+    "openhands_output": [{"instance_id": "i", "history": OPENHANDS_V0}, {"history": [OPENHANDS_V1]}],
+    "messages": [{"messages": MESSAGES, "model": "gpt-4o", "tools": []}, {"messages": json.dumps(MESSAGES)}],
+    "rollouts": [ROLLOUT],
+}
+DOCUMENTS = {
+    "swe_agent": {"history": HISTORY, "trajectory": [{"action": "ls", "observation": "x", "thought": "y"}]},
+    "mini_swe_agent": {"messages": MESSAGES, "trajectory_format": "mini-swe-agent-1", "info": {"config": {}}},
+    "openhands": {"instance_id": "i", "history": [*OPENHANDS_V0, *OPENHANDS_V1]},
+}
+
+
+def copy_of(base: list, index: int) -> dict:
+    """Record `index` of an endless file: `base` over and over, each time as another session with ids of its own."""
+    own = f"-{index // len(base)}"
+    record = {**base[index % len(base)]}
+    for key in ("uuid", "parentUuid", "sessionId", "rollout_id", "instance_id"):
+        if isinstance(record.get(key), str):
+            record[key] += own
+    return record
+
+
+def fuzz_lines(tmp_path: Path, name: str, records: int, seed: int) -> None:
+    rng, base = random.Random(seed), LINES[name]
+    keys = keys_of(base)
+    written = [raw for index in range(records) if (raw := mutated(rng, copy_of(base, index), keys)).strip()]
+    path = tmp_path / "fuzz.jsonl"
+    for start in range(0, len(written), FILE):
+        path.write_bytes(b"\n".join(written[start : start + FILE]) + b"\n")
+        states, tally = taken(path, format=name.split("_v0")[0].split("_output")[0])
+        assert all(msgspec.json.decode(msgspec.json.encode(state)) for state in states)
+        if not name.endswith("_output"):
+            assert tally.seen == len(written[start : start + FILE])
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_mutated_lines(tmp_path: Path, name: str) -> None:
+    fuzz_lines(tmp_path, name, 1_500, seed=1)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_mutated_documents(tmp_path: Path, name: str) -> None:
+    rng, keys = random.Random(2), keys_of(DOCUMENTS[name])
+    for number in range(300):
+        path = tmp_path / f"{number}.json"
+        path.write_bytes(mutated(rng, DOCUMENTS[name], keys))
+        states, tally = taken(path)
+        assert tally.seen > 0 or not path.read_bytes().strip() or tally.format is not None
+        assert all(state.student_action["role"] == "assistant" for state in states)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LINES)
+def test_a_hundred_thousand_mutated_records(tmp_path: Path, name: str) -> None:
+    fuzz_lines(tmp_path, name, 17_000, seed=3)

@@ -1,0 +1,143 @@
+"""Files that are broken on purpose: nothing crashes, everything is counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ingest_traces import MESSAGES, SESSION, answer, lines, prompt, taken, text
+
+from composer_prime.traces import read_states
+from orchestrator.ingest.command import main
+from orchestrator.ingest.formats import Options, ingest
+from orchestrator.ingest.reading import Limits
+
+
+# The line that a crash cut short is counted, and the turn that was open still gives its state.
+def test_truncated_last_line(tmp_path: Path) -> None:
+    path = lines(tmp_path / "s.jsonl", *SESSION)
+    path.write_bytes(path.read_bytes()[:-40])
+    states, tally = taken(path)
+    assert len(states) == 1 and tally.skipped == {"truncated last line": 1}
+
+
+# Bytes that are no UTF-8 cost their own line.
+def test_invalid_utf8(tmp_path: Path) -> None:
+    raw = json.dumps(prompt("u9", "a5", "caf")).encode().replace(b"caf", b"caf\xff\xfe")
+    states, tally = taken(lines(tmp_path / "s.jsonl", *SESSION[:7], raw, SESSION[7]))
+    assert len(states) == 2 and tally.skipped == {"not UTF-8": 1}
+
+
+# What only Python's own reader takes (NaN, half a surrogate pair) is read, and written as valid JSON.
+def test_nan_and_lone_surrogates(tmp_path: Path) -> None:
+    raw = json.dumps(answer("a9", "a5", text("half \ud83d"))).encode().replace(b'"uuid"', b'"cost": NaN, "uuid"')
+    states, _ = taken(lines(tmp_path / "s.jsonl", *SESSION, prompt("u2", "a5", "go"), raw))
+    assert states[-1].student_action["content"] == "half ?"
+
+
+# A line of 50 MB is passed over without being held.
+def test_a_50_mb_line(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    with path.open("wb") as file:
+        for record in SESSION[:4]:
+            file.write(json.dumps(record).encode() + b"\n")
+        file.write(b'{"type": "user", "x": "' + b"a" * 50_000_000 + b'"}\n')
+        for record in SESSION[4:]:
+            file.write(json.dumps(record).encode() + b"\n")
+    states, tally = taken(path)
+    assert len(states) == 2 and tally.skipped == {"line longer than 16 MiB": 1}
+
+
+# Values of the wrong type, in every place that is read.
+@pytest.mark.parametrize("wrong", [None, 7, 1.5, True, "x", [], {}, [None], [[]], {"a": {}}, ["x", 3]])
+def test_wrong_types(tmp_path: Path, wrong: object) -> None:
+    records = [
+        *SESSION,
+        *({**SESSION[3], "uuid": f"w{n}", field: wrong} for n, field in enumerate(("message", "type", "parentUuid"))),
+        *({**SESSION[0], "uuid": wrong, "sessionId": wrong} for _ in range(2)),
+        {**SESSION[3], "uuid": "c1", "message": {**SESSION[3]["message"], "content": wrong}},
+        {**SESSION[3], "uuid": "c2", "message": {**SESSION[3]["message"], "content": [wrong], "id": wrong}},
+        {**SESSION[5], "uuid": "c3", "message": {"role": "user", "content": wrong}},
+        wrong,
+    ]
+    states, tally = taken(lines(tmp_path / "s.jsonl", *records))
+    assert len(states) >= 2 and tally.seen == len(records)
+
+
+# The same ids again, results that nobody asked for, an empty file, and files of something else.
+def test_duplicates_strays_and_emptiness(tmp_path: Path) -> None:
+    assert taken(lines(tmp_path / "d.jsonl", *SESSION, *SESSION))[1].skipped == {"repeated uuid": 8}
+    stray = [MESSAGES[1], {"role": "tool", "tool_call_id": "nobody", "content": "x"}, MESSAGES[4]]
+    states, _ = taken(lines(tmp_path / "m.jsonl", {"messages": stray}))
+    assert [message["role"] for message in states[0].messages] == ["user", "user"]
+    for name, content in {"e.jsonl": b"", "e.json": b"", "n.jsonl": b"\n\n \n"}.items():
+        (tmp_path / name).write_bytes(content)
+        assert taken(tmp_path / name)[0] == []
+    assert taken(lines(tmp_path / "o.jsonl", {"a": 1}, [1], b"{"))[1].skipped == {
+        "not a known trace format": 2,
+        "not JSON": 1,
+    }
+    (tmp_path / "b.traj").write_bytes(b'{"history": [')
+    assert taken(tmp_path / "b.traj")[1].skipped == {"not JSON": 1}
+    (tmp_path / "deep.json").write_bytes(b"[" * 100_000)
+    assert taken(tmp_path / "deep.json")[1].seen == 1
+
+
+# A context that outgrows the limit gives no states until it starts anew.
+def test_a_context_without_end(tmp_path: Path) -> None:
+    records, parent = [], None
+    for number in range(20):
+        records += [prompt(f"u{number}", parent, "x" * 1000), answer(f"a{number}", f"u{number}", text("y"))]
+        parent = f"a{number}"
+    path = lines(tmp_path / "s.jsonl", *records)
+    states, tally = taken(path, limits=Limits(context_chars=5_500))
+    assert len(states) == 5 and tally.passed_over == {"context over 5,500 characters": 15}
+
+
+# A session file of 200 MB (made of many sessions and of one without end) stays within 200 MB of memory with everything
+# that the interpreter itself needs.
+@pytest.mark.slow
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    path, size = tmp_path / "s.jsonl", 0
+    with path.open("wb") as file:
+        while size < 200_000_000:
+            session = size % 7_000_000 // 1_000_000
+            for number, record in enumerate(SESSION):
+                own = {"sessionId": f"s{size if session else 0}", "uuid": f"{size}-{number}", "parentUuid": None}
+                raw = json.dumps({**record, **own, "padding": "x" * 2_000}).encode() + b"\n"
+                size += file.write(raw)
+    program = (
+        "import resource, sys; from orchestrator.ingest.command import main; main(sys.argv[1:]);"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    command = [sys.executable, "-c", program, str(path), "-o", str(tmp_path / "states.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
+    assert int(done.stdout.split()[-1]) < 200 * 1024
+
+
+# The command: a table, whole output or none, and refusals that say what to do.
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines(tmp_path / "a.jsonl", *SESSION)
+    lines(tmp_path / "b.jsonl", {"messages": MESSAGES})
+    output = tmp_path / "out" / "states.jsonl"
+    assert main([str(tmp_path), "-o", str(output)]) == 0
+    shown = capsys.readouterr().out
+    assert "claude_code/2" in shown and "4 states in" in shown
+    assert [state.state_id for state in read_states(output)] == ["s1/0000", "s1/0001", "b:0/0000", "b:0/0001"]
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "-o", str(output)])
+    assert "--overwrite" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "nowhere"), "-o", str(output), "--overwrite"])
+    assert len(list(read_states(output))) == 4
+
+
+# States keep their order and ids whoever reads them, and a file is read as it is drawn: nothing is read ahead.
+def test_states_are_drawn_one_by_one(tmp_path: Path) -> None:
+    path = lines(tmp_path / "s.jsonl", *SESSION, *({"type": "summary", "leafUuid": str(n)} for n in range(50_000)))
+    drawn = []
+    states = ingest(path, None, Options(), progress=drawn.append)
+    assert next(states).step == 0 and sum(drawn) < path.stat().st_size
