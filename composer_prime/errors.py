@@ -19,6 +19,9 @@
     ├── RequestError (ValueError)              an HTTP request that the gateway does not serve; it has a status
     ├── RolloutError (RuntimeError)            a rollout failed; data, not a crash
     │   └── EnvironmentWorkerError             the worker process of a source failed for good
+    ├── EmptyMaskError (ValueError)             turns to distil without a single token
+    ├── EndpointError (ConnectionError)        a model endpoint outside gave no usable answer in time
+    │   └── BudgetError                        a call to it could cost more than is left of its budget
     ├── CheckpointError (RuntimeError)         a checkpoint could not be written or read
     ├── NonFiniteError (ArithmeticError)       NaN or infinity in loss or gradients
     ├── RoleFailedError (RuntimeError)         a process of the run ended with an error
@@ -108,6 +111,18 @@ class RolloutError(ComposerError, RuntimeError):
 
 class EnvironmentWorkerError(RolloutError):
     """A source's worker process failed more often than its restart limit allows."""
+
+
+class EmptyMaskError(ComposerError, ValueError):
+    """Turns that channel 2 was to learn from hold no token. The message names the traces and the reason."""
+
+
+class EndpointError(ComposerError, ConnectionError):
+    """A model endpoint outside this run (a judge, a hint writer) gave no usable answer."""
+
+
+class BudgetError(EndpointError):
+    """The worst case of a call does not fit into what is left of the endpoint's budget, so it was not made."""
 
 
 class CheckpointError(ComposerError, RuntimeError):

@@ -6,15 +6,18 @@ advantage are the ones where all siblings passed or all failed, and a mean witho
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 
+from orchestrator.behaviour import PART, task_reward
+from orchestrator.conversation import turn_error_rate
 from orchestrator.groups import FinishedGroup, FinishedRollout, Outcome
 
 
 def batch_metrics(step: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup]) -> dict[str, float]:
-    """Figures of batch `step`: `groups` are trained, `dropped` ended otherwise since the last batch."""
+    """Figures of batch `step`: `groups` are trained (some perhaps for channel 2 alone), `dropped` ended otherwise since
+    the last batch."""
     scored = [*groups, *(group for group in dropped if group.outcome is Outcome.FILTERED)]
     everything = [*groups, *dropped]
     rollouts = [rollout for group in scored for rollout in group.rollouts if rollout.failure is None]
@@ -22,8 +25,10 @@ def batch_metrics(step: int, groups: Sequence[FinishedGroup], dropped: Sequence[
     metrics |= _staleness(step, groups)
     metrics |= _shapes(groups, rollouts)
     metrics |= _tools(rollouts)
-    filtered = sum(group.outcome is Outcome.FILTERED for group in dropped)
+    metrics |= _hints(rollout for group in everything for rollout in group.rollouts)
+    filtered = sum(group.outcome in (Outcome.FILTERED, Outcome.DISTILLED) for group in everything)
     metrics["groups/filtered"] = float(filtered)
+    metrics["groups/distilled"] = float(sum(group.outcome is Outcome.DISTILLED for group in groups))
     metrics["groups/filtered_share"] = filtered / max(1, len(scored))
     metrics["groups/stale"] = float(sum(group.outcome is Outcome.STALE for group in dropped))
     metrics["groups/failed"] = float(sum(group.outcome is Outcome.FAILED for group in dropped))
@@ -44,6 +49,9 @@ def _rewards(scored: Sequence[FinishedGroup]) -> dict[str, float]:
         for rollout in group.rollouts:
             for name, value in rollout.parts.items() if rollout.failure is None else ():
                 parts[name].append(value)
+    if any(name.startswith(PART) for name in parts):
+        scores = [task_reward(r.reward, r.parts) for group in scored for r in group.rollouts if r.reward is not None]
+        metrics["reward/task_mean"] = fmean(scores)
     metrics |= {f"reward/{source}/mean": fmean(values) for source, values in by_source.items() if values}
     return metrics | {f"reward/part/{name}": fmean(values) for name, values in parts.items()}
 
@@ -63,7 +71,7 @@ def _staleness(step: int, groups: Sequence[FinishedGroup]) -> dict[str, float]:
 def _shapes(groups: Sequence[FinishedGroup], rollouts: Sequence[FinishedRollout]) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
     metrics = {
-        "batch/groups": float(len(groups)),
+        "batch/groups": float(sum(group.outcome is Outcome.READY for group in groups)),
         "batch/samples": float(len(samples)),
         "batch/tokens": float(sum(sample.num_tokens for sample in samples)),
     }
@@ -79,10 +87,24 @@ def _shapes(groups: Sequence[FinishedGroup], rollouts: Sequence[FinishedRollout]
 
 
 def _tools(rollouts: Sequence[FinishedRollout]) -> dict[str, float]:
+    """Errors by tool message, and by assistant turn: what hints are to bring down."""
+    metrics: dict[str, float] = {}
     answers = [turn for rollout in rollouts for turn in rollout.turns if turn.role == "tool"]
-    if not answers:
-        return {}
-    return {"rollout/tool_error_rate": fmean(turn.error is not None for turn in answers)}
+    if answers:
+        metrics["rollout/tool_error_rate"] = fmean(turn.error is not None for turn in answers)
+    if (rate := turn_error_rate(rollouts)) is not None:
+        metrics["rollout/turn_error_rate"] = rate
+    return metrics
+
+
+def _hints(rollouts: Iterable[FinishedRollout]) -> dict[str, float]:
+    """hints/found, hints/hinted, hints/skipped/<reason>, hints/kind/<kind of error>, hints/layer/<generator> …"""
+    counts: Counter[str] = Counter()
+    for rollout in rollouts:
+        counts.update(rollout.hints)
+    if counts:
+        counts.update({"found": 0, "hinted": 0})
+    return {f"hints/{name}": float(count) for name, count in sorted(counts.items())}
 
 
 def _failures(rollouts: Iterable[FinishedRollout]) -> dict[str, float]:

@@ -7,15 +7,16 @@ A batch never changes once it is formed and journaled. Its micro-batches are pac
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from composer_prime.errors import RunMismatchError
 from composer_prime.packing import pack, totals
 from composer_prime.wire.step import StepReply
-from composer_prime.wire.types import Sample
+from composer_prime.wire.types import Preference, Sample
 from orchestrator.groups import FinishedGroup
 
 
@@ -26,6 +27,8 @@ class Batch:
     """In order of group number."""
     metrics: dict[str, float]
     """For the trainer's line of this step."""
+    preferences: list[Preference] = field(default_factory=list)
+    """Channel 3's pairs."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -45,8 +48,16 @@ class Layout:
 
 
 class Batches:
-    def __init__(self, run_id: str, *, flops_per_token: float = 1.0, flops_per_pair: float = 0.0) -> None:
-        self._run_id, self._flops = run_id, (flops_per_token, flops_per_pair)
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        flops_per_token: float = 1.0,
+        flops_per_pair: float = 0.0,
+        distils: Callable[[int], bool] = lambda step: False,
+    ) -> None:
+        """`distils(step)`: whether channel 2 has a weight at that step, so that teacher documents are needed."""
+        self._run_id, self._flops, self._distils = run_id, (flops_per_token, flops_per_pair), distils
         self._batches: dict[int, Batch] = {}
         self._packed: dict[int, tuple[Layout, asyncio.Task[list[bytes]]]] = {}
         self._asked: dict[int, Layout] = {}
@@ -122,9 +133,11 @@ class Batches:
         return task
 
     def _encode(self, batch: Batch, layout: Layout) -> list[bytes]:
-        samples = batch.samples
+        samples, distil = batch.samples, self._distils(batch.step)
         ranks = pack(
             samples,
+            batch.preferences,
+            distil=distil,
             run_id=self._run_id,
             step=batch.step,
             world_size=layout.world_size,
@@ -132,7 +145,8 @@ class Batches:
             flops_per_token=self._flops[0],
             flops_per_pair=self._flops[1],
         )
-        shared = totals(samples, micro_batches=sum(bool(row.sample_ids) for own in ranks for row in own))
+        trained = sum(1 in row.loss_mask for own in ranks for row in own)
+        shared = totals(samples, batch.preferences, distil=distil, micro_batches=trained)
         return [
             msgspec.msgpack.encode(
                 StepReply(step=batch.step, rank=rank, totals=shared, micro_batches=own, metrics=batch.metrics)

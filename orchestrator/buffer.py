@@ -1,7 +1,8 @@
 """Finished groups that wait for a batch.
 
 Taken in order of group number, so that data order depends on which groups are ready and on nothing else. What no future
-batch accepts is swept out; groups without advantage never enter, but are counted here.
+batch accepts is swept out. Groups without advantage are counted here; those with hinted turns (DISTILLED) wait for a
+batch to go along with, all others never enter.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ class Buffer:
         self._recent: deque[bool] = deque(maxlen=_SHARE_WINDOW)
 
     def __len__(self) -> int:
-        return len(self._ready)
+        """Groups that a batch can be made of; those that only go along are not counted."""
+        return sum(group.outcome is Outcome.READY for group in self._ready.values())
 
     @property
     def group_numbers(self) -> list[int]:
         return sorted(self._ready)
 
     def add(self, group: FinishedGroup) -> None:
-        """Take in a READY group. Raises ValueError when its number is here already (it would be trained twice)."""
+        """Take in a READY or DISTILLED group. Raises ValueError when its number is here already."""
         number = group.plan.group
         if number in self._ready:
             raise ValueError(f"group {number} is in the buffer already")
@@ -34,8 +36,8 @@ class Buffer:
 
     def note(self, outcome: Outcome) -> None:
         """Count an ended group for `filtered_share`."""
-        if outcome in (Outcome.READY, Outcome.FILTERED):
-            self._recent.append(outcome is Outcome.FILTERED)
+        if outcome in (Outcome.READY, Outcome.FILTERED, Outcome.DISTILLED):
+            self._recent.append(outcome is not Outcome.READY)
 
     @property
     def filtered_share(self) -> float | None:
@@ -49,17 +51,21 @@ class Buffer:
             del self._ready[group.plan.group]
         return stale
 
-    def usable(self, oldest: int, newest: int) -> list[int]:
+    def usable(self, oldest: int, newest: int, outcome: Outcome = Outcome.READY) -> list[int]:
         """Numbers, ascending, of the groups whose tokens are all of versions `oldest`..`newest`."""
         return [
             number
-            for number in sorted(self._ready)
-            if oldest <= self._ready[number].version_min and self._ready[number].version_max <= newest
+            for number, group in sorted(self._ready.items())
+            if group.outcome is outcome and oldest <= group.version_min and group.version_max <= newest
         ]
 
     def take(self, count: int, oldest: int, newest: int) -> list[FinishedGroup] | None:
-        """The `count` lowest-numbered usable groups, removed from here; None while there are fewer."""
+        """The `count` lowest-numbered usable groups, removed from here; None while there are fewer.
+
+        With them go at most as many DISTILLED groups. All in order of group number.
+        """
         numbers = self.usable(oldest, newest)[:count]
         if len(numbers) < count:
             return None
-        return [self._ready.pop(number) for number in numbers]
+        numbers += self.usable(oldest, newest, Outcome.DISTILLED)[:count]
+        return [self._ready.pop(number) for number in sorted(numbers)]

@@ -14,6 +14,7 @@ import msgspec
 from composer_prime.errors import CheckpointError
 from composer_prime.run_dir import RunDir, write_atomic
 from orchestrator.groups import GroupPlan
+from orchestrator.preferences.order import Cursor
 
 FORMAT = 1
 
@@ -39,6 +40,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     curricula: dict[str, Any]
     """By source."""
     counters: dict[str, int]
+    pairs: Cursor | None = None
+    """Where channel 3's pairs go on; None where none are mixed in."""
     format: int = FORMAT
 
 

@@ -59,6 +59,10 @@ class Generation(Protocol):
 
     @property
     def sampling(self) -> Sampling: ...
+    @property
+    def finish_reason(self) -> str:
+        """stop | length."""
+        ...
 
 
 @dataclass(slots=True)
@@ -168,16 +172,42 @@ def compile_rollout(plan: GroupPlan, reply: RolloutReply, records: Sequence[Gene
     Raises RolloutError when the records contradict themselves or the worker's account of its turns.
     """
     trainable = {session.session_id for session in reply.sessions if session.trainable}
-    by_session: dict[str, list[Generation]] = {}
-    for record in records:
-        by_session.setdefault(record.session, []).append(record)
     branches, turns = [], 0
-    for session, kept in played_records(reply, by_session).items():
+    for session, kept in played_records(reply, _by_session(records)).items():
         if session in trainable or not reply.sessions:
             branches += merge(kept, first_turn=turns)
         turns += len(kept)
     sampled = [branch for branch in branches if branch.turns]
     return [_sample(branch, f"{reply.rollout_id}/{number}", plan, reply) for number, branch in enumerate(sampled)]
+
+
+def numbered_turns(reply: RolloutReply, records: Sequence[Generation]) -> list[TurnRecord]:
+    """The worker's messages; those that the policy sampled with the number that TurnSpan knows them by, and their
+    finish reason.
+
+    Raises RolloutError as `compile_rollout` does.
+    """
+    turns, first = list(reply.turns), 0
+    played = played_records(reply, _by_session(records))
+    names = dict(enumerate([session.session_id for session in reply.sessions] or list(played)))
+    for session, kept in played.items():
+        shown = [
+            index
+            for index, turn in enumerate(turns)
+            if turn.role == "assistant" and turn.call is not None and names.get(turn.session) == session
+        ]
+        shown.sort(key=lambda index: turns[index].call or 0)
+        for number, (index, record) in enumerate(zip(shown, kept, strict=False), start=first):
+            turns[index] = msgspec.structs.replace(turns[index], turn=number, finish_reason=record.finish_reason)
+        first += len(kept)
+    return turns
+
+
+def _by_session(records: Iterable[Generation]) -> dict[str, list[Generation]]:
+    by_session: dict[str, list[Generation]] = {}
+    for record in records:
+        by_session.setdefault(record.session, []).append(record)
+    return by_session
 
 
 def played_records(reply: RolloutReply, by_session: dict[str, list[Generation]]) -> dict[str, list[Generation]]:
@@ -244,3 +274,9 @@ def _sample(branch: Branch, sample_id: str, plan: GroupPlan, reply: RolloutReply
 def with_advantage(sample: Sample, advantage: float) -> Sample:
     """`sample` with `advantage` on each trained token."""
     return msgspec.structs.replace(sample, advantages=pack_floats(flags(sample.loss_mask) * np.float32(advantage)))
+
+
+def untrained(sample: Sample) -> Sample:
+    """`sample` with mask and advantage 0 on every token: for channel 2 alone. The sampler's logprobs stay."""
+    zeros = np.zeros(sample.num_tokens)
+    return msgspec.structs.replace(sample, loss_mask=pack_flags(zeros), advantages=pack_floats(zeros))

@@ -2,7 +2,7 @@
 
     start(plan) -> group task -> G sibling tasks -> [permit] -> worker -> compile (thread)
                        |              +-> failed: a fresh try, at most max_retries
-                       +-> all siblings ended -> advantages, filter (thread) -> on_end(group)
+                       +-> all siblings ended -> hints -> advantages, filter (thread) -> on_end(group)
 
 Groups never wait for one another; a sibling waits for a permit and for its rollout's deadline at most. An error that is
 not a rollout's own (workers gone for good) goes to `on_error` and ends the run.
@@ -15,15 +15,19 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.config.policy import AdvantageScaling
 from composer_prime.errors import RolloutError
 from composer_prime.wire.types import Sample
-from orchestrator.compile import compile_rollout
+from orchestrator.behaviour import Behaviour
+from orchestrator.compile import compile_rollout, numbered_turns
 from orchestrator.finish import finish_group, finished_rollout, score_failure
 from orchestrator.groups import FinishedGroup, FinishedRollout, GroupPlan, Outcome
+from orchestrator.hints.stage import HintStage
 from orchestrator.permits import Lane
 from orchestrator.requests import RequestFactory
 from orchestrator.rollout import Played, RolloutRunner
@@ -61,8 +65,11 @@ class Dispatcher:
         serving_version: Callable[[], int],
         on_end: Callable[[FinishedGroup], Awaitable[None]],
         on_error: Callable[[BaseException], None],
+        behaviour: Behaviour | None = None,
+        hints: HintStage | None = None,
     ) -> None:
         self._config, self._scaling, self._runner, self._requests = config, scaling, runner, requests
+        self._behaviour, self._hints = behaviour, hints
         self._serving_version, self._on_end, self._on_error = serving_version, on_end, on_error
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="compile")
         self.flights: dict[int, Flight] = {}
@@ -88,6 +95,10 @@ class Dispatcher:
             for sibling in flight.siblings:
                 sibling.cancel()
         return [flight.plan.group for flight in stale]
+
+    def hint_metrics(self) -> dict[str, float]:
+        """What hints cost so far; empty where none are looked for."""
+        return {} if self._hints is None else self._hints.metrics()
 
     @property
     def running(self) -> int:
@@ -134,6 +145,8 @@ class Dispatcher:
         if flight.stale:
             rollouts = [rollout for rollout, _ in finished]
             return FinishedGroup(plan=flight.plan, outcome=Outcome.STALE, rollouts=rollouts)
+        if self._hints is not None:
+            finished = await self._hints.attach(finished)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             self._threads, finish_group, flight.plan, finished, self._config, self._scaling
@@ -180,17 +193,23 @@ class Dispatcher:
         finally:
             flight.running -= begun
         loop = asyncio.get_running_loop()
-        samples, failure = await loop.run_in_executor(self._threads, self._compile, plan, played)
+        played, samples, failure = await loop.run_in_executor(self._threads, self._compile, plan, played)
         rollout = finished_rollout(
             played, sibling=sibling, seed=request.seed or 0, samples=samples, failure=failure, earlier=failures
         )
         return rollout, samples
 
-    def _compile(self, plan: GroupPlan, played: Played) -> tuple[list[Sample], RolloutFailure | None]:
+    def _compile(self, plan: GroupPlan, played: Played) -> tuple[Played, list[Sample], RolloutFailure | None]:
+        """The rollout with its final reward and its turns numbered, its samples, or why it has none."""
         failure = score_failure(played)
         if failure is not None:
-            return [], failure
+            return played, [], failure
+        if self._behaviour is not None:
+            played = replace(played, reply=self._behaviour.shaped(played.reply))
+            if (failure := score_failure(played)) is not None:
+                return played, [], failure
         try:
-            return compile_rollout(plan, played.reply, played.records), None
+            reply = msgspec.structs.replace(played.reply, turns=numbered_turns(played.reply, played.records))
+            return replace(played, reply=reply), compile_rollout(plan, reply, played.records), None
         except RolloutError as error:
-            return [], RolloutFailure(kind="tokens", message=str(error), retryable=True)
+            return played, [], RolloutFailure(kind="tokens", message=str(error), retryable=True)

@@ -25,6 +25,7 @@ from composer_prime.estimates import bootstrap_interval, pass_at_k
 from composer_prime.monitor.jsonl import MetricsFile
 from composer_prime.run_dir import RunDir
 from orchestrator import rollout_log
+from orchestrator.conversation import turn_error_rate
 from orchestrator.finish import finished_rollout, score_failure
 from orchestrator.groups import FinishedRollout
 from orchestrator.permits import Lane, Permits
@@ -193,6 +194,9 @@ def summary(source: str, tasks: list[TaskResult], config: EvalConfig) -> dict[st
         ]
         if chances:
             figures |= _estimate(f"{name}/pass@{k}", chances)
+    by_task = [turn_error_rate(task.rollouts) for task in tasks]
+    if rates := [rate for rate in by_task if rate is not None]:
+        figures |= _estimate(f"{name}/turn_error_rate", rates)
     versions = [(r.version_min, r.version_max) for r in rollouts if r.version_min is not None]
     if versions:
         figures[f"{name}/version_min"] = min(low for low, _ in versions)

@@ -10,7 +10,7 @@ from composer_prime.advantage import group_advantages, has_signal
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.config.policy import AdvantageScaling
 from composer_prime.wire.types import Sample
-from orchestrator.compile import with_advantage
+from orchestrator.compile import untrained, with_advantage
 from orchestrator.groups import FinishedGroup, FinishedRollout, GroupPlan, Outcome
 from orchestrator.rollout import Played
 from orchestrator.workers.protocol import RolloutFailure
@@ -67,7 +67,11 @@ def finish_group(
     config: OrchestratorConfig,
     scaling: AdvantageScaling,
 ) -> FinishedGroup:
-    """READY with its samples, FILTERED (no advantage anywhere, or no token sampled) or FAILED (too few finished)."""
+    """READY with its samples, FAILED (too few finished), or, where no rollout has an advantage, FILTERED or DISTILLED.
+
+    A DISTILLED group keeps the samples with hinted turns, with mask 0 everywhere: channel 1 neither learns from them
+    nor counts them in a denominator.
+    """
     scored = [(rollout, samples) for rollout, samples in ended if rollout.reward is not None]
     failed = [rollout for rollout, _ in ended if rollout.reward is None]
     if len(scored) < config.min_group:
@@ -78,7 +82,11 @@ def finish_group(
         rollouts.append(msgspec.structs.replace(rollout, advantage=advantage))
         samples += [with_advantage(sample, advantage) for sample in own]
     rollouts = sorted(rollouts + failed, key=lambda rollout: rollout.sibling)
-    silent = config.filter_zero_advantage and not has_signal(advantages_G)
-    if silent or not samples:
+    if config.filter_zero_advantage and not has_signal(advantages_G):
+        wanted = config.hints is not None and config.hints.filtered_groups
+        samples = [untrained(sample) for sample in samples if sample.distillations] if wanted else []
+        outcome = Outcome.DISTILLED if samples else Outcome.FILTERED
+        return FinishedGroup(plan=plan, outcome=outcome, rollouts=rollouts, samples=samples)
+    if not samples:
         return FinishedGroup(plan=plan, outcome=Outcome.FILTERED, rollouts=rollouts)
     return FinishedGroup(plan=plan, outcome=Outcome.READY, rollouts=rollouts, samples=samples)

@@ -29,6 +29,8 @@ class Outcome(StrEnum):
 
     READY = "ready"
     """Waits in the buffer for a batch, or is in one."""
+    DISTILLED = "distilled"
+    """All rewards equal, but turns of it were hinted: it goes along with a batch, for channel 2 alone."""
     FILTERED = "filtered"
     """All rewards equal: no advantage, nothing to learn."""
     FAILED = "failed"
@@ -73,6 +75,8 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
     advantage: float | None = None
     parts: dict[str, float] = {}
     metrics: dict[str, float] = {}
+    hints: dict[str, int] = {}
+    """What channel 2 did with it, counted (orchestrator/hints/stage.py)."""
     turns: list[TurnRecord] = []
     sessions: list[SessionRecord] = []
     stop_reason: str | None = None
@@ -98,7 +102,7 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
     rollouts: list[FinishedRollout]
     samples: list[Sample] = []
-    """Empty unless the outcome is READY."""
+    """Empty unless the outcome is READY or DISTILLED."""
 
     @property
     def rewards(self) -> list[float]:
@@ -107,7 +111,7 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def version_min(self) -> int:
-        """Oldest policy version that sampled a token of the group (READY groups only)."""
+        """Oldest policy version that sampled a token of the group (groups with samples only)."""
         return min(sample.version_min for sample in self.samples)
 
     @property

@@ -30,7 +30,9 @@ from typing import BinaryIO
 import msgspec
 
 from composer_prime.errors import CheckpointError
+from composer_prime.wire.types import Preference
 from orchestrator.groups import FinishedGroup, GroupPlan
+from orchestrator.preferences.order import Cursor
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,10 @@ class Formed(msgspec.Struct, frozen=True, kw_only=True, tag="formed"):
     dropped: list[int]
     """Groups dropped since the last batch: they are logged and counted with this one."""
     metrics: dict[str, float]
+    preferences: list[Preference] = []
+    """Channel 3's pairs of the batch."""
+    pairs: Cursor | None = None
+    """Where the pairs go on after this batch; None where none are mixed in."""
 
 
 Entry = Started | Finished | Dropped | Formed

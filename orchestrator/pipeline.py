@@ -19,9 +19,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import SourceConfig
@@ -34,12 +35,17 @@ from composer_prime.weights.store import WeightStore
 from composer_prime.wire.step import StepDone
 from orchestrator import checkpoint
 from orchestrator.batches import Batches
+from orchestrator.behaviour import Behaviour, build_behaviour
 from orchestrator.chat_folder import chat_folder
 from orchestrator.dispatch import Dispatcher
 from orchestrator.evals import Evaluator
 from orchestrator.gateway import Gateway
+from orchestrator.gateway.gateway import TOKEN_VARIABLE
+from orchestrator.hints.build import build_hints
+from orchestrator.hints.stage import HintStage
 from orchestrator.journal import Entry, Journal
 from orchestrator.permits import Permits
+from orchestrator.preferences.mixer import PairMixer, build_mixer
 from orchestrator.pulse import Pulse
 from orchestrator.requests import RequestFactory
 from orchestrator.resume import resume
@@ -70,6 +76,14 @@ class SourcePool(Pool, Workers, Protocol):
 MakePool = Callable[[SourceConfig, SourceSpec], SourcePool]
 
 
+class Method(NamedTuple):
+    """What a group and a batch get beside rewards; None where it is not configured."""
+
+    hints: HintStage | None
+    behaviour: Behaviour | None
+    pairs: PairMixer | None
+
+
 class Pipeline:
     def __init__(
         self, config: Config, run_dir: RunDir, run_id: str, model_dir: Path, make_pool: MakePool | None = None
@@ -88,7 +102,12 @@ class Pipeline:
         if config.run.resume:
             self.state = checkpoint.load(run_dir, run_dir.newest_checkpoint(), run_id)
         per_token, per_pair = _flops(model_dir)
-        self.batches = Batches(run_id, flops_per_token=per_token, flops_per_pair=per_pair)
+        self.batches = Batches(
+            run_id,
+            flops_per_token=per_token,
+            flops_per_pair=per_pair,
+            distils=lambda step: config.channels.sdpo.weight_at(step) > 0,
+        )
         start = self.state.step if self.state else 0
         self.batches.restore(trained=start, formed=start, batches=[])
         self.steering: Steering | None = None
@@ -172,6 +191,7 @@ class Pipeline:
                 model_path=str(self._folder),
                 renderer=config.model.renderer,
                 max_context=config.model.max_context,
+                with_tools=orchestrator.hints is not None,
             )
             self.pools[source.name] = self._make_pool(source, spec)
         await asyncio.gather(*(pool.start() for pool in self.pools.values()))
@@ -179,7 +199,7 @@ class Pipeline:
         sources = Sources(orchestrator, seed=config.run.seed, num_tasks=num_tasks)
         journal, entries = await asyncio.to_thread(self._journal)
         self._stack.push_async_callback(journal.close)
-        self._wire(sources, journal)
+        self._wire(sources, journal, await self._method())
         if self.state is not None:
             resumed = resume(self.state, entries, sources)
             self.steering.restore(self.state, resumed)
@@ -207,7 +227,24 @@ class Pipeline:
             return Journal.create(self.run_dir.journal), []
         return continued(self.run_dir.journal, self.state.journal_seq)
 
-    def _wire(self, sources: Sources, journal: Journal) -> None:
+    async def _method(self) -> Method:
+        """What the second and third channel and behaviour rewards need; their tokenizers load in threads."""
+        config = self.config
+        hints = await asyncio.to_thread(
+            build_hints,
+            config,
+            chat_folder=self._folder,
+            gateway_url=f"{self.gateway.http_url}/v1",
+            gateway_token=os.environ.get(TOKEN_VARIABLE),
+            cache=self.run_dir.root / "hints",
+            distil=config.channels.sdpo.weight > 0,
+        )
+        if hints is not None:
+            self._stack.push_async_callback(hints.close)
+        behaviour = await asyncio.to_thread(build_behaviour, config.orchestrator.behaviour, self._folder)
+        return Method(hints, behaviour, await asyncio.to_thread(build_mixer, config, self._folder, self.run_dir.root))
+
+    def _wire(self, sources: Sources, journal: Journal, method: Method) -> None:
         config, orchestrator = self.config, self.config.orchestrator
         self.permits = Permits(self.gateway.adaptive.limit, orchestrator.eval.share)
         runner = RolloutRunner(self.pools, self.gateway.records, self.permits)
@@ -226,6 +263,7 @@ class Pipeline:
             changed=self.changed,
             serving_version=self._serving_version,
             on_error=self.fail,
+            pairs=method.pairs,
         )
         self.steering.dispatcher = Dispatcher(
             config=orchestrator,
@@ -235,6 +273,8 @@ class Pipeline:
             serving_version=self._serving_version,
             on_end=self.steering.group_ended,
             on_error=self.fail,
+            behaviour=method.behaviour,
+            hints=method.hints,
         )
         self._stack.push_async_callback(self.steering.dispatcher.close)
         evaluated = eval_sources(orchestrator)

@@ -16,6 +16,7 @@ from orchestrator.batches import Batch
 from orchestrator.checkpoint import State
 from orchestrator.groups import FinishedGroup, GroupPlan
 from orchestrator.journal import Dropped, Entry, Finished, Formed, Started
+from orchestrator.preferences.order import Cursor
 from orchestrator.sources import Sources
 
 
@@ -29,6 +30,8 @@ class Resumed:
     """Formed batches after the checkpoint's step."""
     dropped: list[FinishedGroup] = field(default_factory=list)
     """Dropped since the last formed batch."""
+    pairs: Cursor | None = None
+    """Where channel 3's pairs go on."""
 
 
 def resume(state: State, entries: list[Entry], sources: Sources) -> Resumed:
@@ -42,7 +45,8 @@ def resume(state: State, entries: list[Entry], sources: Sources) -> Resumed:
     live = {plan.group: plan for plan in state.in_flight}
     next_group, ready, dropped = state.next_group, set(state.ready), list(state.dropped)
     batches = dict(state.batches)
-    metrics = {entry.step: entry.metrics for entry in entries if isinstance(entry, Formed)}
+    formed = {entry.step: entry for entry in entries if isinstance(entry, Formed)}
+    pairs = state.pairs
     for entry in entries:
         if entry.seq <= state.journal_seq:
             continue
@@ -63,6 +67,7 @@ def resume(state: State, entries: list[Entry], sources: Sources) -> Resumed:
             dropped.append(number)
         else:
             batches[entry.step] = entry.groups
+            pairs = entry.pairs or pairs
             ready -= set(entry.groups)
             dropped = [number for number in dropped if number not in entry.dropped]
     _check(state, batches, ready, finished)
@@ -71,11 +76,18 @@ def resume(state: State, entries: list[Entry], sources: Sources) -> Resumed:
         in_flight=dict(sorted(live.items())),
         ready={number: finished[number] for number in sorted(ready)},
         batches={
-            step: Batch(step=step, groups=[finished[number] for number in numbers], metrics=metrics.get(step, {}))
+            step: _batch(step, [finished[number] for number in numbers], formed.get(step))
             for step, numbers in sorted(batches.items())
         },
         dropped=[groups[number] for number in dropped if number in groups],
+        pairs=pairs,
     )
+
+
+def _batch(step: int, groups: list[FinishedGroup], entry: Formed | None) -> Batch:
+    if entry is None:
+        return Batch(step=step, groups=groups, metrics={})
+    return Batch(step=step, groups=groups, metrics=entry.metrics, preferences=entry.preferences)
 
 
 def formed_batches(entries: list[Entry], after: int) -> list[Batch]:
@@ -83,7 +95,7 @@ def formed_batches(entries: list[Entry], after: int) -> list[Batch]:
     finished = {entry.group.plan.group: entry.group for entry in entries if isinstance(entry, Finished)}
     formed = {entry.step: entry for entry in entries if isinstance(entry, Formed) and entry.step > after}
     return [
-        Batch(step=step, groups=[finished[number] for number in entry.groups], metrics=entry.metrics)
+        _batch(step, [finished[number] for number in entry.groups], entry)
         for step, entry in sorted(formed.items())
         if finished.keys() >= set(entry.groups)
     ]

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from composer_prime.run_dir import write_atomic
+from orchestrator.behaviour import task_reward
 from orchestrator.groups import FinishedGroup, FinishedRollout, Outcome
 from orchestrator.workers.protocol import RolloutFailure, TurnRecord
 
@@ -39,6 +40,7 @@ def rollout_line(
         "seed": rollout.seed,
         "reward": rollout.reward,
         "advantage": rollout.advantage,
+        "task_reward": None if rollout.reward is None else task_reward(rollout.reward, rollout.parts),
         "parts": rollout.parts,
         "metrics": rollout.metrics,
         "policy_versions": versions,
@@ -72,7 +74,9 @@ def _turn(turn: TurnRecord) -> dict[str, Any]:
         "text": turn.text,
         "token_count": turn.num_tokens,
         "error": turn.error,
-        "hint": None,
+        "hint": turn.hint,
+        "turn": turn.turn,
+        "finish_reason": turn.finish_reason,
         "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in turn.tool_calls],
         "reasoning": turn.reasoning,
         "call": turn.call,

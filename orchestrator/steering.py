@@ -29,6 +29,8 @@ from orchestrator.checkpoint import State
 from orchestrator.dispatch import Dispatcher
 from orchestrator.groups import FinishedGroup, GroupPlan, Outcome
 from orchestrator.journal import Dropped, Entry, Finished, Formed, Journal, Started
+from orchestrator.preferences.mixer import PairMixer
+from orchestrator.preferences.order import Cursor
 from orchestrator.pulse import Pulse
 from orchestrator.resume import Resumed, formed_batches
 from orchestrator.sources import Sources
@@ -56,8 +58,12 @@ class Steering:
         changed: Pulse,
         serving_version: Callable[[], int],
         on_error: Callable[[BaseException], None],
+        pairs: PairMixer | None = None,
     ) -> None:
         """`serving_version`: oldest policy version that a rollout begun now may be sampled with."""
+        self._pairs = pairs
+        self._cursor: Cursor | None = None
+        """Where the pairs go on after the newest formed batch."""
         self._config, self._run_id, self._seed, self._max_steps = config, run_id, seed, max_steps
         self._run_dir, self._sources, self._journal = run_dir, sources, journal
         self._changed, self._serving_version, self._on_error = changed, serving_version, on_error
@@ -86,6 +92,9 @@ class Steering:
         self._next_group = resumed.next_group
         self._again = list(resumed.in_flight.values())
         self._dropped = resumed.dropped
+        if self._pairs is not None and resumed.pairs is not None:
+            self._pairs.restore(resumed.pairs)
+            self._cursor = resumed.pairs
         self.counters = Counter(state.counters)
         for group in resumed.ready.values():
             self.buffer.add(group)
@@ -115,7 +124,8 @@ class Steering:
 
     def _sweep(self) -> None:
         for group in self.buffer.sweep(self.oldest_version):
-            self._drop(group.without_samples(Outcome.STALE))
+            filtered = group.outcome is Outcome.DISTILLED
+            self._drop(group.without_samples(Outcome.FILTERED if filtered else Outcome.STALE))
         for number in self.dispatcher.cancel_stale(self.oldest_version):
             logger.info("group %d is cancelled: it began before version %d", number, self.oldest_version)
 
@@ -132,13 +142,20 @@ class Steering:
             if (share := self.buffer.filtered_share) is not None:
                 metrics["groups/filtered_share_recent"] = share
                 metrics["groups/filtered_too_many"] = float(share > self._config.max_filtered_share)
-            batch = Batch(step=step, groups=groups, metrics=metrics)
+            preferences = []
+            if self._pairs is not None:
+                drawn = await asyncio.to_thread(self._pairs.draw, step)
+                preferences, self._cursor = drawn.preferences, drawn.cursor
+                metrics |= drawn.metrics
+            batch = Batch(step=step, groups=groups, metrics=metrics, preferences=preferences)
             entry = Formed(
                 seq=self._journal.next_seq(),
                 step=step,
                 groups=batch.group_numbers,
                 dropped=[group.plan.group for group in dropped],
                 metrics=metrics,
+                preferences=preferences,
+                pairs=self._cursor,
             )
             await self._journal.append(entry)
             self.batches.add(batch)
@@ -171,11 +188,14 @@ class Steering:
     # -- events --------------------------------------------------------------------------------------------------
 
     async def group_ended(self, group: FinishedGroup) -> None:
-        """From the dispatcher: `group` is READY, FILTERED, FAILED or STALE. Raises RolloutError when too many fail."""
+        """From the dispatcher: `group` is READY, DISTILLED, FILTERED, FAILED or STALE.
+
+        Raises RolloutError when too many fail.
+        """
         self.buffer.note(group.outcome)
         self._sources.observe(group)
-        if group.outcome is Outcome.READY:
-            self.counters["ready"] += 1
+        if group.outcome in (Outcome.READY, Outcome.DISTILLED):
+            self.counters[group.outcome.value] += 1
             self.buffer.add(group)
             self._write(Finished(seq=self._journal.next_seq(), group=group))
         else:
@@ -262,6 +282,7 @@ class Steering:
             batches={batch.step: batch.group_numbers for batch in self.batches.held()},
             curricula=self._sources.state(),
             counters=dict(self.counters),
+            pairs=self._cursor,
         )
 
     def waiting_for(self, step: int) -> str:
@@ -291,6 +312,7 @@ class Steering:
             "queue/groups_ready": len(self.buffer),
             "queue/batches_ahead": self.batches.formed - self.batches.trained,
             "rollouts/retries": self.dispatcher.retries,
+            **self.dispatcher.hint_metrics(),
             **{f"rollouts/failed/{kind}": count for kind, count in sorted(self.dispatcher.failures.items())},
             **{f"groups/total/{name}": count for name, count in sorted(self.counters.items())},
         }
@@ -316,7 +338,7 @@ class Steering:
         self.hungry_since = self.fed_since if self.batches.formed == self.batches.trained else None
 
     def _count_failures(self, group: FinishedGroup) -> None:
-        if group.outcome in (Outcome.READY, Outcome.FILTERED):
+        if group.outcome in (Outcome.READY, Outcome.DISTILLED, Outcome.FILTERED):
             self._failed_in_row = 0
         elif group.outcome is Outcome.FAILED:
             self._failed_in_row += 1

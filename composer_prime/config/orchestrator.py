@@ -7,6 +7,10 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
+from composer_prime.config.behaviour import BehaviourConfig
+from composer_prime.config.hints import HintsConfig
+from composer_prime.config.preferences import PreferencesConfig
+
 
 class SamplingConfig(BaseConfig):
     """How the policy samples."""
@@ -106,6 +110,12 @@ class OrchestratorConfig(BaseConfig):
     """Which task comes next."""
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out tasks."""
+    behaviour: BehaviourConfig = BehaviourConfig()
+    """Rewards for how a task was done."""
+    hints: HintsConfig | None = None
+    """Channel 2: hints at turns that went wrong; None looks for none."""
+    preferences: PreferencesConfig = PreferencesConfig()
+    """Channel 3: pairs that are mixed into the steps."""
     gateway_port: int = Field(default=0, ge=0, le=65535)
     """Loopback HTTP port of the gateway; 0 takes a free one."""
     node_address: str = "tcp://127.0.0.1:0"

@@ -81,6 +81,22 @@ class Config(BaseConfig):
         return self
 
     @model_validator(mode="after")
+    def _channels_have_what_they_learn_from(self) -> Config:
+        sdpo, replay = self.channels.sdpo.weight, self.channels.replay_dpo.weight
+        per_step = self.orchestrator.preferences.pairs_per_step
+        if sdpo and self.orchestrator.hints is None:
+            raise ValueError(
+                f"channels.sdpo.weight is {sdpo:g}, but there is no [orchestrator.hints] table, so no turn would get a "
+                "hint to learn from: add the table (it may be empty), or set channels.sdpo.weight = 0"
+            )
+        if bool(replay) != bool(per_step):
+            raise ValueError(
+                f"channels.replay_dpo.weight is {replay:g} and orchestrator.preferences.pairs_per_step is {per_step}: "
+                "channel 3 needs both above 0, or both 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _warmup_ends(self) -> Config:
         warmup, steps = self.trainer.schedule.warmup_steps, self.run.max_steps
         if steps and warmup >= steps:

@@ -38,6 +38,8 @@ class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_total_tokens: int | None = None
     select: dict[str, Any] = {}
     """verifiers' task selection (include, exclude, shuffle, skip, limit), applied to every task set."""
+    with_tools: bool = False
+    """Whether replies carry the tools that were on offer."""
     env: dict[str, Any] = {}
     """Further settings of verifiers' EnvConfig, for environments with several agents."""
     token_variable: str = "COMPOSER_GATEWAY_TOKEN"
@@ -122,7 +124,8 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     text: str
     error: str | None = None
-    """Set on a tool message that reports a failed call: the message's first line."""
+    """Set on a tool message that reports a failed call: the message's first line. On an assistant turn that was found
+    wrong (orchestrator/hints): the kind of error."""
     num_tokens: int | None = None
     """Tokens this message added to the context (for an assistant turn: those sampled)."""
     call: int | None = None
@@ -133,6 +136,12 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the preceding message in `turns`; None for the first. Two turns with one parent are a branch."""
     tool_calls: list[ToolCall] = []
     reasoning: str | None = None
+    turn: int | None = None
+    """Sampled turns: the number that TurnSpan and Distillation know the turn by. Set by the orchestrator."""
+    finish_reason: str | None = None
+    """Sampled turns: stop | length. Set by the orchestrator."""
+    hint: str | None = None
+    """Sampled turns that went wrong: what channel 2 put before them; `error` then is the kind of error."""
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +151,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     agent: str
     trainable: bool
     reward: float | None
+    tools: list[dict[str, Any]] = []
+    """What was on offer, as OpenAI function definitions, where the source's spec asks for it (with_tools)."""
 
 
 class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):

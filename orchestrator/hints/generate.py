@@ -1,0 +1,119 @@
+"""The layers that make a hint, beside templates: the raw error, a model, the policy itself, a successful sibling."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from orchestrator.conversation import answers, history
+from orchestrator.groups import FinishedRollout, derive_seed
+from orchestrator.hints.endpoint import ChatEndpoint
+from orchestrator.hints.error_turn import HintRequest
+from orchestrator.hints.templates import excerpt
+from orchestrator.hints.transcript import cut, message_text, transcript
+
+_WRITE = (
+    "You coach a software agent. It is about to take the turn shown last, which will go wrong as shown. Write one "
+    "short reminder that it should have read just before that turn: the fact or rule that it missed. Do not solve the "
+    "task, do not write the turn for it, do not mention this conversation. Reply with the reminder only."
+)
+_INTROSPECT = "Your last turn went wrong: {error}\nIn one sentence: what should you have kept in mind before it?"
+_ERROR_CHARS, _POOL = 400, 256
+
+
+class RawError:
+    """What the tool said, as it said it."""
+
+    name = "raw_error"
+
+    async def hint(self, request: HintRequest) -> str | None:
+        error = " ".join(excerpt(request.error.text).split())
+        return f"Reminder: The next step can lead to this error: {cut(error, _ERROR_CHARS)}" if error else None
+
+
+class ModelHint:
+    """A model behind an endpoint reads the conversation, the turn and the error."""
+
+    name = "llm"
+
+    def __init__(self, endpoint: ChatEndpoint) -> None:
+        self._endpoint = endpoint
+
+    async def hint(self, request: HintRequest) -> str | None:
+        turns, at = request.rollout.turns, request.error.message
+        story = transcript(history(turns, at))
+        turn = message_text(turns[at])
+        error = f"What went wrong ({request.error.kind}):\n{request.error.text[:1000]}"
+        content = f"{story}\n\nThe turn:\n{turn}\n\n{error}"
+        text = await self._endpoint.ask([{"role": "system", "content": _WRITE}, {"role": "user", "content": content}])
+        return _one_paragraph(text)
+
+
+class Introspection:
+    """The policy, through the run's own gateway, asked after the fact what it should have kept in mind."""
+
+    name = "introspection"
+
+    def __init__(self, endpoint: ChatEndpoint) -> None:
+        self._endpoint = endpoint
+
+    async def hint(self, request: HintRequest) -> str | None:
+        turns, at = request.rollout.turns, request.error.message
+        told = {"role": "user", "content": transcript([*history(turns, at), turns[at]])}
+        asked = {"role": "user", "content": _INTROSPECT.format(error=request.error.text[:1000])}
+        # The policy changes from step to step, so its answers are not shared between rollouts.
+        variant = f"{request.rollout.rollout_id}/{request.error.turn}"
+        return _one_paragraph(await self._endpoint.ask([told, asked], variant=variant))
+
+
+class SiblingDemonstration:
+    """How the group's best rollout did it, where it did better than this one."""
+
+    name = "sibling"
+
+    async def hint(self, request: HintRequest) -> str | None:
+        own = request.rollout.reward
+        better = [s for s in request.siblings if s.reward is not None and s.reward > max(own or 0.0, 0.0)]
+        best = max(better, key=lambda sibling: (sibling.reward, -sibling.sibling), default=None)
+        return None if best is None else f"Reminder: This worked before: {_steps(best)}"
+
+
+def _steps(rollout: FinishedRollout) -> str:
+    """Calls that were answered without an error, and the last reply."""
+    told = answers(rollout.turns)
+    steps = [
+        f"{call.name} {call.arguments}"
+        for index, replies in told.items()
+        for call in rollout.turns[index].tool_calls
+        if not any(rollout.turns[reply].error for reply in replies)
+    ]
+    last = next((turn.text.strip() for turn in reversed(rollout.turns) if turn.role == "assistant"), "")
+    return "; then ".join([*steps, *([last] if last else [])])
+
+
+class WrongHints:
+    """A control arm: the hint that another error got stands in for the right one.
+
+    `other_error` takes one that answers another kind of error, `other_episode` one of another task. Both draw from the
+    newest right hints, so the first turns of a run find none.
+    """
+
+    def __init__(self, mode: str, seed: int) -> None:
+        self._mode, self._seed = mode, seed
+        self._pool: deque[tuple[str, str, str]] = deque(maxlen=_POOL)
+
+    def instead_of(self, right: str, request: HintRequest) -> str | None:
+        """A wrong hint for the turn; `right` joins those that other turns draw from."""
+        kind, task = request.error.kind, request.rollout.task_id
+        others = [
+            text
+            for other_kind, other_task, text in self._pool
+            if text != right and (other_kind != kind if self._mode == "other_error" else other_task != task)
+        ]
+        self._pool.append((kind, task, right))
+        seed = derive_seed(self._seed, "wrong hint", request.rollout.rollout_id, request.error.turn)
+        return random.Random(seed).choice(others) if others else None
+
+
+def _one_paragraph(text: str) -> str | None:
+    return " ".join(text.split()) or None

@@ -1,0 +1,171 @@
+"""Where a hint goes: between two token ids of the context that the turn was sampled from.
+
+    message_end   … <|im_start|>user question [\\n hint] <|im_end|> <|im_start|>assistant  turn
+    user, system  … <|im_start|>user question <|im_end|> [<|im_start|>user hint <|im_end|>] <|im_start|>assistant  turn
+
+The context is never rendered again: what the template would strip (earlier thinking) or tokenise otherwise stays as it
+was sampled from, and so do the turn's own ids. Only two things are asked of the renderer, on conversations made up for
+it: the text that closes a message before the assistant's turn begins, and the ids of a message that holds the hint. The
+closing is looked for at the end of the context's own ids; where it does not stand there, there is no place for a hint.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jinja2
+import numpy as np
+
+from composer_prime.errors import ConfigError
+
+Placement = Literal["message_end", "user", "system"]
+
+_MARK = "xyzzy"
+_CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
+_CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "user": [{"role": "user", "content": _MARK}],
+    "tool": [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "tool_call_id": "call_0", "name": "f", "content": _MARK},
+    ],
+    "system": [{"role": "user", "content": "question"}, {"role": "system", "content": _MARK}],
+}
+"""A conversation that ends with a message of each role."""
+_RENDER_ERRORS = (jinja2.TemplateError, LookupError, NotImplementedError, TypeError, ValueError, AssertionError)
+_SLACK = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Closing:
+    """What follows a message's content, up to where the assistant's turn begins."""
+
+    text: str
+    space: str
+    """White space that it begins with."""
+
+
+class HintPlacer:
+    """Not thread-safe, as renderers are not: use it from one thread."""
+
+    def __init__(self, renderer: Any, tokenizer: Any, placement: Placement) -> None:
+        """`renderer`: the one that rollouts are rendered with.
+
+        Raises ConfigError when the chat template has no such place.
+        """
+        self._renderer, self._tokenizer, self._placement = renderer, tokenizer, placement
+        self._reserved = _special_texts(tokenizer)
+        self._opening = self._find_opening()
+        self._closings = {role: self._closing(role) for role in _CONVERSATIONS}
+        if placement == "message_end":
+            if self._closings["user"] is None:
+                raise ConfigError(_no_place(placement, "a user message's end is not to be found in what it renders"))
+        else:
+            self._message_ids("probe")
+
+    def hinted(self, context_ids: np.ndarray, role: str, hint: str) -> np.ndarray | None:
+        """`context_ids` [T] with the hint's ids in it: int32 [T + hint]. None where the place is not to be found.
+
+        `role`: of the last message before the turn. Taking the hint's ids out again gives `context_ids`.
+        """
+        hint = self._harmless(hint)
+        if self._placement == "message_end":
+            return self._at_message_end(context_ids, self._closings.get(role), hint)
+        at = self._find(context_ids, self._opening)
+        return None if at is None else _inserted(context_ids, at, self._message_ids(hint))
+
+    def _at_message_end(self, context_ids: np.ndarray, closing: _Closing | None, hint: str) -> np.ndarray | None:
+        if closing is None:
+            return None
+        at = self._find(context_ids, closing.text)
+        if at is not None:
+            return _inserted(context_ids, at, self._encode("\n" + hint))
+        # The content's last token may have swallowed the white space of the closing: then the hint goes after it.
+        rest = closing.text[len(closing.space) :]
+        at = self._find(context_ids, rest) if closing.space else None
+        if at is None or not self._decode(context_ids[max(0, at - _SLACK) : at]).endswith(closing.space):
+            return None
+        return _inserted(context_ids, at, self._encode(hint + closing.space))
+
+    def _find(self, ids: np.ndarray, ending: str) -> int | None:
+        """Where the tail of `ids` begins whose text is exactly `ending`."""
+        for at in range(len(ids) - 1, max(-1, len(ids) - 2 - len(ending.encode())), -1):
+            text = self._decode(ids[at:])
+            if text == ending:
+                return at
+            if not ending.endswith(text) and "\ufffd" not in text:
+                return None
+        return None
+
+    # -- what the renderer is asked ------------------------------------------------------------------------------
+
+    def _render(self, messages: list[dict[str, Any]], *, opening: bool) -> list[int]:
+        tools = _TOOLS if any(message["role"] == "tool" for message in messages) else None
+        return list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=opening))
+
+    def _find_opening(self) -> str:
+        """The text that opens the assistant's turn."""
+        probe = _CONVERSATIONS["user"]
+        try:
+            without, opened = self._render(probe, opening=False), self._render(probe, opening=True)
+        except _RENDER_ERRORS as error:
+            raise ConfigError(_no_place(self._placement, f"it cannot render a user message: {error}")) from None
+        if opened[: len(without)] != without or len(opened) == len(without):
+            raise ConfigError(_no_place(self._placement, "the assistant's turn has no opening of its own"))
+        return self._decode(opened[len(without) :])
+
+    def _closing(self, role: str) -> _Closing | None:
+        try:
+            text = self._decode(self._render(_CONVERSATIONS[role], opening=True))
+        except _RENDER_ERRORS:
+            return None
+        _, mark, closing = text.rpartition(_MARK)
+        if not mark or not closing.endswith(self._opening):
+            return None
+        return _Closing(text=closing, space=re.match(r"\s*", closing)[0])
+
+    def _message_ids(self, hint: str) -> list[int]:
+        """The ids of a message with the hint, after another message. Raises ConfigError."""
+        before = [{"role": "user", "content": "question"}]
+        try:
+            shorter = self._render(before, opening=False)
+            longer = self._render([*before, {"role": self._placement, "content": hint}], opening=False)
+        except _RENDER_ERRORS as error:
+            raise ConfigError(_no_place(self._placement, f"{type(error).__name__}: {error}")) from None
+        if longer[: len(shorter)] != shorter or len(longer) == len(shorter):
+            raise ConfigError(_no_place(self._placement, "a further message changes the tokens before it"))
+        return longer[len(shorter) :]
+
+    # -- tokens --------------------------------------------------------------------------------------------------
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _decode(self, ids: Any) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _harmless(self, hint: str) -> str:
+        """Special tokens spelt out in a hint (an error text may quote them) must not end a message."""
+        for text in self._reserved:
+            hint = hint.replace(text, f"{text[0]} {text[1:]}")
+        return hint
+
+
+def _special_texts(tokenizer: Any) -> list[str]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return sorted({token.content for token in added.values() if token.special and len(token.content) > 1})
+
+
+def _inserted(ids: np.ndarray, at: int, new: list[int]) -> np.ndarray:
+    return np.concatenate([ids[:at], np.asarray(new, np.int32), ids[at:]]).astype(np.int32)
+
+
+def _no_place(placement: str, reason: str) -> str:
+    others = ", ".join(sorted({"message_end", "user", "system"} - {placement}))
+    return (
+        f"orchestrator.hints.placement is {placement!r}, for which the model's chat template has no place ({reason}): "
+        f"use another placement ({others}), or another template (model.chat_template)"
+    )

@@ -1,0 +1,147 @@
+"""Templates as data: patterns that name an error, and hints with fields (templates.toml says how they are written)."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from composer_prime.errors import ConfigError
+from orchestrator.hints.error_turn import ErrorTurn, HintRequest
+
+OTHER = "tool_error"
+"""The kind of an error that no pattern names."""
+_HEAD, _TAIL = 2_000, 6_000
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kind: str
+    hint: str
+    pattern: str | None = None
+    detects: str | None = None
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    template: list[_Entry]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HintTemplate:
+    kind: str
+    hint: string.Template
+    pattern: re.Pattern[str] | None
+    detects: str | None
+    """The setting of orchestrator.hints.detect under which the pattern alone makes an answer an error."""
+
+
+class Templates:
+    """All templates in the order in which they are tried. As a HintGenerator: the layer `template`."""
+
+    name = "template"
+
+    def __init__(self, templates: list[HintTemplate]) -> None:
+        self._templates = templates
+
+    @classmethod
+    def load(cls, extra: Path | None = None) -> Templates:
+        """The shipped ones, those of the file `extra` before them. Raises ConfigError."""
+        shipped = resources.files("orchestrator.hints").joinpath("templates.toml").read_text()
+        own = _parse(_read(extra), str(extra)) if extra is not None else []
+        return cls(own + _parse(shipped, "orchestrator/hints/templates.toml"))
+
+    def kind_of(self, text: str) -> str:
+        """The kind of error that `text` reports."""
+        part = excerpt(text)
+        return next((t.kind for t in self._templates if t.pattern and t.pattern.search(part)), OTHER)
+
+    def detected(self, text: str, allowed: set[str]) -> str | None:
+        """The kind of error in a tool's answer that the environment takes for a good one; None for none."""
+        part = excerpt(text)
+        detecting = (t for t in self._templates if t.detects in allowed and t.pattern)
+        return next((t.kind for t in detecting if t.pattern.search(part)), None)
+
+    async def hint(self, request: HintRequest) -> str | None:
+        return self.fill(request.error)
+
+    def fill(self, error: ErrorTurn) -> str | None:
+        """The hint of the first template of the error's kind that can be filled in."""
+        part, fields = excerpt(error.text), _fields(error)
+        for template in self._templates:
+            match = template.pattern.search(part) if template.pattern else None
+            if template.kind != error.kind or (template.pattern and match is None):
+                continue
+            named = {key: value.strip() for key, value in match.groupdict("").items()} if match else {}
+            try:
+                return template.hint.substitute({key: value for key, value in (fields | named).items() if value})
+            except KeyError:
+                continue
+        return None
+
+
+def excerpt(text: str) -> str:
+    """Beginning and end of a long answer: errors stand there, and searching stays cheap."""
+    return text if len(text) <= _HEAD + _TAIL else text[:_HEAD] + "\n" + text[-_TAIL:]
+
+
+def _fields(error: ErrorTurn) -> dict[str, str]:
+    functions = [tool.get("function", {}) for tool in error.tools]
+    called = next((function for function in functions if function.get("name") == error.tool), None)
+    parameters = (called or {}).get("parameters") or {}
+    return {
+        "tool_names": ", ".join(str(function.get("name")) for function in functions),
+        "tool": error.tool or "",
+        "arguments": ", ".join(f"{name} ({json_type(rule)})" for name, rule in _properties(parameters)),
+        "schema": json.dumps(parameters) if parameters else "",
+        "error": next((line.strip() for line in error.text.splitlines() if line.strip()), "")[:300],
+    }
+
+
+def _properties(parameters: dict[str, Any]) -> list[tuple[str, Any]]:
+    return list((parameters.get("properties") or {}).items())
+
+
+def json_type(rule: Any) -> str:
+    """The type that a property's schema asks for, in words."""
+    kind = rule.get("type") if isinstance(rule, dict) else None
+    return " or ".join(map(str, kind)) if isinstance(kind, list) else str(kind or "any")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"orchestrator.hints.templates_file is {path}, which cannot be read: {error}") from None
+
+
+def _parse(text: str, origin: str) -> list[HintTemplate]:
+    try:
+        entries = msgspec.convert(tomllib.loads(text), _File).template
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{origin} is no file of hint templates: {error}") from None
+    return [_template(entry, f"{origin}, template {number}") for number, entry in enumerate(entries, start=1)]
+
+
+def _template(entry: _Entry, where: str) -> HintTemplate:
+    try:
+        pattern = re.compile(entry.pattern) if entry.pattern is not None else None
+    except re.error as error:
+        raise ConfigError(f"{where}: pattern {entry.pattern!r} is no regular expression: {error}") from None
+    hint = string.Template(entry.hint)
+    if not hint.is_valid():
+        raise ConfigError(f"{where}: hint {entry.hint!r} has a lone $; write $$ for a dollar sign")
+    if entry.detects not in (None, "exception", "test_failure") or (entry.detects and pattern is None):
+        raise ConfigError(
+            f"{where}: detects is {entry.detects!r}; set 'exception' or 'test_failure', together with a pattern"
+        )
+    known = {"tool_names", "tool", "arguments", "schema", "error", *(pattern.groupindex if pattern else ())}
+    unknown = sorted(set(hint.get_identifiers()) - known)
+    if unknown:
+        raise ConfigError(f"{where}: hint uses {unknown}, which is no field; there are {', '.join(sorted(known))}")
+    return HintTemplate(kind=entry.kind, hint=hint, pattern=pattern, detects=entry.detects)

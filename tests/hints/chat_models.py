@@ -1,0 +1,64 @@
+"""Renderers of three chat templates, as rollouts use them: the tiny model's, SmolLM2's, and Qwen3's with thinking."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from orchestrator.chat_renderer import build_renderer, read_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "composer_prime/assets/tiny/policy"
+_SMOLLM2_TEMPLATE = ROOT / "composer_prime/integrations/smollm2_chat_template.jinja"
+_QWEN_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Qwen's pre-tokeniser: punctuation takes the line break after it into its token."""
+NAMES = ("tiny", "smollm2", "qwen3")
+
+
+@functools.cache
+def chat(name: str) -> tuple[Any, Any]:
+    """Renderer and tokenizer."""
+    folder = TINY if name == "tiny" else _made(name)
+    choice = {
+        "qwen3": {
+            "name": "custom",
+            "import_path": "orchestrator.environments.tool_loop.renderer.VisibleCallsQwen3Renderer",
+        }
+    }.get(name)
+    return build_renderer(str(folder), choice)[1], read_tokenizer(str(folder))
+
+
+def _made(name: str) -> Path:
+    """A folder with a byte-level tokenizer that has merges, and the template."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    words = _QWEN_WORDS if name == "qwen3" else r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(words), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    )
+    corpus = "Tool not found: plus.\nReminder: Available tools are: add.\nuser\nassistant\n</tool_response> {}\n"
+    core.train_from_iterator([corpus] * 8, trainer)
+    if name == "qwen3":
+        marks = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+        core.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = _SMOLLM2_TEMPLATE.read_text()
+    folder = Path(tempfile.mkdtemp(prefix=f"chat-{name}-"))
+    tokenizer.save_pretrained(folder)
+    return folder

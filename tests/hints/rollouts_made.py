@@ -1,0 +1,113 @@
+"""Finished rollouts with their samples, played in the test: real token ids of a real renderer, without a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from chat_models import chat
+
+from composer_prime.wire.node import Sampling
+from composer_prime.wire.types import Sample, VersionSpan
+from orchestrator.compile import compile_rollout, numbered_turns
+from orchestrator.finish import finished_rollout
+from orchestrator.gateway.records import GenerationRecord
+from orchestrator.groups import FinishedRollout, GroupPlan
+from orchestrator.rollout import Played
+from orchestrator.workers.protocol import RolloutReply, SessionRecord, ToolCall, TurnRecord
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+MINUS = {"type": "function", "function": {"name": "minus", "description": "", "parameters": {"type": "object"}}}
+TOOLS = [ADD, MINUS]
+_SAMPLING = Sampling(
+    max_tokens=64, temperature=1.0, top_p=1.0, top_k=0, seed=1, stop=[], stop_token_ids=[], ignore_eos=False
+)
+PLAN = GroupPlan(group=3, source="s", task_index=1, seed=5, size=4)
+
+
+@dataclass
+class Step:
+    """One assistant turn as the model wrote it, and what a tool said to it (None ends the conversation)."""
+
+    text: str
+    reply: str | None = None
+    error: bool = False
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """(name, arguments) as the worker reads them."""
+    finish: str = "stop"
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@dataclass
+class PlayedRollout:
+    rollout: FinishedRollout
+    samples: list[Sample]
+    records: list[GenerationRecord]
+
+
+def play(
+    model: str,
+    question: str,
+    steps: list[Step],
+    *,
+    rollout_id: str = "g000003-0",
+    reward: float = 0.0,
+    task_id: str = "t",
+) -> PlayedRollout:
+    """What dispatch holds after such a rollout: turns numbered, tokens compiled."""
+    renderer, tokenizer = chat(model)
+    turns = [TurnRecord(role="user", text=question)]
+    prompt = list(renderer.render_ids([{"role": "user", "content": question}], tools=TOOLS, add_generation_prompt=True))
+    records = []
+    for number, step in enumerate(steps):
+        end = "<|im_end|>" if step.finish == "stop" else ""
+        ids = tokenizer.encode(step.text + end, add_special_tokens=False)
+        records.append(_record(rollout_id, prompt, ids, step.finish))
+        calls = [ToolCall(id="c", name=name, arguments=arguments) for name, arguments in step.calls]
+        turns.append(TurnRecord(role="assistant", text=step.text, num_tokens=len(ids), call=number, tool_calls=calls,
+                                parent=len(turns) - 1))  # fmt: skip
+        if step.reply is None:
+            break
+        told = {"role": "tool", "tool_call_id": "c", "content": step.reply}
+        turns.append(TurnRecord(role="tool", text=step.reply, error=step.reply if step.error else None, num_tokens=9,
+                                parent=len(turns) - 1))  # fmt: skip
+        bridged = renderer.bridge_to_next_turn(prompt, ids, [told], tools=TOOLS)
+        assert bridged is not None
+        prompt = bridged.token_ids
+    session = SessionRecord(session_id=rollout_id, agent="policy", trainable=True, reward=reward, tools=TOOLS)
+    reply = RolloutReply(rollout_id=rollout_id, task_id=task_id, reward=reward, turns=turns, sessions=[session])
+    reply = msgspec.structs.replace(reply, turns=numbered_turns(reply, records))
+    samples = compile_rollout(PLAN, reply, records)
+    rollout = finished_rollout(
+        Played(reply=reply, records=records), sibling=0, seed=1, samples=samples, failure=None, earlier=[]
+    )
+    return PlayedRollout(rollout, samples, records)
+
+
+def _record(session: str, prompt: list[int], ids: list[int], finish: str) -> GenerationRecord:
+    return GenerationRecord(
+        session=session,
+        prompt_ids=np.array(prompt, np.int32),
+        completion_ids=np.array(ids, np.int32),
+        logprobs=np.full(len(ids), -0.5, np.float32),
+        version_spans=(VersionSpan(0, len(ids), 0),) if ids else (),
+        finish_reason=finish,
+        sampling=_SAMPLING,
+        node_id="n",
+        time=0.0,
+    )

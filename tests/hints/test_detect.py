@@ -1,0 +1,199 @@
+"""Which turns went wrong, of which kind, and the hints that templates give."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from rollouts_made import TOOLS, Step, call, play
+
+from composer_prime.errors import ConfigError
+from orchestrator.conversation import answers, failed_turns, history, turn_error_rate
+from orchestrator.environments.toolsmith.episode import generate
+from orchestrator.environments.toolsmith.tools import run_call
+from orchestrator.hints.detect import RuleDetector
+from orchestrator.hints.error_turn import ErrorTurn
+from orchestrator.hints.schema import violation
+from orchestrator.hints.templates import Templates
+from orchestrator.workers.protocol import ToolCall, TurnRecord
+
+ALL = ["tool_error", "exception", "test_failure", "schema"]
+TEMPLATES = Templates.load()
+THREADS = ThreadPoolExecutor(1)
+GOOD = Step(call("add", '{"a": 1, "b": 2}'), "3", calls=[("add", '{"a": 1, "b": 2}')])
+
+
+def errors(steps: list[Step], detect=ALL, **options) -> list[ErrorTurn]:
+    return RuleDetector(TEMPLATES, detect, THREADS).error_turns(play("tiny", "Add.", steps, **options).rollout)
+
+
+def test_the_turn_before_the_error_is_the_one_that_went_wrong():
+    # Of three turns the second was answered by an error: its number, its tool, what the tool said.
+    wrong = Step(call("plus", "{}"), "Tool not found: plus", error=True, calls=[("plus", "{}")])
+    [found] = errors([GOOD, wrong, Step("3")])
+    assert (found.turn, found.kind, found.tool, found.text) == (1, "tool_not_found", "plus", "Tool not found: plus")
+    assert found.message == 3 and found.tools == TOOLS
+
+
+def _toolsmith(name: str, arguments: str) -> str:
+    episode = generate(seed=3, difficulty=1, split="train")
+    return run_call(episode, name.replace("FIRST", episode.tools[0].name), arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (_toolsmith("nope", "{}"), "tool_not_found"),
+        (_toolsmith("FIRST", "{"), "bad_json"),
+        (_toolsmith("FIRST", '{"zzz": 1}'), "argument_name"),
+        (_toolsmith("FIRST", "{}"), "argument_name"),
+        ("Wrong type for argument a: expected integer, got string", "argument_type"),
+        ("Not a number: x", "argument_type"),
+        ("Error: unknown tool 'plus'", "tool_not_found"),
+        ("1 validation error for add\na\n  Input should be a valid integer", "argument_type"),
+        ("the disk is on fire", "tool_error"),
+        ("Traceback (most recent call last):\n  File 'x'\nValueError: no", "exception"),
+    ],
+)
+def test_error_texts_have_kinds(text, kind):
+    assert [found.kind for found in errors([Step("x", text, error=True), Step("3")])] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "detect"),
+    [
+        ("ran\nTraceback (most recent call last):\n  File 'a.py'\npkg.OddError: no\n", "exception", "exception"),
+        ("..F\nFAILED tests/test_a.py::test_b - assert 1 == 2\n1 failed", "test_failure", "test_failure"),
+        ("    def f():\nE   AssertionError: 3 != 4\n", "test_failure", "test_failure"),
+        ("--- FAIL: TestSum (0.00s)\nFAIL", "test_failure", "test_failure"),
+    ],
+)
+def test_failures_inside_good_answers_are_found_by_their_text(text, kind, detect):
+    # The environment calls these answers fine; each kind can be switched off on its own.
+    assert [found.kind for found in errors([Step("x", text), Step("3")])] == [kind]
+    assert errors([Step("x", text), Step("3")], [name for name in ALL if name != detect]) == []
+
+
+def test_good_answers_are_no_errors():
+    # Nor are turns without an answer, and words that only sound alike.
+    for text in ("3", "0 errors, 0 failures", "no exception was raised", "class ValueError(Exception): pass"):
+        assert errors([Step("x", text), Step("3")]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "kind"),
+    [
+        ("add", '{"a": 1, "b": 2}', None),
+        ("add", '{"a": 1.0, "b": 2}', None),
+        ("minus", '{"whatever": []}', None),
+        ("plus", "{}", "tool_not_found"),
+        ("add", '{"a": 1', "bad_json"),
+        ("add", "[1]", "bad_json"),
+        ("add", '{"a": 1}', "argument_name"),
+        ("add", '{"a": 1, "b": 2, "c": 3}', "argument_name"),
+        ("add", '{"a": 1, "b": "2"}', "argument_type"),
+        ("add", '{"a": 1, "b": true}', "argument_type"),
+        ("add", '{"a": 1, "b": null}', "argument_type"),
+        ("add", '{"a": 1, "b": 2.5}', "argument_type"),
+    ],
+)
+def test_calls_that_break_their_schema(name, arguments, kind):
+    found = violation(ToolCall(id="c", name=name, arguments=arguments), TOOLS)
+    assert (found and found[0]) == kind
+    assert violation(ToolCall(id="c", name=name, arguments=arguments), []) is None
+
+
+def test_a_tool_that_takes_a_broken_call_does_not_hide_it():
+    # The tool answered "3" to a string; the schema asked for an integer.
+    step = Step("x", "3", calls=[("add", '{"a": "1", "b": 2}')])
+    assert [found.kind for found in errors([step, Step("3")])] == ["argument_type"]
+    assert errors([step, Step("3")], ["tool_error"]) == []
+
+
+def filled(text: str, tool: str | None = "add") -> str | None:
+    kind = TEMPLATES.kind_of(text)
+    return TEMPLATES.fill(ErrorTurn(message=1, turn=0, kind=kind, text=text, tool=tool, tools=TOOLS))
+
+
+def test_templates_say_what_the_models_were_taught_to_heed():
+    # These are the forms of infra/tiny_models/hints.py, word for word.
+    assert filled("Tool not found: plus") == "Reminder: Available tools are: add, minus"
+    assert filled("Missing argument: b") == "Reminder: The arguments of add are: a (integer), b (integer)"
+    assert filled("Wrong type for argument a: expected integer, got string") == filled("Missing argument: b")
+    assert filled("Invalid JSON in tool call") == "Reminder: A tool call is one JSON object with a name and arguments."
+
+
+def test_templates_quote_the_failing_test_and_the_exception():
+    assert filled("FAILED tests/test_a.py::test_b - assert 1 == 2") == (
+        "Reminder: This test fails after the next step: tests/test_a.py::test_b - assert 1 == 2"
+    )
+    assert filled("Traceback (most recent call last):\n  x\nKeyError: 'a'") == (
+        "Reminder: The next step may fail with KeyError: 'a'"
+    )
+
+
+def test_a_template_without_its_field_falls_away():
+    # No schema, no argument list; and no tools, no list of tools.
+    assert filled("Missing argument: b", tool="unheard_of") is None
+    error = ErrorTurn(message=1, turn=0, kind="tool_not_found", text="Tool not found: x")
+    assert TEMPLATES.fill(error) is None
+
+
+def test_a_users_templates_come_first(tmp_path):
+    # Data only: a kind of its own, found where the environment saw no error, with a group of the pattern in the hint.
+    file = tmp_path / "own.toml"
+    file.write_text(
+        "[[template]]\nkind = 'lint'\ndetects = 'test_failure'\npattern = '(?m)^lint: (?P<rule>.*)$'\n"
+        "hint = 'Mind the rule $rule; it costs $$1'\n"
+    )
+    templates = Templates.load(file)
+    [found] = RuleDetector(templates, ALL, THREADS).error_turns(
+        play("tiny", "Add.", [Step("x", "ok\nlint: line too long"), Step("3")]).rollout
+    )
+    assert found.kind == "lint"
+    assert templates.fill(found) == "Mind the rule line too long; it costs $1"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[[template]]\nkind = 'a'\nhint = 'x'\npattern = '('", "no regular expression"),
+        ("[[template]]\nkind = 'a'\nhint = '$'", r"a lone \$"),
+        ("[[template]]\nkind = 'a'\nhint = '$nothing'", r"uses \['nothing'\], which is no field"),
+        ("[[template]]\nkind = 'a'\nhint = 'x'\ndetects = 'exception'", "together with a pattern"),
+        ("[[template]]\nkind = 'a'\nhnt = 'x'", "no file of hint templates"),
+        ("kind = ", "no file of hint templates"),
+    ],
+)
+def test_a_wrong_templates_file_is_refused_by_name(tmp_path, text, said):
+    file = tmp_path / "own.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said) as raised:
+        Templates.load(file)
+    assert "own.toml" in str(raised.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Templates.load(tmp_path / "missing.toml")
+
+
+def test_answers_and_histories_follow_the_tree():
+    # Two calls of one message are answered by two messages in a row; a branch has its own history.
+    turns = [
+        TurnRecord(role="user", text="q"),
+        TurnRecord(role="assistant", text="a", parent=0),
+        TurnRecord(role="tool", text="1", parent=1),
+        TurnRecord(role="tool", text="bad", error="bad", parent=2),
+        TurnRecord(role="assistant", text="b", parent=3),
+        TurnRecord(role="assistant", text="c", parent=2),
+    ]
+    assert answers(turns) == {1: [2, 3], 4: [], 5: []}
+    assert [turn.text for turn in history(turns, 4)] == ["q", "a", "1", "bad"]
+    assert [turn.text for turn in history(turns, 5)] == ["q", "a", "1"]
+    assert failed_turns(turns) == 1
+
+
+def test_the_turn_error_rate_counts_turns_not_messages():
+    # One of two assistant turns failed, then none of one: a third in all. No turns give no rate.
+    wrong = Step("x", "Tool not found: x", error=True)
+    rollouts = [play("tiny", "Add.", [wrong, Step("3")]).rollout, play("tiny", "Add.", [Step("3")]).rollout]
+    assert turn_error_rate(rollouts) == pytest.approx(1 / 3)
+    assert turn_error_rate([]) is None

@@ -1,0 +1,38 @@
+"""A message's turn number is the one that its tokens have in the sample, whatever sessions a rollout has."""
+
+from __future__ import annotations
+
+import msgspec
+from rollouts_made import PLAN, Step, play
+
+from orchestrator.compile import compile_rollout, numbered_turns
+from orchestrator.workers.protocol import RolloutReply, SessionRecord, TurnRecord
+
+
+def test_turns_of_two_agents_are_numbered_through():
+    # A user simulator speaks between the policy's turns; its turn has a number too, but no tokens in a sample.
+    policy = play("tiny", "Add.", [Step("a", "1"), Step("bb")]).records
+    [user] = play("tiny", "Play the user.", [Step("please go on")], rollout_id="g000003-0#1").records
+    records = [policy[0], user, policy[1]]
+    turns = [
+        TurnRecord(role="user", text="q"),
+        TurnRecord(role="assistant", text="a", call=0, session=0),
+        TurnRecord(role="assistant", text="bb", call=1, session=0),
+        TurnRecord(role="assistant", text="please go on", call=0, session=1),
+    ]
+    sessions = [
+        SessionRecord(session_id="g000003-0", agent="policy", trainable=True, reward=1.0),
+        SessionRecord(session_id="g000003-0#1", agent="user", trainable=False, reward=None),
+    ]
+    reply = RolloutReply(rollout_id="g000003-0", task_id="t", reward=1.0, turns=turns, sessions=sessions)
+    numbered = numbered_turns(reply, records)
+    assert [turn.turn for turn in numbered] == [None, 0, 1, 2]
+    [sample] = compile_rollout(PLAN, reply, records)
+    assert [span.turn for span in sample.turns] == [0, 1]
+    assert [span.end - span.start for span in sample.turns] == [len(record.completion_ids) for record in policy]
+
+
+def test_a_turn_says_how_it_ended():
+    played = play("tiny", "Add.", [Step("a", "1"), Step("b", finish="length")])
+    assert [turn.finish_reason for turn in played.rollout.turns if turn.turn is not None] == ["stop", "length"]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(played.rollout), type=type(played.rollout)) == played.rollout

@@ -1,0 +1,179 @@
+"""Pairs on their way into a batch: order, cursor, tokens, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from chat_models import chat
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollouts_made import TOOLS
+
+from composer_prime.errors import CheckpointError, ConfigError
+from composer_prime.packing import pack
+from composer_prime.pairs import Pair, PairFile, State, resolve_pairs
+from composer_prime.wire.types import Preference, ints
+from orchestrator.preferences.mixer import PairMixer
+from orchestrator.preferences.order import Cursor, PairOrder
+from orchestrator.preferences.tokenise import Limits, PairTokeniser
+
+ROOMY = Limits(max_context=384, row_tokens=4096, max_epsilon=0.5)
+
+
+def says(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def calls(name: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": '{"a": 1, "b": 2}'}
+    return says("", tool_calls=[{"id": "c", "type": "function", "function": function}])
+
+
+def pair(number: int = 0, **changes: Any) -> Pair:
+    state = State(state_id=f"s{number}", messages=[{"role": "user", "content": f"Add {number} and 2."}], tools=TOOLS)
+    values = {"trace": "t", "state": state, "chosen": calls("add"), "rejected": calls("plus"), "epsilon": 0.125}
+    return Pair(**(values | changes))
+
+
+def write(path: Path, pairs: list[Pair], *, more: bytes = b"") -> Path:
+    with path.open("ab") as file:
+        file.write(b"".join(msgspec.json.encode(each) + b"\n" for each in pairs) + more)
+    return path
+
+
+def mixer(path: Path, *, per_step: int = 4, seed: int = 0, limits: Limits = ROOMY) -> PairMixer:
+    return PairMixer(PairFile(path), PairTokeniser(chat("tiny")[0], limits), per_step=per_step, seed=seed)
+
+
+def ids(drawn: list[Preference]) -> list[str]:
+    return [preference.pair_id.split("/")[1] for preference in drawn]
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["tiny", "smollm2", "qwen3"])
+def test_both_sides_are_what_a_rollout_would_hold(model):
+    # The common context is a rollout's prompt, token by token; each answer ends with the token that ends a turn.
+    renderer, tokenizer = chat(model)
+    made = PairTokeniser(renderer, Limits(max_context=2000, row_tokens=4096, max_epsilon=0.5)).preference(pair())
+    assert isinstance(made, Preference)
+    prompt = list(renderer.render_ids(pair().state.messages, tools=TOOLS, add_generation_prompt=True))
+    chosen, rejected = ints(made.chosen_ids).tolist(), ints(made.rejected_ids).tolist()
+    assert chosen[: made.context] == rejected[: made.context] == prompt
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert chosen[-1] == rejected[-1] == end and chosen[made.context :].count(end) == 1
+    assert '"add"' in tokenizer.decode(chosen[made.context :])
+    [[row]] = pack([], [made], run_id="r", step=1, world_size=1, max_tokens=4096)
+    assert row.pairs[0].epsilon == 0.125
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes", "limits"),
+    [
+        ("truncated", {"truncated": True}, ROOMY),
+        ("doubtful", {"epsilon": 0.375}, Limits(max_context=384, row_tokens=4096, max_epsilon=0.2)),
+        ("same", {"rejected": calls("add")}, ROOMY),
+        ("unrenderable", {"chosen": {"content": "no role"}}, ROOMY),
+        ("context_differs", {"chosen": {"role": "user", "content": "hi"}}, ROOMY),
+        ("too_long", {}, Limits(max_context=20, row_tokens=4096, max_epsilon=0.5)),
+        ("row_full", {}, Limits(max_context=384, row_tokens=80, max_epsilon=0.5)),
+    ],
+)
+def test_a_pair_that_cannot_be_trained_is_refused_with_its_reason(reason, changes, limits):
+    assert PairTokeniser(chat("tiny")[0], limits).preference(pair(**changes)) == reason
+
+
+# -- order -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 5), st.integers(1, 12), st.integers(0, 30), st.integers(0, 8))
+def test_a_resumed_order_goes_on_as_if_it_had_not_stopped(seed, size, before, grown):
+    # Also when the file grew meanwhile: the pass under way keeps its order.
+    whole = PairOrder(seed)
+    for _ in range(before):
+        whole.next(size)
+    stopped = PairOrder(seed)
+    stopped.seek(msgspec.json.decode(msgspec.json.encode(whole.cursor), type=Cursor), size)
+    assert [whole.next(size + grown) for _ in range(30)] == [stopped.next(size + grown) for _ in range(30)]
+
+
+@given(st.integers(0, 5), st.integers(2, 12))
+def test_every_pass_holds_every_pair_once_and_is_shuffled_anew(seed, size):
+    order = PairOrder(seed)
+    passes = [[order.next(size) for _ in range(size)] for _ in range(6)]
+    assert all(sorted(one) == list(range(size)) for one in passes)
+    assert len({tuple(one) for one in passes}) > 1
+    assert PairOrder(seed).next(0) is None
+
+
+# -- mixing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_may_grow_while_training(tmp_path):
+    # No file, then three pairs, then a fourth and half a line: each pass holds what there was when it began.
+    path = tmp_path / "pairs.jsonl"
+    mixing = mixer(path, per_step=3)
+    assert mixing.draw(1).preferences == [] and mixing.draw(1).metrics["pairs/in_file"] == 0
+    write(path, [pair(n) for n in range(3)])
+    assert sorted(ids(mixing.draw(2).preferences)) == ["s0", "s1", "s2"]
+    write(path, [pair(3)], more=b'{"trace": "torn')
+    drawn = mixing.draw(3)
+    assert len(set(ids(drawn.preferences))) == 3 and drawn.cursor.known == 4
+    assert drawn.metrics["pairs/in_file"] == 4
+    seen = set(ids(drawn.preferences)) | set(ids(mixing.draw(4).preferences))
+    assert seen == {"s0", "s1", "s2", "s3"}
+
+
+def test_a_mixer_goes_on_from_a_checkpoints_cursor(tmp_path):
+    path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(7)])
+    first = mixer(path)
+    first.draw(1)
+    cursor = first.draw(2).cursor
+    second = mixer(path)
+    second.restore(cursor)
+    assert ids(second.draw(3).preferences) == ids(first.draw(3).preferences)
+    short = write(tmp_path / "short.jsonl", [pair(0)])
+    with pytest.raises(CheckpointError, match="had 7 pairs, the file has 1"):
+        mixer(short).restore(cursor)
+
+
+def test_refused_pairs_are_counted_and_others_drawn_in_their_place(tmp_path):
+    # Of six, one is cut and one is no pair at all; a batch of four is full nevertheless, and never holds a pair twice.
+    path = write(tmp_path / "pairs.jsonl", [pair(0, truncated=True), *(pair(n) for n in range(1, 5))], more=b"[]\n")
+    mixing = mixer(path)
+    for step in range(1, 5):
+        drawn = mixing.draw(step)
+        assert sorted(ids(drawn.preferences)) == ["s1", "s2", "s3", "s4"]
+    assert drawn.metrics["pairs/refused/truncated"] == drawn.metrics["pairs/refused/no_pair"] == 1
+    nothing = mixer(write(tmp_path / "bad.jsonl", [pair(0, truncated=True)]))
+    assert nothing.draw(1).preferences == [] and nothing.draw(2).metrics["pairs/refused"] == 1
+
+
+def test_steps_without_weight_draw_nothing(tmp_path):
+    path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(4)])
+    tokeniser = PairTokeniser(chat("tiny")[0], ROOMY)
+    mixing = PairMixer(PairFile(path), tokeniser, per_step=2, seed=0, active=lambda step: step > 5)
+    before = mixing.draw(5)
+    assert before.preferences == [] and before.cursor == Cursor()
+    assert len(mixing.draw(6).preferences) == 2
+
+
+def test_a_wrong_line_is_named(tmp_path):
+    path = write(tmp_path / "pairs.jsonl", [pair(0)])
+    line = json.loads(path.read_text())
+    path.write_text(json.dumps(line) + "\n" + json.dumps(line | {"epsilon": 0.7}) + "\n")
+    file = PairFile(path)
+    assert file.refresh() == 2 and file.read(0) == pair(0)
+    with pytest.raises(ConfigError, match=r"pairs.jsonl, pair 2: epsilon is 0.7"):
+        file.read(1)
+
+
+def test_where_pairs_come_from(tmp_path):
+    assert resolve_pairs(None, tmp_path) == tmp_path / "pairs.jsonl"
+    assert resolve_pairs(Path("mine.jsonl"), tmp_path) == Path("mine.jsonl")

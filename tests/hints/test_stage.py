@@ -1,0 +1,331 @@
+"""Groups with hints: what is attached, what is counted, and that nothing of it costs a rollout or stops the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+from chat_models import chat
+from endpoint_peer import chat_peer
+from rollouts_made import PLAN, PlayedRollout, Step, call, play
+
+from composer_prime.config.hints import HintsConfig
+from composer_prime.config.orchestrator import OrchestratorConfig
+from composer_prime.errors import EmptyMaskError
+from composer_prime.packing import pack, totals
+from composer_prime.wire.types import Sample, flags, floats, ints
+from orchestrator.finish import finish_group
+from orchestrator.groups import FinishedGroup, Outcome
+from orchestrator.hints.detect import RuleDetector
+from orchestrator.hints.distil import Limits
+from orchestrator.hints.endpoint import ChatEndpoint
+from orchestrator.hints.generate import Introspection, ModelHint, RawError, SiblingDemonstration, WrongHints
+from orchestrator.hints.judge import JudgeDetector
+from orchestrator.hints.placement import HintPlacer
+from orchestrator.hints.stage import HintStage
+from orchestrator.hints.templates import Templates
+from orchestrator.rollout_log import rollout_line
+from orchestrator.workers.protocol import SessionRecord
+
+WRONG = Step(call("plus", "{}"), "Tool not found: plus", error=True, calls=[("plus", "{}")])
+OTHER = Step(call("add", '{"a": 1}'), "Missing argument: b", error=True, calls=[("add", '{"a": 1}')])
+GOOD = Step(call("add", '{"a": 1, "b": 2}'), "3", calls=[("add", '{"a": 1, "b": 2}')])
+LAST = Step("3")
+TEMPLATES = Templates.load()
+TOOL_HINT = "Reminder: Available tools are: add, minus"
+ARGUMENT_HINT = "Reminder: The arguments of add are: a (integer), b (integer)"
+
+
+def stage(config: HintsConfig | None = None, *, limits: Limits | None = None, **parts: Any) -> HintStage:
+    threads = ThreadPoolExecutor(1)
+    config = config or HintsConfig()
+    rules = RuleDetector(TEMPLATES, config.detect, threads)
+    values = {
+        "detectors": [rules, *parts.pop("more_detectors", [])],
+        "layers": [TEMPLATES],
+        "wrong": None,
+        "placer": HintPlacer(*chat("tiny"), config.placement),
+        "limits": limits or Limits(max_context=384, row_tokens=4096),
+        "threads": threads,
+    }
+    return HintStage(config, **(values | parts))
+
+
+def attached(made: HintStage, *played: PlayedRollout) -> list[PlayedRollout]:
+    async def run():
+        try:
+            return await made.attach([(each.rollout, each.samples) for each in played])
+        finally:
+            await made.close()
+
+    ended = asyncio.run(run())
+    return [PlayedRollout(rollout, samples, []) for rollout, samples in ended]
+
+
+def test_every_wrong_turn_gets_its_hint():
+    # Two of four turns went wrong. The teacher of each is the student's context, the hint in it, and the same turn.
+    played = play("tiny", "Add 1 and 2.", [GOOD, WRONG, OTHER, LAST])
+    [done] = attached(stage(), played)
+    first, second = done.samples[0].distillations
+    assert [(first.turn, first.error), (second.turn, second.error)] == [(1, "tool_not_found"), (2, "argument_name")]
+    student, tokenizer = ints(done.samples[0].input_ids), chat("tiny")[1]
+    for made, hint in ((first, TOOL_HINT), (second, ARGUMENT_HINT)):
+        teacher = ints(made.teacher_ids)
+        assert teacher[made.teacher_start :].tolist() == student[made.start : made.end].tolist()
+        before = tokenizer.decode(teacher[: made.teacher_start])
+        assert before.replace("\n" + hint, "", 1) == tokenizer.decode(student[: made.start])
+    assert done.rollout.hints == {
+        "found": 2, "hinted": 2, "kind/argument_name": 1, "kind/tool_not_found": 1, "layer/template": 2,
+    }  # fmt: skip
+    line = rollout_line(1, "s", done.rollout, "trained")
+    hinted = [(turn["turn"], turn["error"], turn["hint"]) for turn in line["turns"] if turn["hint"]]
+    assert hinted[0] == (1, "tool_not_found", TOOL_HINT) and len(hinted) == 2
+    assert done.rollout.sessions[0].tools == []
+
+
+def test_packing_takes_what_the_stage_makes():
+    # The trainer's rows: each teacher document in the row of its sample, ids checked by packing itself.
+    [done] = attached(stage(), play("tiny", "Add 1 and 2.", [WRONG, OTHER, LAST]))
+    [[row]] = pack(done.samples, run_id="r", step=1, world_size=1, max_tokens=4096)
+    assert len(row.turns) == 2 and len(row.lengths) == 3
+    assert totals(done.samples).distilled_turns == 2
+
+
+def test_distillations_survive_the_journal():
+    [done] = attached(stage(), play("tiny", "Add 1 and 2.", [WRONG, LAST]))
+    group = FinishedGroup(plan=PLAN, outcome=Outcome.READY, rollouts=[done.rollout], samples=done.samples)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(group), type=FinishedGroup)
+    assert again == group and again.samples[0].distillations
+
+
+def test_switched_off_it_only_looks():
+    # With channel 2's weight 0 the sample is the one of channel 1, byte for byte; the hint is in the log.
+    played = play("tiny", "Add 1 and 2.", [WRONG, LAST])
+    [done] = attached(stage(distil=False), played)
+    assert done.samples == played.samples
+    assert done.rollout.hints["hinted"] == 1 and done.rollout.turns[1].hint == TOOL_HINT
+
+
+@pytest.mark.parametrize(
+    ("reason", "steps", "config", "limits"),
+    [
+        ("cut", [Step("x" * 3, "Tool not found: x", error=True, finish="length"), LAST], {}, None),
+        ("no_hint", [Step("x", "the disk is on fire", error=True), LAST], {}, None),
+        ("too_long", [WRONG, LAST], {}, Limits(max_context=10, row_tokens=4096)),
+        ("row_full", [WRONG, LAST], {}, Limits(max_context=384, row_tokens=60)),
+        ("max_turns", [WRONG, WRONG, LAST], {"max_turns": 1}, None),
+    ],
+)
+def test_what_cannot_be_hinted_is_counted_by_reason(reason, steps, config, limits):
+    played = play("tiny", "Add 1 and 2.", steps)
+    [done] = attached(stage(HintsConfig(**config), limits=limits), played)
+    counts = done.rollout.hints
+    assert counts[f"skipped/{reason}"] == 1 and counts["found"] == len(steps) - 1
+    assert counts.get("hinted", 0) == len(steps) - 2
+    assert sum(len(sample.distillations) for sample in done.samples) == len(steps) - 2
+
+
+def test_another_agents_turns_are_not_the_policys_to_learn():
+    played = play("tiny", "Add 1 and 2.", [WRONG, LAST])
+    user = SessionRecord(session_id="g000003-0", agent="user", trainable=False, reward=None)
+    rollout = msgspec.structs.replace(played.rollout, sessions=[user])
+    [done] = attached(stage(), PlayedRollout(rollout, played.samples, []))
+    assert done.rollout.hints == {} and done.samples == played.samples
+
+
+def test_a_failed_rollout_is_left_alone():
+    played = play("tiny", "Add 1 and 2.", [WRONG, LAST])
+    [done] = attached(stage(), PlayedRollout(played.rollout, [], []))
+    assert done.rollout.hints == {} and done.samples == []
+
+
+def test_weights_follow_the_kind_of_error():
+    config = HintsConfig(weights={"argument_name": 0.25})
+    [done] = attached(stage(config), play("tiny", "Add 1 and 2.", [WRONG, OTHER, LAST]))
+    assert [made.weight for made in done.samples[0].distillations] == [1.0, 0.25]
+
+
+def test_empty_masks_without_end_are_an_error_that_names_the_traces():
+    # Every error turn without a token: channel 2 would train nothing and nobody would know.
+    rollouts = [
+        PlayedRollout(play("tiny", "Add.", [WRONG, LAST]).rollout, play("tiny", "Add.", [LAST]).samples, [])
+        for _ in range(32)
+    ]
+    without = [PlayedRollout(each.rollout, [_without_turns(each.samples[0])], []) for each in rollouts]
+    with pytest.raises(EmptyMaskError, match=r"none of 32 error turns.*rollout g000003-0, turn 0 \(tool_not_found\)"):
+        attached(stage(), *without)
+    few = attached(stage(), *without[:3])
+    assert [each.rollout.hints["skipped/empty_mask"] for each in few] == [1, 1, 1]
+
+
+def _without_turns(sample: Sample) -> Sample:
+    return msgspec.structs.replace(sample, turns=[])
+
+
+# -- layers ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_layer_that_has_a_hint_wins():
+    # No template for a burning disk, so the raw error speaks; for a missing tool the template does.
+    burning = Step("x", "the disk\nis on fire", error=True)
+    [done] = attached(stage(layers=[TEMPLATES, RawError()]), play("tiny", "Add.", [burning, WRONG, LAST]))
+    hints = [turn.hint for turn in done.rollout.turns if turn.hint]
+    assert hints == ["Reminder: The next step can lead to this error: the disk is on fire", TOOL_HINT]
+    assert (done.rollout.hints["layer/raw_error"], done.rollout.hints["layer/template"]) == (1, 1)
+
+
+def test_a_successful_sibling_shows_how():
+    # The group's best rollout, its good calls and its answer; a rollout that did as well gets none.
+    good = play("tiny", "Add.", [WRONG, GOOD, LAST], rollout_id="g000003-1", reward=1.0)
+    bad = play("tiny", "Add.", [WRONG, Step("9")])
+    done = attached(stage(layers=[SiblingDemonstration()]), bad, good)
+    assert done[0].rollout.turns[1].hint == 'Reminder: This worked before: add {"a": 1, "b": 2}; then 3'
+    assert done[1].rollout.hints["skipped/no_hint"] == 1
+
+
+def test_a_long_hint_is_cut_at_a_word():
+    config = HintsConfig(max_hint_chars=24)
+    [done] = attached(stage(config), play("tiny", "Add.", [WRONG, LAST]))
+    assert done.rollout.turns[1].hint == "Reminder: Available..."
+
+
+@pytest.mark.parametrize("mode", ["other_error", "other_episode"])
+def test_the_control_arm_gives_hints_that_belong_elsewhere(mode):
+    # Whatever a wrong turn gets, it is not its own hint, and it came from another kind of error or another task.
+    rollouts = [
+        play("tiny", "Add.", [WRONG, OTHER, LAST], rollout_id=f"g00000{n}-0", task_id=f"t{n}") for n in range(4)
+    ]
+    made = stage(wrong=WrongHints(mode, seed=3))
+    right = {"tool_not_found": TOOL_HINT, "argument_name": ARGUMENT_HINT}
+    done = attached(made, *rollouts)
+    given = [(turn.error, turn.hint) for each in done for turn in each.rollout.turns if turn.hint]
+    assert given and all(hint != right[kind] for kind, hint in given)
+    assert sum(each.rollout.hints.get("skipped/no_wrong_hint", 0) for each in done) >= 1
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+async def _with_peer(mode: str, build, answer=lambda body: "use add", **settings):
+    async with chat_peer(mode, answer) as peer:
+        endpoint = ChatEndpoint(peer.config(**settings), name="orchestrator.hints.llm")
+        made = build(endpoint)
+        played = play("tiny", "Add 1 and 2.", [WRONG, LAST])
+        beats, stop = [], asyncio.Event()
+
+        async def beat():
+            while not stop.is_set():
+                beats.append(time.monotonic())
+                await asyncio.sleep(0.01)
+
+        beating = asyncio.create_task(beat())
+        [(rollout, samples)] = await made.attach([(played.rollout, played.samples)])
+        stop.set()
+        await beating
+        await made.close()
+        gaps = [later - earlier for earlier, later in itertools.pairwise(beats)]
+        return rollout, samples, peer, max(gaps, default=0.0)
+
+
+def test_a_model_writes_the_hint_from_conversation_turn_and_error():
+    rollout, samples, peer, _ = asyncio.run(
+        _with_peer("answer", lambda e: stage(layers=[ModelHint(e)], endpoints=[e]), lambda body: " use\n add ")
+    )
+    assert rollout.turns[1].hint == "use add" and samples[0].distillations
+    asked = peer.bodies[0]["messages"][1]["content"]
+    assert "Add 1 and 2." in asked and "calls plus {}" in asked and "Tool not found: plus" in asked
+
+
+def test_the_policy_is_asked_what_it_should_have_known():
+    rollout, _, peer, _ = asyncio.run(_with_peer("answer", lambda e: stage(layers=[Introspection(e)], endpoints=[e])))
+    assert rollout.turns[1].hint == "use add"
+    assert "Your last turn went wrong: Tool not found: plus" in peer.bodies[0]["messages"][-1]["content"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings", "count"),
+    [
+        ("silent", {"timeout_s": 0.2}, "failed/llm"),
+        ("500", {}, "failed/llm"),
+        ("nonsense", {}, "failed/llm"),
+        ("answer", {"budget_usd": 0.0, "input_usd_per_million": 1.0}, "over_budget"),
+    ],
+)
+def test_a_bad_hint_writer_costs_its_hint_only(mode, settings, count):
+    # The next layer steps in, the rollout keeps its sample, and the loop never stands still.
+    build = lambda e: stage(layers=[ModelHint(e), TEMPLATES], endpoints=[e])
+    rollout, samples, _, gap = asyncio.run(_with_peer(mode, build, **settings))
+    assert rollout.hints[count] == 1 and rollout.hints["layer/template"] == 1
+    assert rollout.turns[1].hint == TOOL_HINT and samples[0].distillations
+    assert rollout.reward == 0.0 and gap < 1.0
+
+
+def test_a_group_waits_for_its_hints_so_long_and_no_longer():
+    # A writer that is silent past the stage's own limit: the turn is late, the rollout goes on.
+    begun = time.monotonic()
+    build = lambda e: stage(HintsConfig(timeout_s=0.3), layers=[ModelHint(e)], endpoints=[e])
+    rollout, samples, _, _ = asyncio.run(_with_peer("silent", build, timeout_s=30.0))
+    assert time.monotonic() - begun < 5
+    assert rollout.hints["skipped/late"] == 1 and not samples[0].distillations
+    assert rollout.turns[1].error == "tool_not_found" and rollout.turns[1].hint is None
+
+
+def test_a_judge_flags_what_no_rule_sees():
+    # Turn 0 was a good call, but a needless one; the judge's reason becomes the hint. Turns it makes up are ignored.
+    verdict = '```json\n{"turns": [{"turn": 1, "reason": "Answer at once."}, {"turn": 77, "reason": "x"}]}\n```'
+
+    def build(endpoint):
+        return stage(more_detectors=[JudgeDetector(endpoint)], endpoints=[endpoint])
+
+    rollout, samples, peer, _ = asyncio.run(_with_peer("answer", build, lambda body: verdict))
+    assert [made.error for made in samples[0].distillations] == ["tool_not_found", "judged"]
+    assert rollout.turns[3].hint == "Reminder: Answer at once."
+    assert "[assistant turn 1]" in peer.bodies[0]["messages"][1]["content"]
+
+
+@pytest.mark.parametrize("mode", ["silent", "500", "nonsense", "answer"])
+def test_a_bad_judge_leaves_the_rules_their_turns(mode):
+    # "answer" here is prose where JSON was asked for.
+    def build(endpoint):
+        return stage(more_detectors=[JudgeDetector(endpoint)], endpoints=[endpoint])
+
+    rollout, samples, _, gap = asyncio.run(_with_peer(mode, build, timeout_s=0.3))
+    assert rollout.hints["failed/judge"] == 1 and rollout.hints["hinted"] == 1
+    assert len(samples[0].distillations) == 1 and gap < 1.0
+
+
+# -- groups without advantage ----------------------------------------------------------------------------------------
+
+
+def finished(filtered_groups: bool, *rewards: float) -> FinishedGroup:
+    rollouts = [
+        play("tiny", "Add.", [WRONG, LAST] if n == 0 else [LAST], rollout_id=f"g000003-{n}", reward=reward)
+        for n, reward in enumerate(rewards)
+    ]
+    done = attached(stage(), *rollouts)
+    config = OrchestratorConfig.model_validate(
+        {"source": [{"name": "s", "taskset": {"id": "x"}}], "hints": {"filtered_groups": filtered_groups}}
+    )
+    return finish_group(PLAN, [(each.rollout, each.samples) for each in done], config, "none")
+
+
+def test_a_group_without_advantage_still_serves_channel_2():
+    # All failed: channel 1 has nothing to learn and counts none of its tokens; the wrong turn is distilled.
+    group = finished(True, 0.0, 0.0)
+    assert group.outcome is Outcome.DISTILLED
+    [sample] = group.samples
+    assert sample.distillations and not flags(sample.loss_mask).any() and not floats(sample.advantages).any()
+    assert floats(sample.logprobs).any()
+    counted = totals(group.samples)
+    assert (counted.samples, counted.tokens, counted.distilled_turns) == (0, 0, 1)
+
+
+def test_the_setting_drops_them_whole():
+    assert finished(False, 0.0, 0.0).outcome is Outcome.FILTERED
+    ready = finished(True, 0.0, 1.0)
+    assert ready.outcome is Outcome.READY and len(ready.samples) == 2

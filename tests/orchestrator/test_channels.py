@@ -1,0 +1,171 @@
+"""What channels 2 and 3 add to buffer, batches, journal and resume, and a whole orchestrator with both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from orch_groups import ended, plan, ready, rollout
+from orch_peers import MODEL, PeerTrainer, ScriptedPool, make_config
+
+from composer_prime.config import Config
+from composer_prime.pairs import Pair, State
+from composer_prime.wire.types import Preference, ints, pack_ints
+from orchestrator import checkpoint
+from orchestrator.batch_metrics import batch_metrics
+from orchestrator.buffer import Buffer
+from orchestrator.chat_renderer import build_renderer
+from orchestrator.groups import FinishedGroup, Outcome
+from orchestrator.journal import Finished, Formed, Started
+from orchestrator.preferences.order import Cursor
+from orchestrator.resume import resume
+from orchestrator.sources import Sources
+from orchestrator.workers.protocol import RolloutReply, RunRollout, SessionRecord, ToolCall, TurnRecord
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+PREFERENCE = Preference(
+    pair_id="p", chosen_ids=pack_ints([1, 2]), rejected_ids=pack_ints([1, 3]), context=1, epsilon=0.1
+)
+
+
+def distilled(number: int, version: int = 0) -> FinishedGroup:
+    return msgspec.structs.replace(ready(number, version, rewards=(0.0, 0.0)), outcome=Outcome.DISTILLED)
+
+
+def test_distilled_groups_go_along_with_a_batch_and_make_none():
+    """They fill no place of a batch and open none for dispatch; a batch takes as many as it has groups of its own."""
+    buffer = Buffer()
+    for number in (1, 3, 5):
+        buffer.add(distilled(number))
+    assert len(buffer) == 0 and buffer.take(1, oldest=0, newest=0) is None
+    buffer.add(ready(4, 0))
+    assert len(buffer) == 1 and buffer.group_numbers == [1, 3, 4, 5]
+    assert [group.plan.group for group in buffer.take(1, oldest=0, newest=0)] == [1, 4]
+    assert buffer.group_numbers == [3, 5]
+    assert [group.plan.group for group in buffer.sweep(1)] == [3, 5]
+
+
+def test_a_distilled_group_counts_as_filtered():
+    """It carried no advantage, whatever else it is good for."""
+    buffer = Buffer()
+    for outcome in (Outcome.READY, Outcome.DISTILLED, Outcome.FILTERED, Outcome.DISTILLED):
+        buffer.note(outcome)
+    assert buffer.filtered_share == 0.75
+    hinted = rollout("a", 0.0, hints={"found": 2, "hinted": 1, "skipped/cut": 1, "kind/bad_json": 2})
+    group = msgspec.structs.replace(distilled(1), rollouts=[hinted, rollout("b", 0.0)])
+    metrics = batch_metrics(1, [ready(0, 0), group], [ended(2, Outcome.FILTERED, 1.0)])
+    assert (metrics["groups/filtered"], metrics["groups/distilled"], metrics["batch/groups"]) == (2, 1, 1)
+    assert metrics["groups/filtered_share"] == pytest.approx(2 / 3)
+    counts = {name: value for name, value in metrics.items() if name.startswith("hints/")}
+    assert counts == {"hints/found": 2, "hints/hinted": 1, "hints/skipped/cut": 1, "hints/kind/bad_json": 2}
+
+
+def test_a_resumed_batch_has_its_pairs_and_the_cursor_moves_on():
+    """Pairs are served again as they were; the next batch draws after the newest one that was formed."""
+    state = checkpoint.State(
+        run_id="run", step=1, seed=3, journal_seq=3, next_group=2, in_flight=[], ready=[], dropped=[], batches={2: [0]},
+        curricula={}, counters={}, pairs=Cursor(position=2, known=9),
+    )  # fmt: skip
+    later = Cursor(position=4, known=9)
+    entries = [
+        Started(seq=1, plan=plan(0)),
+        Finished(seq=2, group=ready(0)),
+        Formed(seq=3, step=2, groups=[0], dropped=[], metrics={}, preferences=[PREFERENCE], pairs=state.pairs),
+    ]
+    sources = Sources(make_config(MODEL).orchestrator, seed=3, num_tasks={"s": 4})
+    found = resume(state, entries, sources)
+    assert found.batches[2].preferences == [PREFERENCE] and found.pairs == state.pairs
+    entries += [
+        Finished(seq=4, group=distilled(1)),
+        Formed(seq=5, step=3, groups=[1], dropped=[], metrics={}, preferences=[], pairs=later),
+    ]
+    found = resume(state, entries, sources)
+    assert found.pairs == later and found.batches[3].groups[0].outcome is Outcome.DISTILLED
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(entries[2]), type=Formed)
+    assert again == entries[2]
+
+
+class ToolPool(ScriptedPool):
+    """Real prompts of the tiny model: a question, a wrong call that a tool complains about, an answer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._renderer = build_renderer(str(MODEL), None)[1]
+
+    async def run(self, request: RunRollout) -> RolloutReply:
+        self.requests.append(request)
+        asked = [{"role": "user", "content": f"Add {request.task_index} and 2."}]
+        prompt = self._renderer.render_ids(asked, tools=TOOLS, add_generation_prompt=True)
+        first = await self._generate(request, prompt)
+        told = {"role": "tool", "tool_call_id": "c", "content": "Tool not found: plus"}
+        prompt = self._renderer.bridge_to_next_turn(prompt, first, [told], tools=TOOLS).token_ids
+        second = await self._generate(request, prompt)
+        calls = [ToolCall(id="c", name="plus", arguments="{}")]
+        turns = [
+            TurnRecord(role="user", text="q"),
+            TurnRecord(role="assistant", text="a", num_tokens=len(first), call=0, parent=0, tool_calls=calls),
+            TurnRecord(role="tool", text=told["content"], error=told["content"], num_tokens=9, parent=1),
+            TurnRecord(role="assistant", text="b", num_tokens=len(second), call=1, parent=2),
+        ]
+        reward = float(self._reward(request))
+        session = SessionRecord(session_id=request.rollout_id, agent="a", trainable=True, reward=reward, tools=TOOLS)
+        return RolloutReply(rollout_id=request.rollout_id, task_id=f"t{request.task_index}", reward=reward,
+                            parts={"correct": reward}, turns=turns, sessions=[session])  # fmt: skip
+
+
+def both_channels(root, *, max_steps: int, resume_: bool = False, **orchestrator: Any) -> Config:
+    pairs = root / "pairs.jsonl"
+    if not pairs.exists():
+        states = [State(state_id=str(n), messages=[{"role": "user", "content": f"Say {n}."}]) for n in range(5)]
+        made = [
+            Pair(trace="t", state=state, chosen={"role": "assistant", "content": "yes"},
+                 rejected={"role": "assistant", "content": "no"}, epsilon=0.125)
+            for state in states
+        ]  # fmt: skip
+        pairs.write_bytes(b"".join(msgspec.json.encode(pair) + b"\n" for pair in made))
+    values = make_config(root, max_steps=max_steps, resume=resume_, hints={}, **orchestrator).model_dump()
+    values["orchestrator"]["preferences"] = {"pairs": str(pairs), "pairs_per_step": 2}
+    values["channels"]["sdpo"] |= {"weight": 0.5}
+    values["channels"]["replay_dpo"] |= {"weight": 0.1}
+    return Config.model_validate(values)
+
+
+async def test_batches_carry_hinted_turns_and_pairs(open_run, run_dir, tmp_path):
+    """Each row's turns match id by id, every step has its pairs, the log shows the hints, and a resume goes on."""
+    config = both_channels(tmp_path, max_steps=3)
+    async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        for step in (1, 2):
+            [reply] = await trainer.train(step)
+            assert reply.totals.distilled_turns > 0 and reply.totals.pairs == 2
+            assert reply.metrics["hints/hinted"] >= reply.totals.distilled_turns
+            assert reply.metrics["rollout/turn_error_rate"] == 0.5
+            for row in reply.micro_batches:
+                ids = ints(row.input_ids)
+                for turn in row.turns:
+                    student, teacher = ids[turn.student :][: turn.count], ids[turn.teacher :][: turn.count]
+                    assert student.tolist() == teacher.tolist()
+        assert (await trainer.checkpoint(2)).error is None
+        lines = await run.rollouts(1)
+        hints = {turn["hint"] for line in lines for turn in line["turns"]} - {None}
+        assert hints == {"Reminder: Available tools are: add"}
+        assert {line["status"] for line in lines} <= {"trained", "distilled", "filtered"}
+        before = [pair.pair_id for reply in trainer.steps[2] for row in reply.micro_batches for pair in row.pairs]
+    config = both_channels(tmp_path, max_steps=3, resume_=True)
+    async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(2)
+        [reply] = await trainer.train(3)
+        after = [pair.pair_id for row in reply.micro_batches for pair in row.pairs]
+        assert len(after) == 2 and not set(after) & set(before)
+
+
+async def test_with_weights_0_the_rows_are_those_of_channel_1(open_run, run_dir, tmp_path):
+    """Hints may be looked for all the same; the trainer sees nothing of them."""
+    config = make_config(tmp_path, max_steps=1, hints={})
+    async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        [reply] = await trainer.train(1)
+        assert reply.metrics["hints/hinted"] > 0
+        assert not any(row.turns or row.pairs for row in reply.micro_batches)
+        assert reply.totals.distilled_turns == 0
