@@ -19,9 +19,9 @@ old = pi means the trainer's own value of pi: a batch is used once, so r is 1 in
 old = mu the gap would count twice.
 
 Departures from the sources:
-1. dppo replaces the ratio clip, as in prime-rl. A kept token may still have any ratio (pi - mu <= 0.2 holds for
-   pi = 0.2, mu = 1e-5), and prime-rl lets it count 20 000 times; here its ratio is capped by a detached factor, which
-   bounds the variance and biases only such tokens. `dppo_ratio_cap = None` is prime-rl's form.
+1. dppo replaces the ratio clip. A kept token may still have any ratio (pi - mu <= 0.2 holds for pi = 0.2, mu = 1e-5).
+   prime-rl lets it count 20 000 times (`dppo_ratio_cap = None`); the paper (section 5.4) and verl truncate the ratio at
+   a large value, and so does the default here, by a detached factor: the gradient is min(r, cap) A grad log pi.
 2. Log ratios are clamped to +-20 before exp, so that one broken token gives a large number and not an infinity.
 """
 

@@ -39,7 +39,12 @@ __all__ = ["PolicyTokens", "Sums", "policy_loss", "policy_metrics", "token_scale
 
 
 def token_scale(tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, max_length: int) -> Tensor:
-    """The factor [T] of each token's loss: what `config.denominator` divides by."""
+    """The factor [T] of each token's loss: its own weight over what `config.denominator` divides by."""
+    scale_T = _inverse_denominator(tokens, totals, config, max_length)
+    return scale_T if tokens.weight_T is None else scale_T * tokens.weight_T
+
+
+def _inverse_denominator(tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, max_length: int) -> Tensor:
     like_T = tokens.sampler_logprobs_T
     match config.denominator:
         case "constant":

@@ -28,3 +28,5 @@ class PolicyTokens:
     """Sequences in the micro-batch."""
     reference_logprobs_T: Tensor | None = None
     """float [T]: log-probability under the reference policy; needed where `kl.weight` > 0."""
+    weight_T: Tensor | None = None
+    """float [T]: factor of each token's whole loss that its maker asks for; None is 1."""

@@ -76,7 +76,7 @@ class PolicyConfig(BaseConfig):
     """icepop: drop tokens with a larger importance weight."""
     dppo_threshold: float = Field(default=0.2, gt=0, lt=1)
     """dppo: drop a token whose probability already moved this far the way its advantage pushes."""
-    dppo_ratio_cap: float | None = Field(default=10.0, gt=1)
+    dppo_ratio_cap: float | None = Field(default=20.0, gt=1)
     """dppo: cap of the importance ratio of tokens that are kept; None sets none (prime-rl's form)."""
     opsm_threshold: float = Field(default=0.5, gt=0)
     """opsm: drop a sequence of negative advantage whose mean log(mu / pi) is larger, nats a token."""

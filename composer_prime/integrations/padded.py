@@ -1,0 +1,39 @@
+"""From the padded tensors [B, T] of other trainers to the flat tokens that the channels take."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from composer_prime.channels.policy import PolicyTokens
+
+
+def flat_tokens(
+    logprobs_BT: Tensor,
+    sampler_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    entropy_BT: Tensor | None = None,
+    reference_BT: Tensor | None = None,
+    weight_BT: Tensor | None = None,
+) -> PolicyTokens:
+    """The tokens where `mask_BT` is not 0; every row is one sequence. `advantages_BT` may be [B, 1].
+
+    A sampler's log-probability that is NaN (the engine could not score the token) counts as the policy's own: ratio 1.
+    """
+    mask_BT = mask_BT.bool()
+    rows_BT = torch.arange(mask_BT.shape[0], device=mask_BT.device)[:, None].expand_as(mask_BT)
+    frozen_BT = logprobs_BT.detach()
+    sampler_BT = torch.where(sampler_BT.isnan(), frozen_BT, sampler_BT)
+    entropy_BT = torch.zeros_like(frozen_BT) if entropy_BT is None else entropy_BT
+    return PolicyTokens(
+        logprobs_T=logprobs_BT[mask_BT],
+        sampler_logprobs_T=sampler_BT[mask_BT],
+        advantages_T=advantages_BT.expand_as(mask_BT)[mask_BT],
+        entropy_T=entropy_BT[mask_BT],
+        sequence_T=rows_BT[mask_BT],
+        sequences=mask_BT.shape[0],
+        reference_logprobs_T=None if reference_BT is None else reference_BT[mask_BT],
+        weight_T=None if weight_BT is None else weight_BT.expand_as(mask_BT)[mask_BT],
+    )

@@ -1,0 +1,67 @@
+"""This project's policy losses as a custom loss of prime-rl:
+
+    [trainer.loss]
+    type = "custom"
+    import_path = "composer_prime.integrations.prime_rl.composer_loss"
+
+    [trainer.loss.kwargs]
+    objective = "dapo"
+
+prime-rl calls the function once a sequence with LossInputs (its docs/algorithms.md, "Custom Loss"), sums what it
+returns and divides by the step's trained tokens. So the denominator is always `tokens`, also for objectives with
+another one (dr_grpo then divides by the tokens of the step instead of a constant), and asking for another is refused.
+Advantages come from prime-rl's algorithm: its grpo only subtracts the mean.
+
+Its own default loss is objective = "dr_grpo" with correction = "dppo", dppo_ratio_cap = None and drift_weight = 0.001.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
+
+from composer_prime.channels.policy import PolicyTokens, policy_loss
+from composer_prime.config.policy import make_po_config
+from composer_prime.errors import ConfigError
+from composer_prime.wire.types import StepTotals
+
+
+def composer_loss(inputs: LossInputs, objective: str = "dr_grpo", **settings: Any) -> LossOutputs:
+    """The summed loss of one sequence's tokens; `settings` are those of [channels.policy].
+
+    The metrics are means over the sequence: mismatch_kl, masked_fraction, clip_fraction.
+    Raises ConfigError for an unknown objective or setting, and for one that LossInputs cannot serve.
+    """
+    config = make_po_config(objective, **{"denominator": "tokens"} | settings)
+    if config.denominator != "tokens":
+        raise ConfigError(
+            f"denominator is {config.denominator}, but prime-rl divides a custom loss by the tokens of the step: leave "
+            "it out"
+        )
+    if config.entropy_weight > 0 or config.entropy_floor > 0:
+        raise ConfigError(
+            f"entropy_weight is {config.entropy_weight} and entropy_floor {config.entropy_floor}, but prime-rl passes "
+            "no entropies to a custom loss: set both to 0"
+        )
+    mask = inputs.loss_mask
+
+    def chosen(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values[mask]
+
+    logprobs_T = inputs.trainer_logprobs[mask]
+    tokens = PolicyTokens(
+        logprobs_T=logprobs_T,
+        sampler_logprobs_T=inputs.inference_logprobs[mask],
+        advantages_T=inputs.advantages[mask],
+        entropy_T=torch.zeros_like(logprobs_T.detach()),
+        sequence_T=torch.zeros_like(logprobs_T, dtype=torch.long),
+        sequences=1,
+        reference_logprobs_T=chosen(inputs.ref_logprobs),
+        weight_T=chosen(inputs.loss_weights),
+    )
+    loss, sums = policy_loss(tokens, StepTotals(samples=1, tokens=1, groups=0), config, 1)
+    count = sums["tokens"].clamp(min=1)
+    names = {"mismatch": "mismatch_kl", "masked": "masked_fraction", "clipped": "clip_fraction"}
+    return LossOutputs(loss=loss, metrics={name: sums[key] / count for key, name in names.items()})

@@ -1,0 +1,121 @@
+"""This project's loss inside TRL: a GRPOTrainer whose loss is the sum of the channels.
+
+    trainer = ComposerGRPOTrainer(
+        model, reward_funcs=reward, args=GRPOConfig(..., scale_rewards="none"), train_dataset=tasks,
+        channels=ChannelsConfig(policy=make_po_config("dr_grpo")),
+    )
+
+TRL generates, scores, computes advantages, accumulates and steps; the loss and its denominators are ours. Channels 2
+and 3 join through `other_channels`, which a subclass overrides: TRL's batches carry neither hints nor pairs.
+
+What differs from this project's own trainer: TRL generates with transformers or vLLM in its own loop, and without vLLM
+it has no sampler log-probabilities: then mu is the policy at generation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+
+from composer_prime.channels.policy import PolicyTokens
+from composer_prime.channels.replay_dpo import PairTokens
+from composer_prime.channels.sdpo import DistilTokens
+from composer_prime.channels.total import ChannelInputs, channel_metrics, total_loss
+from composer_prime.config.channels import ChannelsConfig
+from composer_prime.errors import ConfigError
+from composer_prime.integrations.padded import flat_tokens
+from composer_prime.wire.types import StepTotals
+
+SCALE_REWARDS = {"none": "none", "std": "group"}
+"""TRL's name of each advantage scaling."""
+
+
+class ComposerGRPOTrainer(GRPOTrainer):
+    """GRPOTrainer with the loss of `channels`; every other argument is TRL's.
+
+    Raises ConfigError when TRL's arguments would make advantages or reference log-probabilities that the channels'
+    configuration does not expect.
+    """
+
+    def __init__(self, *args: Any, channels: ChannelsConfig | None = None, **kwargs: Any) -> None:
+        self.channels = channels or ChannelsConfig()
+        super().__init__(*args, **kwargs)
+        _check(self.channels, self.args)
+
+    def other_channels(self, model: Any, inputs: dict[str, Any]) -> tuple[DistilTokens | None, PairTokens | None]:
+        """Channel 2's and 3's tokens for this micro-batch; override to bring them. Their counts go into the step's
+        denominators as if every micro-batch had as many."""
+        return None, None
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        sdpo, replay_dpo = self.other_channels(model, inputs)
+        tokens = self._policy_tokens(model, inputs)
+        totals = self._totals(inputs, tokens, sdpo, replay_dpo)
+        channel_inputs = ChannelInputs(policy=tokens, sdpo=sdpo, replay_dpo=replay_dpo)
+        max_length = self.channels.policy.max_completion_length or self.max_completion_length
+        parts = total_loss(channel_inputs, totals, self.channels, max_length, self.state.global_step + 1)
+        metrics = channel_metrics({name: value.item() for name, value in parts.sums.items()})
+        for name, value in metrics.items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
+        return parts.total * self.accelerator.num_processes  # TRL's ranks average their gradients
+
+    def _policy_tokens(self, model: Any, inputs: dict[str, Any]) -> PolicyTokens:
+        completion, mask_BT = inputs["completion_ids"], inputs["completion_mask"]
+        if "tool_mask" in inputs:
+            mask_BT = mask_BT * inputs["tool_mask"]
+        logprobs_BT, entropy_BT, _ = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], completion], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            completion.size(1),
+            compute_entropy=True,
+        )
+        sampler_BT = inputs.get("sampling_per_token_logps")
+        if sampler_BT is None:
+            sampler_BT = inputs.get("old_per_token_logps")
+        advantages = inputs["advantages"]
+        return flat_tokens(
+            logprobs_BT,
+            logprobs_BT.detach() if sampler_BT is None else sampler_BT,
+            advantages[:, None] if advantages.dim() == 1 else advantages,
+            mask_BT,
+            entropy_BT=entropy_BT,
+            reference_BT=inputs.get("ref_per_token_logps"),
+        )
+
+    def _totals(
+        self, inputs: dict[str, Any], tokens: PolicyTokens, sdpo: DistilTokens | None, pairs: PairTokens | None
+    ) -> StepTotals:
+        """Counts of one optimizer step. TRL counts tokens over a generation batch, rows by construction."""
+        training = self.model.training
+        parts = (self.current_gradient_accumulation_steps if training else 1) * self.accelerator.num_processes
+        count = tokens.logprobs_T.numel()
+        if training:
+            share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
+            count = round(float(inputs["num_items_in_batch"]) * share)
+        return StepTotals(
+            samples=tokens.sequences * parts,
+            tokens=count,
+            groups=0,
+            distilled_tokens=0 if sdpo is None else sdpo.divergence_D.numel() * parts,
+            distilled_turns=0 if sdpo is None else sdpo.turns * parts,
+            pairs=0 if pairs is None else pairs.epsilon_P.numel() * parts,
+            micro_batches=parts,
+        )
+
+
+def _check(channels: ChannelsConfig, args: GRPOConfig) -> None:
+    scaling, wanted = args.scale_rewards, SCALE_REWARDS[channels.policy.advantage_scaling]
+    if scaling != wanted:
+        raise ConfigError(
+            f"GRPOConfig.scale_rewards is {scaling!r}, but objective {channels.policy.objective} has advantage_scaling "
+            f"= {channels.policy.advantage_scaling}: set scale_rewards = {wanted!r}, or advantage_scaling"
+        )
+    if channels.policy.kl.weight != args.beta:
+        raise ConfigError(
+            f"GRPOConfig.beta is {args.beta}, but the KL penalty's weight is {channels.policy.kl.weight}: TRL computes "
+            "reference log-probabilities where beta > 0; set both to the same value"
+        )

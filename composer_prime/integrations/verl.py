@@ -1,0 +1,82 @@
+"""This project's policy losses in verl's registry, under the names composer_dr_grpo, composer_grpo, composer_dapo,
+composer_gspo and composer_cispo.
+
+    VERL_USE_EXTERNAL_MODULES=composer_prime.integrations.verl python -m verl.trainer.main_ppo \
+        actor_rollout_ref.actor.policy_loss.loss_mode=composer_dr_grpo ...
+
+verl imports the modules of that variable in every process; importing this one registers the losses with the defaults of
+their objectives. For other settings, name a module of your own there that calls `register`.
+
+What verl gives decides what is possible:
+1. mu is verl's `old_log_probs`: the actor's own at the start of the step, or the engine's in its bypass mode.
+2. Rollout-correction weights that verl computed multiply each token's loss.
+3. Advantages come from verl's estimator: set algorithm.norm_adv_by_std_in_grpo to what the objective wants.
+4. KL and entropy terms are verl's own (actor.use_kl_loss, actor.entropy_coeff); a loss that asks for ours is refused.
+5. bnpo needs the number of micro-batches, which verl doesn't tell; refused as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from verl.trainer.ppo.core_algos import register_policy_loss
+
+from composer_prime.channels.policy import policy_loss, policy_metrics
+from composer_prime.config.policy import PolicyConfig, make_po_config
+from composer_prime.errors import ConfigError
+from composer_prime.integrations.padded import flat_tokens
+from composer_prime.wire.types import StepTotals
+
+OBJECTIVES = ("dr_grpo", "grpo", "dapo", "gspo", "cispo")
+
+
+def register(name: str, policy: PolicyConfig) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
+    """Make `policy` available to verl as policy_loss.loss_mode = `name`, and return the function that verl will call.
+
+    Raises ConfigError for settings that verl's interface cannot serve.
+    """
+    _check(name, policy)
+
+    def loss(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """verl's interface: all tensors [batch, response]. The denominator is the policy's, not `loss_agg_mode`."""
+        tokens = flat_tokens(log_prob, old_log_prob, advantages, response_mask, weight_BT=rollout_is_weights)
+        known = dict(getattr(config, "global_batch_info", None) or {})
+        ranks = known.get("dp_size") or 1
+        rows = int((response_mask.sum(-1) > 0).sum())
+        totals = StepTotals(
+            samples=int(known.get("global_batch_size") or rows),
+            tokens=int(known.get("batch_num_tokens") or tokens.logprobs_T.numel()),
+            groups=0,
+        )
+        length = policy.max_completion_length or known.get("loss_scale_factor") or response_mask.shape[-1]
+        share, sums = policy_loss(tokens, totals, policy, length)
+        metrics = policy_metrics({name: value.item() for name, value in sums.items()})
+        return share * ranks, {f"actor/{key.removeprefix('policy/')}": value for key, value in metrics.items()}
+
+    return register_policy_loss(name)(loss)
+
+
+def _check(name: str, policy: PolicyConfig) -> None:
+    refused = {
+        "denominator = micro_batch (bnpo)": policy.denominator == "micro_batch",
+        "kl.weight > 0 (use actor.use_kl_loss)": policy.kl.weight > 0,
+        "entropy_weight > 0 (use actor.entropy_coeff)": policy.entropy_weight > 0,
+        "entropy_floor > 0": policy.entropy_floor > 0,
+    }
+    for setting, asked in refused.items():
+        if asked:
+            raise ConfigError(f"policy loss {name!r} has {setting}: verl's interface doesn't bring what it needs")
+
+
+for _objective in OBJECTIVES:
+    register(f"composer_{_objective}", make_po_config(_objective))

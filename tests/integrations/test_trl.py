@@ -1,0 +1,126 @@
+"""The loss inside TRL: the same numbers as TRL's own where they mean the same, and real training of the tiny model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+import composer_prime
+from composer_prime.channels import make_po_config
+from composer_prime.channels.replay_dpo import PairTokens
+from composer_prime.config.channels import ChannelsConfig
+from composer_prime.errors import ConfigError
+from composer_prime.integrations.trl import ComposerGRPOTrainer
+
+TINY = Path(composer_prime.__file__).parent / "assets/tiny/policy"
+
+
+def digits(completions: list[str], **_) -> list[float]:
+    """Share of digits among a completion's characters."""
+    return [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in completions]
+
+
+def trainer_of(folder: Path, channels: ChannelsConfig, kind=ComposerGRPOTrainer, **settings):
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    given = {"per_device_train_batch_size": 8, "num_generations": 8, "max_completion_length": 12, "learning_rate": 1e-3,
+             "max_steps": 2, "scale_rewards": "none", "beta": 0.0} | settings  # fmt: skip
+    args = GRPOConfig(output_dir=str(folder), report_to=[], use_cpu=True, save_strategy="no", logging_steps=1,
+                      disable_tqdm=True, seed=0, lr_scheduler_type="constant", bf16=False, **given)  # fmt: skip
+    prompts = Dataset.from_dict({"prompt": ["What is 3 plus 4?", "add 10 and 5", "sum of 2, 8", "6 times 7"] * 4})
+    return kind(model, reward_funcs=digits, args=args, train_dataset=prompts, processing_class=tokenizer,
+                channels=channels)  # fmt: skip
+
+
+def batch_of(trainer: GRPOTrainer) -> dict:
+    """A generated, scored batch of one accumulation window."""
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    trainer.model.train()
+    return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+
+def gradients(trainer: GRPOTrainer, loss: torch.Tensor) -> list[torch.Tensor]:
+    trainer.model.zero_grad()
+    loss.backward()
+    return [parameter.grad.clone() for parameter in trainer.model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("objective", "scaling"), [("dr_grpo", "none"), ("grpo", "group"), ("dapo", "group")])
+def test_on_the_same_batch_loss_and_gradients_are_trl_s(tmp_path, objective, scaling):
+    # A batch that TRL generated and scored, with old log-probabilities that differ from the policy's: our subclass's
+    # loss and every parameter's gradient equal GRPOTrainer's with the same loss_type, to float32's precision.
+    policy = make_po_config(objective, correction="none", clip_high=0.2)
+    trainer = trainer_of(tmp_path, ChannelsConfig(policy=policy), scale_rewards=scaling, loss_type=objective)
+    batch = batch_of(trainer)
+    batch["advantages"] = torch.linspace(-1, 1, len(batch["advantages"]))
+    with torch.no_grad():
+        logprobs = trainer._policy_tokens(trainer.model, batch).logprobs_T
+    old = torch.zeros(batch["completion_ids"].shape)
+    old[batch["completion_mask"].bool()] = logprobs
+    batch["old_per_token_logps"] = old + 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
+    theirs = GRPOTrainer._compute_loss(trainer, trainer.model, copy.copy(batch))
+    their_gradients = gradients(trainer, theirs)
+    ours = trainer._compute_loss(trainer.model, batch)
+    our_gradients = gradients(trainer, ours)
+    assert abs(ours - theirs) <= 1e-6 and ours.abs() > 1e-4
+    assert max((one - other).abs().max() for one, other in zip(our_gradients, their_gradients, strict=True)) <= 1e-6
+
+
+@pytest.mark.slow
+def test_the_tiny_model_learns_in_trl_s_loop(tmp_path):
+    # TRL's own train(): 12 steps of two accumulated micro-batches; the reward rises and the metrics are ours.
+    trainer = trainer_of(tmp_path, ChannelsConfig(), max_steps=12, gradient_accumulation_steps=2, num_generations=16,
+                         learning_rate=2e-3)  # fmt: skip
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    trainer.train()
+    rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
+    assert any((one != other).any() for one, other in zip(before, trainer.model.parameters(), strict=True))
+    last = trainer.state.log_history[-2]
+    assert {"loss/policy", "policy/mismatch_kl", "policy/ess", "policy/entropy"} <= last.keys()
+
+
+class WithPairs(ComposerGRPOTrainer):
+    """Brings one preference pair of fixed text in each micro-batch."""
+
+    def other_channels(self, model, inputs):
+        sides = [
+            self.processing_class("add 1 and 2: " + answer, return_tensors="pt").input_ids for answer in ("3", "x")
+        ]
+        sums = [model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).sum() for ids in sides]
+        lengths = [torch.tensor([float(ids.shape[1] - 1)]) for ids in sides]
+        reference = [torch.tensor([-20.0])] * 2
+        return None, PairTokens(chosen_logprobs_P=sums[0][None], rejected_logprobs_P=sums[1][None],
+                                chosen_length_P=lengths[0], rejected_length_P=lengths[1],
+                                reference_chosen_P=reference[0], reference_rejected_P=reference[1],
+                                epsilon_P=torch.tensor([0.1]))  # fmt: skip
+
+
+@pytest.mark.slow
+def test_another_channel_joins_through_the_hook(tmp_path):
+    # A subclass that brings pairs: their loss is in the total with its weight, and training widens their margin.
+    channels = ChannelsConfig(replay_dpo={"weight": 0.5})
+    trainer = trainer_of(tmp_path, channels, kind=WithPairs, max_steps=4)
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "dpo/margin" in line]
+    assert len(lines) == 4 and lines[-1]["dpo/margin"] > lines[0]["dpo/margin"]
+    for line in lines:
+        assert line["loss/total"] == pytest.approx(line["loss/policy"] + 0.5 * line["loss/replay_dpo"], abs=1e-5)
+    with pytest.raises(ConfigError, match=r"channels.replay_dpo.weight is 0\.5, but this trainer brought no input"):
+        trainer_of(tmp_path, channels).train()
+
+
+def test_arguments_of_trl_that_contradict_the_channels_are_refused(tmp_path):
+    # Advantages scaled otherwise than the objective wants, or a KL weight that differs: both values and the remedy.
+    with pytest.raises(ConfigError, match=r"scale_rewards is 'none', but objective grpo.*set scale_rewards = 'group'"):
+        trainer_of(tmp_path, ChannelsConfig(policy=make_po_config("grpo")))
+    policy = make_po_config("dr_grpo", kl={"weight": 0.1})
+    with pytest.raises(ConfigError, match=r"GRPOConfig.beta is 0.0, but the KL penalty's weight is 0\.1"):
+        trainer_of(tmp_path, ChannelsConfig(policy=policy))
