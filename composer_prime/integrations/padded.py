@@ -26,12 +26,12 @@ def flat_tokens(
     rows_BT = torch.arange(mask_BT.shape[0], device=mask_BT.device)[:, None].expand_as(mask_BT)
     frozen_BT = logprobs_BT.detach()
     sampler_BT = torch.where(sampler_BT.isnan(), frozen_BT, sampler_BT)
-    entropy_BT = torch.zeros_like(frozen_BT) if entropy_BT is None else entropy_BT
+    entropies_BT = torch.zeros_like(frozen_BT) if entropy_BT is None else entropy_BT
     return PolicyTokens(
         logprobs_T=logprobs_BT[mask_BT],
         sampler_logprobs_T=sampler_BT[mask_BT],
         advantages_T=advantages_BT.expand_as(mask_BT)[mask_BT],
-        entropy_T=entropy_BT[mask_BT],
+        entropy_T=entropies_BT[mask_BT],
         sequence_T=rows_BT[mask_BT],
         sequences=mask_BT.shape[0],
         reference_logprobs_T=None if reference_BT is None else reference_BT[mask_BT],

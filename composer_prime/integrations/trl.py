@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from composer_prime.channels.policy import PolicyTokens
 from composer_prime.channels.replay_dpo import PairTokens
