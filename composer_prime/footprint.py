@@ -15,6 +15,7 @@ from typing import Any
 
 from composer_prime.config import Config
 from composer_prime.errors import ModelNotFoundError
+from composer_prime.weight_sets import AVERAGES, weight_sets
 
 GIB = 1 << 30
 _RUNTIME_BYTES = {"rank": int(0.55 * GIB), "node": int(0.55 * GIB), "orchestrator": int(0.15 * GIB)}
@@ -22,8 +23,9 @@ _RUNTIME_BYTES = {"rank": int(0.55 * GIB), "node": int(0.55 * GIB), "orchestrato
 _WORKER_BYTES = int(0.25 * GIB)
 """An environment worker with verifiers loaded."""
 _CUDA_CONTEXT_BYTES = int(0.6 * GIB)
-_LOGITS_AT_ONCE = 1 << 24
-"""The trainer computes longer rows' logits in pieces of about this many elements."""
+CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
+"""Logits (elements) that the trainer's head makes at a time (trainer/fused.py). The output layer's gradient is read and
+written once for each such chunk, so it must not have too few rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +118,9 @@ def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
         "gradients": 4 * trained // ranks,
         "moments": (8 if trainer.optim.type == "adamw" else 5) * trained // ranks,
         "activations": int(kept * tokens * shape.hidden * shape.layers * width),
-        "logits": min(tokens * shape.vocabulary, _LOGITS_AT_ONCE) * 20,
+        "logits": _logits_bytes(config, shape, cuda=cuda),
+        "output layer's gradient": 4 * shape.vocabulary * shape.hidden if trainer.lora is None else 0,
+        "other weights": _other_weights(config, shape) // ranks,
     }
     if half:
         parts["gathered blocks"] = 2 * width * shape.parameters // max(shape.layers, 1)
@@ -125,6 +129,22 @@ def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
     total = sum(parts.values())
     host = _RUNTIME_BYTES["rank"] + 2 * snapshot if cuda else total
     return Need(role="trainer rank", host_bytes=host, device_bytes=total if cuda else 0, parts=parts)
+
+
+def _logits_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> int:
+    """A chunk of logits and a copy of it; with channel 2 the teacher's beside it, and a copy of its output layer."""
+    chunk = min(config.trainer.micro_batch_tokens * shape.vocabulary, CHUNK_LOGITS["cuda" if cuda else "cpu"])
+    taught = config.channels.sdpo.weight > 0
+    other = weight_sets(config.channels).teacher is not None
+    return chunk * 4 * (4 if taught else 2) + (4 * shape.vocabulary * shape.hidden if other else 0)
+
+
+def _other_weights(config: Config, shape: ModelShape) -> int:
+    """Float32 start weights and moving averages, over all ranks. With adapters the start weights are the base."""
+    lora = config.trainer.lora
+    trained = shape.parameters if lora is None else _lora_parameters(shape, lora.rank)
+    kept = weight_sets(config.channels).needed - ({"frozen"} if lora is not None else set())
+    return 4 * trained * len(kept)
 
 
 def node_need(config: Config, shape: ModelShape, *, cuda: bool, device_bytes: int | None = None) -> Need:
@@ -173,9 +193,10 @@ def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, in
     width = 2 if cuda else 4
     moments = 8 if config.trainer.optim.type == "adamw" else 5
     trained = shape.parameters if config.trainer.lora is None else _lora_parameters(shape, config.trainer.lora.rank)
+    averages = 4 * len(weight_sets(config.channels).needed & {*AVERAGES})
     return {
         "weight store": (config.trainer.weights.keep + 1) * shape.parameters * width,
-        "checkpoints": (config.trainer.checkpoint.keep + 1) * (4 * shape.parameters + moments * trained),
+        "checkpoints": (config.trainer.checkpoint.keep + 1) * (4 * shape.parameters + (moments + averages) * trained),
         "final": shape.parameters * width,
     }
 

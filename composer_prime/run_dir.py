@@ -7,6 +7,7 @@
       checkpoints/step_000010/{trainer,orchestrator,COMPLETE}
       weights/                     the weight store
       keys/                        CURVE and signing keys, readable by the owner only
+      reference/                   channel 3: log-probabilities of preference pairs under the frozen base
       final/                       Hugging Face format
 """
 
@@ -68,6 +69,11 @@ class RunDir:
     @property
     def final(self) -> Path:
         return self.root / "final"
+
+    @property
+    def reference(self) -> Path:
+        """Cached reference log-probabilities of preference pairs."""
+        return self.root / "reference" / "logprobs.jsonl"
 
     @property
     def checkpoints(self) -> Path:

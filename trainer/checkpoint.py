@@ -1,4 +1,4 @@
-"""Checkpoints: model masters, optimizer moments, random state; one folder that any number of ranks can load.
+"""Checkpoints: model masters, optimizer moments, moving averages, random state; any number of ranks can load them.
 
     rank 0: CheckpointRequest ------> orchestrator writes orchestrator/ ... ------> CheckpointSaved
     ranks:  torch.distributed.checkpoint writes trainer/, each rank its shards
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from composer_prime.run_dir import RunDir, write_atomic
 from trainer.data import StepClient
 from trainer.optim import Optimizer
 from trainer.policy import Policy
+from trainer.self_teacher import SelfTeacher
 from trainer.world import World, gather_texts, gather_words
 
 logger = logging.getLogger(__name__)
@@ -36,13 +38,16 @@ class Checkpoints:
     def __init__(self, run_dir: RunDir, world: World, keep: int) -> None:
         self._run_dir, self._world, self._keep = run_dir, world, keep
 
-    def save(self, step: int, policy: Policy, optimizer: Optimizer, client: StepClient) -> None:
+    def save(
+        self, step: int, policy: Policy, optimizer: Optimizer, teacher: SelfTeacher, client: StepClient
+    ) -> None:
         """Write checkpoint `step` with the orchestrator. A collective.
 
         Raises CheckpointError on every rank when any part fails; the folder is then gone and older ones are intact.
         """
         folder = self._run_dir.checkpoint(step)
-        failure = self._write(step, policy, optimizer, client)
+        state = _state(policy, optimizer, teacher, self._world, step)
+        failure = self._write(step, state, client)
         failures = [text for text in gather_texts(failure) if text]
         if not failures:
             return
@@ -53,14 +58,14 @@ class Checkpoints:
             "trainer.checkpoint.keep; the checkpoint before it is still whole"
         )
 
-    def _write(self, step: int, policy: Policy, optimizer: Optimizer, client: StepClient) -> str:
+    def _write(self, step: int, state: dict[str, Any], client: StepClient) -> str:
         """This rank's failure in words; empty when all went well."""
         folder = self._run_dir.checkpoint(step)
         failure = self._prepare(folder, step, client) if self._world.first else ""
         if any(row[0] for row in gather_words([bool(failure)])):
             return failure
         try:
-            dcp.save(_state(policy, optimizer, self._world, step), checkpoint_id=folder / "trainer")
+            dcp.save(state, checkpoint_id=folder / "trainer")
         except (Exception, dcp.CheckpointException) as error:  # the latter, no Exception, wraps what any rank met
             failure = f"rank {self._world.rank}: {_root_cause(error)}"
         if any(row[0] for row in gather_words([bool(failure)])):
@@ -87,17 +92,15 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
         return ""
 
-    def load(self, step: int, policy: Policy, optimizer: Optimizer) -> None:
+    def load(self, step: int, policy: Policy, optimizer: Optimizer, teacher: SelfTeacher) -> None:
         """Restore checkpoint `step`, whatever number of ranks wrote it. A collective.
 
         Raises CheckpointError when it does not fit this model and optimizer or cannot be read.
         """
         folder = self._run_dir.checkpoint(step) / "trainer"
-        state = _state(policy, optimizer, self._world, step)
+        state = _state(policy, optimizer, teacher, self._world, step)
         try:
-            written = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-            if not any(name.startswith(f"random.{self._world.rank}") for name in written):
-                state.pop("random")
+            absent = _drop_absent(state, dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
             dcp.load(state, checkpoint_id=folder)
         except (Exception, dcp.CheckpointException) as error:  # the latter, no Exception, wraps what any rank met
             raise CheckpointError(
@@ -112,22 +115,51 @@ class Checkpoints:
         for part, groups in zip(optimizer.parts, settings, strict=True):
             for group, kept in zip(part.param_groups, groups, strict=True):
                 group.update(kept)
-        if "random" in state:
-            torch.set_rng_state(state["random"][str(self._world.rank)])
+        for name in absent:
+            teacher.begin(name)
+        _set_random(state.get("random", {}))
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names", "lr")}
 
 
-def _state(policy: Policy, optimizer: Optimizer, world: World, step: int) -> dict[str, Any]:
+def _state(
+    policy: Policy, optimizer: Optimizer, teacher: SelfTeacher, world: World, step: int
+) -> dict[str, Any]:
     model, moments = get_state_dict(policy, optimizer.parts)
+    random = {f"{world.rank}-cpu": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        random[f"{world.rank}-cuda"] = torch.cuda.get_rng_state(world.device)
+    averages = teacher.averages()
     return {
         "model": model,
         "optimizer": moments,
-        "random": {str(world.rank): torch.get_rng_state()},
+        "random": random,
         "meta": {"step": step, "format": FORMAT},
+        **({"averages": averages} if averages else {}),
     }
+
+
+def _drop_absent(state: dict[str, Any], written: Iterable[str]) -> list[str]:
+    """Leave out of `state` what the checkpoint does not hold (more ranks, another teacher): names of such averages."""
+    names = set(written)
+    absent: list[str] = []
+    for part in ("averages", "random"):
+        values = state.pop(part, {})
+        kept = {key: value for key, value in values.items() if any(n.startswith(f"{part}.{key}") for n in names)}
+        absent += [key for key in values if part == "averages" and key not in kept]
+        if kept:  # an empty dictionary would be looked for too
+            state[part] = kept
+    return absent
+
+
+def _set_random(states: dict[str, torch.Tensor]) -> None:
+    for key, value in states.items():
+        if key.endswith("-cuda"):
+            torch.cuda.set_rng_state(value.cpu(), torch.cuda.current_device())
+        else:
+            torch.set_rng_state(value)
 
 
 def _root_cause(error: BaseException) -> str:

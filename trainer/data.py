@@ -38,12 +38,13 @@ from composer_prime.wire.step import (
     StepRequest,
     ToTrainer,
 )
-from composer_prime.wire.types import flags
+from composer_prime.wire.types import MicroBatch, flags
 from trainer.world import World, gather_texts, gather_words
 
 REPEAT_S = 5.0
 _SLICE_S = 0.2
 _READY, _FINISHED, _STOPPED, _FAILED = range(4)
+_COUNTED = ("trained tokens", "distilled tokens", "preference pairs")
 logger = logging.getLogger(__name__)
 
 
@@ -221,8 +222,7 @@ def next_batch(client: StepClient, world: World, step: int) -> StepReply | RunFi
     except (ComposerError, Stopped) as caught:
         error = caught
     batches = reply.micro_batches if isinstance(reply, StepReply) else []
-    tokens = sum(int(flags(batch.loss_mask).sum()) for batch in batches)
-    table = gather_words([_status(reply, error), len(batches), tokens])
+    table = gather_words([_status(reply, error), len(batches), *_counts(batches)])
     _raise_together(table, error, step)
     if isinstance(reply, StepReply) and all(row[0] == _READY for row in table):
         _check_table(table, reply, step)
@@ -253,11 +253,22 @@ def _raise_together(table: list[list[int]], error: BaseException | None, step: i
 
 
 def _check_table(table: list[list[int]], reply: StepReply, step: int) -> None:
-    counts, tokens = [row[1] for row in table], sum(row[2] for row in table)
+    counts, totals = [row[1] for row in table], reply.totals
     if len(set(counts)) != 1 or counts[0] == 0:
         raise RunMismatchError(f"step {step}: ranks got {counts} micro-batches; they must be equal and at least 1")
-    if tokens != reply.totals.tokens:
-        raise RunMismatchError(
-            f"step {step}: the ranks hold {tokens} trained tokens, the orchestrator's totals say "
-            f"{reply.totals.tokens}: the loss would have a wrong denominator"
-        )
+    said = (totals.tokens, totals.distilled_tokens, totals.pairs)
+    for name, held, total in zip(_COUNTED, map(sum, zip(*(row[2:] for row in table), strict=True)), said, strict=True):
+        if held != total:
+            raise RunMismatchError(
+                f"step {step}: the ranks hold {held} {name}, the orchestrator's totals say {total}: the loss would "
+                "have a wrong denominator"
+            )
+
+
+def _counts(batches: list[MicroBatch]) -> tuple[int, int, int]:
+    """What _COUNTED names."""
+    return (
+        sum(int(flags(batch.loss_mask).sum()) for batch in batches),
+        sum(turn.count for batch in batches for turn in batch.turns),
+        sum(len(batch.pairs) for batch in batches),
+    )

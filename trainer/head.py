@@ -1,66 +1,101 @@
-"""From hidden states to each trained token's log-probability and entropy.
-
-Only positions that predict a trained token come here, and they pass in chunks whose logits are recomputed in the
-backward pass when they would be large: [T, V] float32 is never held as a whole.
-"""
+"""The output layer: what it is made of, what it is compared with, what comes out. The computation is in fused.py."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-LOGITS_BUDGET = 1 << 24
-"""Logits (elements) that may be alive at a time; 64 MiB in float32."""
+from composer_prime.errors import ConfigError
 
-Logits = Callable[[Tensor], Tensor]
-"""Hidden states [T, H] to logits [T, V] at temperature 1."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """logits(h) = cap * tanh(scale * (h W^T + b) / cap); without a cap, scale * (h W^T + b)."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    cap: float | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        return self.weight_VH.shape[0]
+
+    def detached(self, *, copy: bool = False) -> Head:
+        """Without gradient; `copy` takes new memory, for weights that are about to be freed or overwritten."""
+        weight, bias = self.weight_VH.detach(), None if self.bias_V is None else self.bias_V.detach()
+        if copy:
+            weight, bias = weight.clone(), None if bias is None else bias.clone()
+        return dataclasses.replace(self, weight_VH=weight, bias_V=bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherPart:
+    """One summand of the teacher's logits: share * head(hidden)."""
+
+    share: float
+    hidden_DH: Tensor
+    """[D, H], detached: the states that predict the distilled tokens in the hinted context."""
+    head: Head
+
+
+Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(student logits [C, V], teacher logits [C, V], targets [C]) -> [C], differentiable in the student's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distillation:
+    """What the last D rows of the head are compared with. The parts' shares add up to 1."""
+
+    teacher: tuple[TeacherPart, ...]
+    divergence: Divergence
+
+    @property
+    def rows(self) -> int:
+        return self.teacher[0].hidden_DH.shape[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStatistics:
-    logprobs_T: Tensor
-    """float32 [T], with gradient."""
-    entropy_T: Tensor
-    """float32 [T], detached; nats."""
+    """Of the head's R rows, in nats; float32 (float64 for float64 hidden states)."""
+
+    logprobs_R: Tensor
+    """[R], with gradient."""
+    entropy_R: Tensor
+    """[R], with gradient."""
+    divergence_D: Tensor | None = None
+    """[D], with gradient: the last D rows against their teacher; None without one."""
+    teacher_entropy_D: Tensor | None = None
+    """[D], detached."""
 
 
-def token_statistics(
-    hidden_T: Tensor,
-    targets_T: Tensor,
-    temperature_T: Tensor | None,
-    logits: Logits,
-    vocabulary: int,
-    budget: int = LOGITS_BUDGET,
-) -> TokenStatistics:
-    """Statistics of `targets_T` int64 [T] under softmax(logits(hidden_T) / temperature_T).
+def head_of(lm: PreTrainedModel) -> Head:
+    """The output layer of `lm`, with the scaling or soft cap that some families apply behind it.
 
-    hidden_T is [T, H]; temperature_T float32 [T] or None for 1. T may be 0: the results then hang on the graph, empty.
+    An adapted layer counts as W + (alpha / rank) B A, without the adapters' dropout; switched off, as W. Raises
+    ConfigError for an output layer that is not linear.
     """
-    chunk = max(1, budget // vocabulary)
-    if hidden_T.shape[0] <= chunk:
-        logprobs_T, entropy_T = _chunk(hidden_T, targets_T, temperature_T, logits)
-        return TokenStatistics(logprobs_T=logprobs_T, entropy_T=entropy_T)
-    temperatures = [None] * -(-hidden_T.shape[0] // chunk) if temperature_T is None else temperature_T.split(chunk)
-    pieces = [
-        checkpoint(_chunk, *piece, logits, use_reentrant=False, preserve_rng_state=False)
-        for piece in zip(hidden_T.split(chunk), targets_T.split(chunk), temperatures, strict=True)
-    ]
-    logprobs, entropies = zip(*pieces, strict=True)
-    return TokenStatistics(logprobs_T=torch.cat(logprobs), entropy_T=torch.cat(entropies))
+    module, config = lm.get_output_embeddings(), lm.config.get_text_config()
+    layer = getattr(module, "base_layer", module)  # peft's layers; importing peft to ask would take seconds
+    if not isinstance(layer, nn.Linear):
+        raise ConfigError(
+            f"{type(lm).__name__} ends in a {type(layer).__name__}, and the loss needs a linear output layer: train "
+            "another model, or leave the output layer out of trainer.lora.target_modules"
+        )
+    weight = layer.weight
+    if layer is not module and not module.disable_adapters:
+        for adapter in module.active_adapters:
+            weight = weight + module.get_delta_weight(adapter)
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    return Head(
+        weight_VH=weight,
+        bias_V=layer.bias,
+        scale=scale,
+        cap=getattr(config, "final_logit_softcapping", None),  # Gemma
+    )
 
-
-def _chunk(
-    hidden_T: Tensor, targets_T: Tensor, temperature_T: Tensor | None, logits: Logits
-) -> tuple[Tensor, Tensor]:
-    scores_TV = logits(hidden_T).float()
-    if temperature_T is not None:
-        scores_TV = scores_TV / temperature_T[:, None]
-    logprobs_TV = F.log_softmax(scores_TV, dim=-1)
-    with torch.no_grad():
-        entropy_T = torch.special.entr(logprobs_TV.exp()).sum(-1)
-    return -F.nll_loss(logprobs_TV, targets_T, reduction="none"), entropy_T

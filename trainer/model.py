@@ -9,12 +9,20 @@ So no rank but the first ever holds the whole model, and the first holds it on t
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
+import re
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -22,9 +30,12 @@ from transformers.utils import logging as transformers_logging
 from composer_prime.config import Config
 from composer_prime.errors import ModelNotFoundError
 from trainer.attention import NAME, implementation
-from trainer.policy import Policy
+from trainer.policy import READS, Policy
 from trainer.probe import check_packing
 from trainer.world import World
+
+logger = logging.getLogger(__name__)
+_DROPOUT = re.compile(r"dropout|pdrop|layerdrop|drop_rate|drop_path")
 
 
 def build_policy(config: Config, folder: Path, world: World) -> Policy:
@@ -48,10 +59,26 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
 
 
 def read_config(folder: Path) -> PretrainedConfig:
+    """The configuration of the model in `folder`, without dropout.
+
+    With dropout the trained policy would not be the one that sampled, and ratios would be noise. Raises
+    ModelNotFoundError for a folder without a usable one.
+    """
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"model.path: {folder} holds no usable config.json: {error}") from None
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name, value in part.to_dict().items():
+            if _DROPOUT.search(name) and isinstance(value, float) and value > 0:
+                _say_without(folder, name, value)
+                setattr(part, name, 0.0)
+    return config
+
+
+@functools.cache
+def _say_without(folder: Path, name: str, value: float) -> None:
+    logger.info("%s: %s is %g and counts as 0: a policy is trained as it is sampled", folder, name, value)
 
 
 def empty_model(folder: Path, attention: str, config: Config) -> PreTrainedModel:
@@ -92,6 +119,8 @@ def shard(policy: Policy, world: World) -> None:
         fully_shard(block, mesh=world.mesh, mp_policy=precision)
     whole = dataclasses.replace(precision, cast_forward_inputs=False)  # a row's temperatures stay in float32
     fully_shard(policy, mesh=world.mesh, mp_policy=whole)
+    for name in READS:
+        register_fsdp_forward_method(policy, name)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -1,17 +1,33 @@
-"""The policy as one module: a packed row in, statistics of its trained tokens out.
+"""The policy as one module: a packed row in, statistics of its tokens out.
 
 The head runs inside this module's forward, so FSDP's root group (embeddings, last norm, head) is gathered once for it.
 """
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trainer.attention import NAME, packing_arguments
-from trainer.head import TokenStatistics, token_statistics
-from trainer.rows import PackedRow
+from trainer.fused import token_statistics
+from trainer.head import Distillation, Divergence, Head, TeacherPart, TokenStatistics, head_of
+from trainer.rows import PackedRow, Reading
+
+READS = ("states", "scores", "head")
+"""Methods besides `forward` that compute with gathered parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teaching:
+    """Channel 2's teacher of one row: other weights' parts, and the share of the policy's own logits."""
+
+    parts: tuple[TeacherPart, ...]
+    live_share: float
+    live_hidden_DH: Tensor | None
+    """The policy's own states in the hinted contexts; None when they are among those of the row."""
+    divergence: Divergence
 
 
 class Policy(nn.Module):
@@ -33,27 +49,40 @@ class Policy(nn.Module):
     def vocabulary(self) -> int:
         return self.lm.config.get_text_config().vocab_size
 
-    def forward(self, row: PackedRow) -> TokenStatistics:
-        """Statistics of the row's T trained tokens; see TokenStatistics for shapes."""
-        hidden = self.lm.base_model(
-            input_ids=row.input_ids,
-            position_ids=row.position_ids,
+    def forward(self, row: PackedRow, teaching: Teaching | None = None) -> TokenStatistics:
+        """Statistics of the row's R wanted tokens, the last D of them beside their teacher."""
+        hidden_NH = self._hidden(row)
+        head = head_of(self.lm)
+        distillation = None if teaching is None else _distillation(teaching, row, hidden_NH, head)
+        return token_statistics(head, hidden_NH[row.source_R], row.targets_R, row.temperature_R, distillation)
+
+    def states(self, reading: Reading) -> Tensor:
+        """Hidden states [R, H] that predict the reading's wanted tokens."""
+        return self._hidden(reading)[reading.source_R]
+
+    def scores(self, reading: Reading, targets_R: Tensor, temperature_R: Tensor | None = None) -> Tensor:
+        """Log-probabilities [R] of `targets_R` at the reading's wanted places."""
+        hidden_RH = self._hidden(reading)[reading.source_R]
+        return token_statistics(head_of(self.lm), hidden_RH, targets_R, temperature_R).logprobs_R
+
+    def head(self) -> Head:
+        """A copy of the output layer as it is now."""
+        return head_of(self.lm).detached(copy=True)
+
+    def _hidden(self, reading: Reading) -> Tensor:
+        return self.lm.base_model(
+            input_ids=reading.input_ids,
+            position_ids=reading.position_ids,
             attention_mask=None,
             use_cache=False,
-            **packing_arguments(self.attention, row.trees, row.input_ids.device),
+            **packing_arguments(self.attention, reading.trees, reading.input_ids.device),
         ).last_hidden_state[0]
-        return token_statistics(
-            hidden[row.source_T], row.targets_T, row.temperature_T, self.logits, self.vocabulary
-        )
 
-    def logits(self, hidden_T: Tensor) -> Tensor:
-        """[T, H] to [T, V], with the scaling or soft cap that some families apply after the head."""
-        config = self.lm.config.get_text_config()
-        logits_TV = self.lm.get_output_embeddings()(hidden_T)
-        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
-            logits_TV = logits_TV / divisor
-        if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
-            logits_TV = logits_TV * factor
-        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
-            logits_TV = cap * torch.tanh(logits_TV / cap)
-        return logits_TV
+
+def _distillation(teaching: Teaching, row: PackedRow, hidden_NH: Tensor, head: Head) -> Distillation:
+    """The teacher's parts, the policy's own among them; nothing of a teacher has a gradient."""
+    parts = teaching.parts
+    if teaching.live_share > 0:
+        live_DH = hidden_NH[row.distilled.source_D] if teaching.live_hidden_DH is None else teaching.live_hidden_DH
+        parts += (TeacherPart(share=teaching.live_share, hidden_DH=live_DH.detach(), head=head.detached()),)
+    return Distillation(teacher=parts, divergence=teaching.divergence)

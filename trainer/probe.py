@@ -14,7 +14,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.prefixes import Tree
 from trainer.attention import NAME
 from trainer.policy import Policy
-from trainer.rows import PackedRow
+from trainer.rows import Reading
 
 LENGTHS = (7, 12)
 TOLERANCE = 1e-3
@@ -31,7 +31,8 @@ def check_packing(lm: PreTrainedModel) -> float:
     documents = [torch.randint(0, vocabulary, (length,), generator=draw) for length in LENGTHS]
     lm.eval()
     attention = lm.config._attn_implementation
-    packed = Policy(lm, attention)(_row(documents)).logprobs_T
+    reading, targets_R = _row(documents)
+    packed = Policy(lm, attention).scores(reading, targets_R)
     lm.set_attn_implementation("sdpa" if attention == NAME else attention)
     alone = torch.cat([_reference(lm, document) for document in documents])
     lm.set_attn_implementation(attention)
@@ -50,23 +51,15 @@ def _reference(lm: PreTrainedModel, document: Tensor) -> Tensor:
     return logprobs_TV.gather(1, document[1:, None]).squeeze(1)
 
 
-def _row(documents: list[Tensor]) -> PackedRow:
-    """All tokens but each document's first are targets."""
+def _row(documents: list[Tensor]) -> tuple[Reading, Tensor]:
+    """The documents in one row; all tokens but each document's first are targets."""
     ids = torch.cat(documents)
     positions = torch.cat([torch.arange(len(document)) for document in documents])
     targets = positions.nonzero().squeeze(1)
-    nothing = torch.zeros(len(targets))
-    return PackedRow(
+    reading = Reading(
         input_ids=ids[None],
         position_ids=positions[None],
         trees=tuple(Tree(run=len(document)) for document in documents),
-        source_T=targets - 1,
-        targets_T=ids[targets],
-        temperature_T=None,
-        sampler_logprobs_T=nothing,
-        advantages_T=nothing,
-        sequence_T=torch.zeros_like(targets),
-        documents=len(documents),
-        packed_tokens=len(ids),
-        sample_ids=[],
+        source_R=targets - 1,
     )
+    return reading, ids[targets]

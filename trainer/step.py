@@ -19,13 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composer_prime.channels.total import ChannelInputs, LossParts, channel_metrics, total_loss
+from composer_prime.channels.total import LossParts, channel_metrics, total_loss
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import NonFiniteError
 from composer_prime.wire.types import StepTotals
+from trainer.channel_inputs import channel_inputs
 from trainer.optim import Optimizer
 from trainer.policy import Policy
 from trainer.rows import PackedRow
+from trainer.self_teacher import Aid
 from trainer.world import gather_texts
 
 
@@ -40,6 +42,18 @@ class LossSettings:
     """Sum gradients over ranks after each row instead of after the last."""
 
 
+@dataclass(slots=True)
+class _Passed:
+    """What the rows left behind, still on the device."""
+
+    shares: list[Tensor]
+    """Each row's loss share."""
+    broken: list[Tensor]
+    """Of each row, how many statistics of each document are NaN or infinite."""
+    sums: dict[str, Tensor]
+    """Metric sums of this rank."""
+
+
 def train_step(
     policy: Policy,
     optimizer: Optimizer,
@@ -49,21 +63,24 @@ def train_step(
     *,
     step: int,
     ratio: float,
+    aids: Sequence[Aid] | None = None,
 ) -> dict[str, float]:
     """Take step `step` with the learning rate at `ratio` of its peak; metrics are of the whole step, all ranks.
 
-    Every rank must bring the same number of rows. Raises NonFiniteError, on all ranks, before anything is changed.
+    Every rank must bring the same number of rows; `aids`, one a row, hold what other weights say of them. Raises
+    NonFiniteError, on all ranks, before anything is changed.
     """
     started = time.monotonic()
-    shares, sums = _accumulate(policy, rows, totals, settings)
+    passed = _accumulate(policy, rows, aids or [Aid() for _ in rows], totals, settings, step)
     norm = optimizer.grad_norm()
-    values = _reduce(sums, norm)
+    values = _reduce(passed.sums, norm)
     if not (math.isfinite(values["grad_norm"]) and math.isfinite(values["loss/total"])):
         optimizer.zero_grad()
-        raise NonFiniteError(_blame(step, rows, shares, values["grad_norm"]))
+        raise NonFiniteError(_blame(step, rows, passed, values["grad_norm"]))
     computed = time.monotonic()
     lr = optimizer.step(ratio, norm)
-    return channel_metrics({name: value for name, value in values.items() if name != "grad_norm"}) | {
+    figures = channel_metrics({name: value for name, value in values.items() if name != "grad_norm"})
+    return {"sdpo/turns": 0.0, "dpo/pairs": 0.0} | figures | {
         "tokens/trained": values["policy/tokens"],
         "optim/grad_norm": values["grad_norm"],
         "optim/lr": lr,
@@ -73,24 +90,45 @@ def train_step(
 
 
 def _accumulate(
-    policy: Policy, rows: Sequence[PackedRow], totals: StepTotals, settings: LossSettings
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Each row's loss share [rows] and the summed metric sums of this rank; gradients lie in the parameters."""
-    shares: list[Tensor] = []
-    sums: dict[str, Tensor] = {}
-    for index, row in enumerate(rows):
+    policy: Policy,
+    rows: Sequence[PackedRow],
+    aids: Sequence[Aid],
+    totals: StepTotals,
+    settings: LossSettings,
+    step: int,
+) -> _Passed:
+    """Forward and backward of each row; gradients then lie in the parameters."""
+    passed = _Passed([], [], {})
+    for index, (row, aid) in enumerate(zip(rows, aids, strict=True)):
         policy.set_requires_gradient_sync(settings.reduce_each or index == len(rows) - 1)
-        parts = loss_of(policy, row, totals, settings)
+        parts, broken = loss_of(policy, row, totals, settings, step=step, aid=aid)
         parts.total.backward()
-        shares.append(parts.total.detach())
-        sums = {name: sums[name] + value if name in sums else value.double() for name, value in parts.sums.items()}
-    return torch.stack(shares), sums
+        passed.shares.append(parts.total.detach())
+        passed.broken.append(broken)
+        for name, value in parts.sums.items():
+            passed.sums[name] = passed.sums[name] + value if name in passed.sums else value.double()
+    return passed
 
 
-def loss_of(policy: Policy, row: PackedRow, totals: StepTotals, settings: LossSettings) -> LossParts:
-    """One row's share of the step's loss: forward pass, then the channels."""
-    inputs = ChannelInputs(policy=row.policy_tokens(policy(row)))
-    return total_loss(inputs, totals, settings.channels, settings.max_length)
+def loss_of(
+    policy: Policy,
+    row: PackedRow,
+    totals: StepTotals,
+    settings: LossSettings,
+    *,
+    step: int = 1,
+    aid: Aid | None = None,
+) -> tuple[LossParts, Tensor]:
+    """One row's share of the step's loss (forward pass, then the channels), and its documents' broken statistics."""
+    aid = aid or Aid()
+    statistics = policy(row, aid.teaching)
+    inputs = channel_inputs(row, statistics, aid)
+    parts = total_loss(inputs, totals, settings.channels, settings.max_length, step)
+    bad_R = ~torch.isfinite(statistics.logprobs_R.detach())
+    if statistics.divergence_D is not None:
+        bad_R[len(bad_R) - len(statistics.divergence_D) :] |= ~torch.isfinite(statistics.divergence_D.detach())
+    broken = torch.zeros(len(row.names), device=bad_R.device).index_add_(0, row.document_R, bad_R.float())
+    return parts, broken
 
 
 def _reduce(sums: dict[str, Tensor], norm: Tensor) -> dict[str, float]:
@@ -101,11 +139,12 @@ def _reduce(sums: dict[str, Tensor], norm: Tensor) -> dict[str, float]:
     return dict(zip([*sums, "grad_norm"], numbers, strict=True))
 
 
-def _blame(step: int, rows: Sequence[PackedRow], shares: Tensor, norm: float) -> str:
+def _blame(step: int, rows: Sequence[PackedRow], passed: _Passed, norm: float) -> str:
     """Which micro-batches of which rank went wrong; every rank comes here together and gives the same text."""
-    bad = [index for index, share in enumerate(shares.tolist()) if not math.isfinite(share)]
+    bad = [index for index, share in enumerate(torch.stack(passed.shares).tolist()) if not math.isfinite(share)]
     own = "; ".join(
-        f"micro-batch {index} of rank {dist.get_rank()} (samples {', '.join(rows[index].sample_ids)})" for index in bad
+        f"micro-batch {index} of rank {dist.get_rank()} ({_culprits(rows[index], passed.broken[index])})"
+        for index in bad
     )
     named = [text for text in gather_texts(own) if text]
     culprits = "loss of " + "; ".join(named) if named else "gradient, although every micro-batch's loss is finite"
@@ -113,3 +152,9 @@ def _blame(step: int, rows: Sequence[PackedRow], shares: Tensor, norm: float) ->
         f"step {step}: NaN or infinity in the {culprits} (gradient norm {norm}). The parameters are unchanged; lower "
         "trainer.optim.lr or look at these samples, then go on with --resume"
     )
+
+
+def _culprits(row: PackedRow, broken: Tensor) -> str:
+    """The samples and pairs whose logits are not finite; all of the row's where every logit is."""
+    named = dict.fromkeys(name for name, count in zip(row.names, broken.tolist(), strict=True) if count)
+    return f"logits of {', '.join(named)}" if named else f"samples {', '.join(row.sample_ids)}"

@@ -9,6 +9,7 @@ The ranks wait for the orchestrator's batch and for one another in collectives; 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import sys
 import time
@@ -32,7 +33,10 @@ from trainer.memory import peak_bytes
 from trainer.model import build_policy
 from trainer.optim import build_optimizer, rate
 from trainer.publish import Publisher
-from trainer.rows import unpack
+from trainer.reference import ReferenceLogprobs
+from trainer.row_documents import documents_of
+from trainer.rows import PackedRow, RowOptions, unpack
+from trainer.self_teacher import SelfTeacher, teachers_in_row
 from trainer.step import LossSettings, train_step
 from trainer.stop import StopSignal
 
@@ -49,6 +53,7 @@ class Trainer:
         self.folder = resolve_model(config.model.path)
         self.world = worlds.join(config.trainer)
         self.policy = build_policy(config, self.folder, self.world)
+        self.teacher = SelfTeacher(self.policy, config.channels, self._reference())
         self.optimizer = build_optimizer(self.policy, config.trainer.optim)
         self.checkpoints = Checkpoints(run_dir, self.world, config.trainer.checkpoint.keep)
         self.publisher = Publisher(config, run_dir, self.run_id, self.folder, self.world)
@@ -79,12 +84,15 @@ class Trainer:
             client.close()
 
     def _restore(self) -> int:
-        """The step to go on from: 0, or that of the newest complete checkpoint, whose state is then in place."""
+        """The step to go on from: 0, or that of the newest complete checkpoint, whose state is then in place.
+
+        The weight store then ends there: versions of steps that are taken again are gone, also where none was saved.
+        """
+        start = self.run_dir.newest_checkpoint() if self.config.run.resume else 0
+        self.publisher.rewind(start)
         if not self.config.run.resume:
             return 0
-        start = self.run_dir.newest_checkpoint()
-        self.checkpoints.load(start, self.policy, self.optimizer)
-        self.publisher.rewind(start)
+        self.checkpoints.load(start, self.policy, self.optimizer, self.teacher)
         if self.world.first:
             append_rewind(self.run_dir.ledger, start)
         logger.info("resumed from the checkpoint of step %d", start)
@@ -116,15 +124,15 @@ class Trainer:
 
     def _take(self, client: StepClient, reply: StepReply, step: int, asked: float) -> None:
         """One step: train, publish, tell, checkpoint when due, log."""
-        config, began = self.config, time.monotonic()
-        policy, device = self.policy, self.world.device
-        rows = [
-            unpack(batch, device, policy.vocabulary, share=policy.shares_prefixes) for batch in reply.micro_batches
-        ]
+        config, policy, began = self.config, self.policy, time.monotonic()
+        rows = self._rows(reply)
+        aids = self.teacher.prepare(rows, step)
+        read = time.monotonic()
         ratio = rate(step, config.trainer.schedule, config.run.max_steps)
         metrics = train_step(
-            policy, self.optimizer, rows, reply.totals, self.settings, step=step, ratio=ratio
+            policy, self.optimizer, rows, reply.totals, self.settings, step=step, ratio=ratio, aids=aids
         )
+        self.teacher.follow()
         trained = time.monotonic()
         size = self.publisher.publish(policy, step)
         sample_ids = worlds.gather_texts("\n".join(name for row in rows for name in row.sample_ids))
@@ -137,6 +145,7 @@ class Trainer:
         failed = every > 0 and step % every == 0 and step < config.run.max_steps and not self._checkpoint(client, step)
         self._log(step, reply.metrics | metrics | {
             "time/wait_s": began - asked,
+            "time/read_s": read - began,
             "time/publish_s": published - trained,
             "time/checkpoint_s": time.monotonic() - published,
             "time/step_s": time.monotonic() - asked,
@@ -146,10 +155,30 @@ class Trainer:
             "tokens/computed": sum(row.input_ids.numel() for row in rows),
         })  # fmt: skip
 
+    def _rows(self, reply: StepReply) -> list[PackedRow]:
+        policy, channels = self.policy, self.config.channels
+        found = [documents_of(batch, policy.vocabulary) for batch in reply.micro_batches]
+        in_row = teachers_in_row(found, channels, share=policy.shares_prefixes)
+        options = RowOptions(
+            device=self.world.device,
+            share=policy.shares_prefixes,
+            distil=channels.sdpo.weight > 0,
+            prefer=channels.replay_dpo.weight > 0,
+        )
+        return [
+            unpack(documents, dataclasses.replace(options, teacher_in_row=wanted))
+            for documents, wanted in zip(found, in_row, strict=True)
+        ]
+
+    def _reference(self) -> ReferenceLogprobs | None:
+        if self.config.channels.replay_dpo.weight == 0:
+            return None
+        return ReferenceLogprobs(self.run_dir.reference, self.folder, self.world)
+
     def _checkpoint(self, client: StepClient, step: int) -> bool:
         """Whether it worked. A failure in mid-run is said and survived: the checkpoint before stays usable."""
         try:
-            self.checkpoints.save(step, self.policy, self.optimizer, client)
+            self.checkpoints.save(step, self.policy, self.optimizer, self.teacher, client)
         except CheckpointError as error:
             logger.warning("training goes on without checkpoint %d: %s", step, error)
             return False
@@ -177,7 +206,7 @@ class Trainer:
         """final/ and the last checkpoint. Raises CheckpointError when either cannot be written."""
         export(self.policy, self.config, self.folder, self.run_dir.final, self.world, self.publisher.dtype)
         if last > start and last not in self.run_dir.complete_checkpoints():
-            self.checkpoints.save(last, self.policy, self.optimizer, client)
+            self.checkpoints.save(last, self.policy, self.optimizer, self.teacher, client)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,8 +11,11 @@ import torch
 from rank_process import RankProcess, start_ranks
 
 from composer_prime.config import Config, load
+from composer_prime.packing import pack
 from composer_prime.run_dir import RunDir, write_atomic
-from composer_prime.wire.types import Sample, VersionSpan, pack_flags, pack_floats, pack_ints
+from composer_prime.wire.types import MicroBatch, Sample, VersionSpan, pack_flags, pack_floats, pack_ints
+from trainer.row_documents import documents_of
+from trainer.rows import PackedRow, RowOptions, unpack
 
 VOCABULARY = 96
 
@@ -47,16 +50,29 @@ def _sample(rng: np.random.Generator, step: int, index: int, version: int, tempe
     )
 
 
+def rows_of(samples, device: torch.device, budget: int = 4096, pairs=(), **options) -> list[PackedRow]:
+    """All rows of `samples` (and preference pairs) on one rank; `options` as of RowOptions."""
+    (batches,) = pack(samples, pairs, run_id="r", step=1, world_size=1, max_tokens=budget)
+    return [row_of(batch, device, **options) for batch in batches]
+
+
+def row_of(batch: MicroBatch, device: torch.device, vocabulary: int = VOCABULARY, **options) -> PackedRow:
+    return unpack(documents_of(batch, vocabulary), RowOptions(device=device, **options))
+
+
 def make_config(folder: Path, output: Path, **sections: dict[str, Any]) -> Config:
     """A small configuration; `sections` override whole keys, for example trainer={"ranks": 2}."""
     values: dict[str, Any] = {
         "run": {"name": "run", "output_dir": str(output), "max_steps": 3},
         "model": {"path": str(folder), "max_context": 64},
-        "orchestrator": {"source": [{"name": "test", "taskset": {"id": "none"}}], "sampling": {"max_tokens": 32}},
+        "orchestrator": {"source": [{"name": "test", "taskset": {"id": "none"}}], "sampling": {"max_tokens": 32},
+                         "hints": {}},
         "trainer": {"device": "cpu", "micro_batch_tokens": 128, "optim": {"lr": 1e-3}, "orchestrator_timeout_s": 20},
     }
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
+    if values.get("channels", {}).get("replay_dpo", {}).get("weight"):
+        values["orchestrator"]["preferences"] = {"pairs_per_step": 1}
     return Config.model_validate(values)
 
 

@@ -31,7 +31,7 @@ from composer_prime.wire.step import (
     StepReply,
     StepRequest,
 )
-from composer_prime.wire.types import Sample
+from composer_prime.wire.types import Preference, Sample
 
 
 class StepPeer:
@@ -41,11 +41,16 @@ class StepPeer:
         samples_of: Callable[[int], list[Sample]],
         *,
         max_steps: int,
+        pairs_of: Callable[[int], list[Preference]] | None = None,
+        distil: bool = True,
         answer: Callable[[StepPeer, StepRequest], bytes | None] | None = None,
     ) -> None:
-        """`answer` may give other bytes than the honest reply to a request; None gives the honest one."""
+        """`pairs_of` gives a step's preference pairs; `distil` packs teacher documents.
+
+        `answer` may give other bytes than the honest reply to a request; None gives the honest one."""
         self.run_dir, self.run_id = run_dir, read(run_dir)
         self.samples_of, self.max_steps, self.answer = samples_of, max_steps, answer
+        self.pairs_of, self.distil = pairs_of or (lambda step: []), distil
         self.requests: list[StepRequest] = []
         self.done: list[StepDone] = []
         self.checkpoints: list[int] = []
@@ -117,8 +122,8 @@ class StepPeer:
         if request.step in self.not_ready_first:
             self.not_ready_first.remove(request.step)
             return NotReady(step=request.step, waiting_for="3 of 8 groups")
-        samples = self.samples_of(request.step)
-        ranks = pack(samples, run_id=self.run_id, step=request.step, world_size=request.world_size,
-                     max_tokens=request.max_tokens)  # fmt: skip
-        return StepReply(step=request.step, rank=request.rank, totals=totals(samples),
+        samples, pairs = self.samples_of(request.step), self.pairs_of(request.step)
+        ranks = pack(samples, pairs, run_id=self.run_id, step=request.step, world_size=request.world_size,
+                     max_tokens=request.max_tokens, distil=self.distil)  # fmt: skip
+        return StepReply(step=request.step, rank=request.rank, totals=totals(samples, pairs, distil=self.distil),
                          micro_batches=ranks[request.rank], metrics={"reward/mean": 0.5})  # fmt: skip

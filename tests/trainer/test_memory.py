@@ -9,7 +9,7 @@ from accelerate import init_empty_weights
 from small_runs import make_config
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from composer_prime.footprint import ModelShape
+from composer_prime.footprint import ModelShape, disk_bytes, rank_need
 from composer_prime.packing import model_flops
 from trainer.memory import peak_bytes
 from trainer.model import blocks
@@ -37,6 +37,24 @@ def test_peak_memory_covers_what_is_held():
     before = peak_bytes(torch.device("cpu"))
     held = torch.ones(60_000_000)
     assert peak_bytes(torch.device("cpu")) >= max(before, held.numel() * 4)
+
+
+def test_other_weights_are_planned(model_folder, tmp_path):
+    # An average teacher costs 4 bytes a trained parameter and rank, in memory and in checkpoints; so do start weights,
+    # but not beside adapters, whose base they are.
+    shape = ModelShape.read(model_folder)
+
+    def planned(lora=None, **channels) -> tuple[int, int]:
+        config = make_config(model_folder, tmp_path, channels=channels, trainer={"ranks": 2, "lora": lora})
+        parts = rank_need(config, shape, cuda=False).parts
+        return parts["other weights"], disk_bytes(config, shape, cuda=False)["checkpoints"]
+
+    nothing, plain = planned()
+    average = {"weight": 1.0, "teacher": {"kind": "ema"}}
+    assert nothing == 0 and planned(sdpo=average) == (2 * shape.parameters, plain + 3 * 4 * shape.parameters)
+    assert planned(replay_dpo={"weight": 1.0}) == (2 * shape.parameters, plain)
+    assert planned(sdpo=average, policy={"kl": {"weight": 0.1}})[0] == 4 * shape.parameters
+    assert planned({"rank": 2}, replay_dpo={"weight": 1.0})[0] == 0
 
 
 def test_shape_of_a_folder_is_the_model_s(model_folder, tmp_path):

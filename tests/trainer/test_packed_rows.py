@@ -9,16 +9,14 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_runs import make_samples
+from small_runs import make_samples, row_of, rows_of
 
 from composer_prime.errors import ConfigError, NonFiniteError, RunMismatchError
 from composer_prime.packing import pack
 from composer_prime.wire.types import flags, ints, pack_flags, pack_floats, pack_ints
 from trainer.attention import NAME, implementation
-from trainer.head import token_statistics
 from trainer.policy import Policy
 from trainer.probe import check_packing
-from trainer.rows import unpack
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -29,11 +27,6 @@ def build(family: str, attention: str = NAME, **values) -> transformers.PreTrain
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SMALL | values)
     return getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation=attention).eval()
-
-
-def row_of(samples, budget: int = 4096):
-    (batches,) = pack(samples, run_id="r", step=1, world_size=1, max_tokens=budget)
-    return [unpack(batch, CPU, 96) for batch in batches]
 
 
 def alone(lm, sample, temperature: float) -> torch.Tensor:
@@ -48,8 +41,8 @@ def alone(lm, sample, temperature: float) -> torch.Tensor:
 def difference(lm, samples, budget: int) -> float:
     policy, by_id, worst = Policy(lm, lm.config._attn_implementation), {s.sample_id: s for s in samples}, 0.0
     packed = {}
-    for row in row_of(samples, budget):
-        logprobs_T = policy(row).logprobs_T
+    for row in rows_of(samples, CPU, budget):
+        logprobs_T = policy(row).logprobs_R
         for index, sample_id in enumerate(row.sample_ids):
             packed[sample_id] = logprobs_T[row.sequence_T == index]
     lm.set_attn_implementation("sdpa" if lm.config._attn_implementation == NAME else "eager")
@@ -88,11 +81,11 @@ def test_the_order_of_documents_changes_nothing(seed, order):
     samples = make_samples(seed, 6)
     policy = Policy(QWEN, NAME)
     with torch.no_grad():
-        (row,) = row_of(samples)
-        by_id = {name: policy(row).logprobs_T[row.sequence_T == i] for i, name in enumerate(row.sample_ids)}
+        (row,) = rows_of(samples, CPU)
+        by_id = {name: policy(row).logprobs_R[row.sequence_T == i] for i, name in enumerate(row.sample_ids)}
         renamed = [_renamed(samples[index], f"{position:02d}") for position, index in enumerate(order)]
-        (other,) = row_of(renamed)
-        logprobs_T = policy(other).logprobs_T
+        (other,) = rows_of(renamed, CPU)
+        logprobs_T = policy(other).logprobs_R
     for index, name in enumerate(other.sample_ids):
         expected = by_id[samples[order[int(name)]].sample_id]
         assert (logprobs_T[other.sequence_T == index] - expected).abs().max() < 1e-5
@@ -136,8 +129,8 @@ def test_shared_prefixes_change_neither_logprobs_nor_gradients(family):
     ((batch,),) = pack(samples, run_id="r", step=1, world_size=1, max_tokens=4096)
     policy, results = Policy(lm, NAME), []
     for share in (False, True):
-        row = unpack(batch, CPU, 96, share=share)
-        logprobs_T = policy(row).logprobs_T
+        row = row_of(batch, CPU, share=share)
+        logprobs_T = policy(row).logprobs_R
         lm.zero_grad()
         (logprobs_T * row.advantages_T).sum().backward()
         results.append((logprobs_T.detach(), {name: p.grad.clone() for name, p in lm.named_parameters()}, row))
@@ -164,35 +157,12 @@ def test_attention_that_cannot_be_packed_is_a_configuration_error():
         implementation("flash_attention_2", "cpu")
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 64])
-def test_head_chunks_change_neither_value_nor_gradient(chunk):
-    # Any chunk size gives the log-probabilities, entropies and gradients of one dense log_softmax, in float64.
-    draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(11, 5, generator=draw, dtype=torch.float64)
-    weight = torch.randn(17, 5, generator=draw, dtype=torch.float64)
-    targets, temperature = torch.randint(0, 17, (11,), generator=draw), torch.rand(11, generator=draw) + 0.5
-
-    def run(chunked: bool):
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        if chunked:
-            out = token_statistics(h, targets, temperature, lambda x: x @ w.T, 17, budget=17 * chunk)
-            logprobs, entropy = out.logprobs_T, out.entropy_T
-        else:
-            full = ((h @ w.T).float() / temperature[:, None]).log_softmax(-1)
-            logprobs, entropy = full.gather(1, targets[:, None]).squeeze(1), -(full.exp() * full).sum(-1).detach()
-        (logprobs * torch.arange(11)).sum().backward()
-        return logprobs.detach(), entropy, h.grad, w.grad
-
-    for ours, dense in zip(run(True), run(False), strict=True):
-        assert torch.allclose(ours, dense, atol=1e-5)
-
-
 def test_bad_rows_are_refused_by_sample():
     # Ids outside the vocabulary, NaN advantages of trained tokens, arrays of other lengths: named, before any compute.
     ((batch,),) = pack(make_samples(1, 3), run_id="r", step=1, world_size=1, max_tokens=256)
-    change = lambda **values: unpack(msgspec.structs.replace(batch, **values), CPU, 96)
+    change = lambda **values: row_of(msgspec.structs.replace(batch, **values), CPU)
     with pytest.raises(RunMismatchError, match=r"token ids \d+..\d+, the model's vocabulary is 0..9"):
-        unpack(batch, CPU, 10)
+        row_of(batch, CPU, 10)
     broken = [float("nan")] * batch.num_tokens
     with pytest.raises(NonFiniteError, match=r"advantages of sample s1-\d/0 hold NaN"):
         change(advantages=pack_floats(broken))

@@ -8,29 +8,26 @@ import math
 import numpy as np
 import pytest
 import torch
-from small_runs import make_config, make_samples
+from small_runs import make_config, make_samples, row_of, rows_of
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
-from composer_prime.channels.total import ChannelInputs, total_loss
+from composer_prime.channels.total import total_loss
 from composer_prime.config.channels import ChannelsConfig, PolicyConfig
 from composer_prime.config.trainer import ScheduleConfig
 from composer_prime.errors import ConfigError, NonFiniteError
 from composer_prime.packing import pack, totals
+from composer_prime.wire.types import ints
+from trainer.channel_inputs import channel_inputs
 from trainer.model import build_policy
 from trainer.muon import ShardedMuon
 from trainer.optim import build_optimizer, rate
 from trainer.policy import Policy
-from trainer.rows import unpack
+from trainer.self_teacher import Aid
 from trainer.step import LossSettings, loss_of, train_step
 
 CHANNELS = ChannelsConfig(policy=PolicyConfig(correction="none"))
 SETTINGS = LossSettings(channels=CHANNELS, max_length=64)
-
-
-def rows_of(samples, world, budget: int):
-    (batches,) = pack(samples, run_id="r", step=1, world_size=1, max_tokens=budget)
-    return [unpack(batch, world.device, 96) for batch in batches]
 
 
 def setup(model_folder, tmp_path, world, **trainer):
@@ -52,14 +49,14 @@ def test_gradients_are_those_of_plain_autograd(model_folder, tmp_path, world, ch
     # equals that of one backward pass through an ordinary transformers model.
     samples = make_samples(1, 10)
     policy, _ = setup(model_folder, tmp_path, world, activation_checkpointing=checkpointing)
-    rows = rows_of(samples, world, 64)
+    rows = rows_of(samples, world.device, 64)
     assert len(rows) > 2
     for row in rows:
-        loss_of(policy, row, totals(samples), SETTINGS).total.backward()
+        loss_of(policy, row, totals(samples), SETTINGS)[0].total.backward()
 
     plain = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="composer_packed")
-    (row,) = rows_of(samples, world, 4096)
-    inputs = ChannelInputs(policy=row.policy_tokens(Policy(plain, "composer_packed")(row)))
+    (row,) = rows_of(samples, world.device, 4096)
+    inputs = channel_inputs(row, Policy(plain, "composer_packed")(row), Aid())
     total_loss(inputs, totals(samples), CHANNELS, 64).total.backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
     got = {name: p.grad.full_tensor() for name, p in policy.lm.named_parameters()}
@@ -72,7 +69,7 @@ def test_a_step_that_is_not_finite_changes_nothing(model_folder, tmp_path, world
     # before, and a good step right after works.
     samples = make_samples(1, 6)
     policy, optimizer = setup(model_folder, tmp_path, world)
-    rows = rows_of(samples, world, 64)
+    rows = rows_of(samples, world.device, 64)
     before = whole(policy)
     rows[1].advantages_T[0] = math.nan
     with pytest.raises(NonFiniteError, match=r"step 7: .*micro-batch 1 of rank 0 \(samples s1-.*parameters are unch"):
@@ -80,19 +77,50 @@ def test_a_step_that_is_not_finite_changes_nothing(model_folder, tmp_path, world
     after = whole(policy)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(p.grad is None for p in policy.parameters())
-    good = rows_of(samples, world, 64)
+    good = rows_of(samples, world.device, 64)
     metrics = train_step(policy, optimizer, good, totals(samples), SETTINGS, step=7, ratio=1.0)
     assert metrics["optim/grad_norm"] > 0 and metrics["tokens/trained"] == totals(samples).tokens
     assert any(not torch.equal(before[name], value) for name, value in whole(policy).items())
+
+
+def test_logits_that_are_not_finite_are_blamed_on_their_sample(model_folder, tmp_path, world):
+    # A token that one sample alone has gets NaN states: the error names that sample of the row and no other;
+    # nothing was changed.
+    samples = make_samples(1, 6)
+    policy, optimizer = setup(model_folder, tmp_path, world)
+    homes = {token: {s.sample_id for s in samples if token in ints(s.input_ids)[:4]} for token in range(96)}
+    token, (home,) = next((token, found) for token, found in homes.items() if len(found) == 1 and not any(
+        token in ints(s.input_ids) for s in samples if s.sample_id not in found))  # fmt: skip
+    embedding = policy.lm.get_input_embeddings()
+    embedding.register_forward_hook(lambda _, args, out: out.masked_fill((args[0] == token)[..., None], math.nan))
+    before = whole(policy)
+    rows = rows_of(samples, world.device, 4096)
+    with pytest.raises(NonFiniteError) as caught:
+        train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
+    assert f"micro-batch 0 of rank 0 (logits of {home})" in str(caught.value)
+    assert all(torch.equal(before[name], value) for name, value in whole(policy).items())
+
+
+def test_models_with_dropout_are_trained_without_it(tmp_path, caplog):
+    # A GPT-2 folder that asks for dropout: every such probability is 0 in what is trained, and the log says so.
+    from transformers import GPT2Config
+
+    from trainer.model import read_config
+
+    GPT2Config(resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3, n_layer=1).save_pretrained(tmp_path)
+    with caplog.at_level("INFO"):
+        config = read_config(tmp_path)
+    assert config.resid_pdrop == config.embd_pdrop == config.attn_pdrop == 0.0
+    assert "embd_pdrop is 0.2 and counts as 0" in caplog.text and config.layer_norm_epsilon == 1e-5
 
 
 def test_micro_batching_does_not_change_the_step(model_folder, tmp_path, world):
     # The same samples in 1 row, in many rows, and with a dummy row: equal metrics and parameters to 1e-6.
     samples, outcomes = make_samples(3, 9), []
     (dummy,) = pack([], run_id="r", step=1, world_size=1, max_tokens=64)[0]
-    for budget, extra in ((4096, []), (40, []), (4096, [unpack(dummy, world.device, 96)])):
+    for budget, extra in ((4096, []), (40, []), (4096, [row_of(dummy, world.device)])):
         policy, optimizer = setup(model_folder, tmp_path, world, optim={"lr": 1e-3})
-        rows = rows_of(samples, world, budget) + extra
+        rows = rows_of(samples, world.device, budget) + extra
         metrics = train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=1, ratio=1.0)
         outcomes.append((metrics, whole(policy)))
     for metrics, parameters in outcomes[1:]:
@@ -107,7 +135,7 @@ def test_a_step_of_dummies_only_is_harmless(model_folder, tmp_path, world):
     policy, optimizer = setup(model_folder, tmp_path, world)
     before = whole(policy)
     metrics = train_step(
-        policy, optimizer, [unpack(dummy, world.device, 96)], totals([]), SETTINGS, step=1, ratio=1.0
+        policy, optimizer, [row_of(dummy, world.device)], totals([]), SETTINGS, step=1, ratio=1.0
     )
     assert metrics["loss/total"] == 0 and metrics["optim/grad_norm"] == 0 and "policy/entropy" not in metrics
     assert all(torch.equal(before[name], value) for name, value in whole(policy).items())
@@ -128,8 +156,8 @@ def test_clipping_bounds_the_update(model_folder, tmp_path, world):
     # The gradients handed to the optimizer have at most the configured norm; the reported norm is the unclipped one.
     samples = make_samples(1, 6)
     policy, optimizer = setup(model_folder, tmp_path, world, optim={"max_grad_norm": 1e-3})
-    for row in rows_of(samples, world, 4096):
-        loss_of(policy, row, totals(samples), SETTINGS).total.backward()
+    for row in rows_of(samples, world.device, 4096):
+        loss_of(policy, row, totals(samples), SETTINGS)[0].total.backward()
     norm = optimizer.grad_norm()
     plain = math.sqrt(sum(p.grad.full_tensor().square().sum().item() for p in policy.parameters()))
     assert norm > 1e-3 and math.isclose(norm.item(), plain, rel_tol=1e-5)
@@ -171,8 +199,8 @@ def test_lora_trains_adapters_only_and_starts_as_the_base(model_folder, tmp_path
     samples = make_samples(1, 6)
     policy, optimizer = setup(model_folder, tmp_path, world, lora={"rank": 4, "alpha": 8})
     plain, _ = setup(model_folder, tmp_path, world)
-    (row,) = rows_of(samples, world, 4096)
-    assert torch.allclose(policy(row).logprobs_T, plain(row).logprobs_T, atol=1e-6)
+    (row,) = rows_of(samples, world.device, 4096)
+    assert torch.allclose(policy(row).logprobs_R, plain(row).logprobs_R, atol=1e-6)
     before = whole(policy)
     for step in (1, 2):
         train_step(policy, optimizer, [row], totals(samples), SETTINGS, step=step, ratio=1.0)
@@ -186,15 +214,15 @@ def test_temperature_divides_the_logits(model_folder, tmp_path, world):
     # A sample drawn at temperature T is scored under softmax(logits / T): with mu from there, the mismatch is 0.
     policy, _ = setup(model_folder, tmp_path, world)
     samples = make_samples(1, 4, temperature=0.6)
-    (row,) = rows_of(samples, world, 4096)
+    (row,) = rows_of(samples, world.device, 4096)
     with torch.no_grad():
-        scored = policy(row).logprobs_T
+        scored = policy(row).logprobs_R
     plain = AutoModelForCausalLM.from_pretrained(model_folder)
     ids = row.input_ids[0, : row.trees[0].tokens]
     with torch.no_grad():
         expected = (plain(ids[None]).logits[0, :-1] / 0.6).log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
     own = row.sequence_T == 0
-    positions = row.source_T[own]
+    positions = row.source_R[own]
     np.testing.assert_allclose(scored[own], expected[positions], atol=1e-5)
 
 
@@ -204,13 +232,13 @@ def test_bfloat16_compute_keeps_masters_and_statistics_in_float32(model_folder, 
     import dataclasses
 
     samples = make_samples(1, 6, temperature=0.7)
-    (row,) = rows_of(samples, world, 4096)
+    (row,) = rows_of(samples, world.device, 4096)
     config = make_config(model_folder, tmp_path)
     half = build_policy(config, model_folder, dataclasses.replace(world, compute_dtype=torch.bfloat16))
     full = build_policy(config, model_folder, world)
-    parts = loss_of(half, row, totals(samples), SETTINGS)
+    parts, _ = loss_of(half, row, totals(samples), SETTINGS)
     parts.total.backward()
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in half.parameters())
-    one, other = half(row).logprobs_T, full(row).logprobs_T
-    assert one.dtype == torch.float32 and row.temperature_T.dtype == torch.float32
+    one, other = half(row).logprobs_R, full(row).logprobs_R
+    assert one.dtype == torch.float32 and row.temperature_R.dtype == torch.float32
     assert 0 < (one - other).abs().max() < 0.05

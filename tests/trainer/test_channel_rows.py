@@ -1,0 +1,264 @@
+"""All three channels from one packed row: index tensors, losses against documents computed alone, wrong input."""
+
+from __future__ import annotations
+
+import copy
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import transformers
+from hinted_runs import make_hinted, make_pairs, three_channels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_runs import VOCABULARY, make_samples, row_of, rows_of
+from torch import Tensor
+
+from composer_prime.channels.divergence import divergence
+from composer_prime.channels.policy import PolicyTokens
+from composer_prime.channels.replay_dpo import PairTokens
+from composer_prime.channels.sdpo import DistilTokens
+from composer_prime.channels.total import ChannelInputs, total_loss
+from composer_prime.config.channels import ChannelsConfig
+from composer_prime.errors import RunMismatchError
+from composer_prime.packing import pack, totals
+from composer_prime.wire.types import flags, floats, ints, pack_ints
+from trainer.attention import NAME
+from trainer.policy import Policy, Teaching
+from trainer.row_documents import documents_of
+from trainer.self_teacher import Aid
+from trainer.step import LossSettings, loss_of
+
+CPU = torch.device("cpu")
+CHANNELS = three_channels()
+SETTINGS = LossSettings(channels=CHANNELS, max_length=64)
+ON = {"distil": True, "prefer": True, "share": True}
+
+
+def small_model() -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.Qwen3ForCausalLM._from_config(config, attn_implementation=NAME).eval()
+
+
+MODEL = small_model()
+OTHER = copy.deepcopy(MODEL)
+OTHER.set_attn_implementation("sdpa")
+
+
+def logits_of(ids: np.ndarray) -> Tensor:
+    """Logits [T, V] that predict each token, by transformers' own forward pass; row 0 predicts nothing."""
+    scores = OTHER(input_ids=torch.tensor(ids)[None].long(), use_cache=False).logits[0]
+    return torch.cat([scores[:1], scores[:-1]])
+
+
+def picked(logits_TV: Tensor, ids: np.ndarray) -> Tensor:
+    return logits_TV.log_softmax(-1).gather(1, torch.tensor(ids)[:, None].long()).squeeze(1)
+
+
+def oracle(samples, pairs, references: Tensor) -> Tensor:
+    """The step's loss from documents that are computed one by one, each token where it stands."""
+    policy, distil = [], []
+    for index, sample in enumerate(samples):
+        ids, mask = ints(sample.input_ids), torch.tensor(flags(sample.loss_mask)).bool()
+        scores = logits_of(ids) / sample.temperature
+        logprobs, old = picked(scores, ids), torch.tensor(floats(sample.logprobs))
+        policy.append((logprobs[mask], old[mask], torch.tensor(floats(sample.advantages))[mask], index))
+        for turn in sample.distillations:
+            span, teacher_ids = slice(turn.start, turn.end), ints(turn.teacher_ids)
+            with torch.no_grad():
+                hinted = logits_of(teacher_ids)[turn.teacher_start :] / sample.temperature
+            value = divergence(scores[span], hinted, CHANNELS.sdpo, torch.tensor(ids[span]).long(), step=1)
+            distil.append((value, logprobs[span].detach(), old[span], turn.weight))
+    sides = [picked(logits_of(ints(ids)), ints(ids))[pair.context :] for pair in pairs
+             for ids in (pair.chosen_ids, pair.rejected_ids)]  # fmt: skip
+    join = lambda parts: torch.cat(parts) if parts else torch.zeros(0)
+    numbers = [torch.full((len(part[0]),), index) for index, part in enumerate(distil)]
+    inputs = ChannelInputs(
+        policy=PolicyTokens(
+            logprobs_T=join([part[0] for part in policy]), sampler_logprobs_T=join([part[1] for part in policy]),
+            advantages_T=join([part[2] for part in policy]), entropy_T=torch.zeros(sum(len(p[0]) for p in policy)),
+            sequence_T=join([torch.full((len(part[0]),), part[3]) for part in policy]).long(), sequences=len(samples),
+        ),
+        sdpo=DistilTokens(
+            divergence_D=join([part[0] for part in distil]), logprobs_D=join([part[1] for part in distil]),
+            sampler_logprobs_D=join([part[2] for part in distil]),
+            weight_D=join([torch.full((len(part[0]),), part[3]) for part in distil]),
+            turn_D=join(numbers).long(), turns=len(distil),
+        ),
+        replay_dpo=PairTokens(
+            chosen_logprobs_P=torch.stack([side.sum() for side in sides[0::2]]),
+            rejected_logprobs_P=torch.stack([side.sum() for side in sides[1::2]]),
+            chosen_length_P=torch.tensor([float(len(side)) for side in sides[0::2]]),
+            rejected_length_P=torch.tensor([float(len(side)) for side in sides[1::2]]),
+            reference_chosen_P=references[0::2], reference_rejected_P=references[1::2],
+            epsilon_P=torch.tensor([pair.epsilon for pair in pairs]),
+        ),
+    )  # fmt: skip
+    return total_loss(inputs, totals(samples, pairs), CHANNELS, 64, 1).total
+
+
+REFERENCES = torch.linspace(-40, -20, 6)
+
+
+def aid_of(policy: Policy, row, pairs) -> Aid:
+    """Live teacher, in the row or apart from it, and made-up reference values for the row's pairs."""
+    order = {f"pair {pair.pair_id}": index for index, pair in enumerate(pairs)}
+    names = row.names[len(row.names) - 2 * row.pairs.pairs :]
+    sides = [REFERENCES[2 * order[name] + place % 2] for place, name in enumerate(names)]
+    teaching = None
+    if row.distilled.turns:
+        with torch.no_grad():
+            live = None if row.distilled.teacher is None else policy.states(row.distilled.teacher)
+        measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets, step=1)
+        teaching = Teaching(parts=(), live_share=1.0, live_hidden_DH=live, divergence=measure)
+    return Aid(teaching=teaching, reference_S=torch.stack(sides) if sides else torch.zeros(0))
+
+
+def packed_loss(samples, pairs, budget: int, **options) -> Tensor:
+    policy = Policy(MODEL, NAME)
+    parts = []
+    for row in rows_of(samples, CPU, budget, pairs, **ON | options):
+        parts.append(loss_of(policy, row, totals(samples, pairs), SETTINGS, aid=aid_of(policy, row, pairs))[0].total)
+    return torch.stack(parts).sum()
+
+
+def gradients(lm, loss: Tensor) -> dict[str, Tensor]:
+    lm.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
+
+
+@pytest.mark.parametrize("budget", [200, 4096])
+@pytest.mark.parametrize("teacher_in_row", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_loss_and_gradients_are_those_of_documents_alone(budget, teacher_in_row, temperature):
+    # Three channels over packed rows (one, or many), with the live teacher in the row or in a pass of its own: loss and
+    # every parameter's gradient equal those of documents that went through transformers one by one.
+    samples, pairs = make_hinted(3, 9, temperature=temperature), make_pairs(3)
+    ours = packed_loss(samples, pairs, budget, teacher_in_row=teacher_in_row)
+    theirs = oracle(samples, pairs, REFERENCES)
+    assert abs(ours.item() - theirs.item()) < 2e-6 * max(1, abs(theirs.item()))
+    found, expected = gradients(MODEL, ours), gradients(OTHER, theirs)
+    assert max((found[name] - expected[name]).abs().max().item() for name in found) < 2e-6
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(1, 500), order=st.permutations(range(6)), in_row=st.booleans(), share=st.booleans())
+def test_order_and_shared_contexts_change_nothing(seed, order, in_row, share):
+    # Permuting samples, reading teachers in the row or apart, sharing contexts or not: the same loss to rounding.
+    samples, pairs = make_hinted(seed, 6), make_pairs(seed)
+    with torch.no_grad():
+        one = packed_loss(samples, pairs, 4096)
+        renamed = [msgspec.structs.replace(samples[i], sample_id=f"{place}") for place, i in enumerate(order)]
+        other = packed_loss(renamed, pairs, 250, teacher_in_row=in_row, share=share)
+    assert abs(one.item() - other.item()) < 5e-6 * max(1, abs(one.item()))
+
+
+def test_nothing_leaks_between_documents():
+    # Other ids in one sample change that sample's statistics alone: not its neighbours', nor a pair's, nor another
+    # teacher's.
+    samples, pairs = make_hinted(5, 6), make_pairs(5)
+    bare = msgspec.structs.replace(samples[0], input_ids=pack_ints((ints(samples[0].input_ids) + 1) % VOCABULARY))
+    policy, seen = Policy(MODEL, NAME), []
+    for changed in (samples[0], bare):
+        (row,) = rows_of([changed, *samples[1:]], CPU, 4096, pairs, **ON)
+        with torch.no_grad():
+            out = policy(row, aid_of(policy, row, pairs).teaching)
+        document = [row.names[index] for index in row.document_R.tolist()]
+        seen.append((dict.fromkeys(document), document, out, row))
+    (names, document, one, row), (_, _, other, _) = seen
+    assert len(names) == 9 and not samples[0].distillations
+    own = torch.tensor([name == samples[0].sample_id for name in document])
+    moved = (one.logprobs_R - other.logprobs_R).abs() > 1e-6
+    assert moved[own].any() and not moved[~own].any()
+    assert (one.divergence_D - other.divergence_D).abs().max() < 1e-6 and row.distilled.turns == 4
+
+
+def test_a_token_of_two_channels_is_one_row_of_the_head():
+    # Policy tokens that are distilled too are computed once; each channel's indices point at its own tokens.
+    samples, pairs = make_hinted(2, 8), make_pairs(2)
+    ((batch,),) = pack(samples, pairs, run_id="r", step=1, world_size=1, max_tokens=4096)
+    row, ids = row_of(batch, CPU, **ON), ints(batch.input_ids)
+    trained, answers = int(flags(batch.loss_mask).sum()), len(row.pairs.answer_A)
+    distilled = sum(turn.count for turn in batch.turns)
+    assert len(row.targets_R) == trained + answers and len(row.policy_T) == trained
+    assert len(row.distilled.turn_D) == len(row.distilled.teacher.source_R) == distilled
+    assert np.array_equal(row.targets_R[row.policy_T], ids[np.flatnonzero(flags(batch.loss_mask))])
+    spans = [ids[turn.student : turn.student + turn.count] for turn in batch.turns]
+    assert np.array_equal(row.targets_R[-distilled:], np.concatenate(spans))
+    sides = [ids[slice(*span)] for p in batch.pairs
+             for span in ((p.chosen_start, p.chosen_end), (p.rejected_start, p.rejected_end))]  # fmt: skip
+    assert np.array_equal(row.targets_R[row.pairs.answer_A], np.concatenate(sides))
+    assert row.pairs.length_S.tolist() == [len(side) for side in sides]
+    assert [len(d) - s for d, s in zip(row.pairs.documents, row.pairs.answer_starts, strict=True)] == list(
+        map(len, sides)
+    )
+
+
+def test_channels_that_are_off_leave_no_trace():
+    # With channels 2 and 3 off, a row that holds their documents gives channel 1's loss and gradients to the last bit.
+    hinted, pairs, bare = make_hinted(4, 6), make_pairs(4), make_samples(4, 6)
+    settings = LossSettings(channels=ChannelsConfig(policy=CHANNELS.policy), max_length=64)
+    outcomes = []
+    for samples, extra in ((hinted, pairs), (bare, ())):
+        (row,) = rows_of(samples, CPU, 4096, extra, share=True)
+        loss = loss_of(Policy(MODEL, NAME), row, totals(bare), settings)[0].total
+        outcomes.append((loss.detach(), gradients(MODEL, loss)))
+    (one, grads), (other, expected) = outcomes
+    assert torch.equal(one, other) and all(torch.equal(grads[name], expected[name]) for name in grads)
+
+
+def test_a_shared_context_pays_when_it_is_long():
+    # A live teacher is read in the samples' row where the context is long beside hint and turn, apart where it is short
+    # or cannot be shared.
+    def works(prompt: int, share: bool):
+        sample = make_hinted(1, 2)[1]
+        turn, ids = sample.distillations[0], np.random.default_rng(0).integers(0, VOCABULARY, prompt)
+        longer = np.r_[ids, ints(sample.input_ids)[turn.start : turn.end]]
+        teacher = np.r_[ids, [1, 2, 3], longer[prompt:]]
+        mask = np.r_[np.zeros(prompt), np.ones(len(longer) - prompt)]
+        moved = msgspec.structs.replace(
+            turn, start=prompt, end=len(longer), teacher_ids=pack_ints(teacher), teacher_start=prompt + 3
+        )
+        made = msgspec.structs.replace(
+            sample, input_ids=pack_ints(longer), loss_mask=mask.astype("u1").tobytes(), distillations=[moved],
+            logprobs=mask.astype("<f4").tobytes(), advantages=mask.astype("<f4").tobytes(),
+        )  # fmt: skip
+        ((batch,),) = pack([made], run_id="r", step=1, world_size=1, max_tokens=4096)
+        return documents_of(batch, VOCABULARY).teacher_work(share=share)
+
+    in_row, apart = works(400, True)
+    assert in_row < apart
+    for shape in ((20, True), (400, False)):
+        in_row, apart = works(*shape)
+        assert apart < in_row
+
+
+def test_turns_and_pairs_that_do_not_match_are_refused():
+    # Ids that differ between teacher and student, cut turns, overlapping turns, cut answers: the sample or pair and the
+    # place are named before anything is computed.
+    ((batch,),) = pack(make_hinted(2, 8), make_pairs(2), run_id="r", step=1, world_size=1, max_tokens=4096)
+    turn, pair = batch.turns[0], batch.pairs[0]
+
+    def refused(match: str, **changes) -> None:
+        with pytest.raises(RunMismatchError, match=match):
+            row_of(msgspec.structs.replace(batch, **changes), CPU, **ON)
+
+    ids = ints(batch.input_ids).copy()
+    ids[turn.teacher + 1] = (ids[turn.teacher + 1] + 1) % VOCABULARY
+    other = r"sample s2-\d/0: turn at tokens \d+\.\.\d+ has id \d+ in the sample and \d+ .* its token 1"
+    refused(other, input_ids=pack_ints(ids))
+    change = lambda **values: [msgspec.structs.replace(turn, **values), *batch.turns[1:]]
+    refused("was it cut", turns=change(count=turn.count - 1))
+    refused("lies in no sample, or was cut", turns=change(student=batch.num_tokens - 2))
+    refused("outside its teacher document", turns=change(teacher=0))
+    refused("documents for 8 samples, 5 teacher documents", turns=batch.turns[:-1])
+    again = [*batch.turns[:-1], msgspec.structs.replace(batch.turns[-2], teacher=batch.turns[-1].teacher)]
+    refused("was it cut|has id|overlaps another", turns=again)
+    refused("pair p2-0 has an answer at tokens .* must not be cut", pairs=[
+        msgspec.structs.replace(pair, chosen_end=pair.chosen_end - 1), *batch.pairs[1:]])  # fmt: skip

@@ -1,0 +1,228 @@
+"""Other weights in the policy's place: exchanges, averages, the four teachers, cached reference log-probabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from hinted_runs import make_hinted, make_pairs, three_channels
+from small_runs import make_config, rows_of
+from transformers import AutoModelForCausalLM
+
+from composer_prime.errors import NonFiniteError
+from composer_prime.packing import totals
+from composer_prime.wire.types import ints
+from trainer.gather import whole_tensors
+from trainer.model import build_policy
+from trainer.optim import build_optimizer
+from trainer.reference import ReferenceLogprobs
+from trainer.self_teacher import SelfTeacher
+from trainer.shadow import AdaptersOff, Shadow
+from trainer.step import LossSettings, train_step
+
+
+def setup(model_folder, tmp_path, world, **trainer):
+    config = make_config(model_folder, tmp_path, trainer=trainer)
+    policy = build_policy(config, model_folder, world)
+    return policy, build_optimizer(policy, config.trainer.optim)
+
+
+def cache_of(model_folder, tmp_path, world) -> ReferenceLogprobs:
+    return ReferenceLogprobs(tmp_path / "reference" / "logprobs.jsonl", model_folder, world)
+
+
+def copy_of(policy, world) -> AutoModelForCausalLM:
+    """A plain transformers model with the policy's weights."""
+    lm = AutoModelForCausalLM.from_config(policy.lm.config, attn_implementation="sdpa")
+    lm.load_state_dict({name: value.clone() for name, value in whole_tensors(policy, world, torch.float32).items()},
+                       strict=False)  # fmt: skip
+    lm.tie_weights()
+    return lm.eval()
+
+
+def turn_logits(lm, samples) -> torch.Tensor:
+    """[D, V]: hinted logits of every distilled token, sample by sample."""
+    parts = []
+    for sample in samples:
+        for turn in sample.distillations:
+            scores = lm(input_ids=torch.tensor(ints(turn.teacher_ids))[None].long(), use_cache=False).logits[0]
+            parts.append(scores[turn.teacher_start - 1 : -1])
+    return torch.cat(parts)
+
+
+def answer_sums(lm, pairs) -> list[float]:
+    sums = []
+    for pair in pairs:
+        for raw in (pair.chosen_ids, pair.rejected_ids):
+            ids = torch.tensor(ints(raw)).long()
+            logprobs = lm(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+            sums.append(logprobs.gather(1, ids[1:, None]).squeeze(1)[pair.context - 1 :].sum().item())
+    return sums
+
+
+def taught(model_folder, tmp_path, world, kind: str, **trainer):
+    """Three steps with a teacher of `kind`; the teacher's mixed logits at the last step, and those of plain copies."""
+    channels, samples, pairs = three_channels(kind), make_hinted(1, 8), make_pairs(1)
+    policy, optimizer = setup(model_folder, tmp_path, world, **trainer)
+    teacher = SelfTeacher(policy, channels, cache_of(model_folder, tmp_path, world))
+    (row,) = rows_of(samples, world.device, 4096, pairs, distil=True, prefer=True, share=True)
+    copies = [copy_of(policy, world)]
+    for step in (1, 2, 3):
+        aids = teacher.prepare([row], step)
+        if step < 3:
+            train_step(policy, optimizer, [row], totals(samples, pairs), LossSettings(channels=channels, max_length=64),
+                       step=step, ratio=1.0, aids=aids)  # fmt: skip
+            teacher.follow()
+            copies.append(copy_of(policy, world))
+    (aid,) = aids
+    live = policy.head()
+    mixed = sum(part.share * part.hidden_DH @ part.head.weight_VH.T for part in aid.teaching.parts)
+    if aid.teaching.live_share:
+        mixed = mixed + aid.teaching.live_share * aid.teaching.live_hidden_DH @ live.weight_VH.T
+    order = [next(s for s in samples if s.sample_id == name) for name in row.sample_ids]
+    return mixed, order, copies, policy, aid
+
+
+def averaged(copies, rate: float):
+    """The moving average of the copies, which starts at the first."""
+    lm = copies[0]
+    with torch.no_grad():
+        for newer in copies[1:]:
+            for old, new in zip(lm.parameters(), newer.parameters(), strict=True):
+                old.lerp_(new, rate)
+    return lm
+
+
+EXPECTED = {
+    "live": lambda order, copies: turn_logits(copies[2], order),
+    "frozen": lambda order, copies: turn_logits(copies[0], order),
+    "trust_region": lambda order, copies: 0.6 * turn_logits(copies[0], order) + 0.4 * turn_logits(copies[2], order),
+    "ema": lambda order, copies: turn_logits(averaged(copies, 0.3), order),
+}
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+@torch.no_grad()
+def test_teachers_are_what_they_are_called(model_folder, tmp_path, world, kind):
+    # After two steps, the teacher's logits equal those of plain copies of the start, of the present, of their mix, or
+    # of the moving average; the policy's own parameters are untouched by the reading, to the last bit.
+    with torch.enable_grad():
+        mixed, order, copies, policy, _ = taught(model_folder, tmp_path, world, kind, optim={"lr": 1e-2})
+    present = copy_of(policy, world)
+    assert all(torch.equal(a, b) for a, b in zip(present.parameters(), copies[2].parameters(), strict=True))
+    assert (mixed - EXPECTED[kind](order, copies)).abs().max() < 1e-4
+    if kind != "live":
+        assert (mixed - turn_logits(present, order)).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_with_adapters_the_frozen_teacher_is_the_base(model_folder, tmp_path, world):
+    # Low-rank adapters: no second set of weights is held; the frozen teacher is the start model, whatever was trained.
+    with torch.enable_grad():
+        mixed, order, copies, policy, aid = taught(
+            model_folder, tmp_path, world, "frozen", optim={"lr": 1e-2}, lora={"rank": 4}
+        )
+    base = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="sdpa")
+    assert (mixed - turn_logits(base, order)).abs().max() < 1e-4
+    moved = [torch.equal(a, b) for a, b in zip(copies[2].parameters(), base.parameters(), strict=True)]
+    assert not all(moved)
+    expected = answer_sums(base, make_pairs(1))
+    assert sorted(aid.reference_S.tolist()) == pytest.approx(sorted(expected), abs=1e-4)
+    assert all(parameter.requires_grad == ("lora_" in name) for name, parameter in policy.named_parameters())
+
+
+def test_an_exchange_is_undone_to_the_last_bit(model_folder, tmp_path, world):
+    # In place the policy is the other model; afterwards, also after an error inside, it is itself again, and so is the
+    # shadow; a forward pass with whole parameters left behind does not blur the two.
+    policy, _ = setup(model_folder, tmp_path, world)
+    (row,) = rows_of(make_hinted(1, 4), world.device)
+    shadow = Shadow(policy)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.5)
+        before = policy(row).logprobs_R
+        start = build_policy(make_config(model_folder, tmp_path), model_folder, world)(row).logprobs_R
+        with pytest.raises(KeyError), shadow.in_place():
+            assert torch.equal(policy(row).logprobs_R, start)
+            raise KeyError
+        assert torch.equal(policy(row).logprobs_R, before) and not torch.equal(before, start)
+        with shadow.in_place():
+            assert torch.equal(policy(row).logprobs_R, start)
+
+
+def test_kl_reference_logprobs(model_folder, tmp_path, world):
+    # With a KL penalty the aids hold log-probabilities of channel 1's tokens under the start weights, and the step
+    # reports the distance to them.
+    channels = three_channels("live", kl={"weight": 0.1, "estimator": "k3"})
+    settings = LossSettings(channels=channels, max_length=64)
+    samples, pairs = make_hinted(1, 8), make_pairs(1)
+    policy, optimizer = setup(model_folder, tmp_path, world, optim={"lr": 1e-2})
+    teacher = SelfTeacher(policy, channels, cache_of(model_folder, tmp_path, world))
+    (row,) = rows_of(samples, world.device, 4096, pairs, distil=True, prefer=True)
+    distances = []
+    for step in (1, 2):
+        aids = teacher.prepare([row], step)
+        start = aids[0].reference_logprobs_T
+        assert start.shape == row.advantages_T.shape and not start.requires_grad
+        counts = totals(samples, pairs)
+        metrics = train_step(policy, optimizer, [row], counts, settings, step=step, ratio=1.0, aids=aids)
+        teacher.follow()
+        distances.append(metrics["policy/reference_kl"])
+    assert abs(distances[0]) < 1e-6 < distances[1]
+
+
+def test_reference_logprobs_are_computed_once(model_folder, tmp_path, world):
+    # Values equal transformers' own; a second start reads them without a model; a damaged line, another compute type
+    # or another model is computed again.
+    policy, _ = setup(model_folder, tmp_path, world)
+    pairs = make_pairs(1)
+    (row,) = rows_of([], world.device, 4096, pairs, prefer=True)
+    cache = cache_of(model_folder, tmp_path, world)
+    assert cache.missing([row.pairs]) == [True]
+    with torch.no_grad():
+        cache.compute(policy, [row.pairs])
+        expected = answer_sums(AutoModelForCausalLM.from_pretrained(model_folder), pairs)
+    assert sorted(cache.of(row.pairs).tolist()) == pytest.approx(sorted(expected), abs=1e-4)
+    again = cache_of(model_folder, tmp_path, world)
+    assert again.missing([row.pairs]) == [False] and torch.equal(again.of(row.pairs), cache.of(row.pairs))
+
+    path = tmp_path / "reference" / "logprobs.jsonl"
+    lines = path.read_text().splitlines()
+    entry = json.loads(lines[0])
+    path.write_text("\n".join([json.dumps({**entry, "logprob": entry["logprob"] + 1}), *lines[1:], '{"key": "torn']))
+    damaged = cache_of(model_folder, tmp_path, world)
+    assert damaged.missing([row.pairs]) == [True]
+    with torch.no_grad():
+        damaged.compute(policy, [row.pairs])
+    assert sorted(path.read_text().splitlines()) == sorted(lines)
+    half = cache_of(model_folder, tmp_path, dataclasses.replace(world, compute_dtype=torch.bfloat16))
+    assert half.missing([row.pairs]) == [True]
+
+
+def test_a_reference_that_is_not_finite_is_refused(model_folder, tmp_path, world):
+    # A base model that gives NaN: nothing is cached, nothing is trained.
+    policy, _ = setup(model_folder, tmp_path, world)
+    (row,) = rows_of([], world.device, 4096, make_pairs(1), prefer=True)
+    cache = cache_of(model_folder, tmp_path, world)
+    with torch.no_grad(), pytest.raises(NonFiniteError, match="frozen base gives NaN"):
+        for parameter in policy.parameters():
+            parameter.fill_(float("nan"))
+        cache.compute(policy, [row.pairs])
+    assert not (tmp_path / "reference").exists()
+
+
+def test_scaled_off_adapters_come_back(model_folder, tmp_path, world):
+    # Inside the block the adapted policy is the base; afterwards the adapters count as before.
+    policy, _ = setup(model_folder, tmp_path, world, lora={"rank": 4, "alpha": 12})
+    plain, _ = setup(model_folder, tmp_path, world)
+    (row,) = rows_of(make_hinted(1, 4), world.device)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if ".lora_B." in name:
+                parameter.fill_(0.1)
+        adapted = policy(row).logprobs_R
+        with AdaptersOff(policy).in_place():
+            assert torch.equal(policy(row).logprobs_R, plain(row).logprobs_R)
+        assert torch.equal(policy(row).logprobs_R, adapted) and (adapted - plain(row).logprobs_R).abs().max() > 1e-3

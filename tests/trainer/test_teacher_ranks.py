@@ -1,0 +1,113 @@
+"""Three channels in real rank processes: 2 ranks equal 1, weight 0 equals channel 1, averages and caches survive."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+from hinted_runs import make_hinted, make_pairs, three_channels
+from small_runs import make_samples
+from step_peer import StepPeer
+from test_ranks import difference, lines, moved
+
+from composer_prime.wire.types import Sample
+
+VARIANTS = {
+    "live": ({}, {"optim": {"lr": 1e-3}}),
+    "ema": ({"kl": {"weight": 0.1, "estimator": "k2"}}, {"reduce_each_micro_batch": True, "optim": {"lr": 1e-3}}),
+    "trust_region": ({"kl": {"weight": 0.1, "reference": "ema"}}, {"optim": {"lr": 1e-3}}),
+    "frozen": ({}, {"lora": {"rank": 4}, "activation_checkpointing": True, "optim": {"lr": 1e-3}}),
+}
+
+
+def channels_of(kind: str, **policy) -> dict:
+    return three_channels(kind, **policy).model_dump(exclude={"policy": {"max_completion_length"}})
+
+
+def few(step: int) -> list[Sample]:
+    """Hinted samples at odd steps only, and few: with 2 ranks one often has no teacher document at all."""
+    return make_hinted(step, 5) if step % 2 else make_samples(step, 5)
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_two_ranks_are_one_rank(make_run, kind):
+    # Four steps of all channels with each self-teacher, a KL reference, pairs, LoRA: losses and parameters of 2 ranks
+    # are those of 1 to 1e-5, also where turns and pairs lie on one of the ranks only.
+    policy, trainer = VARIANTS[kind]
+    runs = {}
+    for ranks in (1, 2):
+        run = runs[ranks] = make_run(
+            f"ranks-{ranks}", run={"max_steps": 4}, trainer=trainer, channels=channels_of(kind, **policy)
+        )
+        with StepPeer(run.dir, few, pairs_of=lambda step: make_pairs(step, step % 3), max_steps=4):
+            codes, outputs = run.train(ranks)
+        assert codes == [0] * ranks, outputs
+    names = ("loss/total", "loss/policy", "loss/sdpo", "loss/replay_dpo", "sdpo/turns", "dpo/pairs")
+    one, two = ([[line[name] for name in names] for line in lines(runs[ranks])] for ranks in (1, 2))
+    assert np.abs(np.array(one) - np.array(two)).max() < 1e-5
+    assert [values[-2:] for values in one] == [[3, 1], [0, 2], [3, 0], [0, 1]]
+    assert difference(runs[1], runs[2]) < 1e-5 and moved(runs[1]) > 1e-3
+    found = lines(runs[1])
+    assert found[0]["sdpo/jsd"] > 0 and 0 <= found[0]["dpo/accuracy"] <= 1
+    assert "sdpo/jsd" not in found[1] and "dpo/accuracy" not in found[2]
+
+
+def test_weight_0_is_channel_1_to_the_last_bit(make_run):
+    # alpha = beta = 0: three steps on hinted samples end in the same bytes as three steps on samples without hints; and
+    # where an orchestrator packed documents and pairs all the same, in the same parameters but for the order of sums.
+    settings = {"run": {"max_steps": 3}, "trainer": {"micro_batch_tokens": 1024}}
+    runs = {}
+    for name, peer in {
+        "plain": {"samples_of": make_samples},
+        "left-out": {"samples_of": make_hinted, "distil": False},
+        "packed": {"samples_of": make_hinted, "pairs_of": make_pairs},
+    }.items():
+        run = runs[name] = make_run(name, **settings)
+        with StepPeer(run.dir, max_steps=3, **peer):
+            codes, outputs = run.train()
+        assert codes == [0], outputs
+        for line in lines(run):
+            assert line["sdpo/turns"] == line["dpo/pairs"] == 0 and "loss/sdpo" not in line
+    assert difference(runs["plain"], runs["left-out"]) == 0 and moved(runs["plain"]) > 1e-3
+    assert difference(runs["plain"], runs["packed"]) < 1e-6
+
+
+def test_averages_and_cached_references_survive_a_kill(make_run):
+    # Killed after step 3 with a checkpoint of step 2 on 2 ranks, resumed on 1: moving averages (teacher and reference)
+    # go on from the checkpoint, so the end is that of a run that was never killed; the cached reference values are
+    # the same, and one that was damaged meanwhile is computed again.
+    settings = {
+        "run": {"max_steps": 5},
+        "trainer": {"checkpoint": {"every_steps": 2}, "optim": {"lr": 1e-3}},
+        "channels": channels_of("ema", kl={"weight": 0.1, "estimator": "k3", "reference": "ema"}),
+    }
+    whole = make_run("whole", **settings)
+    with StepPeer(whole.dir, make_hinted, pairs_of=make_pairs, max_steps=5):
+        codes, outputs = whole.train()
+    assert codes == [0], outputs
+
+    run = make_run("killed", **settings)
+    with StepPeer(run.dir, make_hinted, pairs_of=make_pairs, max_steps=3) as peer:
+        peer.quiet_from = 4
+        ranks = run.start(2)
+        ranks[0].wait_for("step 3:")
+        [os.kill(rank.pid, signal.SIGKILL) for rank in ranks]
+        assert [rank.wait(20) for rank in ranks] == [-9, -9]
+    kept = run.dir.reference.read_text().splitlines()
+    assert len(kept) == 3 * 6
+    damaged = kept[-1].replace('"logprob": -', '"logprob": -9')  # of step 3, which is taken again
+    run.dir.reference.write_text("\n".join([*kept[:-1], damaged]) + "\n")
+
+    resumed = run.write(run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True})}))
+    with StepPeer(run.dir, make_hinted, pairs_of=make_pairs, max_steps=5):
+        codes, outputs = resumed.train(1)
+    assert codes == [0], outputs
+    assert "1 damaged line(s)" in outputs[0] and "starts from the policy's weights" not in outputs[0]
+    assert difference(whole, run) < 1e-5
+    values = [{entry["key"]: entry["logprob"] for entry in map(json.loads, folder.reference.read_text().splitlines())}
+              for folder in (whole.dir, run.dir)]  # fmt: skip
+    assert values[0].keys() == values[1].keys() and len(values[0]) == 5 * 6
+    assert max(abs(values[0][key] - values[1][key]) for key in values[0]) < 1e-4

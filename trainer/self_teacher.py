@@ -1,0 +1,167 @@
+"""What a step reads before it trains: the self-teacher's states, reference log-probabilities.
+
+    frozen start weights    reference of the KL penalty | teacher (frozen, trust region) | pairs not in the cache
+    moving averages         reference of the KL penalty | teacher (ema)
+    live weights            teacher, where a pass of its own costs less than reading it in the samples' row
+
+Teachers (SDPO, arXiv 2601.20802, and its code): `live` is the policy itself; `ema` follows it, theta_T += rate *
+(theta - theta_T) after each step; `frozen` is the start; `trust_region` mixes logits, (1 - mix) * frozen + mix * live.
+Each set of weights takes the policy's place once a step; what it gives is [D, H] and [T], detached. Ranks agree on what
+is read, because every pass gathers parameters from all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from composer_prime.channels.divergence import divergence
+from composer_prime.config.channels import ChannelsConfig
+from composer_prime.weight_sets import AVERAGES, weight_sets
+from trainer.head import TeacherPart
+from trainer.policy import Policy, Teaching
+from trainer.reference import ReferenceLogprobs
+from trainer.row_documents import Documents
+from trainer.rows import PackedRow
+from trainer.shadow import AdaptersOff, Shadow, Weights
+from trainer.world import gather_words
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Aid:
+    """What one row's loss needs of other weights."""
+
+    teaching: Teaching | None = None
+    reference_logprobs_T: Tensor | None = None
+    """float32 [T], for the KL penalty."""
+    reference_S: Tensor | None = None
+    """float32 [2 P]: each answer's sum under the frozen base."""
+
+
+class SelfTeacher:
+    """The other weights of a run, and the passes that read them."""
+
+    def __init__(self, policy: Policy, channels: ChannelsConfig, cache: ReferenceLogprobs | None) -> None:
+        """`policy` holds the start weights now. `cache` is there when channel 3 is on."""
+        self._policy, self._channels, self._cache = policy, channels, cache
+        self._sets = weight_sets(channels)
+        self._averages = {name: Shadow(policy) for name in AVERAGES if name in self._sets.needed}
+        self._weights: dict[str, Weights] = dict(self._averages)
+        if "frozen" in self._sets.needed:
+            self._weights["frozen"] = AdaptersOff(policy) if policy.adapted else Shadow(policy)
+
+    def prepare(self, rows: Sequence[PackedRow], step: int) -> list[Aid]:
+        """Read what `rows` need, with every set of weights that is not the policy's. A collective."""
+        aids = [Aid() for _ in rows]
+        taught = self._taught(rows)
+        lacking = self._cache.missing([row.pairs for row in rows]) if self._cache else []
+        parts: dict[int, TeacherPart] = {}
+        with _reading(self._policy):
+            for name, weights in self._weights.items():
+                refers, teaches = name == self._sets.reference, name == self._sets.teacher and any(taught)
+                lacks = name == "frozen" and any(lacking)
+                if not (refers or teaches or lacks):
+                    continue
+                with weights.in_place():
+                    if refers:
+                        self._refer(rows, aids)
+                    if teaches:
+                        parts = self._parts(rows, taught)
+                    if lacks:
+                        wanted = [row.pairs for row, lacks in zip(rows, lacking, strict=True) if lacks]
+                        self._cache.compute(self._policy, wanted)
+            live = self._states(rows, taught) if self._live_share > 0 else {}
+        for index, (row, aid) in enumerate(zip(rows, aids, strict=True)):
+            aid.teaching = self._teaching(row, parts.get(index), live.get(index), step)
+            if self._cache is not None and row.pairs is not None:
+                aid.reference_S = self._cache.of(row.pairs)
+        return aids
+
+    def follow(self) -> None:
+        """After a step: the averages move towards the new weights."""
+        rates = {"teacher": self._channels.sdpo.teacher.rate, "reference": self._channels.policy.kl.ema_rate}
+        for name, average in self._averages.items():
+            average.follow(rates[name])
+
+    def averages(self) -> dict[str, dict[str, Tensor]]:
+        """The moving averages by name, for the checkpoint; loading writes into these tensors."""
+        return {name: average.state() for name, average in self._averages.items()}
+
+    def begin(self, name: str) -> None:
+        """Start the average `name` from the policy's present weights."""
+        logger.info("the checkpoint holds no moving average for the %s: it starts from the policy's weights", name)
+        self._averages[name].reset()
+
+    def _taught(self, rows: Sequence[PackedRow]) -> list[bool]:
+        """Of each row, whether any rank has teacher documents apart from it."""
+        own = [int(row.distilled is not None and row.distilled.teacher is not None and row.distilled.turns > 0)
+               for row in rows]  # fmt: skip
+        if self._channels.sdpo.weight == 0:
+            return [False] * len(own)
+        return [any(words) for words in zip(*gather_words(own), strict=True)]
+
+    def _refer(self, rows: Sequence[PackedRow], aids: list[Aid]) -> None:
+        for row, aid in zip(rows, aids, strict=True):
+            logprobs_R = self._policy(row).logprobs_R
+            aid.reference_logprobs_T = logprobs_R if row.policy_T is None else logprobs_R[row.policy_T]
+
+    def _parts(self, rows: Sequence[PackedRow], taught: list[bool]) -> dict[int, TeacherPart]:
+        """What the weights in place give for each taught row."""
+        states, head = self._states(rows, taught), self._policy.head()
+        share = 1.0 - self._live_share
+        return {index: TeacherPart(share=share, hidden_DH=states_DH, head=head) for index, states_DH in states.items()}
+
+    def _states(self, rows: Sequence[PackedRow], taught: list[bool]) -> dict[int, Tensor]:
+        return {
+            index: self._policy.states(row.distilled.teacher)
+            for index, (row, wanted) in enumerate(zip(rows, taught, strict=True))
+            if wanted
+        }
+
+    @property
+    def _live_share(self) -> float:
+        """Share of the policy's own logits in the teacher's."""
+        teacher = self._channels.sdpo.teacher
+        return {"live": 1.0, "trust_region": teacher.mix}.get(teacher.kind, 0.0)
+
+    def _teaching(self, row: PackedRow, other: TeacherPart | None, live: Tensor | None, step: int) -> Teaching | None:
+        if row.distilled is None or row.distilled.turns == 0:
+            return None
+        return Teaching(
+            parts=() if other is None else (other,),
+            live_share=self._live_share,
+            live_hidden_DH=live,
+            divergence=lambda student, teacher, targets: divergence(
+                student, teacher, self._channels.sdpo, targets, step=step
+            ),
+        )
+
+
+def teachers_in_row(batches: Sequence[Documents], channels: ChannelsConfig, *, share: bool) -> list[bool]:
+    """Of each row, whether a live teacher is best read in the samples' forward pass, by the work of all ranks.
+
+    Never for a teacher that other weights take part in. A collective when channel 2 is on with a live teacher.
+    """
+    if channels.sdpo.weight == 0 or channels.sdpo.teacher.kind != "live":
+        return [False] * len(batches)
+    work = [documents.teacher_work(share=share) for documents in batches]
+    saved = [apart - in_row for in_row, apart in work]
+    return [sum(words) > 0 for words in zip(*gather_words(saved), strict=True)]
+
+
+@contextmanager
+def _reading(policy: Policy) -> Iterator[None]:
+    """No gradients, no dropout."""
+    policy.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        policy.train()
