@@ -137,7 +137,9 @@ def test_taid_moves_the_target_from_the_student_to_the_teacher():
     assert config.teacher_share(5) == pytest.approx(0.6) and config.teacher_share(10) == config.teacher_share(99) == 1.0
     mixed = 0.4 * student.detach() + 0.6 * teacher
     expected = divergence(student, mixed, SdpoConfig(), targets)
-    assert torch.allclose(divergence(student, teacher, config, targets, step=5), expected, atol=1e-12)
+    value = divergence(student, teacher, config, targets, step=5)
+    assert torch.allclose(value, expected, atol=1e-12)
+    assert torch.allclose(gradient_of(value, student), gradient_of(expected, student), atol=1e-12)
     plain = divergence(student, teacher, SdpoConfig(), targets)
     assert torch.equal(divergence(student, teacher, config, targets, step=10), plain)
     assert torch.equal(divergence(student, teacher, config, targets), plain)
