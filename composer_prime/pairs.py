@@ -24,7 +24,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """What the student saw before the turn that the pair is about."""
 
     state_id: str
-    """Unique within its trace."""
+    """Unique within a file: `<trace>/<turn number>`."""
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = []
     """OpenAI function definitions."""
@@ -48,7 +48,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     def pair_id(self) -> str:
         """The same for the same state and answers, wherever the line stands."""
         content = msgspec.json.encode([self.chosen, self.rejected])
-        return f"{self.trace}/{self.state.state_id}/{hashlib.blake2b(content, digest_size=4).hexdigest()}"
+        return f"{self.state.state_id}/{hashlib.blake2b(content, digest_size=4).hexdigest()}"
 
 
 class PairFile:

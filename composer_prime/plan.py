@@ -56,7 +56,21 @@ def _run(config: Config) -> Rows:
         ("run", f"{run.name}: {length}, seed {run.seed}, in {run.directory} ({state})"),
         ("sources", sources),
         ("loss", f"{config.channels.policy.objective}, off-policy correction {config.channels.policy.correction}"),
+        *_further_channels(config),
     ]
+
+
+def _further_channels(config: Config) -> Rows:
+    """Channels 2 and 3, where they have a weight."""
+    sdpo, replay, hints = config.channels.sdpo, config.channels.replay_dpo, config.orchestrator.hints
+    rows: Rows = []
+    if sdpo.weight and hints is not None:
+        layers = " then ".join(hints.layers) + (f"; control arm: {hints.control}" if hints.control != "none" else "")
+        rows.append(("", f"+ {sdpo.weight:g} x sdpo, teacher {sdpo.teacher.kind}, hints by {layers}"))
+    if replay.weight:
+        pairs = config.orchestrator.preferences.pairs_per_step
+        rows.append(("", f"+ {replay.weight:g} x replay_dpo ({replay.loss}), {pairs} pairs a step"))
+    return rows
 
 
 def directory_state(run_dir: RunDir) -> str:

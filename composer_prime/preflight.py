@@ -12,6 +12,7 @@ from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInst
 from composer_prime.footprint import ModelShape
 from composer_prime.machine import check_address, check_port, module_file
 from composer_prime.model_source import model_ready, resolve_model
+from composer_prime.pairs import resolve_pairs
 from composer_prime.placement import Placement, place
 
 _EXTRAS = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboard"}
@@ -35,7 +36,7 @@ class Findings:
 def check(config: Config, *, gpus: int) -> Findings:
     """Run every check; none stops the others."""
     found = Findings()
-    for step in (_model, _modules, _engine, _addresses, _remote_roles, _trackers):
+    for step in (_model, _modules, _engine, _addresses, _remote_roles, _trackers, _pairs):
         try:
             step(config, found)
         except ComposerError as error:
@@ -137,6 +138,19 @@ def _remote_roles(config: Config, found: Findings) -> None:
             f"inference.nodes is 0: sampling waits up to {config.orchestrator.no_node_timeout_s:g} s for "
             "`inference join` from elsewhere"
         )
+
+
+def _pairs(config: Config, found: Findings) -> None:
+    preferences = config.orchestrator.preferences
+    if not preferences.pairs_per_step:
+        return
+    path = resolve_pairs(preferences.pairs, config.run.directory)
+    if path.is_file():
+        return
+    if preferences.pairs is None:
+        found.notes.append(f"{path} is not there yet: channel 3 begins when it holds pairs (orchestrator.preferences)")
+    else:
+        found.problems.append(f"orchestrator.preferences.pairs is {preferences.pairs}, but there is no such file")
 
 
 def _trackers(config: Config, found: Findings) -> None:

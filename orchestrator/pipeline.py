@@ -191,7 +191,6 @@ class Pipeline:
                 model_path=str(self._folder),
                 renderer=config.model.renderer,
                 max_context=config.model.max_context,
-                with_tools=orchestrator.hints is not None,
             )
             self.pools[source.name] = self._make_pool(source, spec)
         await asyncio.gather(*(pool.start() for pool in self.pools.values()))

@@ -75,9 +75,7 @@ def eval_sources(config: OrchestratorConfig) -> list[SourceConfig]:
     return [source for source in config.source if source.eval_taskset] if config.eval.every_steps else []
 
 
-def source_spec(
-    source: SourceConfig, *, model_path: str, renderer: str | None, max_context: int, with_tools: bool = False
-) -> SourceSpec:
+def source_spec(source: SourceConfig, *, model_path: str, renderer: str | None, max_context: int) -> SourceSpec:
     """What the source's worker processes load: the training task set and, merged over it, the held-out one."""
     tasksets = {TRAIN: source.taskset}
     if source.eval_taskset:
@@ -89,5 +87,4 @@ def source_spec(
         model_path=model_path,
         renderer=renderer,
         max_total_tokens=max_context,
-        with_tools=with_tools,
     )

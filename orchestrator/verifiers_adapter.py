@@ -93,7 +93,7 @@ class Environment:
                 raise
             message = f"no end after timeout_s = {request.timeout_s:g} s"
             return failed(request.rollout_id, task_id_of(task, request.task_index), "timeout", message, traces=sessions)
-        return to_reply(request, task, episode, sessions, with_tools=self.spec.with_tools)
+        return to_reply(request, task, episode, sessions)
 
     def _widen_backlog(self) -> None:
         """aiohttp listens with a backlog of 128; a connection beyond it waits a second for its retransmission."""

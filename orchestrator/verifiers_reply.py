@@ -48,9 +48,7 @@ _TOOL_ERROR = re.compile(
 _DETAIL_CHARS = 2000
 
 
-def to_reply(
-    request: RunRollout, task: vf.Task, episode: Episode, traces: list[vf.Trace], *, with_tools: bool = False
-) -> RolloutReply:
+def to_reply(request: RunRollout, task: vf.Task, episode: Episode, traces: list[vf.Trace]) -> RolloutReply:
     """`traces` in the order they were made, which is the order of their session ids."""
     task_id = task_id_of(task, request.task_index)
     main = next((trace for trace in traces if trace.agent.trainable), traces[0] if traces else None)
@@ -63,7 +61,7 @@ def to_reply(
         parts=parts,
         metrics={name: value for name, value in main.metrics.items() if value is not None} if main else {},
         turns=_turns(traces),
-        sessions=_sessions(traces, with_tools),
+        sessions=_sessions(traces),
         stop_reason=main.stop_condition if main else None,
         truncated=bool(main and main.is_truncated),
         error=error,
@@ -136,14 +134,14 @@ def _classify(error: Error) -> RolloutFailure:
     return RolloutFailure(kind=kind, message=error.message[:_DETAIL_CHARS], retryable=retryable, detail=detail)
 
 
-def _sessions(traces: list[vf.Trace], with_tools: bool = False) -> list[SessionRecord]:
+def _sessions(traces: list[vf.Trace]) -> list[SessionRecord]:
     return [
         SessionRecord(
             session_id=trace.id,
             agent=trace.agent.name,
             trainable=trace.agent.trainable,
             reward=trace.reward if trace.ok and trace.rewards and None not in trace.rewards.values() else None,
-            tools=[_definition(tool) for tool in trace.tools] if with_tools else [],
+            tools=[_definition(tool) for tool in trace.tools],
         )
         for trace in traces
     ]

@@ -37,14 +37,15 @@ class EndpointConfig(BaseConfig):
 
 
 class HintsConfig(BaseConfig):
-    detect: list[Literal["tool_error", "exception", "test_failure", "schema"]] = [
+    detect: list[Literal["tool_error", "exception", "test_failure", "schema", "failed"]] = [
         "tool_error",
         "exception",
         "test_failure",
         "schema",
     ]
     """What makes a turn wrong: an answer that reports a failed call; an exception or a failed test in a tool's output;
-    a call that breaks its tool's schema."""
+    a call that breaks its tool's schema. `failed` (not by default): the last turn of a rollout without reward, which a
+    successful sibling can show how to do (SDPO's feedback, arXiv 2601.20802)."""
     judge: EndpointConfig | None = None
     """A model that reads finished rollouts and flags wasteful turns and bad style."""
     layers: list[Layer] = ["template"]

@@ -54,7 +54,7 @@ def play(
         live = [rollout for rollout in rollouts if not rollout.done]
         if not live:
             break
-        completions = _complete(model, renderer, [rollout.prompt for rollout in live], temperature, generator)
+        completions = complete(model, renderer, [rollout.prompt for rollout in live], temperature, generator)
         for rollout, completion in zip(live, completions, strict=True):
             _advance(rollout, completion, renderer)
     return rollouts
@@ -92,7 +92,7 @@ def _as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments or {})
 
 
-def _complete(
+def complete(
     model: Qwen3ForCausalLM,
     renderer: ToolQwen3Renderer,
     prompts: list[list[int]],

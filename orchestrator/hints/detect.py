@@ -12,6 +12,8 @@ from orchestrator.hints.error_turn import ErrorTurn
 from orchestrator.hints.schema import violation
 from orchestrator.hints.templates import Templates
 
+FAILED = "failed"
+
 
 class RuleDetector:
     """Failed calls, exceptions and failed tests in tools' answers, calls that break their schema. No model involved."""
@@ -27,12 +29,15 @@ class RuleDetector:
 
     def error_turns(self, rollout: FinishedRollout) -> list[ErrorTurn]:
         """In the order of the turns, the first error of each."""
-        found = []
-        for index, told in answers(rollout.turns).items():
-            if rollout.turns[index].turn is not None:
-                error = self._answered(rollout, index, told) or self._called(rollout, index)
-                found += [error] if error is not None else []
-        return found
+        told = {
+            index: found for index, found in answers(rollout.turns).items() if rollout.turns[index].turn is not None
+        }
+        last = max(told, default=None)
+        errors = [
+            self._answered(rollout, index, found) or self._called(rollout, index) or self._failed(rollout, index, last)
+            for index, found in told.items()
+        ]
+        return [error for error in errors if error is not None]
 
     def _answered(self, rollout: FinishedRollout, index: int, told: list[int]) -> ErrorTurn | None:
         calls = rollout.turns[index].tool_calls
@@ -54,6 +59,12 @@ class RuleDetector:
             if broken is not None:
                 return _error(rollout, index, broken[0], broken[1], call.name)
         return None
+
+    def _failed(self, rollout: FinishedRollout, index: int, last: int | None) -> ErrorTurn | None:
+        """The last turn of a rollout that got no reward."""
+        if "failed" not in self._detect or index != last or rollout.reward is None or rollout.reward > 0:
+            return None
+        return _error(rollout, index, FAILED, "The task was not solved.", None)
 
 
 def _error(rollout: FinishedRollout, index: int, kind: str, text: str, tool: str | None) -> ErrorTurn:

@@ -18,8 +18,8 @@ class ErrorTurn:
     turn: int
     """Its number in TurnSpan."""
     kind: str
-    """tool_not_found, bad_json, argument_name, argument_type, test_failure, exception, tool_error, judged, or a kind
-    of the user's templates."""
+    """tool_not_found, bad_json, argument_name, argument_type, test_failure, exception, tool_error, failed, judged, or
+    a kind of the user's templates."""
     text: str
     """What was said about it: the tool's answer, the broken rule of the schema, the judge's reason."""
     tool: str | None = None

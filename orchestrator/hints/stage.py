@@ -60,9 +60,8 @@ class _Work:
 
     def ended(self) -> Ended:
         turns = [self.turns.get(index, turn) for index, turn in enumerate(self.rollout.turns)]
-        sessions = [msgspec.structs.replace(session, tools=[]) for session in self.rollout.sessions]
         counts = {name: count for name, count in sorted(self.counts.items()) if count}
-        return msgspec.structs.replace(self.rollout, turns=turns, sessions=sessions, hints=counts), self.samples
+        return msgspec.structs.replace(self.rollout, turns=turns, hints=counts), self.samples
 
 
 class HintStage:

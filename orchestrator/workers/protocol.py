@@ -38,8 +38,6 @@ class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_total_tokens: int | None = None
     select: dict[str, Any] = {}
     """verifiers' task selection (include, exclude, shuffle, skip, limit), applied to every task set."""
-    with_tools: bool = False
-    """Whether replies carry the tools that were on offer."""
     env: dict[str, Any] = {}
     """Further settings of verifiers' EnvConfig, for environments with several agents."""
     token_variable: str = "COMPOSER_GATEWAY_TOKEN"
@@ -152,7 +150,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     trainable: bool
     reward: float | None
     tools: list[dict[str, Any]] = []
-    """What was on offer, as OpenAI function definitions, where the source's spec asks for it (with_tools)."""
+    """What was on offer, as OpenAI function definitions."""
 
 
 class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):

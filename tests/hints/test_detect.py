@@ -110,6 +110,16 @@ def test_a_tool_that_takes_a_broken_call_does_not_hide_it():
     assert errors([step, Step("3")], ["tool_error"]) == []
 
 
+def test_the_last_turn_of_a_failed_rollout_is_wrong_where_that_is_asked_for():
+    # Not of one that got a reward, and not beside an error that the turn has anyway.
+    assert errors([GOOD, Step("9")]) == []
+    [found] = errors([GOOD, Step("9")], ["failed"])
+    assert (found.turn, found.kind) == (1, "failed")
+    assert errors([GOOD, Step("9")], ["failed"], reward=1.0) == []
+    [found] = errors([Step("x", "Tool not found: x", error=True)], ["failed", "tool_error"])
+    assert found.kind == "tool_not_found"
+
+
 def filled(text: str, tool: str | None = "add") -> str | None:
     kind = TEMPLATES.kind_of(text)
     return TEMPLATES.fill(ErrorTurn(message=1, turn=0, kind=kind, text=text, tool=tool, tools=TOOLS))

@@ -34,7 +34,7 @@ def calls(name: str) -> dict[str, Any]:
 
 
 def pair(number: int = 0, **changes: Any) -> Pair:
-    state = State(state_id=f"s{number}", messages=[{"role": "user", "content": f"Add {number} and 2."}], tools=TOOLS)
+    state = State(state_id=f"t/s{number}", messages=[{"role": "user", "content": f"Add {number} and 2."}], tools=TOOLS)
     values = {"trace": "t", "state": state, "chosen": calls("add"), "rejected": calls("plus"), "epsilon": 0.125}
     return Pair(**(values | changes))
 
@@ -177,3 +177,14 @@ def test_a_wrong_line_is_named(tmp_path):
 def test_where_pairs_come_from(tmp_path):
     assert resolve_pairs(None, tmp_path) == tmp_path / "pairs.jsonl"
     assert resolve_pairs(Path("mine.jsonl"), tmp_path) == Path("mine.jsonl")
+
+
+def test_the_shipped_pairs_can_all_be_trained():
+    # Real votes of the tiny teachers: every pair fits configs/a3.toml's context, none is refused, labels are doubted.
+    path = resolve_pairs(Path("tiny"), Path())
+    assert path.stat().st_size < 1_000_000
+    file, tokeniser = PairFile(path), PairTokeniser(chat("tiny")[0], ROOMY)
+    made = [tokeniser.preference(file.read(index)) for index in range(file.refresh())]
+    assert len(made) >= 300 and all(isinstance(each, Preference) for each in made)
+    assert {each.epsilon for each in made} == {0.125, 0.375}
+    assert len({each.pair_id for each in made}) == len(made)

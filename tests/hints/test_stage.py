@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from chat_models import chat
 from endpoint_peer import chat_peer
-from rollouts_made import PLAN, PlayedRollout, Step, call, play
+from rollouts_made import PLAN, TOOLS, PlayedRollout, Step, call, play
 
 from composer_prime.config.hints import HintsConfig
 from composer_prime.config.orchestrator import OrchestratorConfig
@@ -85,7 +85,7 @@ def test_every_wrong_turn_gets_its_hint():
     line = rollout_line(1, "s", done.rollout, "trained")
     hinted = [(turn["turn"], turn["error"], turn["hint"]) for turn in line["turns"] if turn["hint"]]
     assert hinted[0] == (1, "tool_not_found", TOOL_HINT) and len(hinted) == 2
-    assert done.rollout.sessions[0].tools == []
+    assert line["tools"] == TOOLS
 
 
 def test_packing_takes_what_the_stage_makes():

@@ -1,0 +1,241 @@
+"""python -m infra.tiny_models.pairs: preference pairs for channel 3, voted by the three tiny teachers on toolsmith.
+
+1. The policy plays training episodes at temperature 1; every turn of it is a state: what it saw, what it did.
+2. At each state the three teachers give their own greedy answer, from the same token ids.
+3. Answers are compared in canonical form. A majority of the teachers beats the policy's answer; the policy's answer,
+   where it is the majority's, beats a minority's. No majority, no pair; an answer that was cut is none.
+4. pairs.jsonl and PAIRS.md are written to the assets.
+
+Where teachers wrote the majority's answer differently, the one that the policy finds likeliest per token is taken. A
+final answer is compared as text: in toolsmith it can be right or wrong, so it is more than prose.
+"""
+
+import argparse
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from renderers.configs import Qwen3RendererConfig
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from composer_prime.pairs import Pair, State
+from infra.tiny_models.demonstrate import MAX_TURNS
+from infra.tiny_models.make import ASSETS
+from infra.tiny_models.play import MAX_NEW_TOKENS, complete, draw_episodes
+from orchestrator.environments.tool_loop.calls import INVALID_CALL
+from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
+from orchestrator.environments.toolsmith.episode import Episode
+from orchestrator.environments.toolsmith.tools import run_call
+
+TEACHERS = ("teacher_a", "teacher_b", "teacher_c")
+_BATCH = 64
+_README = """# pairs.jsonl
+
+{pairs} preference pairs of toolsmith, for channel 3 before a replay of one's own traces exists
+(`orchestrator.preferences.pairs = "tiny"`). Made by
+
+    python -m infra.tiny_models.pairs --seed {seed} --episodes {episodes} --most {most}
+
+from the models in this folder: the policy played {episodes} training episodes (no question of the eval split), and at
+each of its {states} turns the three teachers gave their greedy answer. Nothing else went into the file. License: that
+of this repository.
+
+| | states |
+|---|---|
+{outcomes}
+
+A pair's epsilon is 1 - (k + 1/2) / (n + 1) with k of n = 3 teachers for the chosen answer: 0.125 for three, 0.375 for
+two. Each line holds the state, both answers, and every teacher's answer.
+"""
+
+
+@dataclass(slots=True, kw_only=True)
+class Conversation:
+    """One episode under way."""
+
+    number: int
+    episode: Episode
+    messages: list[dict[str, Any]]
+    prompt: list[int]
+    turn: int = 0
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        return [tool.schema() for tool in self.episode.tools]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A turn as a model wrote it."""
+
+    message: dict[str, Any]
+    canonical: str
+    """The same for answers that do the same."""
+    token_ids: tuple[int, ...]
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(options.threads)
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "policy")
+    renderer = ToolQwen3Renderer(tokenizer, Qwen3RendererConfig(thinking_retention="all"))
+    models = {name: Qwen3ForCausalLM.from_pretrained(ASSETS / name).float().eval() for name in ("policy", *TEACHERS)}
+    pairs: list[Pair] = []
+    outcomes: Counter[str] = Counter()
+    episodes = draw_episodes(options.episodes, seed=options.seed)
+    for start in range(0, len(episodes), _BATCH):
+        numbered = list(enumerate(episodes))[start : start + _BATCH]
+        _play(models, renderer, numbered, options.seed, pairs, outcomes)
+    kept = pairs[: options.most]
+    (options.out / "pairs.jsonl").write_bytes(b"".join(msgspec.json.encode(pair) + b"\n" for pair in kept))
+    rows = "\n".join(f"| {name} | {count} |" for name, count in outcomes.most_common())
+    (options.out / "PAIRS.md").write_text(
+        _README.format(
+            pairs=len(kept), states=sum(outcomes.values()), outcomes=rows, seed=options.seed,
+            episodes=options.episodes, most=options.most,
+        )
+    )  # fmt: skip
+    print(f"{len(kept)} of {len(pairs)} pairs from {sum(outcomes.values())} states: {dict(outcomes)}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m infra.tiny_models.pairs", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, default=ASSETS, help="folder that gets pairs.jsonl and PAIRS.md")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--episodes", type=int, default=256)
+    parser.add_argument("--most", type=int, default=320, help="pairs to keep, in the order of the episodes")
+    return parser.parse_args()
+
+
+@torch.inference_mode()
+def _play(
+    models: dict[str, Qwen3ForCausalLM],
+    renderer: ToolQwen3Renderer,
+    episodes: list[tuple[int, Episode]],
+    seed: int,
+    pairs: list[Pair],
+    outcomes: Counter[str],
+) -> None:
+    """Plays the episodes with the policy and lets the teachers answer at each of its turns."""
+    generator = torch.Generator().manual_seed(seed + episodes[0][0])
+    live = [_begin(number, episode, renderer) for number, episode in episodes]
+    while live:
+        prompts = [conversation.prompt for conversation in live]
+        own = complete(models["policy"], renderer, prompts, 1.0, generator)
+        told = {name: complete(models[name], renderer, prompts, 0.0, generator) for name in TEACHERS}
+        for index, conversation in enumerate(live):
+            student = _answer(renderer, own[index])
+            votes = {name: _answer(renderer, completions[index]) for name, completions in told.items()}
+            outcome, pair = _vote(conversation, student, votes, models["policy"])
+            outcomes[outcome] += 1
+            pairs += [pair] if pair is not None else []
+        live = [
+            conversation
+            for conversation, completion in zip(live, own, strict=True)
+            if _goes_on(conversation, completion, renderer)
+        ]
+
+
+def _begin(number: int, episode: Episode, renderer: ToolQwen3Renderer) -> Conversation:
+    messages = [{"role": "user", "content": episode.question}]
+    made = Conversation(number=number, episode=episode, messages=messages, prompt=[])
+    made.prompt = renderer.render(messages, tools=made.tools, add_generation_prompt=True).token_ids
+    return made
+
+
+def _answer(renderer: ToolQwen3Renderer, completion: list[int]) -> Answer | None:
+    """None for an answer that was cut."""
+    if completion[-1] not in renderer.get_stop_token_ids():
+        return None
+    message = _message(renderer, completion)
+    calls = [
+        [call["function"]["name"], json.loads(call["function"]["arguments"])] for call in message.get("tool_calls", [])
+    ]
+    canonical = json.dumps(calls, sort_keys=True) if calls else message["content"].strip()
+    return Answer(message=message, canonical=canonical, token_ids=tuple(completion))
+
+
+def _message(renderer: ToolQwen3Renderer, completion: list[int]) -> dict[str, Any]:
+    parsed = renderer.parse_response(completion)
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    calls = [
+        {"id": f"call_{n}", "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
+        for n, c in enumerate(parsed.tool_calls)
+    ]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _vote(
+    conversation: Conversation, student: Answer | None, votes: dict[str, Answer | None], base: Qwen3ForCausalLM
+) -> tuple[str, Pair | None]:
+    """What became of the state, and its pair."""
+    answers = {name: answer for name, answer in votes.items() if answer is not None}
+    if student is None:
+        return "the policy's answer was cut", None
+    counts = Counter(answer.canonical for answer in answers.values())
+    winner, count = counts.most_common(1)[0] if counts else ("", 0)
+    if 2 * count <= len(TEACHERS):
+        return "no majority", None
+    majority = [answer for answer in answers.values() if answer.canonical == winner]
+    minority = [answer for answer in answers.values() if answer.canonical != winner]
+    if winner != student.canonical:
+        chosen = max(majority, key=lambda answer: _likelihood(base, conversation.prompt, answer))
+        return "majority beats the policy", _pair(conversation, chosen, student, count, votes)
+    if minority:
+        return "the policy beats a minority", _pair(conversation, student, minority[0], count, votes)
+    return "all agree with the policy", None
+
+
+def _likelihood(base: Qwen3ForCausalLM, prompt: list[int], answer: Answer) -> float:
+    """Mean log-probability of the answer's tokens."""
+    ids = torch.tensor([[*prompt, *answer.token_ids]])
+    logprobs = base(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    return logprobs.gather(1, ids[0, len(prompt) :, None]).mean().item()
+
+
+def _pair(
+    conversation: Conversation, chosen: Answer, rejected: Answer, count: int, votes: dict[str, Answer | None]
+) -> Pair:
+    trace = f"toolsmith-{conversation.number:04d}"
+    return Pair(
+        trace=trace,
+        state=State(
+            state_id=f"{trace}/{conversation.turn:04d}",
+            messages=list(conversation.messages),
+            tools=conversation.tools,
+        ),
+        chosen=chosen.message,
+        rejected=rejected.message,
+        epsilon=1 - (count + 0.5) / (len(TEACHERS) + 1),
+        teachers={name: None if answer is None else answer.canonical for name, answer in votes.items()},
+    )
+
+
+def _goes_on(conversation: Conversation, completion: list[int], renderer: ToolQwen3Renderer) -> bool:
+    """Takes in the policy's turn and the tools' replies; False where the conversation is over."""
+    message = _message(renderer, completion)
+    replies = [
+        run_call(conversation.episode, call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls", [])
+    ]
+    replies += [INVALID_CALL] if "<tool_call>" in message["content"] else []
+    conversation.turn += 1
+    if not replies or len(completion) == MAX_NEW_TOKENS or conversation.turn == MAX_TURNS:
+        return False
+    tail: list[Any] = [
+        {"role": "tool", "tool_call_id": f"call_{number}", "content": reply} for number, reply in enumerate(replies)
+    ]
+    bridged = renderer.bridge_to_next_turn(conversation.prompt, completion, tail, tools=conversation.tools)
+    assert bridged is not None
+    conversation.prompt = bridged.token_ids
+    conversation.messages = [*conversation.messages, message, *tail]
+    return True
+
+
+if __name__ == "__main__":
+    main()
