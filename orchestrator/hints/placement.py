@@ -58,6 +58,8 @@ class HintPlacer:
         """
         self._renderer, self._tokenizer, self._placement = renderer, tokenizer, placement
         self._reserved = _special_texts(tokenizer)
+        self._known: dict[str, np.ndarray] = {}
+        """The ids that an ending was last found as: most contexts end in the same ones, and decoding is slow."""
         self._opening = self._find_opening()
         self._closings = {role: self._closing(role) for role in _CONVERSATIONS}
         if placement == "message_end":
@@ -92,9 +94,13 @@ class HintPlacer:
 
     def _find(self, ids: np.ndarray, ending: str) -> int | None:
         """Where the tail of `ids` begins whose text is exactly `ending`."""
+        known = self._known.get(ending)
+        if known is not None and np.array_equal(ids[-len(known) :], known):
+            return len(ids) - len(known)
         for at in range(len(ids) - 1, max(-1, len(ids) - 2 - len(ending.encode())), -1):
             text = self._decode(ids[at:])
             if text == ending:
+                self._known[ending] = np.array(ids[at:])
                 return at
             if not ending.endswith(text) and "\ufffd" not in text:
                 return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import string
@@ -68,7 +69,7 @@ class Templates:
         return next((t.kind for t in detecting if t.pattern.search(part)), None)
 
     async def hint(self, request: HintRequest) -> str | None:
-        return self.fill(request.error)
+        return await asyncio.to_thread(self.fill, request.error)
 
     def fill(self, error: ErrorTurn) -> str | None:
         """The hint of the first template of the error's kind that can be filled in."""
