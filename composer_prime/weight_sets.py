@@ -23,8 +23,8 @@ class WeightSets:
 
     @property
     def needed(self) -> set[WeightSet]:
-        pairs: set[WeightSet] = {"frozen"} if self.scores_pairs else set()
-        return pairs | {name for name in (self.teacher, self.reference) if name is not None}
+        wanted: list[WeightSet | None] = [self.teacher, self.reference, "frozen" if self.scores_pairs else None]
+        return {name for name in wanted if name is not None}
 
 
 def weight_sets(channels: ChannelsConfig) -> WeightSets:

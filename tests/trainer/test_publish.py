@@ -7,8 +7,8 @@ import hashlib
 import pytest
 import torch
 from safetensors.torch import load, load_file
-from small_runs import make_samples
-from test_step import SETTINGS, rows_of
+from small_runs import make_samples, rows_of
+from test_step import SETTINGS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from composer_prime.errors import CheckpointError, WeightError
@@ -28,7 +28,7 @@ def train_once(run, model_folder, world):
     optimizer = build_optimizer(policy, run.config.trainer.optim)
     samples = make_samples(1, 6)
     for step in (1, 2):
-        train_step(policy, optimizer, rows_of(samples, world, 4096), totals(samples), SETTINGS, step=step, ratio=1.0)
+        train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), SETTINGS, step=step, ratio=1.0)
     return policy
 
 
