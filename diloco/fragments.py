@@ -10,31 +10,19 @@ Tied weights are one parameter and appear once; frozen parameters (all but the a
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer_prime.errors import ConfigError
+from diloco.layout import TensorLayout
 
 Named = tuple[str, nn.Parameter]
-
-
-class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one parameter lies, as far as peers must agree on it."""
-
-    name: str
-    shape: list[int]
-    """Of the whole parameter."""
-    local_shape: list[int]
-    """Of this rank's shard; equal to `shape` without sharding."""
-    fragment: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,24 +147,3 @@ def layout(fragments: Sequence[Fragment]) -> list[TensorLayout]:
         for fragment in fragments
         for name, parameter in fragment.parameters
     ]
-
-
-def layout_hash(tensors: Sequence[TensorLayout]) -> str:
-    """blake2b-128, hexadecimal."""
-    return hashlib.blake2b(msgspec.json.encode(list(tensors)), digest_size=16).hexdigest()
-
-
-def difference(ours: Sequence[TensorLayout], theirs: Sequence[TensorLayout]) -> str:
-    """The first thing that differs, in words that give both sides; empty when nothing does."""
-    mine, other = {each.name: each for each in ours}, {each.name: each for each in theirs}
-    differing = [name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name)]
-    if not differing:
-        return ""
-    name = min(differing, key=lambda name: (name in mine and name in other, name))
-    return f"parameter {name}: {_words(mine.get(name))} here, {_words(other.get(name))} there"
-
-
-def _words(tensor: TensorLayout | None) -> str:
-    if tensor is None:
-        return "not trained"
-    return f"shape {tensor.shape}, shard {tensor.local_shape}, fragment {tensor.fragment}"

@@ -1,7 +1,7 @@
 """[diloco]: several clusters train one model over a thin link (Streaming DiLoCo, arXiv 2501.18512).
 
-All peers of a run must agree on what decides the global model: sync_every, fragments, partition, outer, weighting and
-guard. The rendezvous refuses a peer that differs. Codec, mixing, delay and deadlines are each peer's own.
+All peers of a run must agree on what decides the global model: fragments, partition, outer, weighting and
+guard. The rendezvous refuses a peer that differs. sync_every, delay, mixing, codec and deadlines are each peer's own.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from composer_prime.errors import ConfigError
-from diloco.fragments import difference, layout, layout_hash, partition
+from diloco.fragments import layout, partition
+from diloco.layout import difference, layout_hash
 
 
 def stack(blocks: int, width: int = 4) -> nn.Module:

@@ -1,0 +1,183 @@
+"""One rank's connection to the rendezvous: numbered requests over a DEALER socket, repeated until they are answered.
+
+Runs in the event loop of the link's thread. Bytes of blobs go in pieces, several under way at once, so that a long
+round trip costs little; where a transfer broke off, it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from typing import TypeVar
+
+import zmq
+import zmq.asyncio
+
+from composer_prime.errors import DeadlineError, WireError
+from composer_prime.keys import ClientKeys
+from composer_prime.wire.sockets import dealer
+from diloco.rate_limit import TokenBucket
+from diloco.wire import (
+    Chunk,
+    Closed,
+    FromPeer,
+    Get,
+    Gone,
+    Header,
+    Offer,
+    Piece,
+    Received,
+    Refused,
+    ToPeer,
+    check_body,
+    encode,
+    to_peer,
+)
+
+logger = logging.getLogger(__name__)
+PIECE_BYTES = 1 << 18
+WINDOW = 32
+"""Most pieces under way at once."""
+_RESEND_S = 3.0
+_PIECE_TIMEOUT_S = 15.0
+_SLOW_S = 2.0
+"""An answer that takes longer says that the link's queue is full."""
+Asked = TypeVar("Asked", Chunk, Get)
+
+
+class RefusedError(WireError):
+    """The rendezvous refused a request; the message is its own."""
+
+
+class Connection:
+    def __init__(self, address: str, keys: ClientKeys, identity: str, rate_limit_mbit: float | None) -> None:
+        self.address = address
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._context = zmq.asyncio.Context()
+        self._socket = dealer(self._context, address, keys, identity.encode())
+        self._numbers = itertools.count()
+        self._waiting: dict[bytes, asyncio.Future[ToPeer]] = {}
+        rate = rate_limit_mbit * 1e6 / 8 if rate_limit_mbit is not None else None
+        self._bucket = TokenBucket(rate, 2 * PIECE_BYTES)
+        self._receiver = asyncio.create_task(self._receive())
+
+    async def close(self) -> None:
+        self._receiver.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._receiver
+        self._socket.close(linger=200)
+        self._context.term()
+
+    async def call(self, request: FromPeer, timeout_s: float = float("inf")) -> ToPeer:
+        """The answer to `request`, which is sent again every few seconds.
+
+        Raises DeadlineError after `timeout_s`, or RefusedError with the rendezvous' words.
+        """
+        began = time.monotonic()
+        while (left := timeout_s - (time.monotonic() - began)) > 0:
+            with contextlib.suppress(TimeoutError):
+                return _accepted(await asyncio.wait_for(await self._send(request), min(_RESEND_S, left)))
+        raise DeadlineError(
+            f"the rendezvous at {self.address} has not answered for {timeout_s:g} s ({type(request).__name__}): is "
+            "`diloco lighthouse` running there, with the same key file?"
+        )
+
+    async def _send(self, request: FromPeer) -> asyncio.Future[ToPeer]:
+        number = next(self._numbers).to_bytes(8, "little")
+        future: asyncio.Future[ToPeer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        future.add_done_callback(lambda _: self._waiting.pop(number, None))
+        raw = encode(request)
+        self.bytes_sent += len(raw)
+        await self._socket.send_multipart([number, raw])
+        return future
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            future = self._waiting.get(frames[0]) if len(frames) == 2 else None
+            if future is None or future.done():
+                continue  # the answer to a request that was sent again
+            self.bytes_received += len(frames[1])
+            try:
+                future.set_result(to_peer(frames[1]))
+            except WireError as error:
+                future.set_exception(error)
+
+    async def upload(self, header: Header, body: memoryview) -> bool:
+        """Bring a blob over; whether all of it is there (else its round closed, or nobody wants it any more).
+
+        Raises RefusedError.
+        """
+        while True:
+            answer = await self.call(Offer(header=header))
+            if isinstance(answer, Closed | Gone):
+                return False
+            assert isinstance(answer, Received)
+            if answer.size == header.size:
+                return True
+            starts = range(answer.size, header.size, PIECE_BYTES)
+            chunks = (Chunk(name=header.name, offset=at, data=bytes(body[at : at + PIECE_BYTES])) for at in starts)
+            # Whatever goes wrong on the way, the next offer's answer says where to go on.
+            with contextlib.suppress(TimeoutError):
+                async for chunk, reply in self._pipelined(chunks):
+                    if not isinstance(reply, Received) or reply.size < chunk.offset + len(chunk.data):
+                        break
+
+    async def download(self, header: Header, progress: str = "") -> bytearray | None:
+        """A blob's body; None when it is not kept any more. Raises ChecksumError, WireError, RefusedError.
+
+        `progress`: what to call it in the log, about every ten seconds.
+        """
+        body, done, said = bytearray(header.size), 0, time.monotonic()
+        while done < header.size:
+            starts = range(done, header.size, PIECE_BYTES)
+            requests = (Get(name=header.name, offset=at, length=min(PIECE_BYTES, header.size - at)) for at in starts)
+            with contextlib.suppress(TimeoutError):
+                async for get, piece in self._pipelined(requests):
+                    if not isinstance(piece, Piece):
+                        return None
+                    if len(piece.data) != get.length:
+                        raise WireError(f"{header.name}: {len(piece.data)} bytes at {get.offset}, not {get.length}")
+                    body[get.offset : get.offset + get.length] = piece.data
+                    done = get.offset + get.length
+                    if progress and time.monotonic() - said > 10:
+                        said = time.monotonic()
+                        logger.info("%s: %.0f %% of %.1f MB", progress, 100 * done / header.size, header.size / 1e6)
+        check_body(header, body)
+        return body
+
+    async def _pipelined(self, requests: Iterable[Asked]) -> AsyncIterator[tuple[Asked, ToPeer]]:
+        """Requests with their answers, in order, several under way at once: more while answers come quickly.
+
+        Raises TimeoutError when an answer stays out.
+        """
+        waiting: deque[tuple[Asked, float, asyncio.Future[ToPeer]]] = deque()
+        window, source = 4, iter(requests)
+        try:
+            while True:
+                while len(waiting) < window and (request := next(source, None)) is not None:
+                    if isinstance(request, Chunk):
+                        await self._bucket.take(len(request.data))
+                    waiting.append((request, time.monotonic(), await self._send(request)))
+                if not waiting:
+                    return
+                request, sent, future = waiting.popleft()
+                answer = _accepted(await asyncio.wait_for(future, _PIECE_TIMEOUT_S))
+                window = min(WINDOW, window + 1) if time.monotonic() - sent < _SLOW_S else max(2, window - 1)
+                yield request, answer
+        finally:
+            for _, _, future in waiting:
+                future.cancel()
+
+
+def _accepted(answer: ToPeer) -> ToPeer:
+    if isinstance(answer, Refused):
+        raise RefusedError(answer.error)
+    return answer

@@ -1,0 +1,102 @@
+"""The global model of a joint run as one rank holds it: float32 masters of its shards, momentum, and their hash.
+
+Every peer applies the same deltas in the same order with operations that round the same everywhere, so all hold equal
+bits. The hash says so at every outer step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
+
+from composer_prime.config.diloco import OuterConfig
+from composer_prime.errors import CheckpointError
+from diloco.fragments import Fragment
+from diloco.outer import OuterOptimizer, weighted_mean
+
+
+class GlobalModel:
+    def __init__(self, fragments: Sequence[Fragment], config: OuterConfig) -> None:
+        """The parameters as they are become outer step 0."""
+        self.fragments = fragments
+        self.masters: list[Tensor] = [fragment.read() for fragment in fragments]
+        """float32 [numel] a fragment, on the CPU."""
+        self.outer = OuterOptimizer(config, [len(master) for master in self.masters])
+        self.outer_step = 0
+        self._digests = [_digest(master) for master in self.masters]
+
+    @property
+    def hash(self) -> str:
+        """Of this rank's masters and the outer step, blake2b-128, hexadecimal."""
+        text = json.dumps([self.outer_step, self._digests])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def delta(self, fragment: int) -> Tensor:
+        """The pseudo-gradient, global minus local, float32 [numel]."""
+        return self.masters[fragment] - self.fragments[fragment].read()
+
+    def advance(self, fragment: int, deltas: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """One outer step along the mean delta; without any delta the values stay and the step counts all the same."""
+        if deltas:
+            self.outer.step(fragment, self.masters[fragment], weighted_mean(deltas, weights))
+            self._digests[fragment] = _digest(self.masters[fragment])
+        self.outer_step += 1
+
+    def install(self, fragment: int, mixing: float) -> None:
+        """Give the parameters alpha local + (1 - alpha) global, alpha being `mixing`; global if local is not finite."""
+        master_n = self.masters[fragment]
+        if mixing > 0:
+            local_n = self.fragments[fragment].read()
+            if torch.isfinite(local_n).all():
+                master_n = torch.lerp(master_n, local_n, mixing)
+        self.fragments[fragment].write(master_n)
+
+    def install_all(self) -> None:
+        for fragment in range(len(self.fragments)):
+            self.install(fragment, 0.0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Masters and momentum by name; not copies."""
+        named = {f"master.{index}": master for index, master in enumerate(self.masters)}
+        return named | {f"velocity.{index}": velocity for index, velocity in enumerate(self.outer.velocity)}
+
+    def load(self, tensors: Mapping[str, Tensor], outer_step: int) -> None:
+        """Take over masters and momentum. Raises CheckpointError when a tensor is missing or has another size."""
+        for name, own in self.tensors().items():
+            given = tensors.get(name)
+            if given is None or given.shape != own.shape or given.dtype != own.dtype:
+                shape = "missing" if given is None else f"{given.dtype} {list(given.shape)}"
+                raise CheckpointError(
+                    f"global state: {name} is {shape}, expected {own.dtype} {list(own.shape)}: the state is of another "
+                    "model, sharding, or [diloco] outer or fragments setting"
+                )
+        for name, own in self.tensors().items():
+            own.copy_(tensors[name])
+        self.outer_step = outer_step
+        self._digests = [_digest(master) for master in self.masters]
+
+
+def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
+    """A safetensors file of copies of `tensors`, with `facts` as JSON in its header."""
+    return save_safetensors(dict(tensors), metadata={"facts": json.dumps(facts)})
+
+
+def unpacked(raw: bytes | bytearray) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The reverse of `packed`. Raises CheckpointError when `raw` is no such file."""
+    try:
+        tensors = load_safetensors(bytes(raw))
+        size = int.from_bytes(raw[:8], "little")
+        return tensors, json.loads(json.loads(bytes(raw[8 : 8 + size]))["__metadata__"]["facts"])
+    except Exception as error:
+        raise CheckpointError(f"{len(raw)} bytes are no packed global state: {error}") from None
+
+
+def _digest(master_n: Tensor) -> str:
+    return hashlib.blake2b(memoryview(master_n.numpy()).cast("B"), digest_size=16).hexdigest()

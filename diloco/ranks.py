@@ -1,0 +1,38 @@
+"""What the ranks of one cluster decide together: each has a link of its own, and all must take the same turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+class Ranks:
+    """The trainer ranks of this cluster; without a process group this rank alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """`group` must carry CPU tensors (gloo); None takes the default group, if there is one."""
+        joined = dist.is_available() and dist.is_initialized()
+        self._group = group
+        self.rank = dist.get_rank(group) if joined else 0
+        self.size = dist.get_world_size(group) if joined else 1
+
+    def smallest(self, values: Sequence[int]) -> list[int]:
+        """Element by element over the ranks. A collective."""
+        return self._reduce(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.MIN)
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Element by element over the ranks, in float64. A collective."""
+        return self._reduce(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM)
+
+    def all(self, flag: bool) -> bool:
+        return bool(self.smallest([flag])[0])
+
+    def any(self, flag: bool) -> bool:
+        return not self.smallest([not flag])[0]
+
+    def _reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> list:
+        if self.size > 1:
+            dist.all_reduce(values, op=operation, group=self._group)
+        return values.tolist()

@@ -1,0 +1,81 @@
+"""Which peer's state a joining peer gets, as the rendezvous sees it. No I/O here.
+
+A source uploads its state once, whoever asks for it: it stays for later joiners for as long as the rounds since then
+are kept. A source that dies or makes no progress is replaced by another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from diloco.rounds import Blob, Peer
+from diloco.wire import Header
+
+
+@dataclass(slots=True)
+class Transfer:
+    serial: int
+    source: str
+    ranks: int
+    progress_at: float
+    """When it last made progress."""
+    blobs: dict[int, Blob] = field(default_factory=dict)
+    """By rank."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.blobs) == self.ranks and all(blob.complete for blob in self.blobs.values())
+
+    @property
+    def outer_step(self) -> int | None:
+        steps = {blob.header.outer_step for blob in self.blobs.values()}
+        return steps.pop() if len(steps) == 1 else None
+
+
+class Transfers:
+    def __init__(self, stall_s: float) -> None:
+        """`stall_s`: a source without progress for this long is given up."""
+        self.current: Transfer | None = None
+        self._stall_s, self._serial = stall_s, 0
+        self._failures: Counter[str] = Counter()
+
+    def request(self, sources: Sequence[Peer], oldest_useful: int, now: float) -> Transfer | None:
+        """The transfer under way or at hand, or a new one from one of `sources`; None without a source.
+
+        `oldest_useful`: a state of an earlier outer step cannot be caught up from.
+        """
+        if self.current is not None and self._useful(self.current, sources, oldest_useful, now):
+            return self.current
+        if self.current is not None and not self.current.complete:
+            self._failures[self.current.source] += 1
+        self.current = None
+        if sources:
+            source = min(sources, key=lambda peer: (self._failures[peer.name], peer.name))
+            self._serial += 1
+            self.current = Transfer(self._serial, source.name, source.ranks, now)
+        return self.current
+
+    def _useful(self, transfer: Transfer, sources: Sequence[Peer], oldest_useful: int, now: float) -> bool:
+        if transfer.complete:
+            return transfer.outer_step is not None and transfer.outer_step >= oldest_useful
+        alive = any(peer.name == transfer.source for peer in sources)
+        return alive and now - transfer.progress_at <= self._stall_s
+
+    def wanted(self, peer: str) -> int:
+        """The serial that this peer is asked to serve; 0 for none."""
+        current = self.current
+        return current.serial if current is not None and current.source == peer and not current.complete else 0
+
+    def state(self, header: Header, now: float) -> Blob | None:
+        """The blob of a state that was asked for; None for any other."""
+        current = self.current
+        if current is None or header.serial != current.serial or header.peer != current.source:
+            return None
+        blob = current.blobs.get(header.rank)
+        if blob is None or blob.header.checksum != header.checksum:
+            blob = current.blobs[header.rank] = Blob(header, bytearray(header.size))
+            blob.finish()
+        current.progress_at = now
+        return blob

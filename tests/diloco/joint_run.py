@@ -1,0 +1,162 @@
+"""Small joint runs: a rendezvous in a thread, peers in threads or processes, and a plain oracle of the algorithm."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composer_prime.config.diloco import DilocoConfig
+from diloco.keys import JointKey
+from diloco.rendezvous import Rendezvous, RendezvousSettings
+from diloco.streaming import StreamingDiLoCo
+
+RUN = "joint"
+
+
+class Blocks(nn.Module):
+    """An embedding tied to the head, and `blocks` residual blocks."""
+
+    def __init__(self, seed: int = 0, blocks: int = 4, width: int = 8) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.embed = nn.Embedding(16, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+        self.head = nn.Linear(width, 16, bias=False)
+        self.head.weight = self.embed.weight
+        for parameter in self.parameters():  # not from the global generator, which peers in threads would share
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return self.head(hidden)
+
+
+def loss_of(model: nn.Module, peer: int, step: int) -> Tensor:
+    """The loss of `peer`'s step `step` (from 0), on data that belong to the two numbers alone."""
+    generator = torch.Generator().manual_seed(1000 * peer + step)
+    ids = torch.randint(0, 16, (8, 5), generator=generator)
+    return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, peer: int, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, peer, step).backward()
+    optimizer.step()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+class RendezvousThread:
+    """A rendezvous that can be stopped and started again at the same address."""
+
+    def __init__(self, key: JointKey, **settings: Any) -> None:
+        self.key = key
+        self.settings = {"run": RUN, "bind": "tcp://127.0.0.1:0", "beat_timeout_s": 1.5, **settings}
+        self.start()
+
+    def start(self) -> None:
+        self._loop, self._ready = asyncio.new_event_loop(), threading.Event()
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()), daemon=True)
+        self._thread.start()
+        assert self._ready.wait(20)
+        self.settings["bind"] = self.endpoint
+
+    async def _serve(self) -> None:
+        self._stop = asyncio.Event()
+        async with Rendezvous(RendezvousSettings(**self.settings), self.key) as self.server:
+            self.endpoint = self.server.endpoint
+            self._ready.set()
+            serving = asyncio.create_task(self.server.serve())
+            stopping = asyncio.create_task(self._stop.wait())
+            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if serving.done():
+                serving.result()
+            serving.cancel()
+            await asyncio.wait({serving, stopping})
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+@dataclass
+class Trajectory:
+    """What a peer saw."""
+
+    hashes: dict[int, str] = field(default_factory=dict)
+    """Of the global model after each outer step that this peer took part in."""
+    masters: list[Tensor] = field(default_factory=list)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    local: dict[str, Tensor] = field(default_factory=dict)
+    residuals: list[Tensor] = field(default_factory=list)
+
+
+def settings(rendezvous: str, key_file: Path, peer: str, **overrides: Any) -> DilocoConfig:
+    values = {"rendezvous": rendezvous, "run": RUN, "peer_id": peer, "key_file": key_file, "codec": {"type": "fp32"}}
+    waits = {"round_deadline_s": 10, "round_timeout_s": 15, "offline_timeout_s": 20}
+    return DilocoConfig.model_validate({**values, **waits, **overrides})
+
+
+def train(
+    config: DilocoConfig,
+    peer: int,
+    steps: int,
+    *,
+    before_step: Callable[[int, StreamingDiLoCo], None] = lambda step, engine: None,
+    seed: int = 0,
+    tokens: int = 1,
+    stop: Callable[[], bool] = lambda: False,
+) -> Trajectory:
+    """Take `steps` inner steps as `peer`, or fewer if told to stop; what it saw."""
+    model = Blocks(seed)
+    optimizer = adamw(model)
+    seen = Trajectory()
+    with StreamingDiLoCo(model.named_parameters(), optimizer, config) as engine:
+        seen.hashes[engine.outer_step] = engine.globals.hash
+        for step in range(steps):
+            if stop():
+                break
+            before_step(step, engine)
+            engine.count(tokens=tokens)
+            inner_step(model, optimizer, peer, step)
+            record(seen, engine)
+        engine.finish()
+        record(seen, engine)
+    seen.masters = [master.clone() for master in engine.globals.masters]
+    seen.residuals = [residual.clone() for residual in engine.feedback.residuals]
+    seen.local = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return seen
+
+
+def record(seen: Trajectory, engine: StreamingDiLoCo) -> None:
+    seen.hashes[engine.outer_step] = engine.globals.hash
+    seen.metrics[engine.outer_step] = dict(engine.metrics)
+
+
+def together(*calls: Callable[[], Any], timeout_s: float = 50) -> list[Any]:
+    """Run each in a thread of its own; their results in order."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.result(timeout_s) for future in [threads.submit(call) for call in calls]]
+
+
+def assert_same_globals(*trajectories: Trajectory) -> None:
+    """Equal hashes at every outer step that two peers both saw, and equal final values."""
+    for other in trajectories[1:]:
+        both = trajectories[0].hashes.keys() & other.hashes.keys()
+        assert both and all(trajectories[0].hashes[step] == other.hashes[step] for step in both)
+        for mine, theirs in zip(trajectories[0].masters, other.masters, strict=True):
+            assert torch.equal(mine, theirs)

@@ -1,0 +1,106 @@
+"""Peers as real processes that can be killed or stopped, each at a step that the test names."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["diloco.streaming", "torch.distributed.fsdp", "torch._dynamo"])
+
+
+@dataclass(slots=True)
+class PeerProcess:
+    process: multiprocessing.Process
+    lines: Path
+
+    @property
+    def seen(self) -> dict[int, str]:
+        """Hash of the global model at each outer step that the peer took part in."""
+        text = self.lines.read_text() if self.lines.exists() else ""
+        rows = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        return {row["outer_step"]: row["hash"] for row in rows}
+
+    def wait_until(self, outer_step: int, timeout_s: float = 30) -> None:
+        deadline = time.monotonic() + timeout_s
+        while max(self.seen, default=-1) < outer_step:
+            assert time.monotonic() < deadline, f"{self.lines.name} is at {max(self.seen, default=None)}"
+            time.sleep(0.05)
+
+    def wait_stopped(self, timeout_s: float = 30) -> None:
+        deadline = time.monotonic() + timeout_s
+        while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline, "the process did not stop"
+            time.sleep(0.05)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self, timeout_s: float = 60) -> int:
+        """Exit code; negative for a signal."""
+        self.process.join(timeout_s)
+        if self.process.is_alive():
+            self.process.kill()
+            raise AssertionError(f"{self.lines.name} did not end within {timeout_s} s")
+        return self.process.exitcode
+
+
+def start_peer(
+    folder: Path,
+    name: str,
+    peer: int,
+    steps: int,
+    values: dict[str, Any],
+    *,
+    pace_s: float = 0.03,
+    failure: tuple[int, int] | None = None,
+    until: int | None = None,
+) -> PeerProcess:
+    """`values`: rendezvous, key_file and overrides. `failure`: (inner step, signal) that the process sends itself.
+
+    `until`: end when this outer step is reached, however many inner steps it took.
+    """
+    lines = folder / f"{name}-{time.monotonic_ns()}.jsonl"
+    process = CONTEXT.Process(target=_main, args=(str(lines), name, peer, steps, values, pace_s, failure, until))
+    process.start()
+    return PeerProcess(process, lines)
+
+
+def _main(
+    lines: str, name: str, peer: int, steps: int, values: dict[str, Any], pace_s: float,
+    failure: tuple[int, int] | None, until: int | None,
+) -> None:  # fmt: skip
+    import logging
+
+    import torch
+    from joint_run import Blocks, adamw, inner_step, settings
+
+    from diloco.streaming import StreamingDiLoCo
+
+    torch.set_num_threads(1)
+    descriptor = os.open(lines + ".log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 2)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    values = dict(values)
+    config = settings(values.pop("rendezvous"), values.pop("key_file"), name, **values)
+    model = Blocks()
+    optimizer = adamw(model)
+    with StreamingDiLoCo(model.named_parameters(), optimizer, config) as engine, open(lines, "a", buffering=1) as file:
+        last = None
+        for step in range(steps):
+            if failure is not None and failure[0] == step:
+                os.kill(os.getpid(), failure[1])
+            time.sleep(pace_s)
+            engine.count(tokens=1)
+            inner_step(model, optimizer, peer, step)
+            if engine.outer_step != last:
+                last = engine.outer_step
+                file.write(json.dumps({"outer_step": last, "hash": engine.globals.hash}) + "\n")
+            if until is not None and last >= until:
+                break

@@ -1,0 +1,273 @@
+"""Peers that die, stop, come late, lie or speak nonsense: the rest goes on, and all global models agree again."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import threading
+import time
+from functools import partial
+
+import msgspec
+import pytest
+import torch
+from joint_run import Blocks, Trajectory, adamw, assert_same_globals, inner_step, record, settings, together, train
+from peer_process import PeerProcess, start_peer
+
+from composer_prime.errors import ConfigError, DeadlineError, RunMismatchError
+from diloco.connection import Connection, RefusedError
+from diloco.keys import JointKey
+from diloco.streaming import StreamingDiLoCo
+from diloco.wire import Chunk, Closed, Hello, Offer, sealed
+
+
+def assert_agree(*peers: PeerProcess) -> None:
+    """No outer step has two hashes, and the peers have steps in common."""
+    for step in set.union(*(set(peer.seen) for peer in peers)):
+        assert len({peer.seen[step] for peer in peers if step in peer.seen}) == 1, f"outer step {step}"
+
+
+# A peer dies or stops before it sends its delta, while it is under way, or after the round: the other goes on without
+# it within the beat timeout; brought back, it takes part again, and no outer step has two global models.
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before prepare", "between prepare and commit", "after commit"])
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP"])
+def test_peer_fails(make_rendezvous, key_file, tmp_path, kind, moment):
+    # interval 4, delay 2: prepared after inner step 2 of 4, completed after 4
+    step = {"before prepare": 21, "between prepare and commit": 23, "after commit": 20}[moment]
+    values = {"rendezvous": make_rendezvous(start_peers=2).endpoint, "key_file": str(key_file)}
+    values |= {"sync_every": 8, "fragments": 2, "delay": 2, "outer": {"lr": 0.7, "momentum": 0.9}}
+    first = start_peer(tmp_path, "a", 0, 10_000, values, until=60)
+    second = start_peer(tmp_path, "b", 1, 10_000, values, failure=(step, getattr(signal, kind)), until=55)
+    if kind == "SIGKILL":
+        assert second.end() == -signal.SIGKILL
+        at = max(first.seen, default=0)
+        first.wait_until(at + 3)
+        again = start_peer(tmp_path, "b", 1, 10_000, values, until=55)
+    else:
+        second.wait_stopped()
+        at = max(first.seen, default=0)
+        first.wait_until(at + 3)
+        second.signal(signal.SIGCONT)
+        again = second
+    assert again.end() == 0 and first.end() == 0
+    assert_agree(first, second, again)
+    assert len(first.seen.keys() & again.seen.keys()) > 10
+
+
+# The rendezvous is restarted and has forgotten everything: the peers find one another again.
+@pytest.mark.slow
+def test_rendezvous_restarts(make_rendezvous, key_file, tmp_path):
+    server = make_rendezvous(start_peers=2)
+    values = {"rendezvous": server.endpoint, "key_file": str(key_file), "sync_every": 4, "fragments": 2, "delay": 1}
+    peers = [start_peer(tmp_path, name, index, 10_000, values, until=60) for index, name in enumerate("ab")]
+    peers[0].wait_until(10)
+    server.stop()
+    time.sleep(1)
+    server.start()
+    assert [peer.end() for peer in peers] == [0, 0]
+    assert_agree(*peers)
+    assert max(peers[0].seen) == 60
+
+
+# The source of a joiner's state is killed while it uploads (its link is throttled): another source takes over.
+@pytest.mark.slow
+def test_state_source_dies(make_rendezvous, key_file, tmp_path):
+    server = make_rendezvous(start_peers=2, keep_rounds=4)
+    values = {"rendezvous": server.endpoint, "key_file": str(key_file), "sync_every": 2}
+    slow = start_peer(tmp_path, "a", 0, 10_000, values | {"rate_limit_mbit": 0.02})
+    steady = start_peer(tmp_path, "b", 1, 10_000, values, until=150)
+    steady.wait_until(10)
+    late = start_peer(tmp_path, "c", 2, 10_000, values, until=140)
+    deadline = time.monotonic() + 20
+    while (current := server.server.transfers.current) is None or current.source != "a" or not current.blobs:
+        assert time.monotonic() < deadline, "nobody asked the slow source"
+        time.sleep(0.001)
+    slow.signal(signal.SIGKILL)
+    assert late.end() == 0 and steady.end() == 0
+    slow.end()
+    assert server.server.transfers.current.source == "b"
+    assert_agree(steady, late)
+    assert len(steady.seen.keys() & late.seen.keys()) > 10
+
+
+# A peer that joins late, from another start, takes the others' global model and contributes from then on.
+def test_late_joiner(make_rendezvous, key_file):
+    address = make_rendezvous(keep_rounds=2).endpoint
+    values = {"sync_every": 2, "outer": {"lr": 0.7, "momentum": 0.9}, "codec": {"type": "int4"}}
+    seen: dict[str, Trajectory] = {}
+    advanced, finished = threading.Event(), threading.Event()
+    joined: dict[str, int] = {}
+
+    def first():
+        def note(step, engine):
+            time.sleep(0.02)
+            if step == 20:
+                advanced.set()
+
+        config = settings(address, key_file, "a", **values)
+        seen["a"] = train(config, 0, 2000, before_step=note, stop=finished.is_set)
+
+    def second():
+        def note(step, engine):
+            joined.setdefault("b", engine.outer_step)
+
+        assert advanced.wait(30)
+        seen["b"] = train(settings(address, key_file, "b", **values), 1, 10, seed=7, before_step=note)
+        finished.set()
+
+    together(first, second)
+    assert joined["b"] >= 9
+    both = seen["a"].hashes.keys() & seen["b"].hashes.keys()
+    assert len(both) >= 4 and all(seen["a"].hashes[step] == seen["b"].hashes[step] for step in both)
+    assert max(metrics.get("diloco/participants", 0) for metrics in seen["a"].metrics.values()) == 2
+
+
+# One peer's deltas turn into NaN: they are rejected on all peers, the others go on with finite values.
+def test_nan_of_one_peer(make_rendezvous, key_file):
+    address = make_rendezvous(start_peers=3).endpoint
+
+    def poison(step, engine):
+        if step == 5:
+            engine.fragments[0].write(torch.full((engine.fragments[0].numel,), math.nan))
+
+    seen = together(
+        partial(train, settings(address, key_file, "a", sync_every=2), 0, 12),
+        partial(train, settings(address, key_file, "b", sync_every=2), 1, 12, before_step=poison),
+        partial(train, settings(address, key_file, "c", sync_every=2), 2, 12),
+    )
+    assert_same_globals(*seen)
+    assert all(torch.isfinite(master).all() for master in seen[0].masters)
+    assert [seen[0].metrics[step]["diloco/rejected"] for step in (1, 2, 3, 6)] == [0, 0, 1, 1]
+
+
+# A delta a thousand times the others' is rejected as well.
+def test_norm_out_of_line(make_rendezvous, key_file):
+    address = make_rendezvous(start_peers=3).endpoint
+
+    def shout(step, engine):
+        if step == 3:
+            engine.fragments[0].write(engine.fragments[0].read() + 50.0)
+
+    seen = together(
+        partial(train, settings(address, key_file, "a", sync_every=2), 0, 8),
+        partial(train, settings(address, key_file, "b", sync_every=2), 1, 8, before_step=shout),
+        partial(train, settings(address, key_file, "c", sync_every=2), 2, 8),
+    )
+    assert_same_globals(*seen)
+    assert [seen[2].metrics[step]["diloco/rejected"] for step in (1, 2, 3)] == [0, 1, 0]
+
+
+# Another layout, another setting, another run: refused with a message that names both sides.
+def test_refusals_name_both(make_rendezvous, key_file):
+    address = make_rendezvous().endpoint
+    model = Blocks()
+    with StreamingDiLoCo(model.named_parameters(), adamw(model), settings(address, key_file, "a")):
+        for blocks, overrides, message in [
+            (5, {}, r"layouts of peer b \(here\) and peer a \(there\) differ on rank 0: parameter layers.4.bias"),
+            (4, {"outer": {"lr": 0.5}}, "peer b has diloco.outer.lr = 0.5, peer a has 1.0"),
+            (4, {"run": "other"}, "joins run 'other', this rendezvous serves 'joint'"),
+        ]:
+            other = Blocks(blocks=blocks)
+            config = settings(address, key_file, "b", **overrides)
+            with pytest.raises(RunMismatchError, match=message):
+                StreamingDiLoCo(other.named_parameters(), adamw(other), config).__enter__()
+
+
+# Bytes that are no message, a forged or altered header, a replayed delta: each is refused, and the joint run beside
+# them goes on.
+def test_garbage_and_replays_are_refused(make_rendezvous, key_file):
+    server = make_rendezvous(start_peers=2)
+    key = JointKey.read(key_file)
+
+    async def attack() -> None:
+        connection = Connection(server.endpoint, key.client(), "mallory/0", None)
+        await connection._socket.send_multipart([b"x" * 8, b"\xc1garbage"])
+        await connection._socket.send_multipart([b"one frame"])
+        blob = server.server.rounds.closed(0).blobs["a", 0]
+        altered = msgspec.structs.replace(blob.header, outer_step=5)
+        for forged in (altered, sealed(altered, b"another key".ljust(32)), msgspec.structs.replace(altered, run="x")):
+            with pytest.raises(RefusedError, match=r"not made with this run's key|for run 'x'"):
+                await connection.call(Offer(header=forged), 5)
+        assert await connection.call(Offer(header=blob.header), 5) == Closed(outer_step=0)
+        header = sealed(msgspec.structs.replace(blob.header, outer_step=6), key.derive("headers"))
+        server.server.rounds.peers["a"].heard[0] = time.monotonic()
+        assert "brings a delta of outer step 6" in (await connection.call(Offer(header=header), 5)).reason
+        answer = await connection.call(Chunk(name="delta/0/../../etc/passwd/0", offset=0, data=b"x"), 5)
+        assert "is expected" in answer.reason
+        await connection.close()
+
+    def disturb(step, engine):
+        if step == 4:
+            asyncio.run(attack())
+
+    seen = together(
+        partial(train, settings(server.endpoint, key_file, "a", sync_every=2), 0, 8, before_step=disturb),
+        partial(train, settings(server.endpoint, key_file, "b", sync_every=2), 1, 8),
+    )
+    assert_same_globals(*seen)
+    assert max(seen[0].hashes) == 4 and seen[1].metrics[4]["diloco/participants"] == 2
+
+
+# Another key gets no answer at all, and says what to check when its patience ends.
+def test_wrong_key_gets_no_answer(make_rendezvous, tmp_path):
+    address = make_rendezvous().endpoint
+    other = JointKey.create(tmp_path / "other.key")
+
+    async def knock():
+        connection = Connection(address, other.client(), "a/0", None)
+        hello = Hello(
+            run="joint", peer="a", rank=0, ranks=1, instance="i", layout=[], settings={}, round_deadline_s=1
+        )
+        with pytest.raises(DeadlineError, match=r"has not answered for 2 s .*same key file"):
+            await connection.call(hello, 2)
+        await connection.close()
+
+    asyncio.run(knock())
+
+
+# The key file: made once, private, checked when read.
+def test_key_file(tmp_path):
+    path = tmp_path / "joint.key"
+    assert JointKey.create(path) == JointKey.read(path) and path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="exists and a joint run keeps its key"):
+        JointKey.create(path)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="mode 644, others may read it"):
+        JointKey.read(path)
+    path.chmod(0o600)
+    path.write_text("abc")
+    with pytest.raises(ConfigError, match="does not hold 32 bytes"):
+        JointKey.read(path)
+    with pytest.raises(ConfigError, match="missing"):
+        JointKey.read(tmp_path / "none")
+
+
+# A peer that is five times slower does not hold the fast one up: it sends what it has, weighted by its own tokens.
+def test_slow_peer_sends_what_it_has(make_rendezvous, key_file):
+    address = make_rendezvous(start_peers=2).endpoint
+    values = {"sync_every": 20, "round_deadline_s": 1.0}
+    done: list[str] = []
+
+    def run(name: str, peer: int, pace_s: float) -> Trajectory:
+        model, seen = Blocks(), Trajectory()
+        optimizer, config = adamw(model), settings(address, key_file, name, **values)
+        with StreamingDiLoCo(model.named_parameters(), optimizer, config) as engine:
+            step = 0
+            while engine.outer_step < 4:
+                time.sleep(pace_s)
+                engine.count(tokens=3)
+                inner_step(model, optimizer, peer, step)
+                record(seen, engine)
+                step += 1
+            done.append(name)
+        seen.masters = [master.clone() for master in engine.globals.masters]
+        return seen
+
+    fast, slow = together(partial(run, "a", 0, 0.02), partial(run, "b", 1, 0.1))
+    assert_same_globals(fast, slow)
+    last = fast.metrics[4]
+    assert last["diloco/participants"] == 2
+    assert last["diloco/a/inner_steps"] == 20 and last["diloco/b/inner_steps"] < 20
+    assert last["diloco/b/weight"] == 3 * last["diloco/b/inner_steps"]

@@ -1,0 +1,100 @@
+"""A checkpoint in the middle of a joint run: one peer, or all of them, go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from joint_run import Blocks, Trajectory, adamw, assert_same_globals, inner_step, record, settings, together, train
+
+from composer_prime.errors import CheckpointError
+from diloco.streaming import StreamingDiLoCo
+
+VALUES = {"sync_every": 6, "fragments": 2, "delay": 1, "outer": {"lr": 0.7, "momentum": 0.9}, "codec": {"type": "e3m0"}}
+STEPS = 18
+
+
+def part(config, peer: int, start: int, stop: int, saved: dict[str, Any] | None) -> tuple[Trajectory, dict[str, Any]]:
+    """Inner steps start..stop, from `saved`; what was seen, and what a checkpoint after `stop` holds."""
+    model = Blocks()
+    optimizer = adamw(model)
+    engine = StreamingDiLoCo(model.named_parameters(), optimizer, config)
+    if saved is not None:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        engine.load(saved["diloco"])
+    seen = Trajectory()
+    with engine:
+        for step in range(start, stop):
+            engine.count(tokens=1)
+            inner_step(model, optimizer, peer, step)
+            record(seen, engine)
+        state = {
+            "model": copy.deepcopy(model.state_dict()),
+            "optimizer": copy.deepcopy(optimizer.state_dict()),
+            "diloco": engine.state(),
+        }
+    seen.masters = [master.clone() for master in engine.globals.masters]
+    seen.residuals = [residual.clone() for residual in engine.feedback.residuals]
+    return seen, state
+
+
+# All peers stop and go on, with 4-bit deltas, momentum and error feedback; also where a delta is under way (step 8 is
+# between the preparation after step 8 and the completion after step 9). The end is the uninterrupted run's, bit by bit.
+@pytest.mark.parametrize("cut", [7, 8, 9])
+def test_all_resume(make_rendezvous, key_file, cut):
+    address = make_rendezvous(start_peers=2).endpoint
+    whole = together(*[
+        partial(train, settings(address, key_file, name, **VALUES), peer, STEPS) for peer, name in enumerate("ab")
+    ])
+    address = make_rendezvous(start_peers=2).endpoint
+    configs = [settings(address, key_file, name, **VALUES) for name in "ab"]
+    first = together(*[partial(part, config, peer, 0, cut, None) for peer, config in enumerate(configs)])
+    address = make_rendezvous(start_peers=2).endpoint
+    configs = [settings(address, key_file, name, **VALUES) for name in "ab"]
+    second = together(*[
+        partial(part, config, peer, cut, STEPS, first[peer][1]) for peer, config in enumerate(configs)
+    ])
+    assert_same_globals(second[0][0], second[1][0], whole[0])
+    for (seen, _), straight in zip(second, whole, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(seen.residuals, straight.residuals, strict=True))
+
+
+# One peer is restarted from its checkpoint while the other waits for it in the next round.
+def test_one_resumes(make_rendezvous, key_file):
+    address = make_rendezvous(start_peers=2).endpoint
+    whole = together(*[
+        partial(train, settings(address, key_file, name, **VALUES), peer, STEPS) for peer, name in enumerate("ab")
+    ])
+    address = make_rendezvous(start_peers=2, min_peers=2).endpoint
+    back = threading.Event()
+
+    def wait(step, engine):
+        if step == 7:
+            assert back.wait(30)
+
+    def restarted():
+        config = settings(address, key_file, "b", **VALUES)
+        _, state = part(config, 1, 0, 7, None)
+        back.set()
+        return part(config, 1, 7, STEPS, state)[0]
+
+    other, again = together(
+        partial(train, settings(address, key_file, "a", **VALUES), 0, STEPS, before_step=wait), restarted
+    )
+    assert_same_globals(other, again, whole[0])
+
+
+# Outer state of another layout is refused.
+def test_state_of_another_layout(key_file):
+    model, larger = Blocks(), Blocks(blocks=5)
+    config = settings("tcp://127.0.0.1:1", key_file, "a", **VALUES)
+    state = StreamingDiLoCo(larger.named_parameters(), adamw(larger), config).state()
+    with pytest.raises(CheckpointError, match=r"resume with the same trainer\.ranks"):
+        StreamingDiLoCo(model.named_parameters(), adamw(model), config).load(state)
+    with pytest.raises(CheckpointError, match="no packed global state"):
+        StreamingDiLoCo(model.named_parameters(), adamw(model), config).load(b"nonsense")
