@@ -1,0 +1,112 @@
+"""The console script `diloco`: keygen, lighthouse, simulate.
+
+Exit status: 0 done or stopped by a signal, 1 failed, 2 wrong command line or configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from composer_prime.config.load import EXIT_USAGE
+from composer_prime.errors import ComposerError, ConfigError
+from diloco.simulate import command as simulate
+
+FAILED = 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = _parser().parse_args(argv)
+    try:
+        return words.run(words)
+    except ConfigError as error:
+        print(f"diloco: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except (ComposerError, OSError) as error:
+        print(f"diloco: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="diloco", description="Several clusters train one model over a thin link.")
+    add = parser.add_subparsers(required=True, metavar="COMMAND")
+    keygen = add.add_parser("keygen", help="make the key of a joint run", description="Make the key of a joint run.")
+    keygen.add_argument("file", type=Path, help="where to write it; copy it to every cluster")
+    keygen.set_defaults(run=_keygen)
+    lighthouse = add.add_parser(
+        "lighthouse",
+        help="the rendezvous of a joint run",
+        description="The rendezvous of a joint run: relays deltas, closes rounds, finds a source for who joins. Its "
+        "state is in memory: it may be restarted at any time.",
+    )
+    lighthouse.add_argument("--run", required=True, dest="run_name", help="diloco.run of the peers")
+    lighthouse.add_argument("--key-file", required=True, type=Path, help="made by `diloco keygen`")
+    lighthouse.add_argument(
+        "--bind", default="tcp://127.0.0.1:29600",
+        help="address to listen on; give the overlay network's, not 0.0.0.0 (default tcp://127.0.0.1:29600)",
+    )  # fmt: skip
+    lighthouse.add_argument("--min-peers", type=int, default=1, help="a round needs this many deltas (default 1)")
+    lighthouse.add_argument("--start-peers", type=int, default=1, help="the first round waits for so many (default 1)")
+    lighthouse.add_argument("--beat-timeout-s", type=float, default=10.0, help="silence after which a peer is gone")
+    lighthouse.add_argument("--keep-rounds", type=int, default=16, help="rounds that late peers can catch up with")
+    lighthouse.set_defaults(run=_lighthouse)
+    simulate.parser(add)
+    return parser
+
+
+def _keygen(words: argparse.Namespace) -> int:
+    from diloco.keys import JointKey
+
+    JointKey.create(words.file)
+    print(f"wrote {words.file} (mode 600): copy it to every cluster, and name it in diloco.key_file")
+    return 0
+
+
+def _lighthouse(words: argparse.Namespace) -> int:
+    from diloco.keys import JointKey
+    from diloco.rendezvous import RendezvousSettings
+
+    for name, value in {"--min-peers": words.min_peers, "--start-peers": words.start_peers}.items():
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; expected 1 or more")
+    if words.beat_timeout_s <= 0 or words.keep_rounds < 1:
+        raise ConfigError(
+            f"--beat-timeout-s is {words.beat_timeout_s:g} and --keep-rounds {words.keep_rounds}; expected a time above "
+            "0 and at least 1 round"
+        )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    settings = RendezvousSettings(
+        bind=words.bind, run=words.run_name, min_peers=words.min_peers, start_peers=words.start_peers,
+        beat_timeout_s=words.beat_timeout_s, keep_rounds=words.keep_rounds,
+    )  # fmt: skip
+    asyncio.run(_serve(settings, JointKey.read(words.key_file)))
+    return 0
+
+
+async def _serve(settings, key) -> None:
+    from diloco.rendezvous import Rendezvous
+
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with Rendezvous(settings, key) as server:
+        print(f"rendezvous of run {settings.run!r} at {server.endpoint}", flush=True)
+        print(f"members: {server.lighthouse.url} (this machine only)", flush=True)
+        serving = asyncio.create_task(server.serve())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if serving.done():
+            serving.result()
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

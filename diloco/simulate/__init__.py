@@ -1,0 +1,1 @@
+"""What a link allows: compute utilisation, bytes, and the way of reducing that pays, before any machine is rented."""

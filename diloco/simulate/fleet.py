@@ -1,0 +1,53 @@
+"""Uneven and failing peers: how much of the fleet's compute ends up in the model.
+
+A fast peer waits for slower ones until the round's deadline; a slow one sends what it has by then. A peer that fails is
+gone until it is back and has received the state; the rest goes on after one beat timeout. Data-parallel training stops
+whole whenever one fails. Expected values, not a random run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    peers: int
+    slowest: float = 1.0
+    """The slowest peer's step time over the fastest's; the others lie evenly between."""
+    deadline_s: float = 120.0
+    """diloco.round_deadline_s."""
+    mtbf_h: float | None = None
+    """Mean time between failures of one peer; None never fails."""
+    restart_s: float = 300.0
+    """Until a failed peer's process is back."""
+    beat_timeout_s: float = 10.0
+
+
+def waiting_share(fleet: Fleet, interval_s: float) -> float:
+    """Share of its time that a peer waits for slower ones, mean over peers; `interval_s` is of the fastest."""
+    shares = []
+    longest = interval_s * fleet.slowest
+    end = min(longest, interval_s + fleet.deadline_s)
+    for index in range(fleet.peers):
+        position = index / (fleet.peers - 1) if fleet.peers > 1 else 0.0
+        own = interval_s * (1 + (fleet.slowest - 1) * position)
+        shares.append(max(0.0, end - own) / end)
+    return sum(shares) / len(shares)
+
+
+def availability(fleet: Fleet, heal_s: float, *, together: bool) -> float:
+    """Share of the time that a peer trains; `together`: all stop when one fails, as in data-parallel training."""
+    if fleet.mtbf_h is None:
+        return 1.0
+    down, up = fleet.restart_s + heal_s, fleet.mtbf_h * 3600
+    if together:
+        return 1 / (1 + fleet.peers * down / up)
+    stalls = (fleet.peers - 1) * fleet.beat_timeout_s
+    return 1 / (1 + (down + stalls) / up)
+
+
+def goodput(fleet: Fleet, utilisation: float, interval_s: float, heal_s: float, *, together: bool = False) -> float:
+    """Share of the fleet's compute that trains the model, 0..1."""
+    waits = 1 - 1 / fleet.slowest if together else waiting_share(fleet, interval_s)
+    return utilisation * (1 - waits) * availability(fleet, heal_s, together=together)

@@ -1,0 +1,69 @@
+"""Ways to bring N peers' deltas together, as what each peer's link carries and how many trips follow one another.
+
+    relay          up once, down N - 1 times; the rendezvous' link carries N (N - 1). What diloco/ does: every peer gets
+                   every delta as it was sent, so codecs, guards and joining late need no second pass
+    mesh           N - 1 up, N - 1 down, no relay: the same properties, needs every pair to be reachable
+    hierarchical   groups of about sqrt(N): members to leader, leaders among one another, leader to members
+    ring           2 (N - 1) / N of a delta up and down, 2 (N - 1) trips one after the other
+
+hierarchical and ring add up on the way: deltas are decoded and encoded again at each hop, and a bad one can only be
+rejected before it enters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from diloco.simulate.utilisation import Pipe
+
+WAYS = ("relay", "mesh", "hierarchical", "ring")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Net:
+    peers: int
+    gbit_s: float
+    """Of each peer, each direction."""
+    latency_s: float
+    """One way, between any two."""
+    relay_gbit_s: float | None = None
+    """Of the rendezvous; None is that of a peer."""
+
+
+def pipe(way: str, net: Net) -> Pipe:
+    """What a peer's delta meets. Raises ValueError for an unknown way."""
+    n = net.peers
+    if n < 2:
+        return Pipe(gbit_s=net.gbit_s, factor=0.0, hops=0)
+    match way:
+        case "relay":
+            relay = net.relay_gbit_s or net.gbit_s
+            factor, hops = max(n - 1, n * (n - 1) * net.gbit_s / relay), 2
+        case "mesh":
+            factor, hops = n - 1, 1
+        case "hierarchical":
+            group = group_size(n)
+            leaders = math.ceil(n / group)
+            factor, hops = 2 * (group - 1) + (leaders - 1), 3
+        case "ring":
+            factor, hops = 2 * (n - 1) / n, 2 * (n - 1)
+        case _:
+            raise ValueError(f"no way of reducing is called {way!r}; there are {', '.join(WAYS)}")
+    return Pipe(gbit_s=net.gbit_s, latency_s=net.latency_s, factor=factor, hops=hops)
+
+
+def group_size(peers: int) -> int:
+    """The group size that keeps the busiest link, a leader's, least busy: about sqrt(N / 2)."""
+    return min(range(1, peers + 1), key=lambda size: 2 * (size - 1) + math.ceil(peers / size) - 1)
+
+
+def seconds(way: str, net: Net, bits: float) -> float:
+    """One reduction of a delta of `bits` bits from the first bit to the last peer's having the result."""
+    found = pipe(way, net)
+    return bits * found.factor / (found.gbit_s * 1e9) + found.hops * found.latency_s
+
+
+def best(net: Net, bits: float) -> str:
+    """The quickest way."""
+    return min(WAYS, key=lambda way: seconds(way, net, bits))

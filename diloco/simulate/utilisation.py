@@ -1,0 +1,120 @@
+"""Compute utilisation of one synchronisation scheme over one link, layer by layer. No torch, no randomness.
+
+    forward 1..L | backward L..1 |        a layer's bits are ready when its backward pass is done;
+              ready: L   ...    1         they go one after the other over the link;
+    link:            ====L==== ... ===1== what is left when they are needed is exposed: compute waits
+
+    needed at: end of the step (data-parallel, DiLoCo, streaming), or tau steps later (overlapped streaming)
+    utilisation = compute / (compute + exposed), over the interval between two synchronisations, mean over fragments
+
+Three constants are fitted to Table 4 of Streaming DiLoCo (arXiv 2501.18512), whose text does not state them:
+BITS_PER_PARAMETER, BACKWARD_SHARE and OVERLAP_STEPS below. tests/diloco/test_simulate.py says how well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BITS_PER_PARAMETER = 13.4
+"""Fitted: bits on the link for a nominal parameter at 16 bits (a "1B" model has fewer parameters in its layers)."""
+BACKWARD_SHARE = 0.68
+"""Fitted: share of a step that is the backward pass, behind which its own reductions hide."""
+OVERLAP_STEPS = 1.0
+"""Fitted: tau, inner steps behind which an overlapped fragment hides."""
+FP4_RATIO = 4.0
+"""16 bits against 4."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One peer's training."""
+
+    parameters: float
+    layers: int
+    step_s: float
+    """Compute time of an inner step."""
+    backward_share: float = BACKWARD_SHARE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """Who sends what when."""
+
+    name: str
+    every: int = 1
+    """H: inner steps between two synchronisations of a layer; 1 is data-parallel."""
+    fragments: int = 1
+    """P; strided: fragment f holds layers f, f + P, f + 2P, ..."""
+    delay_steps: float = 0.0
+    """tau."""
+    bits: float = BITS_PER_PARAMETER
+    """On the link, a parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipe:
+    """What one peer's bits meet on the way through a reduction."""
+
+    gbit_s: float
+    latency_s: float = 0.0
+    """One way."""
+    factor: float = 1.0
+    """How often a peer's link carries a delta's bits."""
+    hops: int = 1
+    """One-way trips that follow one another."""
+
+
+def exposed_s(workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
+    """Seconds that compute waits at each synchronisation, mean over the fragments."""
+    layers = range(workload.layers)
+    parts = [[layer for layer in layers if layer % scheme.fragments == index] for index in range(scheme.fragments)]
+    needed = workload.step_s * (1 + scheme.delay_steps)
+    waits = [max(0.0, _arrival_s(part, workload, scheme, pipe) - needed) for part in parts if part]
+    return sum(waits) / len(waits)
+
+
+def _arrival_s(part: Sequence[int], workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
+    """When the last layer of a fragment is there, from the start of the step that sends it."""
+    share, at = workload.backward_share, 0.0
+    seconds = workload.parameters / workload.layers * scheme.bits * pipe.factor / (pipe.gbit_s * 1e9)
+    for layer in sorted(part, reverse=True):
+        ready = workload.step_s * ((1 - share) + share * (workload.layers - layer) / workload.layers)
+        at = max(at, ready) + seconds
+    return at + pipe.hops * pipe.latency_s
+
+
+def utilisation(workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
+    """Compute time over wall time, 0..1."""
+    compute = scheme.every / scheme.fragments * workload.step_s
+    return compute / (compute + exposed_s(workload, scheme, pipe))
+
+
+def bytes_per_step(workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
+    """What a peer sends (or receives, whichever is more) an inner step, mean."""
+    return workload.parameters * scheme.bits * pipe.factor / 8 / scheme.every
+
+
+def grid(low: float = -1.0, high: float = 3.0, count: int = 50) -> list[float]:
+    """Bandwidths in Gbit/s, evenly spaced in their logarithm; the default is that of Table 4."""
+    return [10 ** (low + (high - low) * index / (count - 1)) for index in range(count)]
+
+
+def required_gbit(workload: Workload, scheme: Scheme, target: float, bandwidths: Sequence[float]) -> float | None:
+    """The first of `bandwidths` (rising) with which utilisation reaches `target`; None when none does."""
+    return next((each for each in bandwidths if utilisation(workload, scheme, Pipe(gbit_s=each)) >= target), None)
+
+
+def paper_schemes(workload: Workload, every: int = 100, layers_a_fragment: int = 3) -> list[Scheme]:
+    """The five rows of Table 4."""
+    parts = workload.layers // layers_a_fragment
+    return [
+        Scheme(name="data-parallel"),
+        Scheme(name="diloco", every=every),
+        Scheme(name="streaming", every=every, fragments=parts),
+        Scheme(name="streaming, overlapped", every=every, fragments=parts, delay_steps=OVERLAP_STEPS),
+        Scheme(
+            name="streaming, overlapped, 4 bits", every=every, fragments=parts, delay_steps=OVERLAP_STEPS,
+            bits=BITS_PER_PARAMETER / FP4_RATIO,
+        ),
+    ]  # fmt: skip
