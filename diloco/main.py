@@ -76,8 +76,8 @@ def _lighthouse(words: argparse.Namespace) -> int:
             raise ConfigError(f"{name} is {value}; expected 1 or more")
     if words.beat_timeout_s <= 0 or words.keep_rounds < 1:
         raise ConfigError(
-            f"--beat-timeout-s is {words.beat_timeout_s:g} and --keep-rounds {words.keep_rounds}; expected a time above "
-            "0 and at least 1 round"
+            f"--beat-timeout-s is {words.beat_timeout_s:g} and --keep-rounds {words.keep_rounds}; expected a time "
+            "above 0 and at least 1 round"
         )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     settings = RendezvousSettings(

@@ -61,7 +61,7 @@ TABLE_4 = {
 
 
 # Of the 75 cells 67 are exact, and all 75 are within one notch of the table's grid (a factor of 1.21), with three
-# fitted constants: 13.4 bits on the link a nominal parameter, a backward pass of 68 % of the step, an overlap of one step.
+# fitted constants: 13.4 bits on the link a nominal parameter, a backward pass of 68 % of the step, an overlap of one.
 def test_table_4():
     assert (BITS_PER_PARAMETER, BACKWARD_SHARE, OVERLAP_STEPS) == (13.4, 0.68, 1.0)
     bandwidths = grid()
