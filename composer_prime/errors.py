@@ -21,7 +21,9 @@
     │   └── EnvironmentWorkerError             the worker process of a source failed for good
     ├── EmptyMaskError (ValueError)             turns to distil without a single token
     ├── EndpointError (ConnectionError)        a model endpoint outside gave no usable answer in time
+    │   ├── TeacherError                       a teacher gave no usable answer; data, not a crash
     │   └── BudgetError                        a call to it could cost more than is left of its budget
+    │       └── CapError                       a teacher call that would pass a cap; it says which
     ├── CheckpointError (RuntimeError)         a checkpoint could not be written or read
     ├── NonFiniteError (ArithmeticError)       NaN or infinity in loss or gradients
     ├── RoleFailedError (RuntimeError)         a process of the run ended with an error
@@ -123,6 +125,18 @@ class EndpointError(ComposerError, ConnectionError):
 
 class BudgetError(EndpointError):
     """The worst case of a call does not fit into what is left of the endpoint's budget, so it was not made."""
+
+
+class TeacherError(EndpointError):
+    """A teacher gave no usable answer after all retries, or may not judge a trace. Replay records it and goes on."""
+
+
+class CapError(BudgetError):
+    """A teacher call that would pass a cap of cost: it was not made. `scope` is call, trace or run."""
+
+    def __init__(self, message: str, *, scope: str):
+        super().__init__(message)
+        self.scope = scope
 
 
 class CheckpointError(ComposerError, RuntimeError):

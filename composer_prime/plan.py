@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from composer_prime.config import Config
+from composer_prime.cost_forecast import forecast
+from composer_prime.costs import spent
+from composer_prime.errors import ConfigError
 from composer_prime.footprint import GIB, ModelShape, Need, disk_bytes, node_need, orchestrator_need, rank_need
 from composer_prime.machine import Machine, free_bytes, look
 from composer_prime.placement import uses_cuda
 from composer_prime.preflight import Findings, check
+from composer_prime.prices import price_of
 from composer_prime.run_dir import RunDir
 
 Rows = list[tuple[str, str]]
@@ -38,6 +42,7 @@ def build(config: Config, machine: Machine | None = None) -> Plan:
     machine = machine or look()
     found = check(config, gpus=len(machine.gpus))
     rows = [*_run(config), *_model(config, found), *_roles(config, found), *_step(config), *_eval(config)]
+    rows += _teachers(config, found)
     if found.shape is not None:
         rows += _memory(config, found.shape, machine, found)
         rows += _disk(config, found.shape, machine, found)
@@ -158,6 +163,25 @@ def _eval(config: Config) -> Rows:
     when = "once" if config.run.max_steps == 0 else f"before step 1, every {evaluation.every_steps} steps, at the end"
     passes = ", ".join(f"pass@{k}" for k in evaluation.pass_k)
     return [("eval", f"{', '.join(names)}: {evaluation.tasks} tasks x {evaluation.samples} samples, {passes}; {when}")]
+
+
+def _teachers(config: Config, found: Findings) -> Rows:
+    teachers = config.teachers
+    if not teachers.teacher:
+        return []
+    families = ", ".join(f"{each.name} ({each.known_family}, {each.tier})" for each in teachers.teacher)
+    when = "online" if teachers.online else "for `composer replay`"
+    rows = [("teachers", f"{families}; {teachers.voting} voting of {teachers.voters}, {when}")]
+    try:
+        expected = forecast(config)
+        free = all(price_of(each).cost_usd(1, 1) == 0 for each in teachers.teacher)
+    except ConfigError as error:
+        found.problems.append(str(error))
+        return rows
+    cost = "nothing: all are local" if free else expected.text() if expected else "grows with the rollouts"
+    rows.append(("", f"cost forecast: {cost}; never more than ${teachers.budget.usd_per_run:g}"))
+    paid = spent(config.run.directory / "costs.jsonl")
+    return [*rows, ("", f"spent so far: ${paid.usd:,.4f} in {paid.calls:,} calls")] if paid.calls else rows
 
 
 def _memory(config: Config, shape: ModelShape, machine: Machine, found: Findings) -> Rows:

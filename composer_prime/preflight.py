@@ -13,6 +13,7 @@ from composer_prime.footprint import ModelShape
 from composer_prime.machine import check_address, check_port, module_file
 from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.pairs import resolve_pairs
+from composer_prime.pairs_gate import read_gate
 from composer_prime.placement import Placement, place
 
 _EXTRAS = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboard"}
@@ -36,7 +37,7 @@ class Findings:
 def check(config: Config, *, gpus: int) -> Findings:
     """Run every check; none stops the others."""
     found = Findings()
-    for step in (_model, _modules, _engine, _addresses, _remote_roles, _trackers, _pairs):
+    for step in (_model, _modules, _engine, _addresses, _remote_roles, _trackers, _pairs, _density_gate):
         try:
             step(config, found)
         except ComposerError as error:
@@ -160,3 +161,19 @@ def _trackers(config: Config, found: Findings) -> None:
                 f"monitor.trackers has {tracker!r}, which is not installed and will stay off: "
                 f"run `uv sync --extra {tracker}`"
             )
+
+
+def _density_gate(config: Config, found: Findings) -> None:
+    """The density gate decides whether channel 3 may have a weight."""
+    wanted = config.orchestrator.preferences.pairs
+    if not config.channels.replay_dpo.weight or str(wanted) == "tiny":
+        return
+    path = resolve_pairs(wanted, config.run.directory)
+    gate = read_gate(path)
+    if gate is not None and not gate.passed:
+        found.problems.append(
+            f"channels.replay_dpo.weight is {config.channels.replay_dpo.weight:g}, but {path} missed the density gate "
+            f"({'; '.join(gate.reasons)}): replay more, or set the weight to 0"
+        )
+    elif gate is None and wanted is not None:
+        found.notes.append(f"{path} was never measured: `composer pairs report {path}` says what it is worth")

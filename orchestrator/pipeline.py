@@ -53,6 +53,7 @@ from orchestrator.rollout import Pool, RolloutRunner
 from orchestrator.sources import Sources, eval_sources, source_spec
 from orchestrator.steering import Steering
 from orchestrator.step_server import StepServer
+from orchestrator.teachers.online import OnlineReplay
 from orchestrator.vigil import Vigil, Workers
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL, TRAIN, SourceSpec
@@ -297,6 +298,9 @@ class Pipeline:
     async def _until_finished(self) -> None:
         self._spawn(self.evaluator.run())
         self._spawn(self._advance())
+        if self.config.teachers.online:
+            replay = OnlineReplay(self.config, self.run_dir, self.metrics, lambda: self.batches.trained)
+            self._spawn(replay.run())
         self._spawn(self.vigil.watch(self.server))
         finished = asyncio.create_task(self._finished())
         try:

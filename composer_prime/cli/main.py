@@ -17,6 +17,8 @@ COMMANDS = {
     "report": "reward curve, evaluations, throughput and memory of one or several runs",
     "rollouts": "look at rollouts: list, filter, show one",
     "ingest": "read real agent sessions into states.jsonl (PATHS... -o states.jsonl)",
+    "replay": "ask teachers what they would have done, and write preference pairs",
+    "pairs": "measure preference pairs: density, agreement, margins, cost (report PAIRS.jsonl)",
     "doctor": "check this machine: Python, torch, GPUs, engines, memory, ports, disk",
 }
 

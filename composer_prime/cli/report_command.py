@@ -6,6 +6,10 @@ import argparse
 from itertools import pairwise
 from statistics import fmean
 
+from composer_prime.config.load import read
+from composer_prime.cost_forecast import forecast
+from composer_prime.costs import spent
+from composer_prime.errors import ConfigError
 from composer_prime.footprint import GIB
 from composer_prime.intervals import difference_interval, mean_interval
 from composer_prime.ledger import check, effective
@@ -43,7 +47,21 @@ def report(run_dir: RunDir, bins: int) -> list[str]:
     total = [value for line in lines if (value := number(line, "memory/total_bytes")) is not None]
     if total:
         text.append(f"  memory       {max(total) / GIB:.2f} GiB at most in all processes")
-    return text + _ledger(run_dir) + _evaluations(run_dir)
+    return text + _ledger(run_dir) + _costs(run_dir) + _evaluations(run_dir)
+
+
+def _costs(run_dir: RunDir) -> list[str]:
+    """What teachers cost, beside what `composer plan` expected."""
+    paid = spent(run_dir.root / "costs.jsonl")
+    if not paid.calls:
+        return []
+    try:
+        expected = forecast(read(run_dir.config))
+    except ConfigError:  # of another release, or its states file is gone
+        expected = None
+    each = ", ".join(f"{name} ${usd:,.4f}" for name, usd in sorted(paid.by_teacher.items()))
+    beside = f"; the forecast was {expected.text()}" if expected else ""
+    return [f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({each}), {paid.failed} failed{beside}"]
 
 
 def _ledger(run_dir: RunDir) -> list[str]:

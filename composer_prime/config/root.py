@@ -14,7 +14,9 @@ from composer_prime.config.model import ModelConfig
 from composer_prime.config.monitor import MonitorConfig
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.config.run import RunConfig
+from composer_prime.config.teachers import TeachersConfig
 from composer_prime.config.trainer import TrainerConfig
+from composer_prime.families import UNKNOWN, family_of
 
 
 class Config(BaseConfig):
@@ -32,6 +34,8 @@ class Config(BaseConfig):
     """FSDP2 ranks, optimizer, checkpoints."""
     channels: ChannelsConfig = ChannelsConfig()
     """The loss."""
+    teachers: TeachersConfig = TeachersConfig()
+    """Models that are asked what they would have done, for channel 3's pairs."""
     monitor: MonitorConfig = MonitorConfig()
     """Where metrics go besides metrics.jsonl."""
 
@@ -58,6 +62,17 @@ class Config(BaseConfig):
                 f"orchestrator.sampling.top_p is {sampling.top_p} and top_k is {sampling.top_k}, but run.max_steps is "
                 f"{self.run.max_steps}: the trainer's policy is the full softmax, and its ratio to a truncated "
                 "sampler is biased on every token; set top_p = 1 and top_k = 0 (an evaluation-only run may truncate)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _own_rollouts_have_a_family(self) -> Config:
+        teachers = self.teachers
+        unknown = family_of(self.model.path) == UNKNOWN and teachers.assume_family is None
+        if teachers.online and teachers.states is None and unknown:
+            raise ValueError(
+                f"teachers.online replays this run's rollouts, but no rule knows the family of model.path = "
+                f"{self.model.path!r}, and a teacher must never judge its own family: set teachers.assume_family"
             )
         return self
 

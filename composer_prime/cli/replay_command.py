@@ -1,0 +1,10 @@
+"""`composer replay STATES -o PAIRS @ file.toml`: states to preference pairs, by the teachers' votes (the orchestrator's
+work, so in a process of its own)."""
+
+from __future__ import annotations
+
+from composer_prime.cli.ingest_command import run_module
+
+
+def run(words: list[str]) -> int:
+    return run_module("orchestrator.teachers", words)

@@ -1,0 +1,178 @@
+"""[teachers]: models that are asked what they would have done, and what that may cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_config import BaseConfig
+
+from composer_prime.families import UNKNOWN, family_of
+
+Tier = Literal["cheap", "mid", "frontier"]
+
+
+class TeacherConfig(BaseConfig):
+    """One teacher: a model behind an OpenAI-compatible endpoint, or one that is served here."""
+
+    name: str
+    """Name in votes, pairs and costs."""
+    model: str
+    """The endpoint's name of the model (OpenRouter: anthropic/claude-sonnet-4); with local, a model folder or tiny/…"""
+    base_url: str = "https://openrouter.ai/api/v1"
+    """The endpoint; not used with local."""
+    local: bool = False
+    """Serve the model on this machine's loopback with the local engine; it costs nothing."""
+    api_key_env: str = "OPENROUTER_API_KEY"
+    """The environment variable that holds the endpoint's key."""
+    family: str | None = None
+    """Its family (claude, gpt, qwen ...): a trace of this family is never shown to it. None takes it from the name."""
+    tier: Tier = "mid"
+    """Cheap teachers are asked first."""
+    input_usd_per_mtok: float | None = Field(default=None, ge=0)
+    """Price of a million prompt tokens; None takes it from genai-prices."""
+    output_usd_per_mtok: float | None = Field(default=None, ge=0)
+    """Price of a million answer tokens; None takes it from genai-prices."""
+    requests_per_minute: float = Field(default=0.0, ge=0)
+    """Calls are spaced to keep to this; 0 does not space them."""
+    max_concurrent: int = Field(default=8, ge=1)
+    """Calls in flight."""
+
+    @property
+    def known_family(self) -> str:
+        return self.family or family_of(self.model)
+
+    @model_validator(mode="after")
+    def _family_is_known(self) -> TeacherConfig:
+        if self.known_family == UNKNOWN:
+            raise ValueError(
+                f"teachers.teacher {self.name!r} has model {self.model!r}, whose family no rule knows: a teacher must "
+                'never judge traces of its own family; set family = "..." for it'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _prices_come_together(self) -> TeacherConfig:
+        if (self.input_usd_per_mtok is None) != (self.output_usd_per_mtok is None):
+            raise ValueError(
+                f"teachers.teacher {self.name!r} has input_usd_per_mtok = {self.input_usd_per_mtok} and "
+                f"output_usd_per_mtok = {self.output_usd_per_mtok}: set both, or neither to take them from genai-prices"
+            )
+        return self
+
+
+class BudgetConfig(BaseConfig):
+    """Hard caps. The most that a call can cost is reserved before it is made; a call that does not fit is not made."""
+
+    usd_per_call: float = Field(default=0.5, gt=0)
+    """Cap of one call."""
+    usd_per_trace: float = Field(default=5.0, gt=0)
+    """Cap of all calls on one trace's states."""
+    usd_per_run: float = Field(default=50.0, gt=0)
+    """Cap of all calls, over all resumes."""
+    bytes_per_token: float = Field(default=2.0, ge=1)
+    """Fewest bytes that a prompt token is taken for when a call's cost is reserved; no tokenizer goes below 1."""
+
+
+class KillSwitchConfig(BaseConfig):
+    """Replay stops, and says why, when one of these is passed."""
+
+    mean_usd_per_trace: float = Field(default=5.0, gt=0)
+    """Mean cost of a trace."""
+    p95_usd_per_trace: float = Field(default=10.0, gt=0)
+    """95th percentile of a trace's cost."""
+    p95_s_per_step: float = Field(default=30.0, gt=0)
+    """95th percentile of the time that a state's votes take."""
+    error_rate: float = Field(default=0.25, gt=0, le=1)
+    """Share of calls that failed for good."""
+    min_states: int = Field(default=20, ge=1)
+    """States replayed before the switch looks."""
+
+
+class VoiConfig(BaseConfig):
+    """Value of information: a vote is asked for when what it may find is worth its price."""
+
+    enabled: bool = False
+    """Leave out votes that are not worth it; without it every state is voted on."""
+    pair_value_usd: float = Field(default=0.02, gt=0)
+    """What a preference pair is worth."""
+    prior_disagreement: float = Field(default=0.3, gt=0, lt=1)
+    """How often teachers are expected to overrule the student, before any vote has been seen."""
+    prior_weight: float = Field(default=4.0, gt=0)
+    """Votes that the prior counts as."""
+    explore: float = Field(default=0.05, ge=0, le=1)
+    """Share of states that are voted on whatever the estimate says: it would never be corrected otherwise."""
+
+
+class TeachersConfig(BaseConfig):
+    teacher: list[TeacherConfig] = []
+    """Teachers, of at least two families that did not write the traces."""
+    online: bool = False
+    """Replay while training goes on: pairs go to the run directory's pairs.jsonl."""
+    states: Path | None = None
+    """A states.jsonl (`composer ingest`) to replay online; None takes the run's own rollouts."""
+    voters: int = Field(default=3, ge=2)
+    """N: teachers whose majority decides."""
+    voting: Literal["sequential", "all"] = "sequential"
+    """Ask for the next vote only while the majority is open, or ask all."""
+    system_prompt: str = (
+        "You are a capable software agent. Continue the task from here: give the single next step, by calling a tool "
+        "when one is needed, or by answering when the task is done."
+    )
+    """Put first where a trace has no system message of its own."""
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    """Sampling temperature of teachers."""
+    max_tokens: int = Field(default=1024, ge=1)
+    """Tokens of an answer; one that is cut short is no vote."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Deadline of one attempt."""
+    max_retries: int = Field(default=4, ge=0)
+    """Further attempts after 408, 409, 429, 5xx, a lost connection, a deadline or an unreadable reply."""
+    retry_base_s: float = Field(default=1.0, gt=0)
+    """First pause before a retry; it doubles, with jitter."""
+    retry_max_s: float = Field(default=30.0, gt=0)
+    """Longest pause, also where the endpoint asks for a longer one."""
+    concurrent_states: int = Field(default=8, ge=1)
+    """States that are voted on at the same time."""
+    cache_dir: Path = Path("outputs/teacher_cache")
+    """Every answer is kept here; the same question is never paid for twice."""
+    cache_only: bool = False
+    """Answer from the cache alone: a replay that makes no call."""
+    max_length_ratio: float = Field(default=4.0, ge=1)
+    """A pair whose longer answer is more than this times the shorter is dropped: length would be what is learned."""
+    assume_family: str | None = None
+    """The family of traces that do not say which model made them; without it such states are refused."""
+    score: bool = True
+    """Choose among agreeing answers by the frozen base's likelihood (model.path, served locally)."""
+    local_threads: int = Field(default=1, ge=1)
+    """CPU threads of each local model."""
+    local_start_timeout_s: float = Field(default=180.0, gt=0)
+    """How long local models may take to load."""
+    budget: BudgetConfig = BudgetConfig()
+    """Hard caps of cost."""
+    kill: KillSwitchConfig = KillSwitchConfig()
+    """When replay stops by itself."""
+    voi: VoiConfig = VoiConfig()
+    """Which votes are worth their price."""
+
+    @field_validator("teacher")
+    @classmethod
+    def _unique_names(cls, teachers: list[TeacherConfig]) -> list[TeacherConfig]:
+        names = [teacher.name for teacher in teachers]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"teachers.teacher names {twice} are used more than once: rename one of them")
+        return teachers
+
+    @model_validator(mode="after")
+    def _two_families(self) -> TeachersConfig:
+        families = sorted({teacher.known_family for teacher in self.teacher})
+        if self.teacher and len(families) < 2:
+            raise ValueError(
+                f"teachers.teacher has {len(self.teacher)} teacher(s), all of family {families[0]!r}: agreement within "
+                "one family says little; add a teacher of another family"
+            )
+        if self.online and not self.teacher:
+            raise ValueError("teachers.online is true, but there is no [[teachers.teacher]]: add at least two")
+        return self

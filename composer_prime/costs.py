@@ -1,0 +1,97 @@
+"""costs.jsonl: what was spent, one line an event, appended and never rewritten.
+
+    {"kind": "reserved", "call": id, "trace": …, "usd": bound, …}     before a teacher is called
+    {"kind": "settled", "call": id, "usd": cost, …}                   after: the cost by the endpoint's own token counts
+    {"kind": "stopped", "reason": …}                                  replay ended early
+
+A reservation without its settlement (the process died, the reply was lost) counts as spent: it may have been paid.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(slots=True)
+class Spent:
+    """Sums of a costs.jsonl."""
+
+    usd: float = 0.0
+    calls: int = 0
+    by_trace: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    by_teacher: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    unsettled: int = 0
+    failed: int = 0
+
+
+class CostLedger:
+    """Appends to one costs.jsonl; each line is on disk before `reserve` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _end_torn_line(path)
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Raises OSError."""
+        line = json.dumps({"kind": kind, "time": time.time(), **values}, separators=(",", ":")).encode() + b"\n"
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, line)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def read_costs(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole line."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for raw in file:
+            try:
+                line = json.loads(raw)
+            except ValueError:
+                continue
+            if isinstance(line, dict):
+                yield line
+
+
+def spent(path: Path) -> Spent:
+    """What the ledger says was spent, open reservations included."""
+    total, open_calls = Spent(), {}
+    for line in read_costs(path):
+        if line.get("kind") == "reserved":
+            open_calls[line["call"]] = line
+        elif line.get("kind") == "settled":
+            reserved = open_calls.pop(line["call"], line)
+            total.failed += line.get("status") != "ok"
+            _add(total, reserved, line["usd"])
+    for line in open_calls.values():
+        total.unsettled += 1
+        _add(total, line, line["usd"])
+    return total
+
+
+def _add(total: Spent, line: dict[str, Any], usd: float) -> None:
+    total.usd += usd
+    total.calls += 1
+    total.by_trace[str(line.get("trace"))] += usd
+    total.by_teacher[str(line.get("teacher"))] += usd
+
+
+def _end_torn_line(path: Path) -> None:
+    """A crash may have cut the last line short: end it, so that the next one stands alone."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return
+    with path.open("rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")

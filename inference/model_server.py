@@ -1,0 +1,251 @@
+"""A few small models behind an OpenAI-compatible endpoint on loopback: local teachers, and the frozen base that scores.
+
+    python -m inference.model_server --model tiny/teacher_a --model tiny     prints {"url": ...} once it serves
+
+    POST /v1/chat/completions   messages, tools -> answer, usage
+    POST /v1/score              messages, tools, answer -> mean logprob of the answer's tokens
+    GET  /v1/models
+
+Each model has the local engine and its own chat template. Ends when its standard input is closed, so that it never
+outlives whoever started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
+from composer_prime.errors import BadRequestError, ComposerError, EngineError
+from composer_prime.model_source import resolve_model
+from composer_prime.wire.node import Sampling
+from inference.engines.local.engine import LocalEngine
+
+FAILED = 1
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_THINK = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_MAX_BODY_BYTES = 64 << 20
+
+
+class _Chat(msgspec.Struct, kw_only=True):
+    model: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    temperature: float = 1.0
+    max_tokens: int = 512
+    seed: int | None = None
+
+
+class _Score(msgspec.Struct, kw_only=True):
+    model: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    answer: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    engine: LocalEngine
+    tokenizer: Any
+    context: int
+
+    def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, opening: bool) -> list[int]:
+        """Token ids by the model's own template. Raises BadRequestError where it does not take these messages."""
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [_with_content(message) for message in messages],
+                tools=tools or None,
+                add_generation_prompt=opening,
+                tokenize=False,
+            )
+        except Exception as error:  # templates raise whatever they like
+            raise BadRequestError(f"the chat template does not take these messages: {error}") from error
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+class ModelServer:
+    def __init__(self, served: dict[str, _Served]) -> None:
+        self._served = served
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", _answering(self._chat)),
+                web.post("/v1/score", _answering(self._score)),
+                web.get("/v1/models", _answering(self._models)),
+            ]
+        )
+        return app
+
+    async def _chat(self, request: web.Request) -> dict[str, Any]:
+        body = msgspec.json.decode(await request.read(), type=_Chat)
+        served = self._find(body.model)
+        prompt = served.prompt(body.messages, body.tools, opening=True)
+        request_id = f"chat-{secrets.token_hex(8)}"
+        sampling = Sampling(
+            temperature=body.temperature,
+            max_tokens=body.max_tokens,
+            seed=body.seed,
+            stop_token_ids=[served.tokenizer.eos_token_id],
+        )
+        done = await served.engine.generate(request_id, prompt, sampling, request_id)
+        text = served.tokenizer.decode(done.token_ids, skip_special_tokens=True)
+        message = _message(text)
+        finish = "tool_calls" if message.get("tool_calls") and done.finish_reason == "stop" else done.finish_reason
+        count = len(done.token_ids)
+        return {
+            "id": request_id,
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": body.model,
+            "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+            "usage": {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count},
+        }
+
+    async def _score(self, request: web.Request) -> dict[str, Any]:
+        body = msgspec.json.decode(await request.read(), type=_Score)
+        served = self._find(body.model)
+        context = served.prompt(body.messages, body.tools, opening=True)
+        whole = served.prompt([*body.messages, body.answer], body.tools, opening=False)
+        if whole[: len(context)] != context or len(whole) == len(context):
+            raise BadRequestError("the chat template does not write the answer right behind its context")
+        if len(whole) > served.context:
+            raise BadRequestError(
+                f"context and answer have {len(whole)} tokens, the model has room for {served.context}"
+            )
+        logprobs = (await served.engine.score(whole))[len(context) - 1 :]
+        return {"logprob_per_token": sum(logprobs) / len(logprobs), "tokens": len(logprobs)}
+
+    async def _models(self, request: web.Request) -> dict[str, Any]:
+        del request
+        return {"object": "list", "data": [{"id": name, "object": "model"} for name in self._served]}
+
+    def _find(self, name: str) -> _Served:
+        if name not in self._served:
+            raise BadRequestError(f"there is no model {name!r} here, only {', '.join(self._served)}")
+        return self._served[name]
+
+
+async def serve(models: list[str], threads: int, port: int) -> None:
+    """Serve until standard input ends. Raises what loading a model raises."""
+    import torch
+
+    torch.set_num_threads(threads)
+    config = InferenceConfig(threads=threads, local=LocalEngineConfig(max_batch=16, kv_cache_gib=1.0))
+    async with AsyncExitStack() as stack:
+        served = {}
+        for name in dict.fromkeys(models):
+            served[name] = await _load(name, config)
+            stack.push_async_callback(served[name].engine.close)
+        runner = web.AppRunner(ModelServer(served).app(), access_log=None, handler_cancellation=True)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        print(json.dumps({"url": f"http://127.0.0.1:{runner.addresses[0][1]}/v1"}), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+async def _load(name: str, config: InferenceConfig) -> _Served:
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder = resolve_model(name)
+    context = int(AutoConfig.from_pretrained(folder).max_position_embeddings)
+    engine = LocalEngine(folder, config, context)
+    await engine.start()
+    return _Served(engine, AutoTokenizer.from_pretrained(folder), context)
+
+
+def _message(text: str) -> dict[str, Any]:
+    """The answer in OpenAI's form; a broken call stays in the text."""
+    text = _THINK.sub("", text)
+    calls = [(block, _call(block[1])) for block in _CALL.finditer(text)]
+    found = [call for _, call in calls if call is not None]
+    content = text
+    for block, call in calls:
+        content = content.replace(block[0], "") if call is not None else content
+    message: dict[str, Any] = {"role": "assistant", "content": content.strip() or None}
+    if found:
+        message["tool_calls"] = [
+            {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for index, (name, arguments) in enumerate(found)
+        ]
+    return message
+
+
+def _call(text: str) -> tuple[str, str] | None:
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return name, json.dumps(arguments)
+
+
+def _with_content(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates print None; and they want arguments as objects."""
+    filled = message if message.get("content") is not None else {**message, "content": ""}
+    if not message.get("tool_calls"):
+        return filled
+    return {**filled, "tool_calls": [_decoded(call) for call in message["tool_calls"]]}
+
+
+def _decoded(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", {})
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except (ValueError, TypeError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _answering(
+    handle: Callable[[web.Request], Awaitable[dict[str, Any]]],
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """`handle` with its errors as OpenAI writes them."""
+
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            return web.json_response(await handle(request))
+        except (msgspec.DecodeError, BadRequestError) as error:
+            return web.json_response({"error": {"message": str(error), "type": "invalid_request_error"}}, status=400)
+        except EngineError as error:
+            return web.json_response({"error": {"message": str(error), "type": "server_error"}}, status=503)
+
+    return answer
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m inference.model_server", description=__doc__)
+    parser.add_argument("--model", action="append", required=True, help="model folder, tiny, tiny/teacher_a, ...")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    options = parser.parse_args(words)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        asyncio.run(serve(options.model, options.threads, options.port))
+    except (ComposerError, OSError) as error:
+        print(f"model server: {error}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

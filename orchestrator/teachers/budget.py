@@ -1,0 +1,97 @@
+"""Hard caps on money: the most that a call can cost is reserved before the call is made.
+
+    reserve (refused: CapError) ──> call ──> settle(cost)        the difference is free again
+                                          └──> nothing came back    the whole reservation stays spent
+
+Sums are checked with everything in flight counted at its bound, so no order of replies can pass a cap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from composer_prime.config.teachers import BudgetConfig
+from composer_prime.costs import CostLedger, spent
+from composer_prime.errors import CapError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    call: str
+    trace: str
+    state: str
+    teacher: str
+    usd: float
+
+
+class Budget:
+    """The money of one costs.jsonl, earlier runs of it included. One event loop uses it."""
+
+    def __init__(self, config: BudgetConfig, path: Path) -> None:
+        self._config, self._ledger = config, CostLedger(path)
+        before = spent(path)
+        self.spent_usd = before.usd
+        self._reserved_usd = 0.0
+        self._by_trace: dict[str, float] = defaultdict(float, before.by_trace)
+        self._reserved_by_trace: dict[str, float] = defaultdict(float)
+        self._by_state: dict[str, float] = defaultdict(float)
+        self._settled = asyncio.Event()
+
+    async def reserve(self, *, trace: str, state: str, teacher: str, usd: float) -> Reservation:
+        """Set `usd` aside for a call; waits where only calls in flight, which rarely cost their bound, are in the way.
+
+        Raises CapError, which names the cap, when it does not fit.
+        """
+        while self._refusal(trace, teacher, usd, in_flight=True) is not None:
+            refusal = self._refusal(trace, teacher, usd, in_flight=False)
+            if refusal is not None:
+                raise refusal
+            self._settled.clear()
+            await self._settled.wait()
+        reservation = Reservation(call=secrets.token_hex(8), trace=trace, state=state, teacher=teacher, usd=usd)
+        self._ledger.write("reserved", call=reservation.call, trace=trace, state=state, teacher=teacher, usd=usd)
+        self._reserved_usd += usd
+        self._reserved_by_trace[trace] += usd
+        return reservation
+
+    def _refusal(self, trace: str, teacher: str, usd: float, *, in_flight: bool) -> CapError | None:
+        """Which cap another `usd` would pass, with what is reserved for calls in flight counted or not."""
+        caps = self._config
+        in_trace = self._by_trace[trace] + (self._reserved_by_trace[trace] if in_flight else 0.0)
+        in_run = self.spent_usd + (self._reserved_usd if in_flight else 0.0)
+        for scope, used, cap in (
+            ("call", 0.0, caps.usd_per_call),
+            ("trace", in_trace, caps.usd_per_trace),
+            ("run", in_run, caps.usd_per_run),
+        ):
+            if used + usd > cap:
+                return CapError(
+                    f"a call to {teacher} may cost ${usd:.4f}, but ${used:.4f} of teachers.budget.usd_per_{scope} = "
+                    f"${cap:g} is spent: raise the cap, or leave this teacher out",
+                    scope=scope,
+                )
+        return None
+
+    def settle(self, reservation: Reservation, usd: float, **facts: object) -> None:
+        """The call ended and cost `usd`."""
+        self._reserved_usd -= reservation.usd
+        self._reserved_by_trace[reservation.trace] -= reservation.usd
+        self.spent_usd += usd
+        self._by_trace[reservation.trace] += usd
+        self._by_state[reservation.state] += usd
+        self._settled.set()
+        self._ledger.write(
+            "settled", call=reservation.call, trace=reservation.trace, teacher=reservation.teacher, usd=usd, **facts
+        )
+
+    def stopped(self, reason: str) -> None:
+        """Note that replay ended early."""
+        self._ledger.write("stopped", reason=reason)
+
+    def take_state(self, state: str) -> float:
+        """What calls on this state cost since it was last asked for, failed attempts included."""
+        return self._by_state.pop(state, 0.0)

@@ -1,0 +1,89 @@
+"""The command line of replay: states in a file, pairs in another, a summary of votes and money.
+
+Exit status: 0 replayed, 2 wrong input, 3 stopped by a cap or the kill switch, 130 by Ctrl-C. All are safe to repeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from composer_prime.config import Config
+from composer_prime.config.load import fail, resolve
+from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.traces import read_states
+from orchestrator.teachers.opened import opened
+from orchestrator.teachers.records import votes_beside
+from orchestrator.teachers.replay import Progress
+
+STOPPED, INTERRUPTED = 3, 130
+USAGE = """\
+usage: composer replay STATES.jsonl -o PAIRS.jsonl @ FILE.toml [--teachers.key VALUE ...]
+
+Asks the teachers of [teachers] what they would have done at each state and writes preference pairs. Beside PAIRS.jsonl:
+PAIRS.votes.jsonl (every vote) and PAIRS.costs.jsonl (every call). Repeat the command to go on where it stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    states: Path
+    pairs: Path
+    config: Config
+
+
+def main(words: list[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
+    if not words or {"-h", "--help"} & set(words):
+        print(USAGE)
+        return 0
+    try:
+        arguments = parse(words)
+        progress = asyncio.run(replay(arguments))
+    except KeyboardInterrupt:
+        print("interrupted: repeat the command to go on", file=sys.stderr)
+        return INTERRUPTED
+    except ComposerError as error:
+        fail(error)
+    print("\n".join(summary(progress, arguments.pairs)))
+    return STOPPED if progress.stopped else 0
+
+
+def parse(words: Sequence[str]) -> Arguments:
+    """Raises ConfigError."""
+    start = next((index for index, word in enumerate(words) if word.startswith(("@", "--"))), len(words))
+    own, rest = list(words[:start]), list(words[start:])
+    if len(own) != 3 or own[1] not in ("-o", "--output") or not rest:
+        raise ConfigError(f"give states, -o pairs and a configuration\n{USAGE}")
+    config = resolve(rest).config
+    if not config.teachers.teacher:
+        raise ConfigError("the configuration has no [[teachers.teacher]]: add at least two, of different families")
+    return Arguments(states=Path(own[0]), pairs=Path(own[2]), config=config)
+
+
+async def replay(arguments: Arguments) -> Progress:
+    """Raises ConfigError when the states cannot be read, or none of them can be judged."""
+    pairs = arguments.pairs
+    costs = pairs.with_name(f"{pairs.stem}.costs.jsonl")
+    async with opened(arguments.config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as run:
+        progress = await run.run(read_states(arguments.states))
+    if progress.states and progress.outcomes["refused"] == progress.states:
+        reasons = "; ".join(reason for reason, _ in progress.refusals.most_common(3))
+        raise ConfigError(f"all {progress.states} states were refused: {reasons}")
+    return progress
+
+
+def summary(progress: Progress, pairs: Path) -> list[str]:
+    """What a replay did, as lines."""
+    outcomes = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in progress.outcomes.most_common())
+    dropped = ", ".join(f"{count} {reason}" for reason, count in progress.dropped.most_common())
+    lines = [
+        f"states    {progress.states} replayed ({outcomes or 'none'}); {progress.resumed} were done before",
+        f"pairs     {progress.pairs} written to {pairs}" + (f"; dropped: {dropped}" if dropped else ""),
+        f"votes     {progress.calls} called, {progress.cached} from the cache, {progress.failed} failed",
+        f"cost      ${progress.usd:.4f}",
+    ]
+    lines += [f"refused   {count}: {reason}" for reason, count in progress.refusals.most_common(3)]
+    return [*lines, f"stopped   {progress.stopped}"] if progress.stopped else lines

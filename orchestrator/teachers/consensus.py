@@ -1,0 +1,110 @@
+"""Votes on one state to preference pairs.
+
+1. A majority (more than N/2 of the planned voters, by canonical form) beats the student, where they differ.
+2. A student that the majority agrees with beats each minority answer.
+3. No majority: no pair.
+
+epsilon, the probability that a label is wrong: 1 - (k + 1/2) / (n + 1) with k of n votes for the chosen side, at most
+1/2. These rules and the third channel are this project's own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from composer_prime.traces import Message
+from orchestrator.teachers.canonical import Canonical
+
+_MIN_CHARS = 24
+"""Answers shorter than this count as this long: a word more is no difference in length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """One teacher's answer."""
+
+    teacher: str
+    family: str
+    tier: str
+    form: Canonical
+    message: Message
+    key: str
+    """Of the answer in the cache."""
+    cached: bool
+    cost_usd: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A pair before its text is chosen: any of `chosen` would do."""
+
+    chosen: tuple[Message, ...]
+    rejected: Message
+    chosen_form: Canonical
+    rejected_form: Canonical
+    epsilon: float
+
+
+def majority(forms: Sequence[Canonical], planned: int) -> Canonical | None:
+    """The form that more than half of the planned voters gave; None where there is none (yet)."""
+    if not forms:
+        return None
+    form, count = Counter(forms).most_common(1)[0]
+    return form if 2 * count > planned else None
+
+
+def settled(forms: Sequence[Canonical], planned: int) -> bool:
+    """Whether further votes cannot change the outcome."""
+    if majority(forms, planned) is not None or len(forms) >= planned:
+        return True
+    open_votes = planned - len(forms)
+    most = max(Counter(forms).values(), default=0)
+    return 2 * (most + open_votes) <= planned
+
+
+def epsilon(agreeing: int, votes: int) -> float:
+    """Probability that the label is wrong, in (0, 1/2]."""
+    return min(1 - (agreeing + 0.5) / (votes + 1), 0.5)
+
+
+def candidates(votes: Sequence[Vote], student: Message, student_form: Canonical, planned: int) -> list[Candidate]:
+    """The pairs that the votes give."""
+    form = majority([vote.form for vote in votes], planned)
+    if form is None:
+        return []
+    agreeing = [vote for vote in votes if vote.form == form]
+    doubt = epsilon(len(agreeing), len(votes))
+    if form != student_form:
+        answers = tuple(vote.message for vote in agreeing)
+        return [
+            Candidate(chosen=answers, rejected=student, chosen_form=form, rejected_form=student_form, epsilon=doubt)
+        ]
+    minority = {vote.form: vote.message for vote in reversed(votes) if vote.form != form}
+    return [
+        Candidate(chosen=(student,), rejected=message, chosen_form=form, rejected_form=other, epsilon=doubt)
+        for other, message in minority.items()
+    ]
+
+
+def length_ratio(first: Message, second: Message) -> float:
+    """Characters of the longer answer over those of the shorter, at least 1."""
+    sizes = sorted(max(_size(message), _MIN_CHARS) for message in (first, second))
+    return sizes[1] / sizes[0]
+
+
+def visible(message: Message) -> Message:
+    """The message without its thinking: teachers' thinking is not known, so the student's is no part of a pair."""
+    kept: dict[str, Any] = {"role": "assistant", "content": message.get("content")}
+    if message.get("tool_calls"):
+        kept["tool_calls"] = message["tool_calls"]
+    return kept
+
+
+def _size(message: Message) -> int:
+    calls = message.get("tool_calls") or []
+    written = sum(len(call["function"]["name"]) + len(call["function"]["arguments"]) for call in calls)
+    return len(message.get("content") or "") + written

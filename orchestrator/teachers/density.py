@@ -1,0 +1,151 @@
+"""The density gate: are there enough pairs, do they say something, and what did they cost?
+
+    at least 5 pairs a trace         less than $5 a trace         less than 30 s a step (p95)
+    real pairs' base margin differs from label-flipped and from cross-step pairs', permutation p < .01 each
+
+The base margin of a pair is log p(chosen) - log p(rejected) a token under the frozen base, after the pair's context. A
+label-flipped pair has its sides exchanged; a cross-step pair has the rejected answer of another state. The gates are
+this project's own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import fmean
+
+from composer_prime.estimates import bootstrap_interval
+from composer_prime.pairs import Pair
+from orchestrator.teachers.kill_switch import percentile
+from orchestrator.teachers.records import StateRecord
+from orchestrator.teachers.statistics import difference_p, fleiss_kappa, sign_flip_p
+
+MIN_PAIRS_A_TRACE, MAX_USD_A_TRACE, MAX_S_A_STEP, MAX_P = 5.0, 5.0, 30.0, 0.01
+Interval = tuple[float, float] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Margins:
+    """Base margins in nats a token."""
+
+    real: list[float]
+    cross_step: list[float]
+
+    @property
+    def p_flipped(self) -> float:
+        return sign_flip_p(self.real)
+
+    @property
+    def p_cross_step(self) -> float:
+        return difference_p(self.real, self.cross_step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Density:
+    """What a replay found and cost."""
+
+    traces: int
+    states: int
+    pairs: int
+    pairs_a_trace: float
+    pairs_interval: Interval
+    outcomes: Mapping[str, int]
+    dropped: Mapping[str, int]
+    kappa: float | None
+    """Of "agrees with the student" between teachers."""
+    agreement: Mapping[tuple[str, str], tuple[int, int]]
+    """(states where both families gave the same action, states where both voted), by pair of families."""
+    usd_a_trace: float
+    usd_interval: Interval
+    s_a_step: float
+    """Mean over states that made a call."""
+    s_interval: Interval
+    s_p95: float
+    epsilons: Mapping[float, int]
+    margins: Margins | None = None
+    min_pairs: float = MIN_PAIRS_A_TRACE
+    failures: list[str] = field(default_factory=list)
+    """Gates that were missed."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+
+def measure(
+    records: Sequence[StateRecord],
+    pairs: Sequence[Pair],
+    margins: Margins | None,
+    *,
+    min_pairs: float = MIN_PAIRS_A_TRACE,
+) -> Density:
+    """`records` and `pairs` of one replay; without `margins` the gate cannot pass.
+
+    `min_pairs` a trace are wanted: short traces cannot give five.
+    """
+    traces = list(dict.fromkeys(record.trace for record in records))
+    count, usd = Counter(pair.trace for pair in pairs), defaultdict[str, float](float)
+    for record in records:
+        usd[record.trace] += record.cost_usd
+    seconds = [record.seconds for record in records if record.seconds > 0]
+    by_trace = [float(count[trace]) for trace in traces]
+    costs = [usd[trace] for trace in traces]
+    density = Density(
+        traces=len(traces),
+        states=len(records),
+        pairs=len(pairs),
+        pairs_a_trace=_mean(by_trace),
+        pairs_interval=bootstrap_interval(by_trace),
+        outcomes=Counter(record.outcome for record in records),
+        dropped=sum((Counter(record.dropped) for record in records), Counter()),
+        kappa=fleiss_kappa([_agreeing(record) for record in records]),
+        agreement=_families(records),
+        usd_a_trace=_mean(costs),
+        usd_interval=bootstrap_interval(costs),
+        s_a_step=_mean(seconds),
+        s_interval=bootstrap_interval(seconds),
+        s_p95=percentile(seconds, 0.95),
+        epsilons=Counter(round(pair.epsilon, 4) for pair in pairs),
+        margins=margins,
+        min_pairs=min_pairs,
+    )
+    density.failures.extend(_missed(density))
+    return density
+
+
+def _missed(density: Density) -> list[str]:
+    missed = []
+    if density.pairs_a_trace < density.min_pairs:
+        missed.append(f"{density.pairs_a_trace:.2f} pairs a trace, at least {density.min_pairs:g} are wanted")
+    if density.usd_a_trace >= MAX_USD_A_TRACE:
+        missed.append(f"${density.usd_a_trace:.2f} a trace, less than ${MAX_USD_A_TRACE:g} is wanted")
+    if density.s_p95 >= MAX_S_A_STEP:
+        missed.append(f"{density.s_p95:.1f} s a step (p95), less than {MAX_S_A_STEP:g} is wanted")
+    if density.margins is None:
+        return [*missed, "the base margins were not measured"]
+    for name, p in (("label-flipped", density.margins.p_flipped), ("cross-step", density.margins.p_cross_step)):
+        if p >= MAX_P:
+            missed.append(f"real pairs' base margins do not differ from {name} ones (p = {p:.3f}, below {MAX_P:g})")
+    return missed
+
+
+def _agreeing(record: StateRecord) -> list[int]:
+    """[votes that agree with the student, votes that do not]."""
+    agreeing = sum(vote.agrees for vote in record.votes)
+    return [agreeing, len(record.votes) - agreeing]
+
+
+def _families(records: Sequence[StateRecord]) -> dict[tuple[str, str], tuple[int, int]]:
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for record in records:
+        for one, other in combinations(record.votes, 2):
+            first, second = sorted((one.family, other.family))
+            same, both = found.get((first, second), (0, 0))
+            found[first, second] = (same + (one.form == other.form), both + 1)
+    return dict(sorted(found.items()))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0

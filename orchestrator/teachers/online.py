@@ -1,0 +1,106 @@
+"""Replay while training goes on: states in, pairs.jsonl of the run directory out, which channel 3 reads as it grows.
+
+    teachers.states (a file), or the run's own rollouts/step_*.jsonl as they appear ──> Replay ──> pairs.jsonl
+
+It never holds training up. Stopped by a cap or the kill switch, or broken, it says so in the log and in metrics.jsonl;
+the run goes on with the pairs there are. A resumed run goes on where it was and pays nothing twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from composer_prime.config import Config
+from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.monitor.jsonl import MetricsFile
+from composer_prime.monitor.rollouts import rollout_files
+from composer_prime.run_dir import RunDir
+from composer_prime.traces import TraceState, read_states
+from orchestrator.ingest.formats import Options, ingest
+from orchestrator.ingest.recent import Recent
+from orchestrator.ingest.tally import Tally
+from orchestrator.teachers.opened import opened
+from orchestrator.teachers.records import votes_beside
+from orchestrator.teachers.replay import Replay
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""How often the run directory is looked at for new rollouts."""
+REPORT_S = 5.0
+
+
+class OnlineReplay:
+    def __init__(self, config: Config, run_dir: RunDir, metrics: MetricsFile, step: Callable[[], int]) -> None:
+        """`step`: the newest trained step, for metrics."""
+        self._config, self._run_dir, self._metrics, self._step = config, run_dir, metrics, step
+        self._tally = Tally()
+
+    async def run(self) -> None:
+        """Until the states end or it is cancelled. Raises ConfigError: no key, no price, no such file.
+
+        Any other error ends the replay and not the run.
+        """
+        pairs, costs = self._run_dir.root / "pairs.jsonl", self._run_dir.root / "costs.jsonl"
+        try:
+            async with opened(self._config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as replay:
+                report = asyncio.create_task(self._report(replay))
+                try:
+                    await replay.run(self._states())
+                finally:
+                    report.cancel()
+                    self._log(replay)
+                if replay.progress.stopped is not None:
+                    logger.error("replay stopped, training goes on: %s", replay.progress.stopped)
+        except ConfigError:
+            raise
+        except (ComposerError, OSError) as error:
+            logger.error("replay failed, training goes on: %s", error)
+            self._metrics.log(self._step(), {"replay/failed": 1.0})
+
+    async def _states(self) -> AsyncIterator[TraceState]:
+        path = self._config.teachers.states
+        if path is not None:
+            for state in read_states(path):
+                yield state
+                await asyncio.sleep(0)
+            return
+        # Whoever is copied into two steps' files gives its states once.
+        seen, fingerprints, names = set[Path](), Recent(), Recent()
+        while True:
+            fresh = [path for path in rollout_files(self._run_dir, "step").values() if path not in seen]
+            for path in fresh:
+                seen.add(path)
+                for state in await asyncio.to_thread(self._ingested, path, fingerprints, names):
+                    yield state
+            if not fresh:
+                await asyncio.sleep(LOOK_S)
+
+    def _ingested(self, path: Path, fingerprints: Recent, names: Recent) -> list[TraceState]:
+        """The states of one step's rollouts; the policy's own weights make them, so masking has nothing to protect."""
+        options = Options(mask=False, model=self._config.model.path)
+        return list(ingest(path, self._tally, options, fingerprints=fingerprints, trace_ids=names))
+
+    async def _report(self, replay: Replay) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            self._log(replay)
+
+    def _log(self, replay: Replay) -> None:
+        """replay/…: what has been done so far."""
+        progress = replay.progress
+        self._metrics.log(
+            self._step(),
+            {
+                "replay/states": float(progress.states + progress.resumed),
+                "replay/pairs": float(progress.pairs),
+                "replay/calls": float(progress.calls),
+                "replay/cached": float(progress.cached),
+                "replay/failed_calls": float(progress.failed),
+                "replay/usd": progress.usd,
+                "replay/stopped": float(progress.stopped is not None),
+            },
+        )

@@ -1,0 +1,154 @@
+"""votes.jsonl and pairs.jsonl: what a replay leaves, appended state by state, and how it finds its place again.
+
+    pairs of a state ──> pairs.jsonl ──then──> the state's line ──> votes.jsonl
+
+A state counts as done once it has its line in votes.jsonl. Where a crash came between the two, the state is replayed
+from the cache, for nothing, and its pairs are known by their ids: none is written twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from composer_prime.pairs import Pair
+
+T = TypeVar("T")
+
+
+class VoteRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One teacher's vote, as it is written down."""
+
+    teacher: str
+    family: str
+    tier: str
+    form: str
+    """Digest of the canonical form: equal forms, equal digests."""
+    agrees: bool
+    """With the student."""
+    answer: str
+    """Key of the answer in the cache."""
+    cached: bool
+    cost_usd: float
+    seconds: float
+
+
+class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one state."""
+
+    trace: str
+    state: str
+    step: int
+    family: str
+    outcome: str
+    """overruled | agreed | no_majority | not_worth_it | refused | failed | budget"""
+    reason: str | None = None
+    planned: int = 0
+    votes: list[VoteRecord] = []
+    student_form: str | None = None
+    error: bool = False
+    failed_calls: int = 0
+    cost_usd: float = 0.0
+    """Paid now, retries included."""
+    seconds: float = 0.0
+    """From the first call to the last answer; 0 where all came from the cache."""
+    pairs: list[str] = []
+    dropped: dict[str, int] = {}
+    """Pairs that were not written, by reason: length, duplicate."""
+
+
+class Records:
+    """The two files of a replay. One writer at a time."""
+
+    def __init__(self, pairs: Path, votes: Path) -> None:
+        self.pairs_path, self.votes_path = pairs, votes
+        for path in (pairs, votes):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_torn_line(path)
+        self.done = {(record.trace, record.state) for record in read_records(votes)}
+        written = list(read_pairs(pairs))
+        self.pair_ids = {pair.pair_id for pair in written}
+        self.contents = {content_of(pair) for pair in written}
+
+    def add(self, record: StateRecord, pairs: list[Pair]) -> None:
+        """Raises OSError."""
+        fresh = [pair for pair in pairs if pair.pair_id not in self.pair_ids]
+        _append(self.pairs_path, fresh)
+        self.pair_ids.update(pair.pair_id for pair in fresh)
+        self.contents.update(content_of(pair) for pair in fresh)
+        _append(self.votes_path, [record])
+        self.done.add((record.trace, record.state))
+
+
+def read_records(path: Path) -> Iterator[StateRecord]:
+    return _read(path, StateRecord)
+
+
+def read_pairs(path: Path) -> Iterator[Pair]:
+    return _read(path, Pair)
+
+
+def votes_beside(pairs: Path) -> Path:
+    """The votes.jsonl that belongs to a pairs file."""
+    return pairs.with_name(f"{pairs.stem}.votes.jsonl")
+
+
+def content_of(pair: Pair) -> bytes:
+    """What makes two pairs duplicates: the same context and the same two actions, in whichever trace."""
+    return digest([_without_ids(message) for message in (*pair.state.messages, pair.chosen, pair.rejected)]).encode()
+
+
+def digest(value: Any) -> str:
+    """64 bits of a JSON value."""
+    return hashlib.blake2b(msgspec.json.encode(value), digest_size=8).hexdigest()
+
+
+def _without_ids(message: dict[str, Any]) -> list[Any]:
+    """Ids of calls differ between traces that are the same otherwise."""
+    return [message["role"], message.get("content"), [call["function"] for call in message.get("tool_calls") or []]]
+
+
+def _append(path: Path, values: list[Any]) -> None:
+    if not values:
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, b"".join(msgspec.json.encode(value) + b"\n" for value in values))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path, kind: type[T]) -> Iterator[T]:
+    """Every whole line that is a `kind`."""
+    if not path.is_file():
+        return
+    decoder = msgspec.json.Decoder(kind)
+    with path.open("rb") as file:
+        for raw in file:
+            try:
+                yield decoder.decode(raw)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+
+
+def _drop_torn_line(path: Path) -> None:
+    """A crash may have cut the last line short; its state is replayed."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        content_end = file.seek(0, os.SEEK_END)
+        while content_end > 0:
+            start = max(content_end - 65536, 0)
+            file.seek(start)
+            newline = file.read(content_end - start).rfind(b"\n")
+            if newline >= 0:
+                content_end = start + newline + 1
+                break
+            content_end = start
+        file.truncate(content_end)

@@ -1,0 +1,321 @@
+"""Replay: states in, votes and pairs out. Read this file first.
+
+    states ──> [ concurrent_states at a time ]
+                 voters (never the trace's own family, cheapest first)
+                 vote ── settled? no ── worth it? yes ── next vote ...
+                 candidates ── length, duplicates ── text by the base's likelihood ──> Records
+               kill switch, budget ──> stop: what is in flight ends, the rest stays for the next replay
+
+A replay that was interrupted, killed or stopped goes on where it was: done states are skipped, and answers that were
+paid for come from the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+
+from composer_prime.config.teachers import TeachersConfig
+from composer_prime.errors import CapError, TeacherError
+from composer_prime.pairs import Pair, State
+from composer_prime.traces import TraceState
+from orchestrator.teachers.budget import Budget
+from orchestrator.teachers.canonical import Canonical, canonical
+from orchestrator.teachers.consensus import (
+    Candidate,
+    Vote,
+    candidates,
+    length_ratio,
+    majority,
+    settled,
+    visible,
+)
+from orchestrator.teachers.edits import Files
+from orchestrator.teachers.kill_switch import KillSwitch
+from orchestrator.teachers.pool import TeacherPool
+from orchestrator.teachers.records import Records, StateRecord, VoteRecord, content_of, digest
+from orchestrator.teachers.scoring import Scorer, likeliest
+from orchestrator.teachers.teacher import Teacher
+from orchestrator.teachers.voi import Situation, ValueOfInformation
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a replay did so far."""
+
+    states: int = 0
+    resumed: int = 0
+    """States that an earlier replay had done already."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    pairs: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
+    cached: int = 0
+    failed: int = 0
+    usd: float = 0.0
+    stopped: str | None = None
+    """Why it stopped early."""
+    refusals: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Ballot:
+    """Votes on one state while they come in."""
+
+    state: TraceState
+    student: Canonical
+    planned: int
+    votes: list[Vote] = field(default_factory=list)
+    failed: int = 0
+    first_disagreed: bool | None = None
+    stopped_by: str | None = None
+
+    @property
+    def forms(self) -> list[Canonical]:
+        return [vote.form for vote in self.votes]
+
+
+class Replay:
+    def __init__(
+        self,
+        config: TeachersConfig,
+        pool: TeacherPool,
+        budget: Budget,
+        records: Records,
+        scorer: Scorer | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.config, self.progress = config, Progress()
+        self._pool, self._budget, self._records, self._scorer = pool, budget, records, scorer
+        self._voi = ValueOfInformation(config.voi, seed)
+        self._switch = KillSwitch(config.kill)
+
+    async def run(self, states: Iterable[TraceState] | AsyncIterator[TraceState]) -> Progress:
+        """Replay until the states end or something stops it; `progress.stopped` says what.
+
+        Raises OSError when a record cannot be written.
+        """
+        running: set[asyncio.Task[None]] = set()
+        try:
+            async for state in _each(states):
+                if self.progress.stopped is not None:
+                    break
+                if (state.trace_id, state.state_id) in self._records.done:
+                    self.progress.resumed += 1
+                    continue
+                running.add(asyncio.ensure_future(self._one(state)))
+                while len(running) >= self.config.concurrent_states:
+                    running = await _first_done(running)
+            while running:
+                running = await _first_done(running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        if self.progress.stopped is not None:
+            self._budget.stopped(self.progress.stopped)
+        return self.progress
+
+    async def _one(self, state: TraceState) -> None:
+        """Vote on one state and write down what came of it."""
+        start = time.monotonic()
+        ballot, outcome, reason = await self._vote(state)
+        if outcome == "run_budget":
+            # Not done: a replay with a larger cap takes it up again, its votes from the cache.
+            self.progress.stopped = self.progress.stopped or reason
+            return
+        pairs, dropped = await self._pairs(ballot) if ballot is not None else ([], Counter[str]())
+        called = ballot is not None and (ballot.failed > 0 or any(not vote.cached for vote in ballot.votes))
+        record = StateRecord(
+            trace=state.trace_id,
+            state=state.state_id,
+            step=state.step,
+            family=self._pool.family_of(state),
+            outcome=outcome,
+            reason=reason,
+            planned=ballot.planned if ballot else 0,
+            votes=[_record(vote, ballot.student) for vote in ballot.votes] if ballot else [],
+            student_form=digest(ballot.student) if ballot else None,
+            error=state.error is not None,
+            failed_calls=ballot.failed if ballot else 0,
+            cost_usd=self._budget.take_state(state.state_id),
+            seconds=time.monotonic() - start if called else 0.0,
+            pairs=[pair.pair_id for pair in pairs],
+            dropped=dict(dropped),
+        )
+        self._records.add(record, pairs)
+        self._count(record, len(pairs))
+
+    async def _vote(self, state: TraceState) -> tuple[_Ballot | None, str, str | None]:
+        """(votes, outcome, reason)."""
+        student = canonical(visible(state.student_action), state.tools, Files(state.messages))
+        if student is None:
+            return None, "refused", "the student's action is empty"
+        try:
+            voters = self._pool.voters(state)
+        except TeacherError as error:
+            return None, "refused", str(error)
+        ballot = _Ballot(state=state, student=student, planned=min(self.config.voters, len(voters)))
+        try:
+            await self._all(ballot, voters) if self.config.voting == "all" else await self._sequence(ballot, voters)
+        except CapError as error:
+            if error.scope == "run":
+                return ballot, "run_budget", str(error)
+            return ballot, "budget", str(error)
+        if ballot.stopped_by is not None:
+            return ballot, "not_worth_it", ballot.stopped_by
+        form = majority(ballot.forms, ballot.planned)
+        if form is None:
+            return ballot, "failed" if ballot.failed and len(ballot.votes) < 2 else "no_majority", None
+        self._voi.learn(_situation(ballot, None), form != student)
+        self._voi.learn(_situation(ballot, ballot.first_disagreed), form != student)
+        return ballot, "agreed" if form == student else "overruled", None
+
+    async def _sequence(self, ballot: _Ballot, voters: list[Teacher]) -> None:
+        """One vote after another, while the majority is open and the next ones are worth their price."""
+        for index, teacher in enumerate(voters):
+            if settled(ballot.forms, ballot.planned):
+                return
+            left = max(ballot.planned // 2 + 1 - len(ballot.votes), 1)
+            price = sum(self._pool.price_usd(each, ballot.state) for each in voters[index : index + left])
+            situation = _situation(ballot, ballot.first_disagreed)
+            if not self._voi.worth(situation, price):
+                chance = self._voi.disagreement(situation)
+                ballot.stopped_by = f"P(overruled) = {chance:.3f} is not worth votes for ${price:.5f}"
+                return
+            await self._ask(ballot, teacher)
+
+    async def _all(self, ballot: _Ballot, voters: list[Teacher]) -> None:
+        """All planned votes at once; where one fails, the next teacher is asked."""
+        first = voters[: ballot.planned]
+        await asyncio.gather(*(self._ask(ballot, teacher) for teacher in first))
+        for teacher in voters[ballot.planned :]:
+            if len(ballot.votes) >= ballot.planned:
+                return
+            await self._ask(ballot, teacher)
+
+    async def _ask(self, ballot: _Ballot, teacher: Teacher) -> None:
+        """Add one vote. An answer that is cut short or empty is none. Raises CapError."""
+        state = ballot.state
+        try:
+            asked = await self._pool.ask(teacher, state)
+        except TeacherError:
+            ballot.failed += 1
+            return
+        form = canonical(asked.answer.message, state.tools, Files(state.messages))
+        if form is None or asked.answer.finish_reason == "length":
+            ballot.failed += 1
+            return
+        if ballot.first_disagreed is None:
+            ballot.first_disagreed = form != ballot.student
+        ballot.votes.append(
+            Vote(
+                teacher=teacher.name,
+                family=teacher.family,
+                tier=teacher.config.tier,
+                form=form,
+                message=asked.answer.message,
+                key=asked.key,
+                cached=asked.cached,
+                cost_usd=asked.cost_usd,
+                seconds=asked.seconds,
+            )
+        )
+
+    async def _pairs(self, ballot: _Ballot) -> tuple[list[Pair], Counter[str]]:
+        """The pairs that are kept, and why others are not."""
+        kept: list[Pair] = []
+        dropped: Counter[str] = Counter()
+        student = visible(ballot.state.student_action)
+        for candidate in candidates(ballot.votes, student, ballot.student, ballot.planned):
+            pair = await self._pair(ballot, candidate)
+            known = pair.pair_id in self._records.pair_ids
+            if length_ratio(pair.chosen, pair.rejected) > self.config.max_length_ratio:
+                dropped["length"] += 1
+            elif content_of(pair) in self._records.contents and not known:
+                dropped["duplicate"] += 1
+            else:
+                self._records.contents.add(content_of(pair))
+                kept.append(pair)
+        return kept, dropped
+
+    async def _pair(self, ballot: _Ballot, candidate: Candidate) -> Pair:
+        state = ballot.state
+        chosen, how = await likeliest(self._scorer, state.messages, state.tools, candidate.chosen)
+        votes = {
+            vote.teacher: {"family": vote.family, "form": digest(vote.form), "answer": vote.key}
+            | {"for": _side(vote.form, candidate)}
+            for vote in ballot.votes
+        }
+        return Pair(
+            trace=state.trace_id,
+            state=State(state_id=state.state_id, messages=state.messages, tools=state.tools),
+            chosen=chosen,
+            rejected=candidate.rejected,
+            epsilon=candidate.epsilon,
+            teachers={"votes": votes, "planned": ballot.planned, "chosen_by": how},
+            cost_usd=sum(vote.cost_usd for vote in ballot.votes),
+        )
+
+    def _count(self, record: StateRecord, pairs: int) -> None:
+        progress = self.progress
+        progress.states += 1
+        progress.outcomes[record.outcome] += 1
+        progress.pairs += pairs
+        progress.dropped.update(record.dropped)
+        paid = [vote for vote in record.votes if not vote.cached]
+        progress.calls += len(paid) + record.failed_calls
+        progress.cached += len(record.votes) - len(paid)
+        progress.failed += record.failed_calls
+        progress.usd += record.cost_usd
+        if record.outcome == "refused":
+            progress.refusals[record.reason or ""] += 1
+        seconds = record.seconds if paid or record.failed_calls else None
+        calls = len(paid) + record.failed_calls
+        self._switch.note(record.trace, record.cost_usd, seconds, calls, record.failed_calls)
+        progress.stopped = progress.stopped or self._switch.tripped()
+
+
+def _situation(ballot: _Ballot, first_disagreed: bool | None) -> Situation:
+    state = ballot.state
+    return Situation(error=state.error is not None, entropy=state.entropy, cheap_disagrees=first_disagreed)
+
+
+def _record(vote: Vote, student: Canonical) -> VoteRecord:
+    return VoteRecord(
+        teacher=vote.teacher,
+        family=vote.family,
+        tier=vote.tier,
+        form=digest(vote.form),
+        agrees=vote.form == student,
+        answer=vote.key,
+        cached=vote.cached,
+        cost_usd=vote.cost_usd,
+        seconds=vote.seconds,
+    )
+
+
+def _side(form: Canonical, candidate: Candidate) -> str:
+    if form == candidate.chosen_form:
+        return "chosen"
+    return "rejected" if form == candidate.rejected_form else "neither"
+
+
+async def _each(states: Iterable[TraceState] | AsyncIterator[TraceState]) -> AsyncIterator[TraceState]:
+    if isinstance(states, AsyncIterator):
+        async for state in states:
+            yield state
+    else:
+        for state in states:
+            yield state
+
+
+async def _first_done(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    """The tasks that still run once one has ended. Raises what the ended ones raised."""
+    done, rest = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+    return rest

@@ -1,0 +1,317 @@
+"""One teacher: a question in, an answer out, paid for at most once.
+
+    cache ── hit ──> answer, for nothing
+      └─ miss ─> [ pace, reserve, call, settle ] ── retried ──> store, answer
+                                                       └──> TeacherError
+
+Each attempt has a reservation of its own. What came back with token counts costs what they say; what came back as an
+error status costs nothing; what came back unreadable, cut short or not at all keeps its reservation spent, for the
+endpoint may have charged for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+
+from composer_prime.config.teachers import TeacherConfig, TeachersConfig
+from composer_prime.errors import ConfigError, TeacherError
+from composer_prime.prices import Price
+from composer_prime.traces import Message
+from orchestrator.ingest.builder import split_thinking
+from orchestrator.teachers.budget import Budget, Reservation
+from orchestrator.teachers.cache import Answer, AnswerCache, Question
+from orchestrator.teachers.local import weights_mark
+from orchestrator.teachers.pace import Pace
+
+_RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
+_PROMPT_OVERHEAD_TOKENS = 64
+"""What an endpoint's chat template may add around the messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """An answer, and what it took this time."""
+
+    answer: Answer
+    key: str
+    cached: bool
+    cost_usd: float
+    """Paid now; 0 from the cache."""
+    seconds: float
+
+
+class _Failed(Exception):
+    """One attempt that gave no answer."""
+
+    def __init__(self, reason: str, *, again: bool, after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.again, self.after_s = again, after_s
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str = ""
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Reply(msgspec.Struct):
+    """The part of a chat completion that is read; a body that lacks it is no answer."""
+
+    choices: list[_Choice]
+    usage: _Usage
+
+
+class Teacher:
+    def __init__(
+        self,
+        config: TeacherConfig,
+        shared: TeachersConfig,
+        price: Price,
+        budget: Budget,
+        cache: AnswerCache,
+        *,
+        base_url: str | None = None,
+    ) -> None:
+        """`base_url`: where a local teacher is served. Raises ConfigError when the endpoint's key is not set."""
+        self.config, self.price = config, price
+        self._shared, self._budget, self._cache = shared, budget, cache
+        self._endpoint = base_url or config.base_url
+        # A local teacher has another port each time: its answers depend on its weights alone.
+        self._identity = f"local:{weights_mark(config.model)}" if config.local else config.base_url
+        self._client = None if shared.cache_only else _client(config, self._endpoint, shared.timeout_s)
+        self._pace = Pace(config.requests_per_minute)
+        self._places = asyncio.Semaphore(config.max_concurrent)
+        self._asking: dict[str, asyncio.Task[Asked]] = {}
+        self._random = random.Random()
+        self._overcharged: str | None = None
+        self.calls = 0
+        """Attempts made."""
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def family(self) -> str:
+        return self.config.known_family
+
+    def question(self, messages: list[Message], tools: list[dict[str, Any]]) -> Question:
+        shared = self._shared
+        return Question(
+            endpoint=self._identity,
+            model=self.config.model,
+            messages=messages,
+            tools=tools,
+            temperature=shared.temperature,
+            max_tokens=shared.max_tokens,
+        )
+
+    def bound_usd(self, question: Question) -> float:
+        """The most that asking may cost, by the bytes of the question and the limit of the answer."""
+        size = len(msgspec.json.encode([question.messages, question.tools]))
+        tokens = int(size / self._shared.budget.bytes_per_token) + _PROMPT_OVERHEAD_TOKENS
+        return self.price.cost_usd(tokens, question.max_tokens)
+
+    def knows(self, question: Question) -> bool:
+        """Whether the answer is in the cache: asking costs nothing."""
+        return self._cache.get(question.key) is not None
+
+    async def ask(self, question: Question, *, trace: str, state: str) -> Asked:
+        """Raises TeacherError when there is no usable answer, CapError when the call would pass a cap."""
+        key = question.key
+        stored = self._cache.get(key)
+        if stored is not None:
+            return Asked(answer=stored, key=key, cached=True, cost_usd=0.0, seconds=0.0)
+        if self._client is None:
+            raise TeacherError(
+                f"teachers.cache_only is true, and {self._shared.cache_dir} holds no answer of {self.name} to this "
+                f"state ({key}): replay with cache_only = false once"
+            )
+        if self._overcharged is not None:
+            raise TeacherError(self._overcharged)
+        under_way = self._asking.get(key)
+        if under_way is not None:
+            asked = await asyncio.shield(under_way)
+            return Asked(answer=asked.answer, key=key, cached=True, cost_usd=0.0, seconds=asked.seconds)
+        task = asyncio.ensure_future(self._call(question, key, trace, state))
+        self._asking[key] = task
+        task.add_done_callback(lambda _: self._asking.pop(key, None))
+        return await task
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def _call(self, question: Question, key: str, trace: str, state: str) -> Asked:
+        """Attempts until one answers."""
+        start, reason = time.monotonic(), ""
+        async with self._places:
+            for attempt in range(self._shared.max_retries + 1):
+                await self._pace.wait()
+                reserved = await self._budget.reserve(
+                    trace=trace, state=state, teacher=self.name, usd=self.bound_usd(question)
+                )
+                try:
+                    answer = await self._attempt(question, key, reserved, attempt)
+                except _Failed as failed:
+                    reason = str(failed)
+                    if not failed.again:
+                        break
+                    if attempt < self._shared.max_retries:
+                        await asyncio.sleep(self._pause_s(attempt, failed.after_s))
+                    continue
+                seconds = time.monotonic() - start
+                return Asked(answer=answer, key=key, cached=False, cost_usd=answer.cost_usd, seconds=seconds)
+        raise TeacherError(f"{self.name} ({self.config.model} at {self._endpoint}) gave no answer: {reason}")
+
+    async def _attempt(self, question: Question, key: str, reserved: Reservation, attempt: int) -> Answer:
+        """One call, settled however it ends; its answer is kept before it is settled. Raises _Failed."""
+        self.calls += 1
+        start, usd, status, tokens = time.monotonic(), reserved.usd, "cancelled", (0, 0)
+        try:
+            raw = await self._post(question)
+            reply = _decoded(raw)
+            tokens = (reply.usage.prompt_tokens, reply.usage.completion_tokens)
+            usd = self.price.cost_usd(*tokens)
+            status = "ok"
+            self._check_charge(usd, reserved)
+            answer = _answer(reply, usd, time.monotonic() - start)
+            self._cache.put(key, answer)
+            return answer
+        except openai.APIStatusError as error:
+            status = f"status {error.status_code}"
+            usd = 0.0
+            again = error.status_code in _RETRIED
+            raise _Failed(f"{status}: {_brief(error)}", again=again, after_s=_retry_after(error.response)) from None
+        except (TimeoutError, openai.APITimeoutError):
+            status = "deadline"
+            raise _Failed(f"no reply within {self._shared.timeout_s:g} s", again=True) from None
+        except (openai.APIConnectionError, httpx.HTTPError) as error:
+            status = "connection"
+            raise _Failed(f"connection lost: {_brief(error)}", again=True) from None
+        except _Failed as failed:
+            status = str(failed)
+            raise
+        finally:
+            self._budget.settle(
+                reserved,
+                usd,
+                status=status,
+                attempt=attempt,
+                seconds=round(time.monotonic() - start, 4),
+                input_tokens=tokens[0],
+                output_tokens=tokens[1],
+            )
+
+    async def _post(self, question: Question) -> bytes:
+        """The body of a reply with status 200. The deadline covers the whole attempt, a dripping body too."""
+        assert self._client is not None
+        options: dict[str, Any] = {"tools": question.tools} if question.tools else {}
+        async with asyncio.timeout(self._shared.timeout_s):
+            raw = await self._client.chat.completions.with_raw_response.create(
+                model=question.model,
+                messages=question.messages,  # pyright: ignore[reportArgumentType]
+                temperature=question.temperature,
+                max_tokens=question.max_tokens,
+                **options,
+            )
+            return raw.content
+
+    def _check_charge(self, usd: float, reserved: Reservation) -> None:
+        """A teacher that charges more than the bound gets no further call: no cap could hold against it."""
+        if usd > reserved.usd:
+            self._overcharged = (
+                f"{self.name} charged ${usd:.6f} for a call that was bounded by ${reserved.usd:.6f}, and is asked no "
+                "more: lower teachers.budget.bytes_per_token, and check that the endpoint keeps to max_tokens"
+            )
+
+    def _pause_s(self, attempt: int, asked_s: float | None) -> float:
+        """Full jitter below a doubling bound; an endpoint's own wish counts, up to the longest pause."""
+        shared = self._shared
+        bound = min(shared.retry_base_s * 2**attempt, shared.retry_max_s)
+        wish = min(asked_s or 0.0, shared.retry_max_s)
+        return max(wish, self._random.uniform(bound / 2, bound))
+
+
+def _client(config: TeacherConfig, endpoint: str, timeout_s: float) -> openai.AsyncOpenAI:
+    key = "local" if config.local else os.environ.get(config.api_key_env)
+    if not key:
+        raise ConfigError(
+            f"teacher {config.name!r} needs a key for {endpoint}: set the environment variable {config.api_key_env}, "
+            "or name another with api_key_env"
+        )
+    # Retries are ours: each has to be paid for and accounted.
+    return openai.AsyncOpenAI(api_key=key, base_url=endpoint, timeout=timeout_s, max_retries=0)
+
+
+def _decoded(raw: bytes) -> _Reply:
+    try:
+        reply = msgspec.json.decode(raw, type=_Reply)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _Failed(f"the reply is no chat completion ({error})", again=True) from None
+    if not reply.choices or min(reply.usage.prompt_tokens, reply.usage.completion_tokens) < 0:
+        raise _Failed("the reply holds no answer", again=True)
+    return reply
+
+
+def _answer(reply: _Reply, usd: float, seconds: float) -> Answer:
+    choice = reply.choices[0]
+    message: Message = {"role": "assistant", "content": split_thinking(choice.message.content or "")[0].strip() or None}
+    calls = choice.message.tool_calls or []
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id or f"call_{index}",
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for index, call in enumerate(calls)
+        ]
+    return Answer(
+        message=message,
+        finish_reason=choice.finish_reason or "stop",
+        input_tokens=reply.usage.prompt_tokens,
+        output_tokens=reply.usage.completion_tokens,
+        cost_usd=usd,
+        seconds=seconds,
+    )
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    try:
+        return float(response.headers.get("retry-after", ""))
+    except ValueError:
+        return None
+
+
+def _brief(error: Exception) -> str:
+    return json.dumps(str(error))[1:201]

@@ -1,0 +1,57 @@
+"""Value of information: is a vote worth its price?
+
+    P(the teachers overrule the student | what is known) * value of a pair >= price of the votes that are still open
+
+P is the mean of a Beta distribution for each situation: whether the action led to an error, how uncertain the student
+was (entropy, where the trace holds it), and whether the first, cheap teacher disagreed. It starts from a prior and
+learns from every state that was voted on to the end.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from composer_prime.config.teachers import VoiConfig
+
+_UNCERTAIN_NATS = 0.5
+"""Mean entropy from which a student counts as uncertain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What is known of a state before a vote."""
+
+    error: bool
+    entropy: float | None = None
+    cheap_disagrees: bool | None = None
+    """None before the first vote."""
+
+    @property
+    def bucket(self) -> tuple[object, ...]:
+        uncertain = None if self.entropy is None else self.entropy >= _UNCERTAIN_NATS
+        return (self.error, uncertain, self.cheap_disagrees)
+
+
+class ValueOfInformation:
+    def __init__(self, config: VoiConfig, seed: int = 0) -> None:
+        self._config, self._random = config, random.Random(seed)
+        self._seen: dict[tuple[object, ...], tuple[int, int]] = {}
+
+    def disagreement(self, situation: Situation) -> float:
+        """P(the teachers overrule the student)."""
+        overruled, seen = self._seen.get(situation.bucket, (0, 0))
+        config = self._config
+        return (overruled + config.prior_disagreement * config.prior_weight) / (seen + config.prior_weight)
+
+    def worth(self, situation: Situation, price_usd: float) -> bool:
+        """Whether votes that cost `price_usd` together are to be asked for."""
+        if not self._config.enabled or price_usd <= 0:
+            return True
+        if self._random.random() < self._config.explore:
+            return True
+        return self.disagreement(situation) * self._config.pair_value_usd >= price_usd
+
+    def learn(self, situation: Situation, overruled: bool) -> None:
+        count, seen = self._seen.get(situation.bucket, (0, 0))
+        self._seen[situation.bucket] = (count + overruled, seen + 1)

@@ -1,0 +1,167 @@
+"""A teacher on loopback that answers as it is told and counts what it was asked, with states and configurations."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from composer_prime.config.teachers import TeachersConfig
+from composer_prime.traces import TraceState
+from orchestrator.teachers.budget import Budget
+from orchestrator.teachers.pool import TeacherPool
+from orchestrator.teachers.records import Records, votes_beside
+from orchestrator.teachers.replay import Progress, Replay
+
+FAULTS = ("429", "500", "half", "nothing", "wrong_json", "late", "not_found")
+PROMPT_TOKENS, ANSWER_TOKENS = 100, 10
+
+
+@dataclass
+class Endpoint:
+    """Plays a script of faults, then answers: `answers(model, messages)` gives the text or the (tool, arguments)."""
+
+    answers: Callable[[str, list[dict]], str | tuple[str, dict]]
+    script: dict[str, list[str]] = field(default_factory=dict)
+    """Faults by model, in order."""
+    asked: list[tuple[str, int]] = field(default_factory=list)
+    """(model, status) of every request."""
+    answered: list[tuple[str, str]] = field(default_factory=list)
+    """(model, question) of every request that got an answer."""
+    seen: list[dict] = field(default_factory=list)
+    late_s: float = 2.0
+    delay_s: float = 0.0
+    tokens_factor: float = 1.0
+    in_flight: int = 0
+    most_in_flight: int = 0
+    url: str = ""
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        model = body["model"]
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            await asyncio.sleep(self.delay_s)
+            script = self.script.get(model, [])
+            fault = script.pop(0) if script else "fine"
+            self.asked.append((model, 200))
+            return await self._reply(request, fault, body)
+        finally:
+            self.in_flight -= 1
+
+    async def _reply(self, request: web.Request, fault: str, body: dict) -> web.StreamResponse:
+        if fault in ("429", "500"):
+            return web.json_response({"error": {"message": fault}}, status=int(fault), headers={"retry-after": "0.01"})
+        if fault == "not_found":
+            return web.json_response({"error": {"message": "no such model"}}, status=404)
+        if fault == "nothing":
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+        if fault == "late":
+            await asyncio.sleep(self.late_s)
+        if fault == "wrong_json":
+            return web.json_response({"choices": "none", "usage": None})
+        content = json.dumps(self._completion(body)).encode()
+        if fault == "half":
+            reply = web.StreamResponse(
+                headers={"Content-Type": "application/json", "Content-Length": str(len(content))}
+            )
+            await reply.prepare(request)
+            await reply.write(content[: len(content) // 2])
+            assert request.transport is not None
+            request.transport.close()
+            return reply
+        self.answered.append((body["model"], json.dumps(body["messages"])))
+        self.seen.append(body)
+        return web.Response(body=content, content_type="application/json")
+
+    def _completion(self, body: dict) -> dict:
+        said = self.answers(body["model"], body["messages"])
+        message: dict[str, Any] = {"role": "assistant", "content": said if isinstance(said, str) else None}
+        if not isinstance(said, str):
+            message["tool_calls"] = [call(*said)]
+        usage = {
+            "prompt_tokens": int(PROMPT_TOKENS * self.tokens_factor),
+            "completion_tokens": int(ANSWER_TOKENS * self.tokens_factor),
+        }
+        return {"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}
+
+
+@asynccontextmanager
+async def serving(endpoint: Endpoint) -> AsyncIterator[Endpoint]:
+    app = web.Application()
+    app.add_routes([web.post("/v1/chat/completions", endpoint.chat)])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    endpoint.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    try:
+        yield endpoint
+    finally:
+        await runner.cleanup()
+
+
+def call(name: str, arguments: dict, call_id: str = "c1") -> dict:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+
+def state(number: int = 0, trace: str = "t", family: str = "claude", **changes: Any) -> TraceState:
+    """A state in which the student lists folder `number`."""
+    values: dict[str, Any] = {
+        "trace_id": trace,
+        "state_id": f"{trace}/{number:04d}",
+        "step": number,
+        "messages": [{"role": "user", "content": f"Task {number} of {trace}."}],
+        "student_action": {"role": "assistant", "content": None, "tool_calls": [call("ls", {"n": number})]},
+        "source_model": None,
+        "source_family": family,
+        "tools": [],
+        "format": "test/1",
+    }
+    return TraceState(**(values | changes))
+
+
+def configured(tmp_path: Path, url: str, models: tuple[str, ...] = ("gpt-a", "qwen-b", "glm-c"), **more: Any):
+    """A pool of priced teachers at `url`: 1 USD a thousand tokens, so that cents are easy to count."""
+    teachers = [
+        {
+            "name": model,
+            "model": model,
+            "base_url": url,
+            "api_key_env": "LOOPBACK_KEY",
+            "input_usd_per_mtok": 1000.0,
+            "output_usd_per_mtok": 1000.0,
+        }
+        for model in models
+    ]
+    values: dict[str, Any] = {
+        "teacher": teachers,
+        "cache_dir": tmp_path / "cache",
+        "retry_base_s": 0.01,
+        "retry_max_s": 0.05,
+        "timeout_s": 1.0,
+        "max_tokens": 20,
+        "score": False,
+        "budget": {"usd_per_call": 1.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0},
+        "kill": {"mean_usd_per_trace": 1000.0, "p95_usd_per_trace": 1000.0, "error_rate": 1.0},
+    }
+    return TeachersConfig(**(values | more))
+
+
+async def replayed(tmp_path: Path, config: TeachersConfig, states: list[TraceState], scorer: Any = None) -> Progress:
+    """One replay over the files of `tmp_path`."""
+    budget = Budget(config.budget, tmp_path / "costs.jsonl")
+    records = Records(tmp_path / "pairs.jsonl", votes_beside(tmp_path / "pairs.jsonl"))
+    pool = TeacherPool(config, budget)
+    try:
+        return await Replay(config, pool, budget, records, scorer).run(states)
+    finally:
+        await pool.close()

@@ -1,0 +1,172 @@
+"""The density gate: agreement and permutation tests against known figures, and what the verdict decides."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import numpy as np
+import pytest
+from loopback import Endpoint, call, configured, replayed, serving, state
+
+from composer_prime.config import Config
+from composer_prime.pairs import Pair, State
+from composer_prime.pairs_gate import Gate, gate_file
+from composer_prime.preflight import check
+from orchestrator.teachers.chart import draw
+from orchestrator.teachers.density import Density, Margins, measure
+from orchestrator.teachers.margins import base_margins
+from orchestrator.teachers.records import StateRecord, VoteRecord
+from orchestrator.teachers.report import main, text
+from orchestrator.teachers.statistics import difference_p, fleiss_kappa, sign_flip_p
+
+
+def vote(teacher: str, form: str, agrees: bool) -> VoteRecord:
+    return VoteRecord(
+        teacher=teacher, family=teacher, tier="mid", form=form, agrees=agrees, answer="k", cached=False, cost_usd=0.1,
+        seconds=0.5,
+    )  # fmt: skip
+
+
+def record(trace: str, number: int, forms: str, *, usd: float = 0.2, seconds: float = 1.0) -> StateRecord:
+    """Teachers gpt, qwen, glm gave these forms; the student's is `s`."""
+    votes = [vote(name, form, form == "s") for name, form in zip(("gpt", "qwen", "glm"), forms, strict=False)]
+    return StateRecord(
+        trace=trace, state=f"{trace}/{number}", step=number, family="claude", outcome="overruled", planned=3,
+        votes=votes, cost_usd=usd, seconds=seconds,
+    )  # fmt: skip
+
+
+def pair(trace: str, number: int) -> Pair:
+    sides = [{"role": "assistant", "tool_calls": [call(name, {"n": number})]} for name in ("cat", "ls")]
+    asked = State(state_id=f"{trace}/{number}", messages=[{"role": "user", "content": str(number)}])
+    return Pair(trace=trace, state=asked, chosen=sides[0], rejected=sides[1], epsilon=1 / 6)
+
+
+# Fleiss (1971): the worked example that textbooks print, 10 subjects, 14 raters, 5 categories: kappa 0.210.
+def test_fleiss_kappa_of_the_published_example() -> None:
+    table = [
+        [0, 0, 0, 0, 14], [0, 2, 6, 4, 2], [0, 0, 3, 5, 6], [0, 3, 9, 2, 0], [2, 2, 8, 1, 1],
+        [7, 7, 0, 0, 0], [3, 2, 6, 3, 0], [2, 5, 3, 2, 2], [6, 5, 2, 1, 0], [0, 2, 2, 3, 7],
+    ]  # fmt: skip
+    assert fleiss_kappa(table) == pytest.approx(0.210, abs=5e-4)
+    assert fleiss_kappa([[2, 0], [0, 3]]) == 1
+    assert fleiss_kappa([[1, 0]]) is None and fleiss_kappa([[3, 0], [2, 0]]) is None
+
+
+# Against every sign and every permutation, counted out.
+def test_permutation_tests_by_enumeration() -> None:
+    values = [0.9, -0.1, 0.4, 0.8, 0.3, 0.7, -0.2, 0.5]
+    signs = itertools.product((-1, 1), repeat=len(values))
+    exact = np.mean([abs(np.dot(sign, values)) >= abs(sum(values)) - 1e-12 for sign in signs])
+    assert sign_flip_p(values) == pytest.approx(float(exact), abs=0.01)
+    first, second = [1.0, 1.2, 0.9, 1.4], [0.2, 0.5, 1.0, 0.1]
+    pooled, seen = np.array(first + second), np.mean(first) - np.mean(second)
+    splits = [np.isin(np.arange(8), chosen) for chosen in itertools.combinations(range(8), 4)]
+    exact = np.mean([abs(pooled[s].mean() - pooled[~s].mean()) >= abs(seen) - 1e-12 for s in splits])
+    assert difference_p(first, second) == pytest.approx(float(exact), abs=0.01)
+
+
+# Pairs that were counted by hand: means, agreement between families, and the gates that are missed.
+def test_the_figures_of_a_replay() -> None:
+    records = [record("a", 0, "xx"), record("a", 1, "sxs"), record("b", 0, "ss", usd=0.6), record("b", 1, "xyz")]
+    density = measure(records, [pair("a", 0), pair("a", 1), pair("b", 0)], None)
+    assert (density.traces, density.states, density.pairs) == (2, 4, 3)
+    assert density.pairs_a_trace == 1.5 and density.usd_a_trace == pytest.approx(0.6)
+    assert density.agreement == {("gpt", "qwen"): (2, 4), ("glm", "gpt"): (1, 2), ("glm", "qwen"): (0, 2)}
+    assert density.kappa == pytest.approx(fleiss_kappa([[0, 2], [2, 1], [2, 0], [0, 3]]))
+    assert [reason.split(",")[0] for reason in density.failures] == [
+        "1.50 pairs a trace",
+        "the base margins were not measured",
+    ]
+
+
+def measured(**changes) -> Density:
+    """A replay that passes, changed."""
+    margins = Margins(real=[1.0 + 0.01 * n for n in range(40)], cross_step=[3.0] * 40)
+    values = {"usd": 0.2, "seconds": 1.0, "margins": margins, "pairs": 5} | changes
+    records = [record("a", n, "xx", usd=values["usd"], seconds=values["seconds"]) for n in range(4)]
+    return measure(records, [pair("a", n) for n in range(values["pairs"])], values["margins"])
+
+
+# Each gate alone can fail the verdict.
+@pytest.mark.parametrize(
+    ("changes", "missed"),
+    [
+        ({}, None),
+        ({"pairs": 4}, "pairs a trace"),
+        ({"usd": 1.25}, "$5.00 a trace"),
+        ({"seconds": 30.0}, "30.0 s a step"),
+        ({"margins": Margins(real=[1.0, -1.0] * 20, cross_step=[3.0] * 40)}, "label-flipped"),
+        ({"margins": Margins(real=[1.0] * 40, cross_step=[1.0] * 40)}, "cross-step"),
+        ({"margins": None}, "not measured"),
+    ],
+)
+def test_the_gates(changes: dict, missed: str | None) -> None:
+    density = measured(**changes)
+    assert density.passed == (missed is None)
+    assert missed is None or [missed in reason for reason in density.failures] == [True]
+    assert ("passed" if missed is None else missed) in "\n".join(text(density))
+
+
+# The chart is well-formed and tells the verdict, with and without margins.
+@pytest.mark.parametrize("changes", [{}, {"margins": None}, {"pairs": 0}])
+def test_the_chart(changes: dict) -> None:
+    density = measured(**changes)
+    words = " ".join(element.text or "" for element in ElementTree.fromstring(draw(density)).iter())
+    assert ("gate passed" if density.passed else "gate missed") in words
+
+
+# Margins are of the base: a scorer that likes "cat" gives +1 for real pairs, and cross-step pairs another's answer.
+async def _margins(pairs: list[Pair]) -> Margins:
+    class LikesCat:
+        async def logprob_per_token(self, messages, tools, answer) -> float:
+            function = answer["tool_calls"][0]["function"]
+            stranger = str(json.loads(function["arguments"])["n"]) != messages[0]["content"]
+            return 0.0 if function["name"] == "cat" else -3.0 if stranger else -1.0
+
+    return await base_margins(LikesCat(), pairs)
+
+
+def test_margins_of_real_and_cross_step_pairs() -> None:
+    margins = asyncio.run(_margins([pair("a", number) for number in range(12)]))
+    assert margins.real == [1.0] * 12 and margins.cross_step == [3.0] * 12
+
+
+# The verdict of a report decides whether channel 3 may have a weight.
+def test_the_verdict_holds_the_weight_at_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def run() -> None:
+        async with serving(Endpoint(answers=lambda model, messages: ("cat", {"path": "a.py"}))) as endpoint:
+            await replayed(tmp_path, configured(tmp_path, endpoint.url), [state(number) for number in range(3)])
+
+    asyncio.run(run())
+    pairs = tmp_path / "pairs.jsonl"
+    assert main([str(pairs)]) == 1 and "missed: 3.00 pairs a trace" in capsys.readouterr().out
+    assert problems(pairs, weight=0.5) == [True] and problems(pairs, weight=0.0) == []
+    passed = Gate(passed=True, reasons=[], pairs=3, min_pairs_a_trace=5.0)
+    gate_file(pairs).write_bytes(msgspec.json.encode(passed))
+    assert problems(pairs, weight=0.5) == []
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "none.jsonl")])
+
+
+def problems(pairs: Path, weight: float) -> list[bool]:
+    """Whether each problem of such a run names the gate."""
+    source = {"name": "t", "taskset": {"id": "orchestrator.environments.toolsmith"}}
+    config = Config.model_validate(
+        {
+            "run": {"name": "x", "max_steps": 2, "output_dir": str(pairs.parent / "out")},
+            "model": {"path": "tiny", "max_context": 384},
+            "orchestrator": {
+                "source": [source],
+                "sampling": {"max_tokens": 64},
+                "preferences": {"pairs": str(pairs), "pairs_per_step": 2 if weight else 0},
+            },
+            "channels": {"replay_dpo": {"weight": weight}},
+        }
+    )
+    return ["density gate" in problem for problem in check(config, gpus=0).problems]

@@ -1,0 +1,153 @@
+"""An endpoint that fails in every way: nothing lost, nothing paid twice, no cap passed by even one call."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from loopback import ANSWER_TOKENS, FAULTS, PROMPT_TOKENS, Endpoint, configured, replayed, serving, state
+
+from composer_prime.costs import read_costs, spent
+from orchestrator.teachers.records import read_pairs, read_records, votes_beside
+
+USD = (PROMPT_TOKENS + ANSWER_TOKENS) / 1000
+"""What one answered call costs."""
+
+
+def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
+    return "cat", {"path": "a.py"}
+
+
+def play(tmp_path: Path, states, script=None, endpoint: Endpoint | None = None, **more):
+    played = endpoint or Endpoint(answers=overrule, script=script or {})
+
+    async def run():
+        async with serving(played):
+            return await replayed(tmp_path, configured(tmp_path, played.url, **more), states)
+
+    return asyncio.run(run()), played
+
+
+# Each fault is met by a retry; the state gets its pair, and every answer was given once.
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "not_found"])
+def test_a_fault_costs_a_retry(tmp_path: Path, fault: str) -> None:
+    late = fault == "late"
+    progress, endpoint = play(tmp_path, [state(0)], {"gpt-a": [fault, fault]}, timeout_s=0.4 if late else 5.0)
+    assert progress.pairs == 1 and progress.failed == 0
+    assert len(set(endpoint.answered)) == 2 and (late or len(endpoint.answered) == 2)
+    settled = [line for line in read_costs(tmp_path / "costs.jsonl") if line["kind"] == "settled"]
+    assert len(settled) == 4 and sum(line["status"] == "ok" for line in settled) == 2
+    total = spent(tmp_path / "costs.jsonl")
+    # An error status is free; what may have been charged (a lost reply) is counted at its bound.
+    lost = [line["usd"] for line in settled if line["status"] != "ok"]
+    assert all(usd == 0 for usd in lost) == (fault in ("429", "500"))
+    assert total.usd == pytest.approx(2 * USD + sum(lost)) and total.unsettled == 0
+
+
+# A teacher that never answers is replaced by the next one; the state is not lost.
+def test_a_dead_teacher_is_replaced(tmp_path: Path) -> None:
+    faults = ["500", "half", "nothing", "wrong_json", "429"]
+    progress, endpoint = play(tmp_path, [state(0)], {"gpt-a": faults})
+    assert progress.pairs == 1 and progress.failed == 1
+    assert {model for model, _ in endpoint.answered} == {"qwen-b", "glm-c"}
+    progress, endpoint = play(tmp_path / "404", [state(0)], {"gpt-a": ["not_found"]})
+    assert [model for model, _ in endpoint.asked].count("gpt-a") == 1 and progress.pairs == 1
+
+
+# All faults at once, over many states: every state ends, each with its outcome, each answer given once.
+def test_many_states_under_every_fault(tmp_path: Path) -> None:
+    faults = [fault for fault in FAULTS if fault not in ("late", "not_found")]
+    script = {model: [faults[index % len(faults)] if index % 3 else "fine" for index in range(40)]
+              for model in ("gpt-a", "qwen-b", "glm-c")}  # fmt: skip
+    states = [state(number, trace=f"t{number % 3}") for number in range(30)]
+    progress, endpoint = play(tmp_path, states, script, max_retries=8)
+    assert progress.states == 30 and progress.pairs == 30
+    assert len(endpoint.answered) == len(set(endpoint.answered)) == 60
+    assert len(list(read_records(votes_beside(tmp_path / "pairs.jsonl")))) == 30
+
+
+# No order of replies passes a cap: reservations are bounds, and what is in flight counts.
+@pytest.mark.parametrize("cap", [0.5, 1.0, 2.7])
+def test_the_cap_of_a_run_holds_to_the_cent(tmp_path: Path, cap: float) -> None:
+    endpoint = Endpoint(answers=overrule, delay_s=0.02)
+    states = [state(number, trace=f"t{number}") for number in range(30)]
+    budget = {"usd_per_call": 0.5, "usd_per_trace": 100.0, "usd_per_run": cap}
+    progress, _ = play(tmp_path, states, endpoint=endpoint, budget=budget)
+    assert progress.stopped is not None and "usd_per_run" in progress.stopped
+    assert len(endpoint.answered) * USD <= cap
+    assert spent(tmp_path / "costs.jsonl").usd <= cap
+    before = len(endpoint.asked)
+    # The money of earlier runs counts: a second replay under the same cap makes no call that does not fit.
+    play(tmp_path, states, endpoint=endpoint, budget=budget)
+    assert spent(tmp_path / "costs.jsonl").usd <= cap
+    # With more money it goes on: nothing was lost.
+    progress, _ = play(tmp_path, states, endpoint=endpoint, budget={**budget, "usd_per_run": 100.0})
+    assert len(list(read_pairs(tmp_path / "pairs.jsonl"))) == 30 and len(endpoint.asked) > before
+
+
+# A trace that used up its money gives no more pairs; the others go on.
+def test_the_cap_of_a_trace(tmp_path: Path) -> None:
+    states = [state(number, trace=trace) for trace in ("a", "b") for number in range(6)]
+    budget = {"usd_per_call": 0.5, "usd_per_trace": 0.7, "usd_per_run": 100.0}
+    progress, _ = play(tmp_path, states, budget=budget, concurrent_states=4)
+    total = spent(tmp_path / "costs.jsonl")
+    assert progress.stopped is None and set(total.by_trace) == {"a", "b"}
+    assert all(0 < usd <= 0.7 for usd in total.by_trace.values())
+    assert progress.outcomes["budget"] > 0 and progress.outcomes["overruled"] > 0
+
+
+# A call whose bound passes the cap of a call is never made.
+def test_the_cap_of_a_call(tmp_path: Path) -> None:
+    long = state(0, messages=[{"role": "user", "content": "x" * 10_000}])
+    progress, endpoint = play(tmp_path, [long])
+    assert endpoint.asked == [] and progress.outcomes == {"budget": 1}
+    assert not (tmp_path / "costs.jsonl").exists()
+
+
+# An endpoint that charges more than the bound is asked no more; what it charged is on the record.
+def test_an_endpoint_that_overcharges(tmp_path: Path) -> None:
+    endpoint = Endpoint(answers=overrule, tokens_factor=50.0)
+    progress, _ = play(tmp_path, [state(number) for number in range(10)], endpoint=endpoint, concurrent_states=1)
+    assert len(endpoint.asked) == 3  # each of the three teachers once
+    assert spent(tmp_path / "costs.jsonl").usd == pytest.approx(3 * 50 * USD)
+    assert progress.outcomes["failed"] == 9
+
+
+# A process that dies between reservation and settlement may have paid: it counts as spent.
+def test_an_open_reservation_counts(tmp_path: Path) -> None:
+    line = b'{"kind": "reserved", "call": "x", "trace": "u", "state": "s", "teacher": "a", "usd": 999.9}\n'
+    (tmp_path / "costs.jsonl").write_bytes(line + b'{"kind": "settled", "ca')
+    progress, endpoint = play(tmp_path, [state(0)])
+    assert endpoint.asked == [] and "usd_per_run" in (progress.stopped or "")
+
+
+# The kill switch stops on cost, time and errors, says which, and leaves the rest for later.
+@pytest.mark.parametrize(
+    ("kill", "more", "named"),
+    [
+        ({"mean_usd_per_trace": 0.1}, {}, "mean_usd_per_trace"),
+        ({"p95_usd_per_trace": 0.1}, {}, "p95_usd_per_trace"),
+        ({"p95_s_per_step": 0.05}, {"delay_s": 0.1}, "p95_s_per_step"),
+        ({"error_rate": 0.2}, {"script": {"gpt-a": ["not_found"] * 50}}, "error_rate"),
+    ],
+)
+def test_the_kill_switch(tmp_path: Path, kill: dict, more: dict, named: str) -> None:
+    endpoint = Endpoint(answers=overrule, **more)
+    roomy = {"mean_usd_per_trace": 1e3, "p95_usd_per_trace": 1e3, "p95_s_per_step": 60.0, "error_rate": 1.0}
+    states = [state(number) for number in range(20)]
+    progress, _ = play(
+        tmp_path, states, endpoint=endpoint, kill={**roomy, **kill, "min_states": 5}, concurrent_states=2
+    )
+    assert progress.stopped is not None and named in progress.stopped
+    assert 5 <= progress.states <= 7
+    assert [line["reason"] for line in read_costs(tmp_path / "costs.jsonl") if line["kind"] == "stopped"]
+    progress, _ = play(tmp_path, states, endpoint=endpoint, kill={**roomy, "min_states": 99})
+    assert progress.states + progress.resumed == 20 and progress.resumed >= 5
+
+
+# At most so many calls of a teacher are in flight.
+def test_concurrency_is_bounded(tmp_path: Path) -> None:
+    endpoint = Endpoint(answers=overrule, delay_s=0.02)
+    play(tmp_path, [state(number) for number in range(20)], endpoint=endpoint, concurrent_states=3)
+    assert endpoint.most_in_flight <= 3

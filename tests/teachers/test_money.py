@@ -1,0 +1,78 @@
+"""Prices, the cost ledger and the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from composer_prime.config.teachers import TeacherConfig
+from composer_prime.costs import CostLedger, read_costs, spent
+from composer_prime.errors import ConfigError
+from composer_prime.prices import price_of
+from orchestrator.teachers.cache import Answer, AnswerCache, Question
+
+
+def teacher(**values) -> TeacherConfig:
+    return TeacherConfig(**({"name": "t", "model": "anthropic/claude-sonnet-4"} | values))
+
+
+# genai-prices knows OpenRouter's models; a configured price wins; a local model is free; an unknown one is refused.
+def test_prices() -> None:
+    listed = price_of(teacher())
+    assert 0 < listed.input_usd < listed.output_usd < 1e-3
+    own = price_of(teacher(input_usd_per_mtok=2.0, output_usd_per_mtok=8.0))
+    assert own.cost_usd(1_000_000, 500_000) == pytest.approx(6.0)
+    assert price_of(teacher(model="tiny/teacher_a", local=True)).cost_usd(10**6, 10**6) == 0
+    with pytest.raises(ConfigError, match="set input_usd_per_mtok"):
+        price_of(teacher(model="claude-nobody-knows-this", base_url="http://127.0.0.1:9/v1"))
+    with pytest.raises(ValidationError, match="set both"):
+        teacher(input_usd_per_mtok=2.0)
+
+
+# A settlement replaces its reservation; one without settlement stays spent; a torn line harms no other.
+def test_the_ledger_adds_up(tmp_path: Path) -> None:
+    path = tmp_path / "costs.jsonl"
+    ledger = CostLedger(path)
+    ledger.write("reserved", call="a", trace="t", state="s", teacher="x", usd=1.0)
+    ledger.write("settled", call="a", trace="t", teacher="x", usd=0.25, status="ok")
+    ledger.write("reserved", call="b", trace="u", state="s", teacher="x", usd=0.5)
+    path.write_bytes(path.read_bytes() + b'{"kind": "sett')
+    CostLedger(path).write("stopped", reason="test")
+    total = spent(path)
+    assert (total.usd, total.calls, total.unsettled) == (0.75, 2, 1)
+    assert dict(total.by_trace) == {"t": 0.25, "u": 0.5}
+    assert [line["kind"] for line in read_costs(path)] == ["reserved", "settled", "reserved", "stopped"]
+
+
+# The key depends on everything an answer depends on, and on nothing else; a damaged file is a miss.
+def test_the_cache(tmp_path: Path) -> None:
+    base = {"endpoint": "e", "model": "m", "messages": [{"role": "user", "content": "x"}], "tools": []}
+    question = Question(**base, temperature=0.0, max_tokens=9)
+    reordered = Question(**{**base, "messages": [{"content": "x", "role": "user"}]}, temperature=0.0, max_tokens=9)
+    assert question.key == reordered.key
+    changes = (
+        {"endpoint": "f"},
+        {"model": "n"},
+        {"messages": []},
+        {"tools": [{}]},
+        {"temperature": 1.0},
+        {"max_tokens": 8},
+    )
+    keys = {Question(**({**base, "temperature": 0.0, "max_tokens": 9} | change)).key for change in changes}
+    assert len(keys | {question.key}) == 7
+    cache = AnswerCache(tmp_path)
+    answer = Answer(
+        message={"role": "assistant", "content": "y"},
+        finish_reason="stop",
+        input_tokens=1,
+        output_tokens=1,
+        cost_usd=0.1,
+        seconds=0.2,
+    )
+    assert cache.get(question.key) is None
+    cache.put(question.key, answer)
+    assert cache.get(question.key) == answer
+    next(tmp_path.glob("*/*.json")).write_bytes(b"{")
+    assert cache.get(question.key) is None

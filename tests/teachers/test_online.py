@@ -1,0 +1,110 @@
+"""Replay beside training: it follows the run's rollouts, and its end is never the run's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from loopback import Endpoint, configured, serving, state
+
+from composer_prime.config import Config
+from composer_prime.cost_forecast import forecast
+from composer_prime.monitor.jsonl import MetricsFile
+from composer_prime.run_dir import RunDir
+from composer_prime.traces import write_state
+from orchestrator.teachers.online import OnlineReplay
+from orchestrator.teachers.records import read_pairs
+
+
+def config(tmp_path: Path, url: str, path: str = "tiny", **teachers) -> Config:
+    source = {"name": "t", "taskset": {"id": "orchestrator.environments.toolsmith"}}
+    shared = configured(tmp_path, url, **teachers).model_dump()
+    return Config.model_validate(
+        {
+            "run": {"name": "x", "max_steps": 2, "output_dir": str(tmp_path)},
+            "model": {"path": path, "max_context": 384},
+            "orchestrator": {"source": [source], "sampling": {"max_tokens": 64}},
+            "teachers": shared,
+        }
+    )
+
+
+def rollout(number: int) -> bytes:
+    turns = [
+        {"role": "user", "text": f"Task {number}.", "parent": None},
+        {"role": "assistant", "text": "", "parent": 0, "tool_calls": [{"name": "ls", "arguments": "{}"}]},
+    ]
+    return json.dumps({"rollout_id": f"g{number}", "task_id": "t", "turns": turns}).encode() + b"\n"
+
+
+def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
+    return "cat", {"path": "a.py"}
+
+
+# Rollouts that appear while it runs are replayed, each once; training reads the pairs from the run directory.
+def test_rollouts_are_replayed_as_they_appear(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "x")
+    run_dir.rollouts(1).parent.mkdir(parents=True)
+
+    async def run() -> None:
+        async with serving(Endpoint(answers=overrule)) as endpoint:
+            online = OnlineReplay(
+                config(tmp_path, endpoint.url, online=True), run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1
+            )
+            run_dir.rollouts(1).write_bytes(rollout(0) + rollout(1))
+            task = asyncio.create_task(online.run())
+            await until(lambda: len(list(read_pairs(run_dir.root / "pairs.jsonl"))) == 2)
+            run_dir.rollouts(2).write_bytes(rollout(1) + rollout(2))
+            await until(lambda: len(list(read_pairs(run_dir.root / "pairs.jsonl"))) == 3)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert len(endpoint.asked) == 6
+
+    asyncio.run(run())
+    logged = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+    assert logged[-1]["replay/pairs"] == 3 and logged[-1]["replay/usd"] > 0
+
+
+# A cap that is reached ends the replay, not the run: the coroutine returns and says so.
+def test_a_cap_ends_the_replay_only(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "x")
+    run_dir.rollouts(1).parent.mkdir(parents=True)
+    run_dir.rollouts(1).write_bytes(b"".join(rollout(number) for number in range(9)))
+    budget = {"usd_per_call": 0.5, "usd_per_trace": 9.0, "usd_per_run": 0.9}
+
+    async def run() -> None:
+        async with serving(Endpoint(answers=overrule)) as endpoint:
+            values = config(tmp_path, endpoint.url, online=True, budget=budget)
+            online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
+            await asyncio.wait_for(online.run(), 20)
+
+    asyncio.run(run())
+    assert json.loads(run_dir.metrics.read_text().splitlines()[-1])["replay/stopped"] == 1
+
+
+# A policy whose family nobody knows cannot be judged: the configuration is refused before anything starts.
+def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"set teachers\.assume_family"):
+        config(tmp_path, "http://x/v1", path=str(tmp_path / "mine"), online=True)
+    assert config(tmp_path, "http://x/v1", path=str(tmp_path / "mine"), online=True, assume_family="qwen")
+
+
+# The forecast: two answers of a quarter length at the least, all voters at full length at the most.
+def test_the_forecast(tmp_path: Path) -> None:
+    path = tmp_path / "states.jsonl"
+    line = write_state(state(0))
+    path.write_bytes(line * 30)
+    expected = forecast(config(tmp_path, "http://x/v1", states=path))
+    prompt = int(len(line) / 4)
+    assert expected is not None and expected.states == 30
+    assert expected.low_usd == pytest.approx(30 * 2 * (prompt + 5) / 1000)
+    assert expected.high_usd == pytest.approx(30 * 3 * (prompt + 20) / 1000)
+    assert forecast(config(tmp_path, "http://x/v1")) is None
+
+
+async def until(condition, timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.05)

@@ -1,0 +1,201 @@
+"""Replay: who votes, in which order, what comes of it, and where it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from loopback import Endpoint, configured, replayed, serving, state
+from pydantic import ValidationError
+
+from composer_prime.config.teachers import TeachersConfig
+from composer_prime.costs import spent
+from composer_prime.errors import TeacherError
+from orchestrator.teachers.budget import Budget
+from orchestrator.teachers.pool import TeacherPool
+from orchestrator.teachers.records import read_pairs, read_records, votes_beside
+
+
+def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
+    return "cat", {"path": "a.py"}
+
+
+def play(tmp_path: Path, answers, states, **more):
+    """(progress, endpoint) of one replay with three teachers."""
+
+    async def run():
+        async with serving(Endpoint(answers=answers)) as endpoint:
+            return await replayed(tmp_path, configured(tmp_path, endpoint.url, **more), states), endpoint
+
+    return asyncio.run(run())
+
+
+# Two teachers that agree settle a majority of three: the third is never asked.
+def test_the_third_is_asked_only_when_two_disagree(tmp_path: Path) -> None:
+    progress, endpoint = play(tmp_path, overrule, [state(0)])
+    assert len(endpoint.answered) == 2 and progress.pairs == 1
+    (pair,) = read_pairs(tmp_path / "pairs.jsonl")
+    assert pair.epsilon == pytest.approx(1 - 2.5 / 3)
+
+    def split(model: str, messages: list[dict]) -> tuple[str, dict]:
+        return "cat", {"path": "b.py" if model == "gpt-a" else "a.py"}
+
+    other = tmp_path / "other"
+    progress, endpoint = play(other, split, [state(0)])
+    assert len(endpoint.answered) == 3
+    assert next(read_pairs(other / "pairs.jsonl")).epsilon == pytest.approx(1 - 2.5 / 4)
+
+
+# With voting = "all" every planned teacher votes.
+def test_all_votes(tmp_path: Path) -> None:
+    assert len(play(tmp_path, overrule, [state(0)], voting="all")[1].answered) == 3
+
+
+# A trace is never shown to its own family; with fewer than two others it is refused, and nothing is asked.
+def test_no_family_judges_its_own_trace(tmp_path: Path) -> None:
+    models = ("claude-x", "gpt-a", "qwen-b")
+    _, endpoint = play(tmp_path, overrule, [state(0)], models=models, voting="all")
+    assert {model for model, _ in endpoint.answered} == {"gpt-a", "qwen-b"}
+    progress, endpoint = play(tmp_path / "two", overrule, [state(0)], models=("claude-x", "gpt-a"))
+    assert endpoint.asked == [] and progress.outcomes == {"refused": 1}
+    assert "two families are needed" in next(iter(progress.refusals))
+    progress, endpoint = play(tmp_path / "unknown", overrule, [state(0, family="unknown")])
+    assert endpoint.asked == [] and "assume_family" in next(iter(progress.refusals))
+    progress, _ = play(tmp_path / "assumed", overrule, [state(0, family="unknown")], assume_family="claude")
+    assert progress.outcomes == {"overruled": 1}
+
+
+# The rule holds below the replay too: the pool itself refuses to ask.
+def test_the_pool_refuses_the_family(tmp_path: Path) -> None:
+    async def run() -> None:
+        config = configured(tmp_path, "http://127.0.0.1:9/v1", models=("claude-x", "gpt-a", "qwen-b"))
+        pool = TeacherPool(config, Budget(config.budget, tmp_path / "costs.jsonl"))
+        own = next(teacher for teacher in pool.teachers if teacher.family == "claude")
+        with pytest.raises(TeacherError, match="it has no vote"):
+            await pool.ask(own, state(0))
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_pool_of_one_family_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="all of family 'gpt'"):
+        configured(tmp_path, "http://x/v1", models=("gpt-a", "gpt-b"))
+    with pytest.raises(ValidationError, match="whose family no rule knows"):
+        TeachersConfig(teacher=[{"name": "x", "model": "mystery"}])  # pyright: ignore
+
+
+# What teachers see: a neutral system prompt, no thinking; a trace's own system prompt stays alone.
+def test_what_teachers_see(tmp_path: Path) -> None:
+    own = state(1, messages=[{"role": "system", "content": "Mine."}, {"role": "user", "content": "Go."}])
+    _, endpoint = play(tmp_path, overrule, [state(0), own])
+    prompts = {body["messages"][0]["content"][:21] for body in endpoint.seen}
+    assert prompts == {"You are a capable sof", "Mine."}
+    assert all(body["temperature"] == 0 and body["max_tokens"] == 20 for body in endpoint.seen)
+
+
+# A student whom the majority agrees with beats the minority; where nobody agrees there is no pair.
+def test_minority_and_no_majority(tmp_path: Path) -> None:
+    def minority(model: str, messages: list[dict]) -> tuple[str, dict]:
+        return ("rm", {"n": 0}) if model == "gpt-a" else ("ls", {"n": 0})
+
+    play(tmp_path, minority, [state(0)])
+    (pair,) = read_pairs(tmp_path / "pairs.jsonl")
+    assert pair.chosen["tool_calls"][0]["function"]["name"] == "ls"
+    assert pair.rejected["tool_calls"][0]["function"]["name"] == "rm"
+    progress, _ = play(tmp_path / "none", lambda model, messages: (model, {}), [state(0)])
+    assert progress.outcomes == {"no_majority": 1} and progress.pairs == 0
+
+
+# Every pair names its votes, and each vote the answer in the cache that it was.
+def test_pairs_can_be_traced_to_their_votes(tmp_path: Path) -> None:
+    play(tmp_path, overrule, [state(0), state(1)])
+    records = {record.state: record for record in read_records(votes_beside(tmp_path / "pairs.jsonl"))}
+    for pair in read_pairs(tmp_path / "pairs.jsonl"):
+        record = records[pair.state.state_id]
+        assert pair.pair_id in record.pairs
+        for vote in record.votes:
+            assert pair.teachers["votes"][vote.teacher]["answer"] == vote.answer
+            assert (tmp_path / "cache" / vote.answer[:2] / f"{vote.answer}.json").is_file()
+        assert pair.cost_usd == record.cost_usd == pytest.approx(0.22)
+
+
+# The second replay skips what is done; a third into new files pays nothing, and writes the same pairs.
+def test_nothing_is_paid_twice(tmp_path: Path) -> None:
+    states = [state(number) for number in range(5)]
+
+    async def run() -> None:
+        async with serving(Endpoint(answers=overrule)) as endpoint:
+            config = configured(tmp_path, endpoint.url)
+            first = await replayed(tmp_path, config, states[:3])
+            second = await replayed(tmp_path, config, states)
+            assert (first.calls, second.calls, second.resumed) == (6, 4, 3)
+            again = tmp_path / "again"
+            third = await replayed(again, config, states)
+            assert third.calls == 0 and third.cached == 10 and third.usd == 0
+            assert len(endpoint.asked) == 10
+            fourth = await replayed(tmp_path / "offline", config.model_copy(update={"cache_only": True}), states)
+            assert fourth.pairs == 5
+
+    asyncio.run(run())
+    once, twice = (list(read_pairs(folder / "pairs.jsonl")) for folder in (tmp_path, tmp_path / "again"))
+    assert [pair.pair_id for pair in once] == [pair.pair_id for pair in twice]
+    assert spent(tmp_path / "costs.jsonl").usd == pytest.approx(1.1)
+    assert spent(tmp_path / "again" / "costs.jsonl").usd == 0
+
+
+# A crash between a state's pairs and its votes, or within a line, loses nothing and doubles nothing.
+def test_a_crash_between_the_files(tmp_path: Path) -> None:
+    play(tmp_path, overrule, [state(0), state(1)])
+    votes = votes_beside(tmp_path / "pairs.jsonl")
+    whole = votes.read_bytes()
+    votes.write_bytes(whole[: whole.index(b"\n") + 30])
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_bytes(pairs.read_bytes() + b'{"trace": "t", "sta')
+    progress, _ = play(tmp_path, overrule, [state(0), state(1)])
+    assert (progress.resumed, progress.calls) == (1, 2)  # another port is another endpoint
+    assert len({pair.pair_id for pair in read_pairs(pairs)}) == len(list(read_pairs(pairs))) == 2
+    assert len(list(read_records(votes))) == 2
+
+
+# The same context with the same two actions is one pair, in whichever traces it stands.
+def test_duplicates_and_lengths(tmp_path: Path) -> None:
+    twins = [state(0, trace=trace, messages=[{"role": "user", "content": "Same."}]) for trace in ("t", "u")]
+    progress, _ = play(tmp_path, overrule, twins)
+    assert progress.pairs == 1 and progress.dropped == {"duplicate": 1}
+    progress, _ = play(tmp_path / "long", lambda model, messages: ("cat", {"path": "x" * 500}), [state(0)])
+    assert progress.pairs == 0 and progress.dropped == {"length": 1}
+
+
+# Agreeing answers differ in their text: the frozen base says which one is taught.
+def test_the_base_chooses_the_text(tmp_path: Path) -> None:
+    class Shortest:
+        async def logprob_per_token(self, messages, tools, answer) -> float:
+            return -float(len(answer["tool_calls"][0]["function"]["arguments"]))
+
+    def spaced(model: str, messages: list[dict]) -> tuple[str, dict]:
+        return "cat", {"path": "./a.py" if model == "gpt-a" else "a.py"}
+
+    async def run() -> None:
+        async with serving(Endpoint(answers=spaced)) as endpoint:
+            await replayed(tmp_path, configured(tmp_path, endpoint.url), [state(0)], scorer=Shortest())
+
+    asyncio.run(run())
+    (pair,) = read_pairs(tmp_path / "pairs.jsonl")
+    assert pair.chosen["tool_calls"][0]["function"]["arguments"] == '{"path": "a.py"}'
+    assert pair.teachers["chosen_by"] == "likeliest"
+
+
+# Value of information: where the cheap teacher agrees with the student, the dear ones are not asked.
+def test_votes_that_are_not_worth_their_price(tmp_path: Path) -> None:
+    voi = {"enabled": True, "pair_value_usd": 1.0, "prior_disagreement": 0.5, "prior_weight": 2.0, "explore": 0.0}
+    states = [state(number, error="boom" if number % 2 else None) for number in range(40)]
+
+    def agree(model: str, messages: list[dict]) -> tuple[str, dict]:
+        number = int(messages[-1]["content"].split()[1])
+        return ("ls", {"n": number}) if number % 2 == 0 else ("cat", {"path": "a.py"})
+
+    progress, _ = play(tmp_path, agree, states, voi=voi, concurrent_states=1)
+    assert progress.outcomes["not_worth_it"] >= 10
+    assert progress.outcomes["overruled"] == 20 and progress.pairs == 20

@@ -1,0 +1,91 @@
+"""Toolsmith traces and the three tiny teachers, end to end: replay, report, replay from the cache, replay online."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from composer_prime.costs import read_costs
+from orchestrator.teachers.records import read_pairs, read_records
+
+TOML = """
+[run]
+name = "t"
+max_steps = 12
+output_dir = "OUT"
+[model]
+path = "tiny"
+max_context = 384
+[orchestrator]
+groups_per_step = 4
+group_size = 4
+max_concurrent = 32
+[orchestrator.sampling]
+max_tokens = 64
+[[orchestrator.source]]
+name = "toolsmith"
+taskset = { id = "orchestrator.environments.toolsmith", split = "train", num_tasks = 64 }
+[monitor]
+view = "plain"
+[teachers]
+max_tokens = 64
+system_prompt = ""
+cache_dir = "OUT/cache"
+online = true
+[[teachers.teacher]]
+name = "a"
+model = "tiny/teacher_a"
+local = true
+tier = "cheap"
+[[teachers.teacher]]
+name = "b"
+model = "tiny/teacher_b"
+local = true
+[[teachers.teacher]]
+name = "c"
+model = "tiny/teacher_c"
+local = true
+"""
+
+
+def run(*words: str | Path, status: int = 0) -> str:
+    done = subprocess.run([sys.executable, "-m", *map(str, words)], capture_output=True, text=True, timeout=280)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+# A run replays its own rollouts while it trains; its states replayed again cost no call; the report measures them.
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_replay_online_and_from_the_cache(tmp_path: Path) -> None:
+    toml = tmp_path / "t.toml"
+    toml.write_text(TOML.replace("OUT", str(tmp_path)))
+    run("trainer.main", "@", toml)
+    folder = tmp_path / "t"
+    pairs = list(read_pairs(folder / "pairs.jsonl"))
+    records = list(read_records(folder / "pairs.votes.jsonl"))
+    assert pairs and {pair.pair_id for pair in pairs} == {name for record in records for name in record.pairs}
+    assert {vote.family for record in records for vote in record.votes} <= {f"tiny-teacher_{x}" for x in "abc"}
+    assert all(pair.state.tools for pair in pairs)
+    replayed = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if '"replay/' in line]
+    assert replayed[-1]["replay/pairs"] == len(pairs)
+
+    states = tmp_path / "states.jsonl"
+    run("composer_prime.cli.main", "ingest", folder / "rollouts", "-o", states)
+    few = tmp_path / "few.jsonl"
+    few.write_bytes(b"".join(states.read_bytes().splitlines(keepends=True)[:40]))
+    once, again = tmp_path / "once.jsonl", tmp_path / "again.jsonl"
+    command = ("composer_prime.cli.main", "replay", few)
+    assert "40 replayed" in run(*command, "-o", once, "@", toml)
+    shown = run(*command, "-o", again, "@", toml, "--teachers.cache_only", "true")
+    assert "0 called" in shown and not (tmp_path / "again.costs.jsonl").exists()
+    first, second = ([pair.pair_id for pair in read_pairs(path)] for path in (once, again))
+    assert set(first) == set(second) and first
+    assert all(line["usd"] == 0 for line in read_costs(tmp_path / "once.costs.jsonl"))
+
+    shown = run("composer_prime.cli.main", "pairs", "report", once, "--base", "tiny", "--min-pairs", "99", status=1)
+    assert "margins" in shown and "missed" in shown and (tmp_path / "once.svg").is_file()
