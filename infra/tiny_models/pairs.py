@@ -123,7 +123,7 @@ def _play(
 ) -> None:
     """Plays the episodes with the policy and lets the teachers answer at each of its turns."""
     generator = torch.Generator().manual_seed(seed + episodes[0][0])
-    live = [_begin(number, episode, renderer) for number, episode in episodes]
+    live = [begin(number, episode, renderer) for number, episode in episodes]
     while live:
         prompts = [conversation.prompt for conversation in live]
         own = complete(models["policy"], renderer, prompts, 1.0, generator)
@@ -137,11 +137,11 @@ def _play(
         live = [
             conversation
             for conversation, completion in zip(live, own, strict=True)
-            if _goes_on(conversation, completion, renderer)
+            if advance(conversation, completion, renderer)
         ]
 
 
-def _begin(number: int, episode: Episode, renderer: ToolQwen3Renderer) -> Conversation:
+def begin(number: int, episode: Episode, renderer: ToolQwen3Renderer) -> Conversation:
     messages = [{"role": "user", "content": episode.question}]
     made = Conversation(number=number, episode=episode, messages=messages, prompt=[])
     made.prompt = renderer.render(messages, tools=made.tools, add_generation_prompt=True).token_ids
@@ -152,7 +152,7 @@ def _answer(renderer: ToolQwen3Renderer, completion: list[int]) -> Answer | None
     """None for an answer that was cut."""
     if completion[-1] not in renderer.get_stop_token_ids():
         return None
-    message = _message(renderer, completion)
+    message = message_of(renderer, completion)
     calls = [
         [call["function"]["name"], json.loads(call["function"]["arguments"])] for call in message.get("tool_calls", [])
     ]
@@ -160,7 +160,7 @@ def _answer(renderer: ToolQwen3Renderer, completion: list[int]) -> Answer | None
     return Answer(message=message, canonical=canonical, token_ids=tuple(completion))
 
 
-def _message(renderer: ToolQwen3Renderer, completion: list[int]) -> dict[str, Any]:
+def message_of(renderer: ToolQwen3Renderer, completion: list[int]) -> dict[str, Any]:
     parsed = renderer.parse_response(completion)
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
     calls = [
@@ -216,14 +216,19 @@ def _pair(
     )
 
 
-def _goes_on(conversation: Conversation, completion: list[int], renderer: ToolQwen3Renderer) -> bool:
-    """Takes in the policy's turn and the tools' replies; False where the conversation is over."""
-    message = _message(renderer, completion)
+def replies_to(conversation: Conversation, message: dict[str, Any]) -> list[str]:
+    """What the tools say to a message; empty where it asks for none."""
     replies = [
         run_call(conversation.episode, call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls", [])
     ]
-    replies += [INVALID_CALL] if "<tool_call>" in message["content"] else []
+    return replies + ([INVALID_CALL] if "<tool_call>" in message["content"] else [])
+
+
+def advance(conversation: Conversation, completion: list[int], renderer: ToolQwen3Renderer) -> bool:
+    """Takes in the policy's turn and the tools' replies; False where the conversation is over."""
+    message = message_of(renderer, completion)
+    replies = replies_to(conversation, message)
     conversation.turn += 1
     if not replies or len(completion) == MAX_NEW_TOKENS or conversation.turn == MAX_TURNS:
         return False
