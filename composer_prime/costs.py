@@ -32,7 +32,7 @@ class Spent:
 
 
 class CostLedger:
-    """Appends to one costs.jsonl; each line is on disk before `reserve` returns."""
+    """Appends to one costs.jsonl; a line that was written outlives the process, though perhaps not a power cut."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,7 +45,6 @@ class CostLedger:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             os.write(descriptor, line)
-            os.fsync(descriptor)
         finally:
             os.close(descriptor)
 

@@ -69,9 +69,9 @@ class TeacherPool:
         return teacher.question(self._prompt(state), state.tools)
 
     def price_usd(self, teacher: Teacher, state: TraceState) -> float:
-        """The most that this teacher's vote may cost now; nothing when its answer is in the cache."""
+        """What this teacher's vote will cost now, about; nothing when its answer is in the cache."""
         question = self.question(teacher, state)
-        return 0.0 if teacher.knows(question) else teacher.bound_usd(question)
+        return 0.0 if teacher.knows(question) else teacher.expected_usd(question)
 
     async def close(self) -> None:
         for teacher in self.teachers:

@@ -92,6 +92,7 @@ class Replay:
         self._pool, self._budget, self._records, self._scorer = pool, budget, records, scorer
         self._voi = ValueOfInformation(config.voi, seed)
         self._switch = KillSwitch(config.kill)
+        self._writing = asyncio.Lock()
 
     async def run(self, states: Iterable[TraceState] | AsyncIterator[TraceState]) -> Progress:
         """Replay until the states end or something stops it; `progress.stopped` says what.
@@ -146,7 +147,8 @@ class Replay:
             pairs=[pair.pair_id for pair in pairs],
             dropped=dict(dropped),
         )
-        self._records.add(record, pairs)
+        async with self._writing:
+            await asyncio.to_thread(self._records.add, record, pairs)
         self._count(record, len(pairs))
 
     async def _vote(self, state: TraceState) -> tuple[_Ballot | None, str, str | None]:
@@ -180,7 +182,9 @@ class Replay:
             if settled(ballot.forms, ballot.planned):
                 return
             left = max(ballot.planned // 2 + 1 - len(ballot.votes), 1)
-            price = sum(self._pool.price_usd(each, ballot.state) for each in voters[index : index + left])
+            price = 0.0
+            if self.config.voi.enabled:
+                price = sum(self._pool.price_usd(each, ballot.state) for each in voters[index : index + left])
             situation = _situation(ballot, ballot.first_disagreed)
             if not self._voi.worth(situation, price):
                 chance = self._voi.disagreement(situation)

@@ -24,6 +24,7 @@ import msgspec
 import openai
 
 from composer_prime.config.teachers import TeacherConfig, TeachersConfig
+from composer_prime.cost_forecast import ANSWER_SHARE, BYTES_PER_TOKEN
 from composer_prime.errors import ConfigError, TeacherError
 from composer_prime.prices import Price
 from composer_prime.traces import Message
@@ -141,6 +142,11 @@ class Teacher:
         tokens = int(size / self._shared.budget.bytes_per_token) + _PROMPT_OVERHEAD_TOKENS
         return self.price.cost_usd(tokens, question.max_tokens)
 
+    def expected_usd(self, question: Question) -> float:
+        """What asking will cost, about."""
+        size = len(msgspec.json.encode([question.messages, question.tools]))
+        return self.price.cost_usd(int(size / BYTES_PER_TOKEN), int(ANSWER_SHARE * question.max_tokens))
+
     def knows(self, question: Question) -> bool:
         """Whether the answer is in the cache: asking costs nothing."""
         return self._cache.get(question.key) is not None
@@ -205,7 +211,7 @@ class Teacher:
             status = "ok"
             self._check_charge(usd, reserved)
             answer = _answer(reply, usd, time.monotonic() - start)
-            self._cache.put(key, answer)
+            await asyncio.to_thread(self._cache.put, key, answer)
             return answer
         except openai.APIStatusError as error:
             status = f"status {error.status_code}"

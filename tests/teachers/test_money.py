@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from composer_prime.config.load import resolve
 from composer_prime.config.teachers import TeacherConfig
 from composer_prime.costs import CostLedger, read_costs, spent
 from composer_prime.errors import ConfigError
@@ -76,3 +77,13 @@ def test_the_cache(tmp_path: Path) -> None:
     assert cache.get(question.key) == answer
     next(tmp_path.glob("*/*.json")).write_bytes(b"{")
     assert cache.get(question.key) is None
+
+
+# The pools that ship can be read, priced, and judge what they are for.
+@pytest.mark.parametrize("name", ["tiny", "openrouter"])
+def test_the_pools_that_ship(name: str) -> None:
+    root = Path(__file__).parents[2] / "configs"
+    config = resolve(["@", str(root / "a1.toml"), "@", str(root / "teachers" / f"{name}.toml")]).config
+    pool = config.teachers.teacher
+    assert len({teacher.known_family for teacher in pool}) == len(pool) >= 3
+    assert all((price_of(teacher).output_usd == 0) == teacher.local for teacher in pool)

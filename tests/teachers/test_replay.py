@@ -140,7 +140,7 @@ def test_nothing_is_paid_twice(tmp_path: Path) -> None:
 
     asyncio.run(run())
     once, twice = (list(read_pairs(folder / "pairs.jsonl")) for folder in (tmp_path, tmp_path / "again"))
-    assert [pair.pair_id for pair in once] == [pair.pair_id for pair in twice]
+    assert {pair.pair_id for pair in once} == {pair.pair_id for pair in twice}
     assert spent(tmp_path / "costs.jsonl").usd == pytest.approx(1.1)
     assert spent(tmp_path / "again" / "costs.jsonl").usd == 0
 

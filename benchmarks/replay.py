@@ -1,0 +1,175 @@
+"""Replay: how many calls a second, and what sequential voting and the value of information save.
+
+    python benchmarks/replay.py calls
+    python benchmarks/replay.py savings STATES.jsonl --states 300
+
+`calls` replays made-up states against an endpoint on loopback that answers after a fixed delay, with 1, 8 and 64 calls
+in flight, beside the floor that the delay alone allows (calls in flight / delay).
+
+`savings` replays real states (`composer ingest` of toolsmith rollouts) with the three tiny teachers, priced as if they
+were cheap, middling and dear, under three policies: all three vote; votes in sequence; votes in sequence that are worth
+their price. Greedy answers are the same under each. Quality is the share of a policy's pairs that the vote of all three
+gives too, with the same two answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from composer_prime.config.teachers import TeachersConfig
+from composer_prime.traces import TraceState, read_states
+from orchestrator.teachers.budget import Budget
+from orchestrator.teachers.local import LocalModels
+from orchestrator.teachers.pool import TeacherPool
+from orchestrator.teachers.records import Records, read_pairs, read_records
+from orchestrator.teachers.replay import Progress, Replay
+
+ROOMY = {"usd_per_call": 1e6, "usd_per_trace": 1e6, "usd_per_run": 1e6}
+NEVER = {"mean_usd_per_trace": 1e6, "p95_usd_per_trace": 1e6, "p95_s_per_step": 1e6, "error_rate": 1.0}
+USD_PER_MTOK = {"tiny/teacher_a": (0.5, 1.5), "tiny/teacher_b": (1.0, 5.0), "tiny/teacher_c": (3.0, 15.0)}
+"""(prompt, answer): prices of a cheap, a middling and a dear model."""
+
+
+@contextlib.asynccontextmanager
+async def delayed(delay_s: float):
+    """An endpoint that answers every question after `delay_s`."""
+    usage = {"prompt_tokens": 10, "completion_tokens": 2}
+    message = {"role": "assistant", "content": "yes"}
+    body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}).encode()
+
+    async def answer(request: web.Request) -> web.Response:
+        await request.read()
+        await asyncio.sleep(delay_s)
+        return web.Response(body=body, content_type="application/json")
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/chat/completions", answer)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+async def replay(
+    folder: Path, config: TeachersConfig, states: list[TraceState], addresses: dict[str, str] | None = None
+) -> Progress:
+    budget = Budget(config.budget, folder / "costs.jsonl")
+    pool = TeacherPool(config, budget, addresses)
+    try:
+        return await Replay(config, pool, budget, Records(folder / "pairs.jsonl", folder / "votes.jsonl")).run(states)
+    finally:
+        await pool.close()
+
+
+def state(number: int) -> TraceState:
+    call = {"id": "c", "type": "function", "function": {"name": "ls", "arguments": "{}"}}
+    return TraceState(
+        trace_id=f"t{number // 10}",
+        state_id=f"s{number}",
+        step=number,
+        messages=[{"role": "user", "content": f"Question {number}. " + "word " * 200}],
+        student_action={"role": "assistant", "content": None, "tool_calls": [call]},
+        source_model=None,
+        source_family="claude",
+        tools=[],
+        format="made/1",
+    )
+
+
+async def calls(count: int, delay_s: float) -> None:
+    os.environ["LOOPBACK_KEY"] = "made-up"
+    print(f"{count} calls, an answer after {delay_s * 1000:.0f} ms")
+    print(f"{'in flight':>9} {'calls/s':>9} {'floor':>9} {'share':>6}")
+    async with delayed(delay_s) as url:
+        for in_flight in (1, 8, 64):
+            with tempfile.TemporaryDirectory() as folder:
+                shared = {"base_url": url, "api_key_env": "LOOPBACK_KEY", "max_concurrent": 64}
+                price = {"input_usd_per_mtok": 1.0, "output_usd_per_mtok": 1.0}
+                teachers = [{"name": name, "model": name, **shared, **price} for name in ("gpt-a", "qwen-b")]
+                config = TeachersConfig.model_validate(
+                    {"teacher": teachers, "cache_dir": f"{folder}/cache", "concurrent_states": in_flight}
+                    | {"budget": ROOMY, "kill": NEVER}
+                )
+                wanted = count if in_flight > 1 else max(count // 8, 2)
+                start = time.perf_counter()
+                progress = await replay(Path(folder), config, [state(number) for number in range(wanted // 2)])
+                rate, floor = progress.calls / (time.perf_counter() - start), in_flight / delay_s
+                print(f"{in_flight:>9} {rate:>9.1f} {floor:>9.1f} {rate / floor:>6.0%}", flush=True)
+
+
+def policies() -> Iterator[tuple[str, dict[str, Any]]]:
+    voi = {"enabled": True, "pair_value_usd": 0.003, "prior_weight": 2.0}
+    yield "all vote", {"voting": "all"}
+    yield "sequential", {"voting": "sequential"}
+    yield "sequential, VOI", {"voting": "sequential", "voi": voi}
+
+
+async def savings(path: Path, count: int) -> None:
+    states = list(islice(read_states(path), count))
+    models = list(USD_PER_MTOK)
+    with tempfile.TemporaryDirectory() as folder:
+        async with LocalModels(models, threads=1, start_timeout_s=300.0) as url:
+            teachers = [
+                {"name": model[-1], "model": model, "local": True, "tier": tier}
+                | dict(zip(("input_usd_per_mtok", "output_usd_per_mtok"), USD_PER_MTOK[model], strict=True))
+                for model, tier in zip(models, ("cheap", "mid", "frontier"), strict=True)
+            ]
+            shared = {"teacher": teachers, "cache_dir": f"{folder}/cache", "max_tokens": 64, "system_prompt": ""}
+            shared |= {"score": False, "budget": ROOMY, "kill": NEVER}
+            print(f"{len(states)} states of {len({state.trace_id for state in states})} traces")
+            print(f"{'policy':<18} {'calls':>6} {'dollars':>9} {'pairs':>6} {'$/pair':>9} {'confirmed':>10}")
+            reference: set[tuple[str, str, str]] = set()
+            for name, changes in policies():
+                own = Path(folder) / name
+                # Priced votes, not cached ones, are what a policy weighs: each has a cache of its own.
+                config = TeachersConfig.model_validate({**shared, **changes, "cache_dir": str(own / "cache")})
+                await replay(own, config, states, dict.fromkeys(models, url))
+                records, pairs = list(read_records(own / "votes.jsonl")), list(read_pairs(own / "pairs.jsonl"))
+                costs = {vote.answer: vote.cost_usd for record in records for vote in record.votes if not vote.cached}
+                votes = [vote for record in records for vote in record.votes]
+                dollars = sum(costs.get(vote.answer, 0.0) for vote in votes)
+                sides = {(pair.state.state_id, _side(pair.chosen), _side(pair.rejected)) for pair in pairs}
+                reference = reference or sides
+                share = len(sides & reference) / max(len(sides), 1)
+                print(
+                    f"{name:<18} {len(votes):>6} {dollars:>9.5f} {len(pairs):>6} "
+                    f"{dollars / max(len(pairs), 1):>9.6f} {share:>10.0%}",
+                    flush=True,
+                )
+
+
+def _side(message: dict[str, Any]) -> str:
+    return json.dumps([message.get("content"), [call["function"] for call in message.get("tool_calls") or []]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["calls", "savings"])
+    parser.add_argument("path", nargs="?", type=Path, help="savings: a states.jsonl of toolsmith rollouts")
+    parser.add_argument("--states", type=int, default=300, help="savings: states to replay")
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--delay-s", type=float, default=0.1)
+    options = parser.parse_args()
+    if options.what == "savings" and options.path is None:
+        parser.error("savings needs a states.jsonl: composer ingest RUN/rollouts -o states.jsonl")
+    what = calls(options.calls, options.delay_s) if options.what == "calls" else savings(options.path, options.states)
+    asyncio.run(what)
+
+
+if __name__ == "__main__":
+    main()
