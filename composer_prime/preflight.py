@@ -37,7 +37,8 @@ class Findings:
 def check(config: Config, *, gpus: int) -> Findings:
     """Run every check; none stops the others."""
     found = Findings()
-    for step in (_model, _modules, _engine, _addresses, _remote_roles, _trackers, _pairs, _density_gate):
+    steps = (_model, _modules, _engine, _addresses, _remote_roles, _trackers, _pairs, _density_gate, _joint_key)
+    for step in steps:
         try:
             step(config, found)
         except ComposerError as error:
@@ -152,6 +153,15 @@ def _pairs(config: Config, found: Findings) -> None:
         found.notes.append(f"{path} is not there yet: channel 3 begins when it holds pairs (orchestrator.preferences)")
     else:
         found.problems.append(f"orchestrator.preferences.pairs is {preferences.pairs}, but there is no such file")
+
+
+def _joint_key(config: Config, found: Findings) -> None:
+    diloco = config.diloco
+    if diloco is not None and not diloco.key_file.expanduser().is_file():
+        found.problems.append(
+            f"diloco.key_file is {diloco.key_file}, but there is no such file: make it once with `diloco keygen "
+            f"{diloco.key_file}` and copy it to every cluster of {diloco.run!r}"
+        )
 
 
 def _trackers(config: Config, found: Findings) -> None:

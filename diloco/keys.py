@@ -46,6 +46,7 @@ class JointKey:
     @classmethod
     def read(cls, path: Path) -> JointKey:
         """Raises ConfigError when `path` is missing, is no key, or others on this machine may read it."""
+        path = path.expanduser()
         try:
             text, mode = path.read_text().strip(), path.stat().st_mode
         except FileNotFoundError:

@@ -80,6 +80,7 @@ class Lighthouse:
 
     def _attempt(self, peers: Sequence[str], outer_step: int) -> Quorum | None:
         """Ask for all at once. Newcomers first: once the former members have asked, the quorum is closed."""
+        self._beat(peers)  # the lighthouse waits a moment for those that it has just heard of
         order = sorted(peers, key=lambda peer: (peer in self._members, peer))
         with ThreadPoolExecutor(max_workers=len(order)) as threads:
             asked = []

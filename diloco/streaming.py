@@ -16,9 +16,10 @@ Departures from the paper:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -76,6 +77,7 @@ class StreamingDiLoCo:
         self._layout_hash = layout_hash(tensors)
         member = Member(rank=self.ranks.rank, ranks=self.ranks.size, layout=tensors, settings=_agreed(config))
         self._link = Link(config, JointKey.read(config.key_file), member)
+        self._swept = [master.clone() for master in self.globals.masters]
         self._optimizer, self._hook = optimizer, None
         self._inner = 0
         self._due = 0
@@ -104,6 +106,21 @@ class StreamingDiLoCo:
         if self._hook is not None:
             self._hook.remove()
         self._link.close()
+
+    @contextlib.contextmanager
+    def global_values(self, *, swept: bool = False) -> Iterator[None]:
+        """Meanwhile the parameters hold the global model; with `swept`, as it was after the last full sweep.
+
+        What is sampled from, evaluated and exported is the global model, never one cluster's.
+        """
+        local = [fragment.read() for fragment in self.fragments]
+        for fragment, values_n in zip(self.fragments, self._swept if swept else self.globals.masters, strict=True):
+            fragment.write(values_n)
+        try:
+            yield
+        finally:
+            for fragment, values_n in zip(self.fragments, local, strict=True):
+                fragment.write(values_n)
 
     def count(self, *, tokens: int = 0, samples: int = 0) -> None:
         """What the coming inner step is trained on, over all ranks of this cluster."""
@@ -252,8 +269,14 @@ class StreamingDiLoCo:
         if pending is not None and own not in accepted.reasons and pending.header in headers:
             self.feedback.settle(fragment, pending.residual_n)
         self.globals.install(fragment, 0.0 if own in accepted.reasons else self.config.mixing)
+        if self.globals.outer_step % self.config.fragments == 0:
+            self._note_sweep(self.globals.masters)
         self._link.position(self.globals.outer_step, self.globals.hash)
         self._measure(arrived, accepted, exposed_s)
+
+    def _note_sweep(self, masters: Sequence[Tensor]) -> None:
+        for kept, master in zip(self._swept, masters, strict=True):
+            kept.copy_(master)
 
     def _measure(self, arrived: Arrived, accepted: Accepted, exposed_s: float) -> None:
         sent, received = self._link.traffic
@@ -306,6 +329,7 @@ class StreamingDiLoCo:
                 f"the state of peer {header.peer} has hash {self.globals.hash}, its header says {header.base_hash}"
             )
         self.globals.install_all()
+        self._note_sweep(self.globals.masters)
         self.feedback.reset()
         self._pending = None
         logger.info("took over the state of peer %s at outer step %d", header.peer, self.globals.outer_step)
@@ -332,6 +356,7 @@ class StreamingDiLoCo:
         """This rank's outer state for a checkpoint: masters, momentum, error feedback, the delta under way."""
         tensors = self.globals.tensors()
         tensors |= {f"residual.{index}": residual for index, residual in enumerate(self.feedback.residuals)}
+        tensors |= {f"swept.{index}": values for index, values in enumerate(self._swept)}
         facts: dict[str, Any] = {
             "outer_step": self.globals.outer_step, "inner": self._inner, "due": self._due, "weight": self._weight,
             "rank": self.ranks.rank, "ranks": self.ranks.size, "layout": self._layout_hash,
@@ -356,6 +381,7 @@ class StreamingDiLoCo:
             raise CheckpointError(f"the outer state is of {theirs}, this is {ours}: resume with the same trainer.ranks")
         self.globals.load(tensors, facts["outer_step"])
         self.feedback.residuals = [tensors[f"residual.{index}"] for index in range(len(self.fragments))]
+        self._note_sweep([tensors[f"swept.{index}"] for index in range(len(self.fragments))])
         self._inner, self._due, self._weight = facts["inner"], facts["due"], facts["weight"]
         if "pending" in facts:
             header = msgspec.convert(facts["pending"], Header)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from composer_prime.errors import CheckpointError, ComposerError
 from composer_prime.run_dir import RunDir, write_atomic
+from diloco.streaming import StreamingDiLoCo
 from trainer.data import StepClient
 from trainer.optim import Optimizer
 from trainer.policy import Policy
@@ -35,8 +36,9 @@ FORMAT = 1
 class Checkpoints:
     """Writes and reads the checkpoints of one run on all ranks together."""
 
-    def __init__(self, run_dir: RunDir, world: World, keep: int) -> None:
-        self._run_dir, self._world, self._keep = run_dir, world, keep
+    def __init__(self, run_dir: RunDir, world: World, keep: int, outer: StreamingDiLoCo | None = None) -> None:
+        """`outer`: the loop across clusters, whose state is a file of each rank."""
+        self._run_dir, self._world, self._keep, self._outer = run_dir, world, keep, outer
 
     def save(
         self, step: int, policy: Policy, optimizer: Optimizer, teacher: SelfTeacher, client: StepClient
@@ -66,11 +68,28 @@ class Checkpoints:
             return failure
         try:
             dcp.save(state, checkpoint_id=folder / "trainer")
+            if self._outer is not None:
+                write_atomic(self._outer_file(folder / "trainer"), self._outer.state())
         except (Exception, dcp.CheckpointException) as error:  # the latter, no Exception, wraps what any rank met
             failure = f"rank {self._world.rank}: {_root_cause(error)}"
         if any(row[0] for row in gather_words([bool(failure)])):
             return failure
         return self._complete(folder) if self._world.first else ""
+
+    def _outer_file(self, folder: Path) -> Path:
+        return folder / f"diloco-{self._world.rank}.safetensors"
+
+    def _load_outer(self, folder: Path) -> None:
+        if self._outer is None:
+            return
+        path = self._outer_file(folder)
+        try:
+            self._outer.load(path.read_bytes())
+        except OSError as error:
+            raise CheckpointError(
+                f"the state of the loop across clusters cannot be read from {path}: {error.strerror}; resume without "
+                "[diloco], or with as many trainer.ranks as wrote the checkpoint"
+            ) from None
 
     def _prepare(self, folder: Path, step: int, client: StepClient) -> str:
         try:
@@ -118,6 +137,7 @@ class Checkpoints:
         for name in absent:
             teacher.begin(name)
         _set_random(state.get("random", {}))
+        self._load_outer(folder)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

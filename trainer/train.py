@@ -4,11 +4,13 @@
     rank 0 --ledger line, StepDone N--> orchestrator            (and a checkpoint with it, when one is due)
 
 The ranks wait for the orchestrator's batch and for one another in collectives; nobody waits for the inference nodes.
+In a joint run the optimizer's step ends in the outer loop (diloco/streaming.py), which may wait for other clusters.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import sys
@@ -25,6 +27,7 @@ from composer_prime.monitor.jsonl import MetricsFile
 from composer_prime.run_dir import RunDir
 from composer_prime.run_id import read as read_run_id
 from composer_prime.wire.step import RunFinished, StepReply
+from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
 from trainer.checkpoint import Checkpoints
 from trainer.data import Asked, StepClient, Stopped, find_endpoint, next_batch
@@ -55,7 +58,8 @@ class Trainer:
         self.policy = build_policy(config, self.folder, self.world)
         self.teacher = SelfTeacher(self.policy, config.channels, self._reference())
         self.optimizer = build_optimizer(self.policy, config.trainer.optim)
-        self.checkpoints = Checkpoints(run_dir, self.world, config.trainer.checkpoint.keep)
+        self.outer = self._outer_loop()
+        self.checkpoints = Checkpoints(run_dir, self.world, config.trainer.checkpoint.keep, self.outer)
         self.publisher = Publisher(config, run_dir, self.run_id, self.folder, self.world)
         self.metrics = MetricsFile(run_dir.metrics, "trainer")
         reduce_each = config.trainer.reduce_each_micro_batch
@@ -67,21 +71,37 @@ class Trainer:
 
     def run(self) -> None:
         """Train every step that the orchestrator has a batch for, then write final/."""
-        start = last = self._restore()
+        start = self._restore()
         client = self._connect()
         try:
-            self._attach(client, start)
-            while last < self.config.run.max_steps:
-                asked = time.monotonic()
-                reply = next_batch(client, self.world, last + 1)
-                if isinstance(reply, RunFinished):
-                    self._check_ending(reply, last)
-                    break
-                last += 1
-                self._take(client, reply, last, asked)
-            self._finish(client, start, last)
+            with self.outer or contextlib.nullcontext():
+                self._train(client, start)
         finally:
             client.close()
+
+    def _train(self, client: StepClient, start: int) -> None:
+        last = start
+        self._attach(client, start)
+        while last < self.config.run.max_steps:
+            asked = time.monotonic()
+            reply = next_batch(client, self.world, last + 1)
+            if isinstance(reply, RunFinished):
+                self._check_ending(reply, last)
+                break
+            last += 1
+            self._take(client, reply, last, asked)
+        self._finish(client, start, last)
+
+    def _outer_loop(self) -> StreamingDiLoCo | None:
+        """The loop across clusters; None when this cluster trains alone."""
+        if self.config.diloco is None:
+            return None
+        return StreamingDiLoCo(self.policy.named_parameters(), self.optimizer.parts[-1], self.config.diloco)
+
+    def _publish(self, version: int) -> int:
+        """Bytes published: this cluster's model, or in a joint run the global one after the last full sweep."""
+        with self.outer.global_values(swept=True) if self.outer else contextlib.nullcontext():
+            return self.publisher.publish(self.policy, version)
 
     def _restore(self) -> int:
         """The step to go on from: 0, or that of the newest complete checkpoint, whose state is then in place.
@@ -118,7 +138,7 @@ class Trainer:
 
     def _attach(self, client: StepClient, start: int) -> None:
         """Version `start` must be in the store before the orchestrator is told that it is."""
-        self.publisher.publish(self.policy, start)
+        self._publish(start)
         if self.world.first:
             client.done(start, [])
 
@@ -129,12 +149,14 @@ class Trainer:
         aids = self.teacher.prepare(rows, step)
         read = time.monotonic()
         ratio = rate(step, config.trainer.schedule, config.run.max_steps)
+        if self.outer:
+            self.outer.count(tokens=reply.totals.tokens, samples=reply.totals.samples)
         metrics = train_step(
             policy, self.optimizer, rows, reply.totals, self.settings, step=step, ratio=ratio, aids=aids
-        )
+        ) | (self.outer.metrics if self.outer else {})
         self.teacher.follow()
         trained = time.monotonic()
-        size = self.publisher.publish(policy, step)
+        size = self._publish(step)
         sample_ids = worlds.gather_texts("\n".join(name for row in rows for name in row.sample_ids))
         if self.world.first:
             ids = [name for text in sample_ids for name in text.splitlines()]
@@ -204,7 +226,10 @@ class Trainer:
 
     def _finish(self, client: StepClient, start: int, last: int) -> None:
         """final/ and the last checkpoint. Raises CheckpointError when either cannot be written."""
-        export(self.policy, self.config, self.folder, self.run_dir.final, self.world, self.publisher.dtype)
+        if self.outer:
+            self.outer.finish()
+        with self.outer.global_values() if self.outer else contextlib.nullcontext():
+            export(self.policy, self.config, self.folder, self.run_dir.final, self.world, self.publisher.dtype)
         if last > start and last not in self.run_dir.complete_checkpoints():
             self.checkpoints.save(last, self.policy, self.optimizer, self.teacher, client)
 

@@ -104,7 +104,7 @@ def _suggestion(location: Location, dash: str = "") -> str:
     same_name = [key for key in keys if key.rpartition(".")[2] == names[-1]]
     close = same_name or difflib.get_close_matches(".".join(names), keys, n=1, cutoff=0.6)
     if close:
-        return _mean(dash, " or ".join(close[:3]))
+        return _mean(dash, f" or {dash}".join(close[:3]))
     if not siblings:
         return ""
     section = f"[{parent}]" if parent else "the file"

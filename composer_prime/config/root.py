@@ -9,6 +9,7 @@ from pydantic import model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.config.channels import ChannelsConfig
+from composer_prime.config.diloco import DilocoConfig
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.model import ModelConfig
 from composer_prime.config.monitor import MonitorConfig
@@ -36,8 +37,29 @@ class Config(BaseConfig):
     """The loss."""
     teachers: TeachersConfig = TeachersConfig()
     """Models that are asked what they would have done, for channel 3's pairs."""
+    diloco: DilocoConfig | None = None
+    """Other clusters that train the same model; without it this cluster trains alone."""
     monitor: MonitorConfig = MonitorConfig()
     """Where metrics go besides metrics.jsonl."""
+
+    @model_validator(mode="after")
+    def _joint_run(self) -> Config:
+        if self.diloco is None:
+            return self
+        self.run._peer = self.diloco.peer_id
+        period, steps = self.diloco.sync_every, self.run.max_steps
+        if steps % period:
+            raise ValueError(
+                f"run.max_steps is {steps}, but diloco.sync_every is {period}: the last {steps % period} step(s) would "
+                f"reach no other cluster; use max_steps = {steps // period * period or period}"
+            )
+        patience, wait = self.orchestrator.trainer_timeout_s, self.diloco.round_timeout_s
+        if wait >= patience:
+            raise ValueError(
+                f"diloco.round_timeout_s is {wait:g}, but the orchestrator gives the trainer up after "
+                f"orchestrator.trainer_timeout_s = {patience:g}: set round_timeout_s below it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _context_fits(self) -> Config:

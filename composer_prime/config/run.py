@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 from pydantic_config import BaseConfig
 
 
@@ -35,6 +35,10 @@ class RunConfig(BaseConfig):
             )
         return name
 
+    _peer: str | None = PrivateAttr(default=None)
+    """diloco.peer_id: clusters of a joint run that share a disk write to folders of their own."""
+
     @property
     def directory(self) -> Path:
-        return self.output_dir / self.name
+        folder = self.output_dir / self.name
+        return folder / self._peer if self._peer else folder

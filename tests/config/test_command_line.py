@@ -105,7 +105,7 @@ def test_unknown_key_below_a_list_element_gets_a_suggestion(base, tmp_path):
 
 def test_key_in_the_wrong_section_is_found_by_its_name(base):
     # lr belongs to trainer.optim, wherever the user puts it.
-    assert "did you mean --trainer.optim.lr?" in refused("@", base, "--run.lr", "1")
+    assert "did you mean --trainer.optim.lr or --diloco.outer.lr?" in refused("@", base, "--run.lr", "1")
 
 
 def test_unknown_flag_gets_a_suggestion(base):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from composer_prime.config import Config
 from composer_prime.config.diloco import DilocoConfig, GuardConfig, OuterConfig
 from diloco.guard import rejected, squared_norm
 from diloco.outer import OuterOptimizer, weighted_mean
@@ -89,3 +91,16 @@ def test_schedule():
 def test_wrong_settings(values, message):
     with pytest.raises(ValidationError, match=message):
         DilocoConfig(**PEER | values)
+
+
+# In the whole configuration: a peer's own folder, whole periods, an orchestrator that waits longer than a round may.
+def test_joint_run_rules():
+    run = {"run": {"name": "r", "max_steps": 8}, "model": {"path": "tiny"}, "diloco": PEER | {"sync_every": 4}}
+    run["orchestrator"] = {"source": [{"name": "s", "taskset": {"id": "t"}}]}
+    config = Config.model_validate(run)
+    assert config.run.directory == Path("outputs/r/a")
+    assert Config.model_validate(config.model_dump(mode="json")).run.directory == Path("outputs/r/a")
+    with pytest.raises(ValidationError, match=r"max_steps is 6, but diloco.sync_every is 4: .* max_steps = 4"):
+        Config.model_validate({**run, "run": {"name": "r", "max_steps": 6}})
+    with pytest.raises(ValidationError, match=r"round_timeout_s is 1800, .*trainer_timeout_s = 1800"):
+        Config.model_validate({**run, "diloco": {**run["diloco"], "round_timeout_s": 1800}})

@@ -1,0 +1,73 @@
+"""WireGuard configurations of a hub and its clusters: python infra/wireguard/make.py --help"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+NETWORK = "10.77.0"
+MAX_HOSTS = 254
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    name: str
+    address: str
+    private: str
+    """Base64, as WireGuard writes keys."""
+    public: str
+
+    @classmethod
+    def make(cls, name: str, number: int) -> Host:
+        key = X25519PrivateKey.generate()
+        public = base64.b64encode(key.public_key().public_bytes_raw()).decode()
+        return cls(name, f"{NETWORK}.{number}", base64.b64encode(key.private_bytes_raw()).decode(), public)
+
+
+def configurations(names: list[str], endpoint: str) -> dict[str, str]:
+    """host -> its configuration; the first is the hub, `endpoint` its HOST:PORT as the others reach it."""
+    hub, *spokes = [Host.make(name, number) for number, name in enumerate(names, start=1)]
+    port = endpoint.rpartition(":")[2]
+    peers = "".join(
+        f"\n# {spoke.name}\n[Peer]\nPublicKey = {spoke.public}\nAllowedIPs = {spoke.address}/32\n" for spoke in spokes
+    )
+    texts = {hub.name: f"{_interface(hub)}ListenPort = {port}\n{peers}"}
+    for spoke in spokes:
+        texts[spoke.name] = (
+            f"{_interface(spoke)}\n# {hub.name}\n[Peer]\nPublicKey = {hub.public}\nAllowedIPs = {hub.address}/32\n"
+            f"Endpoint = {endpoint}\nPersistentKeepalive = 25\n"
+        )
+    return texts
+
+
+def _interface(host: Host) -> str:
+    return f"[Interface]\nAddress = {host.address}/24\nPrivateKey = {host.private}\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="WireGuard configurations of a hub and the clusters that join it.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write HOST.conf files to, mode 600")
+    parser.add_argument("--endpoint", required=True, help="HOST:PORT under which the hub is reached")
+    parser.add_argument("hosts", nargs="+", help="names; the first is the hub")
+    words = parser.parse_args()
+    if len(set(words.hosts)) < len(words.hosts) or not 2 <= len(words.hosts) <= MAX_HOSTS:
+        parser.error(f"{len(words.hosts)} hosts were given; expected 2 to {MAX_HOSTS} different names")
+    if not words.endpoint.rpartition(":")[2].isdecimal():
+        parser.error(f"--endpoint is {words.endpoint!r}; expected HOST:PORT")
+    words.out.mkdir(parents=True, exist_ok=True)
+    for name, text in configurations(words.hosts, words.endpoint).items():
+        descriptor = os.open(words.out / f"{name}.conf", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        print(f"wrote {words.out / f'{name}.conf'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
