@@ -99,26 +99,38 @@ class Replay:
 
         Raises OSError when a record cannot be written.
         """
-        running: set[asyncio.Task[None]] = set()
+        source, running = _each(states), set[asyncio.Task[None]]()
+        upcoming: asyncio.Task[TraceState | None] | None = None
         try:
-            async for state in _each(states):
-                if self.progress.stopped is not None:
-                    break
-                if (state.trace_id, state.state_id) in self._records.done:
-                    self.progress.resumed += 1
-                    continue
-                running.add(asyncio.ensure_future(self._one(state)))
-                while len(running) >= self.config.concurrent_states:
-                    running = await _first_done(running)
+            # A source may wait for its next state for ever: what stops the replay must not have to wait with it.
+            while self.progress.stopped is None:
+                if upcoming is None and len(running) < self.config.concurrent_states:
+                    upcoming = asyncio.ensure_future(_next(source))
+                waited = running if upcoming is None else running | {upcoming}
+                done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                running -= _ended(done & running)
+                if upcoming is not None and upcoming.done():
+                    state, upcoming = upcoming.result(), None
+                    if state is None:
+                        break
+                    self._begin(state, running)
             while running:
-                running = await _first_done(running)
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                running -= _ended(done)
         finally:
-            for task in running:
+            left = [task for task in (*running, upcoming) if task is not None]
+            for task in left:
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(*left, return_exceptions=True)
         if self.progress.stopped is not None:
             self._budget.stopped(self.progress.stopped)
         return self.progress
+
+    def _begin(self, state: TraceState, running: set[asyncio.Task[None]]) -> None:
+        if (state.trace_id, state.state_id) in self._records.done:
+            self.progress.resumed += 1
+        else:
+            running.add(asyncio.ensure_future(self._one(state)))
 
     async def _one(self, state: TraceState) -> None:
         """Vote on one state and write down what came of it."""
@@ -317,9 +329,13 @@ async def _each(states: Iterable[TraceState] | AsyncIterator[TraceState]) -> Asy
             yield state
 
 
-async def _first_done(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """The tasks that still run once one has ended. Raises what the ended ones raised."""
-    done, rest = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+async def _next(source: AsyncIterator[TraceState]) -> TraceState | None:
+    """The next state; None after the last."""
+    return await anext(source, None)
+
+
+def _ended(done: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    """`done`. Raises what one of them raised."""
     for task in done:
         task.result()
-    return rest
+    return done
