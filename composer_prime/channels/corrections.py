@@ -32,11 +32,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from composer_prime.channels.log_ratios import bounded_exp
 from composer_prime.channels.sequences import mean_by, sum_by
 from composer_prime.channels.tokens import PolicyTokens
 from composer_prime.config.policy import PolicyConfig
-
-LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +50,9 @@ class Correction:
     """Whether the objective's ratio clip applies."""
 
 
-def bounded_exp(log_T: Tensor) -> Tensor:
-    """exp of a log ratio [T] clamped to +-20 nats."""
-    return log_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-def correct(tokens: PolicyTokens, config: PolicyConfig) -> Correction:
-    """The correction that `config.correction` names."""
+def correct(tokens: PolicyTokens, advantages_T: Tensor, config: PolicyConfig) -> Correction:
+    """The correction that `config.correction` names. `advantages_T` [T] are those that the objective multiplies with,
+    penalties included: what decides which way a token is pushed decides whether it has gone far enough."""
     frozen_T = tokens.logprobs_T.detach()
     from_sampler_T = tokens.logprobs_T - tokens.sampler_logprobs_T
     ones_T = torch.ones_like(tokens.sampler_logprobs_T)
@@ -65,10 +60,10 @@ def correct(tokens: PolicyTokens, config: PolicyConfig) -> Correction:
         case "none":
             return Correction(log_ratio_T=from_sampler_T, weight_T=ones_T, clips=True)
         case "opsm":
-            keep_T = ~opsm_drops(tokens, config.opsm_threshold)
+            keep_T = ~opsm_drops(tokens, advantages_T, config.opsm_threshold)
             return Correction(log_ratio_T=from_sampler_T, weight_T=ones_T * keep_T, clips=True)
         case "dppo":
-            drops_T = dppo_drops(frozen_T, tokens.sampler_logprobs_T, tokens.advantages_T, config.dppo_threshold)
+            drops_T = dppo_drops(frozen_T, tokens.sampler_logprobs_T, advantages_T, config.dppo_threshold)
             return Correction(log_ratio_T=from_sampler_T, weight_T=ones_T * ~drops_T, clips=False)
         case _:
             weight_T = _importance(tokens, config)
@@ -97,8 +92,8 @@ def dppo_drops(logprobs_T: Tensor, sampler_logprobs_T: Tensor, advantages_T: Ten
     return torch.where(advantages_T > 0, moved_T > threshold, moved_T < -threshold)
 
 
-def opsm_drops(tokens: PolicyTokens, threshold: float) -> Tensor:
+def opsm_drops(tokens: PolicyTokens, advantages_T: Tensor, threshold: float) -> Tensor:
     """Tokens (bool [T]) with A < 0 in a sequence whose mean of log(mu / pi) is above `threshold` nats."""
     gap_T = tokens.sampler_logprobs_T - tokens.logprobs_T.detach()
     far = mean_by(gap_T, tokens.sequence_T, tokens.sequences) > threshold
-    return (tokens.advantages_T < 0) & far[tokens.sequence_T]
+    return (advantages_T < 0) & far[tokens.sequence_T]

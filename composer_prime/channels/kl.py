@@ -6,7 +6,8 @@
     k3 r                 k3 weighed by the ratio, the form with an unbiased gradient off-policy (2512.02556)
 
 (http://joschu.net/blog/kl-approx.html.) The expected gradient of k1 in the loss is zero on-policy: E[grad log pi] = 0.
-Composer 2's report (2603.24477) describes k1 in the reward; TRL 1.16 uses k3 r.
+Composer 2's report (2603.24477) describes k1 in the reward; TRL 1.16 uses k3 r. Where correction = dppo caps the
+ratio, r in k3 r is capped alike.
 
 Departure: k1 reduces the advantage of its own token, not of the tokens before it in the sequence as well.
 """
@@ -18,11 +19,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from composer_prime.channels.log_ratios import bounded
 from composer_prime.channels.tokens import PolicyTokens
 from composer_prime.config.policy import PolicyConfig
 from composer_prime.errors import ConfigError
-
-LOG_RATIO_LIMIT = 20.0
 
 
 def estimate(estimator: Literal["k1", "k2", "k3"], logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def estimate(estimator: Literal["k1", "k2", "k3"], logprobs_T: Tensor, reference
         case "k2":
             return d_T.square() / 2
         case "k3":
-            return d_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).expm1() - d_T
+            return bounded(d_T).expm1() - d_T
 
 
 def reference_of(tokens: PolicyTokens, config: PolicyConfig) -> Tensor | None:

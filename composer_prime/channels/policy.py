@@ -27,8 +27,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from composer_prime.channels.corrections import Correction, bounded_exp, correct
+from composer_prime.channels.corrections import Correction, correct
 from composer_prime.channels.kl import estimate, kl_loss, penalised_advantages
+from composer_prime.channels.log_ratios import bounded, bounded_exp, capped
 from composer_prime.channels.sequences import lengths_of, mean_by
 from composer_prime.channels.tokens import PolicyTokens, Sums
 from composer_prime.config.policy import PolicyConfig
@@ -64,14 +65,15 @@ def policy_loss(tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, 
     Without tokens the loss is a zero that is attached to the graph: every rank runs its backward pass. Raises
     ConfigError when the configuration needs reference log-probabilities or an entropy gradient that are not there.
     """
-    correction = correct(tokens, config)
+    advantages_T = penalised_advantages(tokens, config)
+    correction = correct(tokens, advantages_T, config)
     ratio_T = bounded_exp(_at_level(correction.log_ratio_T, tokens, config))
-    gain_T, binds_T = _surrogate(tokens, ratio_T, correction, config)
+    gain_T, binds_T = _surrogate(tokens, advantages_T, ratio_T, correction, config)
     weight_T = correction.weight_T
     if config.entropy_floor > 0:
         weight_T = weight_T * (tokens.entropy_T.detach() >= config.entropy_floor)
     token_loss_T = -(weight_T * gain_T)
-    penalty_T = kl_loss(tokens, ratio_T, config)
+    penalty_T = kl_loss(tokens, ratio_T if correction.clips else capped(ratio_T, config.dppo_ratio_cap), config)
     if penalty_T is not None:
         token_loss_T = token_loss_T + penalty_T
     if config.drift_weight > 0:
@@ -91,19 +93,16 @@ def _at_level(log_ratio_T: Tensor, tokens: PolicyTokens, config: PolicyConfig) -
 
 
 def _surrogate(
-    tokens: PolicyTokens, ratio_T: Tensor, correction: Correction, config: PolicyConfig
+    tokens: PolicyTokens, advantages_T: Tensor, ratio_T: Tensor, correction: Correction, config: PolicyConfig
 ) -> tuple[Tensor, Tensor]:
     """What a token gains before its weight [T], and where a bound of the ratio binds (bool [T])."""
-    advantages_T = penalised_advantages(tokens, config)
     if config.objective == "cispo":
         frozen_T = ratio_T.detach()
         gain_T = frozen_T.clamp(max=config.cispo_cap) * advantages_T * tokens.logprobs_T
         return gain_T, frozen_T > config.cispo_cap
     if not correction.clips:
-        gain_T, cap = ratio_T * advantages_T, config.dppo_ratio_cap
-        if cap is None:
-            return gain_T, torch.zeros_like(ratio_T, dtype=torch.bool)
-        return gain_T * (cap / ratio_T.detach()).clamp(max=1.0), ratio_T.detach() > cap
+        kept_T = capped(ratio_T, config.dppo_ratio_cap)
+        return kept_T * advantages_T, kept_T.detach() < ratio_T.detach()
     bounded_T = ratio_T if config.dual_clip is None else ratio_T.clamp(max=config.dual_clip)
     gain_T = bounded_T * advantages_T
     clipped_T = ratio_T.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages_T
@@ -123,7 +122,7 @@ def _entropy(tokens: PolicyTokens) -> Tensor:
 
 @torch.no_grad()
 def _sums(tokens: PolicyTokens, weight_T: Tensor, binds_T: Tensor) -> Sums:
-    gap_T = (tokens.logprobs_T - tokens.sampler_logprobs_T).clamp(-20.0, 20.0)
+    gap_T = bounded(tokens.logprobs_T - tokens.sampler_logprobs_T)
     importance_T = gap_T.exp()
     sums = {
         "tokens": torch.ones_like(gap_T).sum(),

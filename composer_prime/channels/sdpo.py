@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from composer_prime.channels.corrections import bounded_exp
+from composer_prime.channels.log_ratios import bounded_exp
 from composer_prime.channels.sequences import lengths_of, mean_by
 from composer_prime.channels.tokens import Sums
 from composer_prime.config.sdpo import SdpoConfig

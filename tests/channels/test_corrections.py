@@ -61,13 +61,15 @@ def test_opsm_is_trl_s_sequence_mask(objective):
     same(rows.loss(config), theirs, theirs_BT)
 
 
-def four_tokens(pi: list[float], mu: list[float], advantages: list[float], **settings):
+def four_tokens(pi: list[float], mu: list[float], advantages: list[float], reference: list[float] | None = None,
+                **settings):  # fmt: skip
     """(loss, gradient, sums) of dr_grpo over one sequence of tokens, length divisor 10."""
+    reference_T = None if reference is None else torch.tensor(reference, dtype=torch.float64).log()
     logprobs = torch.tensor(pi, dtype=torch.float64).log().requires_grad_()
     zeros = torch.zeros(len(pi), dtype=torch.float64)
     tokens = PolicyTokens(logprobs_T=logprobs, sampler_logprobs_T=torch.tensor(mu, dtype=torch.float64).log(),
                           advantages_T=torch.tensor(advantages, dtype=torch.float64), entropy_T=zeros,
-                          sequence_T=zeros.long(), sequences=1)  # fmt: skip
+                          sequence_T=zeros.long(), sequences=1, reference_logprobs_T=reference_T)  # fmt: skip
     totals = StepTotals(samples=1, tokens=len(pi), groups=1)
     loss, sums = policy_loss(tokens, totals, make_po_config("dr_grpo", **settings), 10)
     loss.backward()
@@ -90,6 +92,36 @@ def test_dppo_caps_the_ratio_of_a_rare_token_that_it_keeps():
     assert torch.allclose(gradient, torch.tensor([-1.0, -0.1], dtype=torch.float64), atol=1e-9)
     loss, gradient, _ = four_tokens([0.1, 0.5], [1e-5, 0.5], [1.0, 1.0], dppo_ratio_cap=None)
     assert math.isclose(loss, -(1e4 + 1.0) / 10, rel_tol=1e-9) and math.isclose(gradient[0], -1e3, rel_tol=1e-9)
+
+
+def test_dppo_looks_at_the_penalised_advantage():
+    # k1 turns A = 0.1 into 0.1 - log(.6 / .1) < 0: the token, .3 above mu, is now pushed down, which is to be trained;
+    # and A = -0.1 into -0.1 + log(.9 / .3) > 0 keeps the one that fell to .3 and is pushed up again.
+    penalty = {"weight": 1.0, "estimator": "k1"}
+    _, gradient, sums = four_tokens([0.6, 0.3], [0.3, 0.6], [0.1, -0.1], [0.1, 0.9], kl=penalty)
+    advantages = [0.1 - math.log(0.6 / 0.1), -0.1 + math.log(0.9 / 0.3)]
+    expected = torch.tensor([-2.0 * advantages[0] / 10, -0.5 * advantages[1] / 10], dtype=torch.float64)
+    assert sums["masked"] == 0 and torch.allclose(gradient, expected, atol=1e-12)
+
+
+def test_opsm_looks_at_the_penalised_advantage():
+    # The same of opsm's A < 0: k1 pushes both tokens of a far sequence up, so neither is dropped.
+    penalty = {"weight": 1.0, "estimator": "k1"}
+    *_, sums = four_tokens([0.1, 0.1], [0.9, 0.9], [-0.1, -0.1], [0.9, 0.9], kl=penalty, correction="opsm")
+    assert sums["masked"] == 0
+    *_, sums = four_tokens([0.1, 0.1], [0.9, 0.9], [-0.1, -0.1], correction="opsm")
+    assert sums["masked"] == 2
+
+
+def test_k3_ratio_is_capped_where_dppo_caps_the_ratio():
+    # Of a token with r = 10 000 the penalty counts cap * k3, and its gradient is bounded too.
+    penalty = {"weight": 1.0, "estimator": "k3_ratio"}
+    loss, gradient, _ = four_tokens([0.1], [1e-5], [0.0], [0.2], kl=penalty, dppo_ratio_cap=10.0)
+    k3 = 2.0 - 1.0 - math.log(2.0)
+    assert math.isclose(loss, 10.0 * k3 / 10, rel_tol=1e-9)
+    assert math.isclose(gradient[0], 10.0 * (k3 + 1.0 - 2.0) / 10, rel_tol=1e-9)
+    loss, *_ = four_tokens([0.1], [1e-5], [0.0], [0.2], kl=penalty, dppo_ratio_cap=None)
+    assert math.isclose(loss, 1e4 * k3 / 10, rel_tol=1e-9)
 
 
 def test_the_drift_term_is_prime_rl_s():
