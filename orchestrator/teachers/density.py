@@ -19,7 +19,7 @@ from statistics import fmean
 from composer_prime.estimates import bootstrap_interval
 from composer_prime.pairs import Pair
 from orchestrator.teachers.kill_switch import percentile
-from orchestrator.teachers.records import StateRecord
+from orchestrator.teachers.records import StateRecord, latest
 from orchestrator.teachers.statistics import difference_p, fleiss_kappa, sign_flip_p
 
 MIN_PAIRS_A_TRACE, MAX_USD_A_TRACE, MAX_S_A_STEP, MAX_P = 5.0, 5.0, 30.0, 0.01
@@ -87,8 +87,9 @@ def measure(
     """
     traces = list(dict.fromkeys(record.trace for record in records))
     count, usd = Counter(pair.trace for pair in pairs), defaultdict[str, float](float)
-    for record in records:
+    for record in records:  # a state that was tried twice was paid for twice, and decided once
         usd[record.trace] += record.cost_usd
+    records = list(latest(records).values())
     seconds = [record.seconds for record in records if record.seconds > 0]
     by_trace = [float(count[trace]) for trace in traces]
     costs = [usd[trace] for trace in traces]

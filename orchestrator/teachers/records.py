@@ -2,15 +2,15 @@
 
     pairs of a state ──> pairs.jsonl ──then──> the state's line ──> votes.jsonl
 
-A state counts as done once it has its line in votes.jsonl. Where a crash came between the two, the state is replayed
-from the cache, for nothing, and its pairs are known by their ids: none is written twice.
+A state counts as done once it has a line with a decision in votes.jsonl. Where a crash came between the two, the state
+is replayed from the cache, for nothing, and its pairs are known by their ids: none is written twice.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,8 @@ import msgspec
 from composer_prime.pairs import Pair
 
 T = TypeVar("T")
+UNDECIDED = {"refused", "failed", "budget"}
+"""Outcomes that the next replay tries to better: a teacher is back, a cap is raised, a family is named."""
 
 
 class VoteRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +72,7 @@ class Records:
         for path in (pairs, votes):
             path.parent.mkdir(parents=True, exist_ok=True)
             _drop_torn_line(path)
-        self.done = {(record.trace, record.state) for record in read_records(votes)}
+        self.done = {place for place, record in latest(read_records(votes)).items() if record.outcome not in UNDECIDED}
         written = list(read_pairs(pairs))
         self.pair_ids = {pair.pair_id for pair in written}
         self.contents = {content_of(pair) for pair in written}
@@ -82,11 +84,17 @@ class Records:
         self.pair_ids.update(pair.pair_id for pair in fresh)
         self.contents.update(content_of(pair) for pair in fresh)
         _append(self.votes_path, [record])
-        self.done.add((record.trace, record.state))
+        if record.outcome not in UNDECIDED:
+            self.done.add((record.trace, record.state))
 
 
 def read_records(path: Path) -> Iterator[StateRecord]:
     return _read(path, StateRecord)
+
+
+def latest(records: Iterable[StateRecord]) -> dict[tuple[str, str], StateRecord]:
+    """The last record of each state, by (trace, state)."""
+    return {(record.trace, record.state): record for record in records}
 
 
 def read_pairs(path: Path) -> Iterator[Pair]:

@@ -207,7 +207,9 @@ class Replay:
     async def _all(self, ballot: _Ballot, voters: list[Teacher]) -> None:
         """All planned votes at once; where one fails, the next teacher is asked."""
         first = voters[: ballot.planned]
-        await asyncio.gather(*(self._ask(ballot, teacher) for teacher in first))
+        asked = await asyncio.gather(*(self._ask(ballot, teacher) for teacher in first), return_exceptions=True)
+        for failure in filter(None, asked):
+            raise failure
         for teacher in voters[ballot.planned :]:
             if len(ballot.votes) >= ballot.planned:
                 return

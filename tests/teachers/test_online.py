@@ -58,6 +58,7 @@ def test_rollouts_are_replayed_as_they_appear(tmp_path: Path) -> None:
             await until(lambda: len(list(read_pairs(run_dir.root / "pairs.jsonl"))) == 2)
             run_dir.rollouts(2).write_bytes(rollout(1) + rollout(2))
             await until(lambda: len(list(read_pairs(run_dir.root / "pairs.jsonl"))) == 3)
+            await asyncio.sleep(0.5)  # the file is ahead of the count
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert len(endpoint.asked) == 6

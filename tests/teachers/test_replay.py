@@ -159,6 +159,16 @@ def test_a_crash_between_the_files(tmp_path: Path) -> None:
     assert len(list(read_records(votes))) == 2
 
 
+# What was not decided is tried again: here the first replay did not know the family, the second is told.
+def test_undecided_states_are_taken_up_again(tmp_path: Path) -> None:
+    unknown = [state(0, family="unknown"), state(1)]
+    first, _ = play(tmp_path, overrule, unknown)
+    second, _ = play(tmp_path, overrule, unknown, assume_family="claude")
+    assert first.outcomes == {"refused": 1, "overruled": 1}
+    assert second.outcomes == {"overruled": 1} and second.resumed == 1
+    assert len(list(read_pairs(tmp_path / "pairs.jsonl"))) == 2
+
+
 # The same context with the same two actions is one pair, in whichever traces it stands.
 def test_duplicates_and_lengths(tmp_path: Path) -> None:
     twins = [state(0, trace=trace, messages=[{"role": "user", "content": "Same."}]) for trace in ("t", "u")]

