@@ -10,9 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 
-from orchestrator.behaviour import PART, task_reward
 from orchestrator.conversation import turn_error_rate
-from orchestrator.groups import FinishedGroup, FinishedRollout, Outcome
+from orchestrator.groups import BEHAVIOUR_PART, FinishedGroup, FinishedRollout, Outcome
 
 
 def batch_metrics(step: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup]) -> dict[str, float]:
@@ -49,9 +48,8 @@ def _rewards(scored: Sequence[FinishedGroup]) -> dict[str, float]:
         for rollout in group.rollouts:
             for name, value in rollout.parts.items() if rollout.failure is None else ():
                 parts[name].append(value)
-    if any(name.startswith(PART) for name in parts):
-        scores = [task_reward(r.reward, r.parts) for group in scored for r in group.rollouts if r.reward is not None]
-        metrics["reward/task_mean"] = fmean(scores)
+    if any(name.startswith(BEHAVIOUR_PART) for name in parts):
+        metrics["reward/task_mean"] = fmean(reward for group in scored for reward in group.task_rewards)
     metrics |= {f"reward/{source}/mean": fmean(values) for source, values in by_source.items() if values}
     return metrics | {f"reward/part/{name}": fmean(values) for name, values in parts.items()}
 

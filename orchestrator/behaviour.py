@@ -14,19 +14,22 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from composer_prime.config.behaviour import AuxiliaryConfig, BehaviourConfig, EffortWeights
-from composer_prime.errors import ConfigError
+from composer_prime.errors import ConfigError, RolloutError
 from orchestrator.conversation import answers, failed_turns
+from orchestrator.groups import BEHAVIOUR_PART
 from orchestrator.workers.protocol import RolloutReply
 
-PART = "behaviour/"
 _LOG_WITHIN = 1e-9
+_LACKING = 8
+"""Rollouts in a row without a scalar that none of them ever had, before it counts as misspelt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,20 +68,24 @@ class Behaviour:
         """`count_tokens`: of a text, by the policy's tokenizer."""
         self._config, self._count = config, count_tokens
         self._lock = threading.Lock()
+        self._seen: set[str] = set()
+        """Scalars that some rollout had."""
+        self._lacking: Counter[str] = Counter()
+        """Rollouts that lacked a scalar, by its name."""
 
     def shaped(self, reply: RolloutReply) -> RolloutReply:
         """`reply` with its behaviour parts and their sum added to its reward; unchanged without a reward.
 
-        Raises ConfigError when a scalar is none that the rollout has.
+        Raises RolloutError when the rollout lacks a scalar, ConfigError when many did and none ever had it.
         """
         if reply.reward is None:
             return reply
         config, parts = self._config, {}
         if config.penalty and (config.applies_to == "all" or reply.reward > 0):
             x = self.effort(reply).weighted(config.effort)
-            parts[f"{PART}effort"] = -config.penalty * effort_cost(x, k=config.k, q=config.q)
+            parts[f"{BEHAVIOUR_PART}effort"] = -config.penalty * effort_cost(x, k=config.k, q=config.q)
         for auxiliary in config.auxiliary:
-            parts[PART + auxiliary.name] = auxiliary.weight * self._scalar(reply, auxiliary)
+            parts[BEHAVIOUR_PART + auxiliary.name] = auxiliary.weight * self._scalar(reply, auxiliary)
         total = reply.reward + sum(parts.values())
         return msgspec.structs.replace(reply, reward=total, parts=reply.parts | parts)
 
@@ -109,13 +116,20 @@ class Behaviour:
             return self._count(text)
 
     def _scalar(self, reply: RolloutReply, auxiliary: AuxiliaryConfig) -> float:
-        known = _scalars(reply)
-        if auxiliary.scalar not in known:
-            raise ConfigError(
-                f"orchestrator.behaviour.auxiliary {auxiliary.name!r} asks for the scalar {auxiliary.scalar!r}, but "
-                f"rollout {reply.rollout_id} has only {', '.join(sorted(known))}"
-            )
-        return known[auxiliary.scalar]
+        known, wanted = _scalars(reply), auxiliary.scalar
+        with self._lock:
+            self._seen.update(known)
+            self._lacking[wanted] += wanted not in known
+            misspelt = wanted not in self._seen and self._lacking[wanted] >= _LACKING
+        if wanted in known:
+            return known[wanted]
+        told = (
+            f"orchestrator.behaviour.auxiliary {auxiliary.name!r} asks for the scalar {wanted!r}, but rollout "
+            f"{reply.rollout_id} has only {', '.join(sorted(known))}"
+        )
+        if misspelt:
+            raise ConfigError(f"{told}; no rollout had it: name one of those")
+        raise RolloutError(told)
 
 
 def _scalars(reply: RolloutReply) -> dict[str, float]:
@@ -128,11 +142,6 @@ def _scalars(reply: RolloutReply) -> dict[str, float]:
         "truncated": float(reply.truncated),
     }
     return {**reply.metrics, **reply.parts, **own}
-
-
-def task_reward(reward: float, parts: Mapping[str, float]) -> float:
-    """What the environment gave, of a reward with behaviour parts."""
-    return reward - sum(value for name, value in parts.items() if name.startswith(PART))
 
 
 def build_behaviour(config: BehaviourConfig, chat_folder: Path) -> Behaviour | None:

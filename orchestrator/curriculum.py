@@ -107,7 +107,7 @@ class Frontier:
         return max(drawn, key=self._signal)
 
     def observe(self, group: FinishedGroup) -> None:
-        rewards = group.rewards
+        rewards = group.task_rewards
         if rewards:
             rate = sum(reward >= self._pass_threshold for reward in rewards) / len(rewards)
             self._rates.setdefault(group.plan.task_index, deque(maxlen=self._window)).append(rate)

@@ -205,7 +205,10 @@ class Dispatcher:
         if failure is not None:
             return played, [], failure
         if self._behaviour is not None:
-            played = replace(played, reply=self._behaviour.shaped(played.reply))
+            try:
+                played = replace(played, reply=self._behaviour.shaped(played.reply))
+            except RolloutError as error:
+                return played, [], RolloutFailure(kind="no_reward", message=str(error), retryable=True)
             if (failure := score_failure(played)) is not None:
                 return played, [], failure
         try:

@@ -1,4 +1,16 @@
-"""The end of a group: its rollouts' summaries, advantages, and whether it carries signal. Pure; runs in a thread."""
+"""The end of a group: its rollouts' summaries, advantages, and whether it carries signal. Pure; runs in a thread.
+
+The life of a group without advantage whose wrong turns were hinted:
+
+    dispatch   hints.attach(): distillations on its samples               (groups with advantage have them too)
+    here       all rewards equal, hints.filtered_groups -> DISTILLED; it keeps the samples with distillations, their
+               loss mask and advantages 0 (compile.untrained): no part of channel 1 or of its denominators
+    steering   journaled as Finished, counted as filtered, put into the buffer
+    buffer     goes along with a batch of READY groups, at most as many as those; fills none of its places, opens none
+               for dispatch; older than any batch accepts -> swept out, FILTERED
+    batches    packed with the batch: teacher documents beside its rows, channel 2's denominator counts its turns
+    log        status "distilled"; batch_metrics: groups/distilled, and in groups/filtered
+"""
 
 from __future__ import annotations
 

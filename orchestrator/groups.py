@@ -7,6 +7,7 @@ group that a crash cut short is dispatched again with the same task and the same
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from enum import StrEnum
 
 import msgspec
@@ -16,12 +17,24 @@ from orchestrator.workers.protocol import RolloutFailure, SessionRecord, TurnRec
 
 _ODD = 0x9E3779B1
 _SEED_MASK = (1 << 31) - 1
+BEHAVIOUR_PART = "behaviour/"
+"""Prefix of the reward parts that orchestrator/behaviour.py adds."""
+_REWARD_DIGITS = 9
 
 
 def derive_seed(*parts: object) -> int:
     """A 31-bit seed from the parts' text: the same on every machine and in every process."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & _SEED_MASK
+
+
+def task_reward(reward: float, parts: Mapping[str, float]) -> float:
+    """What the environment gave, of a reward with behaviour parts.
+
+    Rounded where there are any: a sum that is taken apart again is off by a last bit, and 1.0 decides who passed.
+    """
+    added = [value for name, value in parts.items() if name.startswith(BEHAVIOUR_PART)]
+    return round(reward - sum(added), _REWARD_DIGITS) if added else reward
 
 
 class Outcome(StrEnum):
@@ -94,6 +107,11 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float | None = None
     wall_s: float | None = None
 
+    @property
+    def task_reward(self) -> float | None:
+        """`reward` without behaviour parts: whether the task was done, whatever that cost."""
+        return None if self.reward is None else task_reward(self.reward, self.parts)
+
 
 class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group whose rollouts have all ended."""
@@ -108,6 +126,11 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
     def rewards(self) -> list[float]:
         """Of the rollouts that finished; between 0 and G of them."""
         return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
+
+    @property
+    def task_rewards(self) -> list[float]:
+        """As `rewards`, without behaviour parts."""
+        return [rollout.task_reward for rollout in self.rollouts if rollout.task_reward is not None]
 
     @property
     def version_min(self) -> int:

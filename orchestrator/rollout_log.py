@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from composer_prime.run_dir import write_atomic
-from orchestrator.behaviour import task_reward
 from orchestrator.groups import FinishedGroup, FinishedRollout, Outcome
 from orchestrator.workers.protocol import RolloutFailure, TurnRecord
 
@@ -40,7 +39,7 @@ def rollout_line(
         "seed": rollout.seed,
         "reward": rollout.reward,
         "advantage": rollout.advantage,
-        "task_reward": None if rollout.reward is None else task_reward(rollout.reward, rollout.parts),
+        "task_reward": rollout.task_reward,
         "parts": rollout.parts,
         "metrics": rollout.metrics,
         "policy_versions": versions,

@@ -8,7 +8,7 @@ from pathlib import Path
 from composer_prime.config import Config
 from composer_prime.config.hints import EndpointConfig, HintsConfig
 from orchestrator.hints.detect import RuleDetector
-from orchestrator.hints.distil import Limits
+from orchestrator.hints.distil import DocumentLimits
 from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.error_turn import ErrorDetector, HintGenerator
 from orchestrator.hints.generate import Introspection, ModelHint, RawError, SiblingDemonstration, WrongHints
@@ -47,7 +47,7 @@ def build_hints(
         layers=[_layer(name, templates, endpoints) for name in hints.layers],
         wrong=None if hints.control == "none" else WrongHints(hints.control, config.run.seed),
         placer=placer,
-        limits=Limits(max_context=config.model.max_context, row_tokens=config.trainer.micro_batch_tokens),
+        limits=DocumentLimits(max_context=config.model.max_context, row_tokens=config.trainer.micro_batch_tokens),
         threads=threads,
         endpoints=list(endpoints.values()),
         distil=distil,

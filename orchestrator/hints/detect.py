@@ -61,8 +61,9 @@ class RuleDetector:
         return None
 
     def _failed(self, rollout: FinishedRollout, index: int, last: int | None) -> ErrorTurn | None:
-        """The last turn of a rollout that got no reward."""
-        if "failed" not in self._detect or index != last or rollout.reward is None or rollout.reward > 0:
+        """The last turn of a rollout that got no reward from its environment."""
+        reward = rollout.task_reward
+        if "failed" not in self._detect or index != last or reward is None or reward > 0:
             return None
         return _error(rollout, index, FAILED, "The task was not solved.", None)
 

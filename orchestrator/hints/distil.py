@@ -14,7 +14,7 @@ from orchestrator.hints.placement import HintPlacer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class DocumentLimits:
     """What a teacher document must fit into, in tokens."""
 
     max_context: int
@@ -52,7 +52,7 @@ def distillation(
 
 def place(
     sample: Sample, span: TurnSpan, *, placer: HintPlacer, role: str, hint: str, error: ErrorTurn, weight: float,
-    limits: Limits,
+    limits: DocumentLimits,
 ) -> Distillation | str:  # fmt: skip
     """The distillation, or why there is none: no_place, too_long (for the context) or row_full.
 

@@ -72,9 +72,9 @@ class SiblingDemonstration:
     name = "sibling"
 
     async def hint(self, request: HintRequest) -> str | None:
-        own = request.rollout.reward
-        better = [s for s in request.siblings if s.reward is not None and s.reward > max(own or 0.0, 0.0)]
-        best = max(better, key=lambda sibling: (sibling.reward, -sibling.sibling), default=None)
+        own = max(request.rollout.task_reward or 0.0, 0.0)
+        better = [sibling for sibling in request.siblings if (sibling.task_reward or 0.0) > own]
+        best = max(better, key=lambda sibling: (sibling.task_reward, -sibling.sibling), default=None)
         return None if best is None else f"Reminder: This worked before: {_steps(best)}"
 
 

@@ -15,10 +15,10 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jinja2
 import numpy as np
 
 from composer_prime.errors import ConfigError
+from orchestrator.render_errors import RENDER_ERRORS
 
 Placement = Literal["message_end", "user", "system"]
 
@@ -35,7 +35,6 @@ _CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "system": [{"role": "user", "content": "question"}, {"role": "system", "content": _MARK}],
 }
 """A conversation that ends with a message of each role."""
-_RENDER_ERRORS = (jinja2.TemplateError, LookupError, NotImplementedError, TypeError, ValueError, AssertionError)
 _SLACK = 8
 
 
@@ -117,7 +116,7 @@ class HintPlacer:
         probe = _CONVERSATIONS["user"]
         try:
             without, opened = self._render(probe, opening=False), self._render(probe, opening=True)
-        except _RENDER_ERRORS as error:
+        except RENDER_ERRORS as error:
             raise ConfigError(_no_place(self._placement, f"it cannot render a user message: {error}")) from None
         if opened[: len(without)] != without or len(opened) == len(without):
             raise ConfigError(_no_place(self._placement, "the assistant's turn has no opening of its own"))
@@ -126,7 +125,7 @@ class HintPlacer:
     def _closing(self, role: str) -> _Closing | None:
         try:
             text = self._decode(self._render(_CONVERSATIONS[role], opening=True))
-        except _RENDER_ERRORS:
+        except RENDER_ERRORS:
             return None
         _, mark, closing = text.rpartition(_MARK)
         if not mark or not closing.endswith(self._opening):
@@ -139,7 +138,7 @@ class HintPlacer:
         try:
             shorter = self._render(before, opening=False)
             longer = self._render([*before, {"role": self._placement, "content": hint}], opening=False)
-        except _RENDER_ERRORS as error:
+        except RENDER_ERRORS as error:
             raise ConfigError(_no_place(self._placement, f"{type(error).__name__}: {error}")) from None
         if longer[: len(shorter)] != shorter or len(longer) == len(shorter):
             raise ConfigError(_no_place(self._placement, "a further message changes the tokens before it"))

@@ -23,7 +23,7 @@ from composer_prime.config.hints import HintsConfig
 from composer_prime.errors import BudgetError, ComposerError, EmptyMaskError
 from composer_prime.wire.types import Distillation, Sample
 from orchestrator.groups import FinishedRollout
-from orchestrator.hints.distil import Limits, place, span_of
+from orchestrator.hints.distil import DocumentLimits, place, span_of
 from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.error_turn import ErrorDetector, ErrorTurn, HintGenerator, HintRequest
 from orchestrator.hints.generate import WrongHints
@@ -73,7 +73,7 @@ class HintStage:
         layers: Sequence[HintGenerator],
         wrong: WrongHints | None,
         placer: HintPlacer,
-        limits: Limits,
+        limits: DocumentLimits,
         threads: ThreadPoolExecutor,
         endpoints: Sequence[ChatEndpoint] = (),
         distil: bool = True,

@@ -19,7 +19,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.pairs import PairFile, resolve_pairs
 from composer_prime.wire.types import Preference
 from orchestrator.preferences.order import Cursor, PairOrder
-from orchestrator.preferences.tokenise import Limits, PairTokeniser
+from orchestrator.preferences.tokenise import PairLimits, PairTokeniser
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def build_mixer(config: Config, chat_folder: Path, run_root: Path) -> PairMixer 
             "or leave it out to read the run directory's own"
         )
     _, renderer = build_renderer(str(chat_folder), config.model.renderer)
-    limits = Limits(
+    limits = PairLimits(
         max_context=config.model.max_context,
         row_tokens=config.trainer.micro_batch_tokens,
         max_epsilon=preferences.max_epsilon,

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
-
 from composer_prime.pairs import Pair
 from composer_prime.wire.types import Preference, pack_ints
-
-_RENDER_ERRORS = (jinja2.TemplateError, LookupError, NotImplementedError, TypeError, ValueError, AssertionError)
+from orchestrator.render_errors import RENDER_ERRORS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class PairLimits:
     """What a pair must fit into, in tokens."""
 
     max_context: int
@@ -27,7 +24,7 @@ class Limits:
 class PairTokeniser:
     """Not thread-safe, as renderers are not."""
 
-    def __init__(self, renderer: Any, limits: Limits) -> None:
+    def __init__(self, renderer: Any, limits: PairLimits) -> None:
         """`renderer`: the one that rollouts are rendered with."""
         self._renderer, self._limits = renderer, limits
         self._stops = set(renderer.get_stop_token_ids())
@@ -46,7 +43,7 @@ class PairTokeniser:
         try:
             context = self._render(pair.state.messages, pair, opening=True)
             sides = [self._render([*pair.state.messages, answer], pair) for answer in (pair.chosen, pair.rejected)]
-        except _RENDER_ERRORS:
+        except RENDER_ERRORS:
             return "unrenderable"
         if not context or any(side[: len(context)] != context for side in sides):
             return "context_differs"

@@ -75,3 +75,12 @@ def test_a_pairs_file_that_is_not_there_is_a_problem(tmp_path):
     config = resolved("", "a3", "--orchestrator.preferences.pairs", str(tmp_path / "none.jsonl"))
     plan = build(config, Machine(cores=2, memory_bytes=8 * GIB, gpus=()))
     assert any("none.jsonl, but there is no such file" in problem for problem in plan.problems)
+
+
+@pytest.mark.parametrize("ladder", LADDERS)
+@pytest.mark.parametrize("rung", ["a1", "a2", "a3", "a4"])
+def test_another_objective_brings_its_own_correction(ladder, rung):
+    # No rung sets what follows from dr_grpo: gspo with dppo's mask would have no clip.
+    assert resolved(ladder, rung).channels.policy.correction == "dppo"
+    chosen = resolved(ladder, rung, "--channels.policy.objective", "gspo").channels.policy
+    assert (chosen.objective, chosen.correction) == ("gspo", "none")

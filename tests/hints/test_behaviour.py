@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from composer_prime.config.behaviour import BehaviourConfig
-from composer_prime.errors import ConfigError
+from composer_prime.errors import ConfigError, RolloutError
 from orchestrator.batch_metrics import batch_metrics
-from orchestrator.behaviour import Behaviour, Effort, effort_cost, task_reward
-from orchestrator.groups import FinishedGroup, FinishedRollout, GroupPlan, Outcome
+from orchestrator.behaviour import Behaviour, Effort, effort_cost
+from orchestrator.groups import FinishedGroup, FinishedRollout, GroupPlan, Outcome, task_reward
 from orchestrator.workers.protocol import RolloutReply, ToolCall, TurnRecord
 
 scales = st.floats(1e-6, 10.0)
@@ -102,8 +103,30 @@ def test_failed_rollouts_may_be_spared():
 
 def test_a_scalar_that_no_rollout_has_is_named_with_those_there_are():
     wrong = behaviour(auxiliary=[{"name": "a", "scalar": "lins", "weight": 1.0}])
+    for _ in range(7):
+        with pytest.raises(RolloutError, match="'lins'"):
+            wrong.shaped(REPLY)
     with pytest.raises(ConfigError, match=r"'lins', but rollout r has only .*lines.*turn_error_rate"):
         wrong.shaped(REPLY)
+
+
+def test_a_rollout_without_a_metric_that_others_have_fails_alone():
+    # A verifier may give no number now and then; however often, that is no misspelt name.
+    shaping = behaviour(auxiliary=[{"name": "a", "scalar": "lines", "weight": 0.5}])
+    without = msgspec.structs.replace(REPLY, metrics={})
+    with pytest.raises(RolloutError, match="'lines'"):
+        shaping.shaped(without)
+    assert shaping.shaped(REPLY).reward == 7.0
+    for _ in range(20):
+        with pytest.raises(RolloutError, match="'lines'"):
+            shaping.shaped(without)
+
+
+@given(st.floats(0.0, 3.0), st.floats(1e-4, 1.0))
+def test_the_tasks_own_reward_comes_back_exactly(penalty, k):
+    # 1.0 is the threshold of passing: a last bit of rounding must not fail anybody.
+    shaped = behaviour(penalty=penalty, k=k).shaped(REPLY)
+    assert task_reward(shaped.reward, shaped.parts) == 1.0
 
 
 def test_off_by_default_and_names_are_unique():

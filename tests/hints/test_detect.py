@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 from rollouts_made import TOOLS, Step, call, play
 
@@ -111,11 +112,17 @@ def test_a_tool_that_takes_a_broken_call_does_not_hide_it():
 
 
 def test_the_last_turn_of_a_failed_rollout_is_wrong_where_that_is_asked_for():
-    # Not of one that got a reward, and not beside an error that the turn has anyway.
+    # Not of one that got a reward, whatever its effort cost, and not beside an error that the turn has anyway.
     assert errors([GOOD, Step("9")]) == []
     [found] = errors([GOOD, Step("9")], ["failed"])
     assert (found.turn, found.kind) == (1, "failed")
     assert errors([GOOD, Step("9")], ["failed"], reward=1.0) == []
+    spent = msgspec.structs.replace(
+        play("tiny", "q", [GOOD, Step("9")], reward=-0.5).rollout, parts={"correct": 1.0, "behaviour/effort": -1.5}
+    )
+    assert RuleDetector(TEMPLATES, ["failed"], THREADS).error_turns(spent) == []
+    done = msgspec.structs.replace(spent, reward=0.3, parts={"correct": 0.0, "behaviour/short": 0.3})
+    assert len(RuleDetector(TEMPLATES, ["failed"], THREADS).error_turns(done)) == 1
     [found] = errors([Step("x", "Tool not found: x", error=True)], ["failed", "tool_error"])
     assert found.kind == "tool_not_found"
 

@@ -13,13 +13,13 @@ from rollouts_made import TOOLS, Step, call, play
 
 from composer_prime.errors import ConfigError, EmptyMaskError
 from composer_prime.wire.types import TurnSpan, ints
-from orchestrator.hints.distil import Limits, distillation, place, span_of
+from orchestrator.hints.distil import DocumentLimits, distillation, place, span_of
 from orchestrator.hints.error_turn import ErrorTurn
 from orchestrator.hints.placement import HintPlacer
 
 PLACEMENTS = ("message_end", "user", "system")
 HINT = "Reminder: Available tools are: add, minus"
-ROOMY = Limits(max_context=10_000, row_tokens=20_000)
+ROOMY = DocumentLimits(max_context=10_000, row_tokens=20_000)
 
 
 def placer(name: str, placement: str) -> HintPlacer:
@@ -171,11 +171,11 @@ def test_what_does_not_fit_is_said_not_cut():
     played = play("tiny", "Add 1 and 2.", [Step("3")])
     sample, span = span_of(played.samples, 0)
 
-    def placed(limits: Limits):
+    def placed(limits: DocumentLimits):
         return place(sample, span, placer=placer("tiny", "user"), role="user", hint=HINT, error=error(), weight=1.0,
                      limits=limits)  # fmt: skip
 
     length = len(ints(placed(ROOMY).teacher_ids))
-    assert placed(Limits(max_context=length - 1, row_tokens=20_000)) == "too_long"
-    assert placed(Limits(max_context=length, row_tokens=length + sample.num_tokens - 1)) == "row_full"
-    assert not isinstance(placed(Limits(max_context=length, row_tokens=length + sample.num_tokens)), str)
+    assert placed(DocumentLimits(max_context=length - 1, row_tokens=20_000)) == "too_long"
+    assert placed(DocumentLimits(max_context=length, row_tokens=length + sample.num_tokens - 1)) == "row_full"
+    assert not isinstance(placed(DocumentLimits(max_context=length, row_tokens=length + sample.num_tokens)), str)

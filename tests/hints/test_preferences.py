@@ -19,9 +19,9 @@ from composer_prime.pairs import Pair, PairFile, State, resolve_pairs
 from composer_prime.wire.types import Preference, ints
 from orchestrator.preferences.mixer import PairMixer
 from orchestrator.preferences.order import Cursor, PairOrder
-from orchestrator.preferences.tokenise import Limits, PairTokeniser
+from orchestrator.preferences.tokenise import PairLimits, PairTokeniser
 
-ROOMY = Limits(max_context=384, row_tokens=4096, max_epsilon=0.5)
+ROOMY = PairLimits(max_context=384, row_tokens=4096, max_epsilon=0.5)
 
 
 def says(text: str, **more: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def write(path: Path, pairs: list[Pair], *, more: bytes = b"") -> Path:
     return path
 
 
-def mixer(path: Path, *, per_step: int = 4, seed: int = 0, limits: Limits = ROOMY) -> PairMixer:
+def mixer(path: Path, *, per_step: int = 4, seed: int = 0, limits: PairLimits = ROOMY) -> PairMixer:
     return PairMixer(PairFile(path), PairTokeniser(chat("tiny")[0], limits), per_step=per_step, seed=seed)
 
 
@@ -60,7 +60,7 @@ def ids(drawn: list[Preference]) -> list[str]:
 def test_both_sides_are_what_a_rollout_would_hold(model):
     # The common context is a rollout's prompt, token by token; each answer ends with the token that ends a turn.
     renderer, tokenizer = chat(model)
-    made = PairTokeniser(renderer, Limits(max_context=2000, row_tokens=4096, max_epsilon=0.5)).preference(pair())
+    made = PairTokeniser(renderer, PairLimits(max_context=2000, row_tokens=4096, max_epsilon=0.5)).preference(pair())
     assert isinstance(made, Preference)
     prompt = list(renderer.render_ids(pair().state.messages, tools=TOOLS, add_generation_prompt=True))
     chosen, rejected = ints(made.chosen_ids).tolist(), ints(made.rejected_ids).tolist()
@@ -76,12 +76,12 @@ def test_both_sides_are_what_a_rollout_would_hold(model):
     ("reason", "changes", "limits"),
     [
         ("truncated", {"truncated": True}, ROOMY),
-        ("doubtful", {"epsilon": 0.375}, Limits(max_context=384, row_tokens=4096, max_epsilon=0.2)),
+        ("doubtful", {"epsilon": 0.375}, PairLimits(max_context=384, row_tokens=4096, max_epsilon=0.2)),
         ("same", {"rejected": calls("add")}, ROOMY),
         ("unrenderable", {"chosen": {"content": "no role"}}, ROOMY),
         ("context_differs", {"chosen": {"role": "user", "content": "hi"}}, ROOMY),
-        ("too_long", {}, Limits(max_context=20, row_tokens=4096, max_epsilon=0.5)),
-        ("row_full", {}, Limits(max_context=384, row_tokens=80, max_epsilon=0.5)),
+        ("too_long", {}, PairLimits(max_context=20, row_tokens=4096, max_epsilon=0.5)),
+        ("row_full", {}, PairLimits(max_context=384, row_tokens=80, max_epsilon=0.5)),
     ],
 )
 def test_a_pair_that_cannot_be_trained_is_refused_with_its_reason(reason, changes, limits):

@@ -22,7 +22,7 @@ from composer_prime.wire.types import Sample, flags, floats, ints
 from orchestrator.finish import finish_group
 from orchestrator.groups import FinishedGroup, Outcome
 from orchestrator.hints.detect import RuleDetector
-from orchestrator.hints.distil import Limits
+from orchestrator.hints.distil import DocumentLimits
 from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.generate import Introspection, ModelHint, RawError, SiblingDemonstration, WrongHints
 from orchestrator.hints.judge import JudgeDetector
@@ -41,7 +41,7 @@ TOOL_HINT = "Reminder: Available tools are: add, minus"
 ARGUMENT_HINT = "Reminder: The arguments of add are: a (integer), b (integer)"
 
 
-def stage(config: HintsConfig | None = None, *, limits: Limits | None = None, **parts: Any) -> HintStage:
+def stage(config: HintsConfig | None = None, *, limits: DocumentLimits | None = None, **parts: Any) -> HintStage:
     threads = ThreadPoolExecutor(1)
     config = config or HintsConfig()
     rules = RuleDetector(TEMPLATES, config.detect, threads)
@@ -50,7 +50,7 @@ def stage(config: HintsConfig | None = None, *, limits: Limits | None = None, **
         "layers": [TEMPLATES],
         "wrong": None,
         "placer": HintPlacer(*chat("tiny"), config.placement),
-        "limits": limits or Limits(max_context=384, row_tokens=4096),
+        "limits": limits or DocumentLimits(max_context=384, row_tokens=4096),
         "threads": threads,
     }
     return HintStage(config, **(values | parts))
@@ -116,8 +116,8 @@ def test_switched_off_it_only_looks():
     [
         ("cut", [Step("x" * 3, "Tool not found: x", error=True, finish="length"), LAST], {}, None),
         ("no_hint", [Step("x", "the disk is on fire", error=True), LAST], {}, None),
-        ("too_long", [WRONG, LAST], {}, Limits(max_context=10, row_tokens=4096)),
-        ("row_full", [WRONG, LAST], {}, Limits(max_context=384, row_tokens=60)),
+        ("too_long", [WRONG, LAST], {}, DocumentLimits(max_context=10, row_tokens=4096)),
+        ("row_full", [WRONG, LAST], {}, DocumentLimits(max_context=384, row_tokens=60)),
         ("max_turns", [WRONG, WRONG, LAST], {"max_turns": 1}, None),
     ],
 )
@@ -186,6 +186,18 @@ def test_a_successful_sibling_shows_how():
     done = attached(stage(layers=[SiblingDemonstration()]), bad, good)
     assert done[0].rollout.turns[1].hint == 'Reminder: This worked before: add {"a": 1, "b": 2}; then 3'
     assert done[1].rollout.hints["skipped/no_hint"] == 1
+
+
+def test_the_best_sibling_is_the_one_that_solved_the_task():
+    # With an effort penalty the solver may end below a rollout that gave up at once; that one shows nothing.
+    solved = play("tiny", "Add.", [GOOD, LAST], rollout_id="g000003-1", reward=-0.2)
+    solver = msgspec.structs.replace(solved.rollout, parts={"correct": 1.0, "behaviour/effort": -1.2})
+    lazy = play("tiny", "Add.", [Step("9")], rollout_id="g000003-2", reward=0.1)
+    idler = msgspec.structs.replace(lazy.rollout, parts={"correct": 0.0, "behaviour/short": 0.1})
+    bad = play("tiny", "Add.", [WRONG, Step("9")])
+    others = [PlayedRollout(solver, solved.samples, []), PlayedRollout(idler, lazy.samples, [])]
+    done = attached(stage(layers=[SiblingDemonstration()]), bad, *others)
+    assert done[0].rollout.turns[1].hint == 'Reminder: This worked before: add {"a": 1, "b": 2}; then 3'
 
 
 def test_a_long_hint_is_cut_at_a_word():

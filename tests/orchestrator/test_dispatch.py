@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 from orch_peers import PeerTrainer, ScriptedPool, draw, make_config, sample_ids
 
 from composer_prime.errors import EnvironmentWorkerError, RolloutError
 from composer_prime.wire.step import RunFinished
-from orchestrator.workers.protocol import RolloutFailure, RunRollout
+from orchestrator.workers.protocol import RolloutFailure, RolloutReply, RunRollout
 
 BROKEN = RolloutFailure(kind="sandbox", message="the sandbox is gone", retryable=True)
 HOPELESS = RolloutFailure(kind="context_overflow", message="the prompt is too long", retryable=False)
@@ -56,6 +57,26 @@ async def test_a_sibling_that_keeps_failing_is_left_out_and_never_scored_zero(op
         assert [line["error"]["kind"] for line in failed] == ["sandbox", "sandbox"]
         assert replies[0].metrics["reward/mean"] == 1 / 3
         assert run.pipeline.steering.dispatcher.retries >= 2
+
+
+async def test_a_rollout_that_lacks_a_wanted_metric_fails_alone(open_run, run_dir, tmp_path):
+    """Behaviour rewards ask for a number that a verifier did not always give: that rollout fails, the run goes on."""
+
+    class Measured(ScriptedPool):
+        async def run(self, request: RunRollout) -> RolloutReply:
+            reply = await super().run(request)
+            metrics = {} if sibling(request) == 3 else {"lines": 2.0}
+            return msgspec.structs.replace(reply, metrics=metrics)
+
+    scalar = {"name": "short", "scalar": "lines", "weight": -0.1}
+    config = make_config(tmp_path, max_retries=0, behaviour={"auxiliary": [scalar]})
+    async with open_run(config, Measured(mixed)) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        for step in (1, 2, 3):
+            await trainer.train(step)
+        failed = [line for line in await run.rollouts(1) if line["status"] == "failed"]
+        assert [line["error"]["kind"] for line in failed] == ["no_reward", "no_reward"]
+        assert "asks for the scalar 'lines'" in failed[0]["error"]["message"]
 
 
 async def test_a_group_with_too_few_rollouts_is_dropped_and_counted(open_run, run_dir, tmp_path):

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from orch_groups import plan, ready
+from orch_groups import plan, ready, rollout
 
 from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError
@@ -96,6 +96,14 @@ def test_the_frontier_prefers_tasks_that_sometimes_pass():
     again = Frontier(num_tasks=30, seed=1, explore=0.1)
     again.load_state(msgspec.json.decode(msgspec.json.encode(curriculum.state())))
     assert [again.next_task() for _ in range(50)] == [curriculum.next_task() for _ in range(50)]
+
+
+def test_an_effort_penalty_fails_no_task_in_the_frontiers_eyes():
+    """A solved task stays solved however long its rollouts were: it counts by the environment's own reward."""
+    curriculum = Frontier(num_tasks=2, seed=1)
+    spent = rollout("a", 0.7, parts={"correct": 1.0, "behaviour/effort": -0.3})
+    curriculum.observe(msgspec.structs.replace(ready(0), rollouts=[spent, spent]))
+    assert curriculum.state()["rates"] == {"0": [1.0]}
 
 
 @pytest.mark.parametrize(
