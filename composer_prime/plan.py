@@ -13,7 +13,7 @@ from composer_prime.machine import Machine, free_bytes, look
 from composer_prime.placement import uses_cuda
 from composer_prime.preflight import Findings, check
 from composer_prime.prices import price_of
-from composer_prime.run_dir import RunDir
+from composer_prime.run_dir import PAID_ENTRIES, RunDir
 
 Rows = list[tuple[str, str]]
 
@@ -80,7 +80,7 @@ def _further_channels(config: Config) -> Rows:
 
 def directory_state(run_dir: RunDir) -> str:
     """What is in the run directory, in a few words."""
-    if not run_dir.root.exists() or not any(run_dir.root.iterdir()):
+    if not run_dir.root.exists() or {path.name for path in run_dir.root.iterdir()} <= PAID_ENTRIES:
         return "new"
     if not (run_dir.root / "run_id").exists():
         return "exists, and is no run directory"

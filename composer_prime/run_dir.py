@@ -20,6 +20,13 @@ from pathlib import Path
 
 from composer_prime.errors import CheckpointError
 
+PAID_ENTRIES = frozenset(
+    ("pairs.jsonl", "pairs.votes.jsonl", "pairs.costs.jsonl", "pairs.gate.json", "pairs.svg", "costs.jsonl", "hints",
+     "reference")
+)  # fmt: skip
+"""What a run directory holds that is valid whatever is trained: preference pairs with votes, verdict and chart, the
+money spent, hints by what was asked, reference log-probabilities by the base model's hash."""
+
 _STEP = re.compile(r"step_(\d{6,})$")
 
 

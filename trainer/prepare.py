@@ -1,7 +1,8 @@
 """The run directory before any role starts: new, refused, emptied, or ready to go on.
 
     new run      the folder must be missing or empty, or run.overwrite empties it (only if it is a run directory)
-    --resume     the newest complete checkpoint decides; a run that crashed before its first one starts over
+    --resume     the newest complete checkpoint decides; a run that crashed before its first one starts over, and keeps
+                 what was paid for: answers of endpoints, teachers' pairs and votes, what all of it cost
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from composer_prime.config import Config, load
 from composer_prime.errors import ConfigError
 from composer_prime.keys import RunKeys
 from composer_prime.monitor.rollouts import rollout_files
-from composer_prime.run_dir import RunDir, write_atomic
+from composer_prime.run_dir import PAID_ENTRIES, RunDir, write_atomic
 from trainer.continuation import check_continuation
 
-_KEPT_ON_RESTART = {"keys", "run_id", "logs", ".launcher.lock"}
+_BROUGHT = {"keys", "run_id"}
+"""What a run directory may hold before its first start besides pairs: keys copied from a remote orchestrator's run."""
+_KEPT_ON_RESTART = {"keys", "run_id", "logs", ".launcher.lock"} | PAID_ENTRIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,7 @@ def prepare(config: Config) -> Prepared:
         start_step, notes = _resume(run_dir, config)
         if start_step == 0:
             config = config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
-    elif config.run.overwrite:
+    elif config.run.overwrite and is_run_directory(run_dir.root):
         _empty(run_dir, keep={".launcher.lock"})
     try:
         _keys(run_dir, config)
@@ -67,8 +70,8 @@ def _check_folder(run_dir: RunDir, config: Config) -> None:
     if root.exists() and not root.is_dir():
         raise ConfigError(f"{root} is a file: set run.name or run.output_dir to another place")
     entries = {path.name for path in root.iterdir()} - {".launcher.lock"} if root.exists() else set()
-    if entries <= {"keys", "run_id"} and run_dir.keys.is_dir():
-        entries = set()  # keys copied from a remote orchestrator's run
+    if entries <= PAID_ENTRIES | (_BROUGHT if run_dir.keys.is_dir() else set()):
+        entries = set()
     if entries and not is_run_directory(root):
         raise ConfigError(
             f"{root} is not empty and is no run directory, so nothing is written or deleted there: "
@@ -127,7 +130,7 @@ def _resume(run_dir: RunDir, config: Config) -> tuple[int, list[str]]:
         _drop_later_evaluations(run_dir, steps[-1])
         return steps[-1], [f"resuming after step {steps[-1]}", *notes]
     _empty(run_dir, keep=_KEPT_ON_RESTART)
-    return 0, ["no complete checkpoint yet: starting over from step 0 (keys and logs are kept)", *notes]
+    return 0, ["no complete checkpoint yet: starting over from step 0 (keys, logs and what was paid for are kept)", *notes]
 
 
 def _drop_later_evaluations(run_dir: RunDir, step: int) -> None:

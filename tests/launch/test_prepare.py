@@ -10,6 +10,7 @@ import pytest
 from composer_prime.config import Config
 from composer_prime.config.load import read
 from composer_prime.errors import ConfigError
+from composer_prime.plan import directory_state
 from composer_prime.run_dir import RunDir
 from trainer.prepare import prepare
 
@@ -100,6 +101,37 @@ def test_resume_before_the_first_checkpoint_starts_over(tmp_path):
     assert again.start_step == 0 and not read(again.run_dir.config).run.resume
     assert not first.run_dir.journal.exists() and not first.run_dir.ledger.exists()
     assert (first.run_dir.keys / "server.curve").exists()
+
+
+PAID = ("pairs.jsonl", "pairs.votes.jsonl", "costs.jsonl", "hints/llm.jsonl", "reference/logprobs.jsonl")
+
+
+def put(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{name} was paid for")
+
+
+def test_resume_before_the_first_checkpoint_keeps_what_was_paid_for(tmp_path):
+    # Pairs, votes, hints and the sums that budgets count from survive, byte by byte; training's own files do not.
+    run_dir = start(config(tmp_path)).run_dir
+    put(run_dir.root, *PAID, "metrics.jsonl")
+    start(config(tmp_path, resume=True))
+    assert all((run_dir.root / name).read_text() == f"{name} was paid for" for name in PAID)
+    assert not run_dir.metrics.exists()
+
+
+def test_a_run_starts_beside_pairs_that_were_replayed_before(tmp_path):
+    # A folder that holds nothing but a replay's output is a fresh run directory: no --resume, nothing deleted, not even
+    # with run.overwrite, which deletes runs. With a foreign file beside it, it is refused as any other folder.
+    put(tmp_path / "one", *PAID)
+    (tmp_path / "one" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="no run directory"):
+        prepare(config(tmp_path))
+    (tmp_path / "one" / "thesis.tex").unlink()
+    assert directory_state(RunDir(tmp_path / "one")) == "new"
+    start(config(tmp_path, overwrite=True))
+    assert all((tmp_path / "one" / name).read_text() == f"{name} was paid for" for name in PAID)
 
 
 def test_resume_under_other_sources_is_refused_naming_both(tmp_path):
