@@ -277,8 +277,7 @@ def with_advantage(sample: Sample, advantage: float) -> Sample:
 
 
 def untrained(sample: Sample) -> Sample:
-    """`sample` with mask, advantage and logprob 0 on every token: for channel 2 alone, without importance weights."""
+    """`sample` with mask and advantage 0 on every token: for channel 2 alone. Log-probabilities stay, as the importance
+    weights of its distilled turns need them."""
     zeros = np.zeros(sample.num_tokens)
-    return msgspec.structs.replace(
-        sample, loss_mask=pack_flags(zeros), advantages=pack_floats(zeros), logprobs=pack_floats(zeros)
-    )
+    return msgspec.structs.replace(sample, loss_mask=pack_flags(zeros), advantages=pack_floats(zeros))

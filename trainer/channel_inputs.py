@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from composer_prime.channels.policy import PolicyTokens
@@ -37,15 +36,14 @@ def _picked(values_R: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _distil_tokens(distilled: DistilledRow, statistics: TokenStatistics) -> DistilTokens:
-    """The head's last D rows. A token that the policy did not sample has no importance weight: it counts as pi / mu = 1
-    """
+    """The head's last D rows; all of them were sampled, whether or not channel 1 trains them."""
     count = len(distilled.turn_D)
     logprobs_D = statistics.logprobs_R[len(statistics.logprobs_R) - count :]
     nothing = statistics.logprobs_R[:0]
     return DistilTokens(
         divergence_D=nothing if statistics.divergence_D is None else statistics.divergence_D,
         logprobs_D=logprobs_D,
-        sampler_logprobs_D=torch.where(distilled.sampled_D, distilled.sampler_logprobs_D, logprobs_D.detach()),
+        sampler_logprobs_D=distilled.sampler_logprobs_D,
         weight_D=distilled.weight_D,
         turn_D=distilled.turn_D,
         turns=distilled.turns,

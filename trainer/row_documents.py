@@ -126,10 +126,13 @@ def _check_arrays(batch: MicroBatch, ids: np.ndarray, where: str, vocabulary: in
 
 def _check_values(found: Documents) -> None:
     batch, mask = found.batch, flags(found.batch.loss_mask).astype(bool)
+    used = mask.copy()
+    for turn in batch.turns:
+        used[turn.student : turn.student + turn.count] = True
     if mask[found.starts[:-1]].any():
         raise RunMismatchError(f"{found.where}: a sample's first token is marked as trained, but nothing predicts it")
     for name, values in (("logprobs", floats(batch.logprobs)), ("advantages", floats(batch.advantages))):
-        bad = np.flatnonzero(~np.isfinite(values) & mask)
+        bad = np.flatnonzero(~np.isfinite(values) & used)
         if bad.size:
             sample = found.name(found.of(bad[0]))
             raise NonFiniteError(

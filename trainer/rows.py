@@ -39,8 +39,6 @@ class DistilledRow:
 
     sampler_logprobs_D: Tensor
     """float32 [D]."""
-    sampled_D: Tensor
-    """bool [D]: whether the sampler's log-probability is known."""
     weight_D: Tensor
     turn_D: Tensor
     """int64 [D]: which of the row's turns."""
@@ -204,7 +202,6 @@ class _Placer:
         in_row = self._options.teacher_in_row
         return DistilledRow(
             sampler_logprobs_D=self.put(floats(self._batch.logprobs)[distilled], torch.float32),
-            sampled_D=self.put(flags(self._batch.loss_mask)[distilled] == 1, torch.bool),
             weight_D=self.put(np.array([turn.weight for turn in self.turns])[turn], torch.float32),
             turn_D=self.put(turn, torch.int64),
             turns=len(counts),

@@ -66,7 +66,7 @@ class Distillation(msgspec.Struct, frozen=True, kw_only=True):
 
     start: int
     end: int
-    """The turn is tokens [start, end) of the sample (thinking included)."""
+    """The turn is tokens [start, end) of the sample (thinking included), all sampled by the policy."""
     teacher_ids: bytes
     """int32 [U]: hinted context, then the turn's own ids; nothing after them."""
     teacher_start: int
@@ -110,7 +110,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     loss_mask: bytes
     """uint8 [T]: 1 where the policy sampled the token and it is to be trained."""
     logprobs: bytes
-    """float32 [T]: log-probability of token t under the sampling distribution; 0 where mask is 0."""
+    """float32 [T]: log-probability of token t under the sampling distribution; 0 where the policy did not sample it. A
+    token that it sampled keeps it with mask 0: channel 2 weighs by it."""
     advantages: bytes
     """float32 [T]: advantage of token t; 0 where mask is 0."""
     reward: float

@@ -332,7 +332,8 @@ def test_a_group_without_advantage_still_serves_channel_2():
     assert group.outcome is Outcome.DISTILLED
     [sample] = group.samples
     assert sample.distillations and not flags(sample.loss_mask).any() and not floats(sample.advantages).any()
-    assert not floats(sample.logprobs).any()
+    [turn] = sample.distillations
+    assert floats(sample.logprobs)[turn.start : turn.end].all(), "is_clip weighs these tokens too"
     counted = totals(group.samples)
     assert (counted.samples, counted.tokens, counted.distilled_turns) == (0, 0, 1)
 

@@ -21,9 +21,9 @@ from composer_prime.channels.replay_dpo import PairTokens
 from composer_prime.channels.sdpo import DistilTokens
 from composer_prime.channels.total import ChannelInputs, total_loss
 from composer_prime.config.channels import ChannelsConfig
-from composer_prime.errors import RunMismatchError
+from composer_prime.errors import NonFiniteError, RunMismatchError
 from composer_prime.packing import pack, totals
-from composer_prime.wire.types import flags, floats, ints, pack_ints
+from composer_prime.wire.types import flags, floats, ints, pack_floats, pack_ints
 from trainer.attention import NAME
 from trainer.policy import Policy, Teaching
 from trainer.row_documents import documents_of
@@ -145,6 +145,26 @@ def test_packed_loss_and_gradients_are_those_of_documents_alone(budget, teacher_
     assert abs(ours.item() - theirs.item()) < 2e-6 * max(1, abs(theirs.item()))
     found, expected = gradients(MODEL, ours), gradients(OTHER, theirs)
     assert max((found[name] - expected[name]).abs().max().item() for name in found) < 2e-6
+
+
+def test_turns_that_channel_1_does_not_train_are_weighed_alike():
+    # A sample with mask and advantages 0 keeps its importance weights min(pi / mu, c): loss and gradients are those of
+    # documents alone, and differ from counting pi / mu = 1.
+    samples = [
+        msgspec.structs.replace(
+            sample, loss_mask=bytes(sample.num_tokens), advantages=pack_floats(np.zeros(sample.num_tokens))
+        ) if sample.distillations else sample
+        for sample in make_hinted(3, 9)
+    ]  # fmt: skip
+    pairs = make_pairs(3)
+    ours, theirs = packed_loss(samples, pairs, 4096), oracle(samples, pairs, REFERENCES)
+    assert abs(ours.item() - theirs.item()) < 2e-6 * max(1, abs(theirs.item()))
+    unweighed = [msgspec.structs.replace(s, logprobs=bytes(len(s.logprobs))) if s.distillations else s for s in samples]
+    assert abs(packed_loss(unweighed, pairs, 4096).item() - ours.item()) > 1e-4
+    broken = [msgspec.structs.replace(s, logprobs=pack_floats(np.full(s.num_tokens, np.nan))) if s.distillations else s
+              for s in samples]  # fmt: skip
+    with pytest.raises(NonFiniteError, match=r"logprobs of sample s3-\d/0"):
+        packed_loss(broken, pairs, 4096)
 
 
 @settings(max_examples=15, deadline=None)
