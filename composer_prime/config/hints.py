@@ -33,7 +33,17 @@ class EndpointConfig(BaseConfig):
     output_usd_per_million: float = Field(default=0.0, ge=0)
     """Price of a million answer tokens, USD."""
     budget_usd: float = Field(default=1.0, ge=0)
-    """Calls stop before the run's sum passes this. The worst case of a call is reserved before it is made."""
+    """Calls stop before the run's sum passes this. The worst case of a call is reserved before it is made, and counted
+    where no reply says what the call cost."""
+    rest_s: float = Field(default=30.0, ge=0)
+    """How long nothing is asked after five failures in a row."""
+
+
+class JudgeConfig(EndpointConfig):
+    """The endpoint of a judge, whose verdicts on long rollouts are longer than hints."""
+
+    max_tokens: int = Field(default=600, ge=1)
+    """Longest answer; a verdict that is cut short is of no use."""
 
 
 class HintsConfig(BaseConfig):
@@ -46,7 +56,7 @@ class HintsConfig(BaseConfig):
     """What makes a turn wrong: an answer that reports a failed call; an exception or a failed test in a tool's output;
     a call that breaks its tool's schema. `failed` (not by default): the last turn of a rollout without reward, which a
     successful sibling can show how to do (SDPO's feedback, arXiv 2601.20802)."""
-    judge: EndpointConfig | None = None
+    judge: JudgeConfig | None = None
     """A model that reads finished rollouts and flags wasteful turns and bad style."""
     layers: list[Layer] = ["template"]
     """Who makes the hint, in order; the first that has one wins."""

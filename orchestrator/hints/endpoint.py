@@ -3,41 +3,48 @@
     ask --in the cache?--> yes: answer, free
              | no
              v
-        reserve the worst case's cost (BudgetError) -> wait for a place -> POST -> real cost -> cache file
+        reserve the worst case's cost (BudgetError) -> wait for a place -> POST -> cost -> cache file
 
-The cache file (JSON lines, one an answer, with its cost) is read at start: a resumed run pays no answer twice, and its
-budget counts what was spent before.
+A call that was sent costs its worst case until the reply shows otherwise: a count of tokens, or a refusal (4xx) that no
+model answered. Only usable answers are cached; the cost of the others is written down as well, so that a resumed run's
+budget counts all that was spent. After failures in a row the endpoint is left alone for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import os
-from collections import OrderedDict
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
 
 from composer_prime.config.hints import EndpointConfig
 from composer_prime.errors import BudgetError, ConfigError, EndpointError
-
-logger = logging.getLogger(__name__)
+from orchestrator.hints.answer_cache import AnswerCache, PaidCall
 
 Messages = list[dict[str, str]]
-_CACHED = 4096
+_FAILED_LIMIT = 5
+"""Failures in a row after which the endpoint is left alone."""
+_TIMED_OUT = 408
 _MAX_REPLY_BYTES = 1 << 20
 _BYTES_PER_TOKEN = 2
 """Prompts are reserved for as if each token had only so many bytes; hardly any text has fewer."""
 
 
-class _Cached(msgspec.Struct, frozen=True):
-    key: str
-    text: str
-    cost_usd: float
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A question under way, and who waits for it."""
+
+    task: asyncio.Task[str] | None = None
+    waiting: int = 0
+    sent: bool = False
+    cost_usd: float = 0.0
+    """What it has to be counted as, by what is known so far."""
 
 
 class ChatEndpoint:
@@ -46,69 +53,113 @@ class ChatEndpoint:
 
         Raises ConfigError when the configured key variable is not set.
         """
-        self._config, self._name, self._cache_file = config, name, cache
-        self._key = key or _key(config, name)
+        self._config, self._name = config, name
+        self._key = key or api_key(config, name)
         self._places = asyncio.Semaphore(config.max_concurrent)
         self._session: aiohttp.ClientSession | None = None
-        self._answers: OrderedDict[str, str] = OrderedDict()
-        self._asking: dict[str, asyncio.Task[str]] = {}
+        self._cache = AnswerCache(cache)
+        self._asking: dict[str, _Call] = {}
         self._reserved_usd = 0.0
-        self.cost_usd = 0.0
+        self._failed_in_row, self._resting_until = 0, 0.0
+        self.cost_usd = self._cache.spent_usd
         """Spent by this run."""
         self.calls = self.cached = 0
-        for line in _lines(cache):
-            self._remember(line.key, line.text)
-            self.cost_usd += line.cost_usd
 
     async def close(self) -> None:
-        for task in self._asking.values():
+        tasks = [call.task for call in self._asking.values() if call.task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 
-    async def ask(self, messages: Messages, *, variant: str = "") -> str:
+    async def ask(self, messages: Messages, *, variant: str = "", check: Callable[[str], object] | None = None) -> str:
         """The answer's text; the same question is asked only once. `variant` tells apart what must not share answers.
+        `check` raises EndpointError for an answer that is of no use.
 
         Raises BudgetError before a call that could pass the budget, EndpointError when no usable answer came.
         """
         key = self._cache_key(messages, variant)
-        if key in self._answers:
+        known = self._cache.newest(key)
+        if known is not None:
             self.cached += 1
-            self._answers.move_to_end(key)
-            return self._answers[key]
-        task = self._asking.get(key)
-        if task is None:
-            task = self._asking[key] = asyncio.create_task(self._call(key, messages))
-            task.add_done_callback(lambda done: self._ended(key, done))
-        return await asyncio.shield(task)
+            return known
+        call = self._asking.get(key)
+        if call is None or call.task is None:
+            call = self._asking[key] = _Call()
+            call.task = asyncio.create_task(self._answer(call, key, messages, check))
+            call.task.add_done_callback(lambda done: self._ended(key, done))
+        call.waiting += 1
+        try:
+            return await asyncio.shield(call.task)
+        finally:
+            call.waiting -= 1
+            if not call.waiting and not call.sent and self._asking.get(key) is call:
+                del self._asking[key]
+                call.task.cancel()
 
     def _ended(self, key: str, task: asyncio.Task[str]) -> None:
-        del self._asking[key]
+        call = self._asking.get(key)
+        if call is not None and call.task is task:
+            del self._asking[key]
         if not task.cancelled():
             task.exception()  # Whoever asked may have stopped waiting.
 
-    async def _call(self, key: str, messages: Messages) -> str:
-        reserved = self._worst_case_usd(messages)
-        if self.cost_usd + self._reserved_usd + reserved > self._config.budget_usd and reserved > 0:
+    async def _answer(self, call: _Call, key: str, messages: Messages, check: Callable[[str], object] | None) -> str:
+        known = await self._cache.older(key)
+        if known is not None:
+            self.cached += 1
+            return known
+        worst_usd, text = self._reserve(messages), None
+        try:
+            async with self._places:
+                self._refuse_while_resting()
+                call.sent, call.cost_usd = True, worst_usd
+                self.calls += 1
+                answer = await self._post(call, messages)
+                if check is not None:
+                    check(answer)
+                text = answer
+                self._failed_in_row = 0
+        except EndpointError:
+            self._note_failure(call)
+            raise
+        finally:
+            self._reserved_usd -= worst_usd
+            self.cost_usd += call.cost_usd
+            if text is not None or call.cost_usd:
+                await self._cache.add(PaidCall(key, text, call.cost_usd))
+        return text
+
+    def _reserve(self, messages: Messages) -> float:
+        """The worst case's cost, USD, set aside. Raises BudgetError."""
+        worst_usd = self._worst_case_usd(messages)
+        if self.cost_usd + self._reserved_usd + worst_usd > self._config.budget_usd and worst_usd > 0:
             raise BudgetError(
-                f"{self._name}: a call may cost {reserved:.6f} USD, but {self.cost_usd:.6f} USD of budget_usd = "
+                f"{self._name}: a call may cost {worst_usd:.6f} USD, but {self.cost_usd:.6f} USD of budget_usd = "
                 f"{self._config.budget_usd:g} are spent and {self._reserved_usd:.6f} reserved: raise {self._name}."
                 "budget_usd to go on"
             )
-        self._reserved_usd += reserved
-        try:
-            async with self._places:
-                self.calls += 1
-                text, cost_usd = await self._post(messages, reserved)
-        finally:
-            self._reserved_usd -= reserved
-        self.cost_usd += cost_usd
-        self._remember(key, text)
-        await self._write(_Cached(key, text, cost_usd))
-        return text
+        self._reserved_usd += worst_usd
+        return worst_usd
 
-    async def _post(self, messages: Messages, worst_usd: float) -> tuple[str, float]:
+    def _refuse_while_resting(self) -> None:
+        left_s = self._resting_until - time.monotonic()
+        if left_s > 0:
+            raise EndpointError(
+                f"{self._name}: {self._failed_in_row} calls in a row failed, so it is left alone for another "
+                f"{left_s:.1f} s ({self._name}.rest_s)"
+            )
+
+    def _note_failure(self, call: _Call) -> None:
+        if not call.sent:
+            return
+        self._failed_in_row += 1
+        if self._failed_in_row >= _FAILED_LIMIT:
+            self._resting_until = time.monotonic() + self._config.rest_s
+
+    async def _post(self, call: _Call, messages: Messages) -> str:
+        """The answer's text; lowers the call's cost to what the reply shows it to be."""
         config = self._config
         body = {"model": config.model, "messages": messages, "max_tokens": config.max_tokens,
                 "temperature": config.temperature}  # fmt: skip
@@ -124,15 +175,20 @@ class ChatEndpoint:
                 content = await _content(reply)
         except TimeoutError:
             raise EndpointError(f"{self._name}: {url} gave no answer within {config.timeout_s:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            call.cost_usd = 0.0
+            raise EndpointError(f"{self._name}: {url}: {type(error).__name__}: {error}") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise EndpointError(f"{self._name}: {url}: {type(error).__name__}: {error}") from None
         if reply.status != 200:
+            if 400 <= reply.status < 500 and reply.status != _TIMED_OUT:
+                call.cost_usd = 0.0
             said = content[:200].decode(errors="replace")
             raise EndpointError(f"{self._name}: {url} answered {reply.status}: {said}")
-        return self._read(content, worst_usd)
+        return self._read(call, content)
 
-    def _read(self, content: bytes, worst_usd: float) -> tuple[str, float]:
-        """Text and cost. An answer without a count of its tokens costs what was reserved."""
+    def _read(self, call: _Call, content: bytes) -> str:
+        """The text. An answer without a count of its tokens costs what was reserved."""
         try:
             reply = msgspec.json.decode(content)
             text = reply["choices"][0]["message"]["content"] or ""
@@ -143,9 +199,9 @@ class ChatEndpoint:
         if not isinstance(text, str):
             raise EndpointError(f"{self._name}: the answer's content is {type(text).__name__}, expected text")
         tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if not all(isinstance(count, int) for count in tokens):
-            return text, worst_usd
-        return text, self._cost_usd(*tokens)
+        if all(isinstance(count, int) for count in tokens):
+            call.cost_usd = self._cost_usd(*tokens)
+        return text
 
     def _cost_usd(self, prompt_tokens: int, answer_tokens: int) -> float:
         config = self._config
@@ -160,19 +216,6 @@ class ChatEndpoint:
         what = [config.model, config.temperature, config.max_tokens, variant, messages]
         return hashlib.blake2b(msgspec.json.encode(what), digest_size=16).hexdigest()
 
-    def _remember(self, key: str, text: str) -> None:
-        self._answers[key] = text
-        while len(self._answers) > _CACHED:
-            self._answers.popitem(last=False)
-
-    async def _write(self, line: _Cached) -> None:
-        if self._cache_file is None:
-            return
-        try:
-            await asyncio.to_thread(_append, self._cache_file, msgspec.json.encode(line) + b"\n")
-        except OSError as error:
-            logger.warning("%s: an answer could not be kept in %s: %s", self._name, self._cache_file, error)
-
 
 _JSON = {"Content-Type": "application/json"}
 
@@ -186,7 +229,8 @@ async def _content(reply: aiohttp.ClientResponse) -> bytes:
     return bytes(content)
 
 
-def _key(config: EndpointConfig, name: str) -> str | None:
+def api_key(config: EndpointConfig, name: str) -> str | None:
+    """The key of the endpoint that setting `name` describes. Raises ConfigError when its variable is not set."""
     if config.api_key_variable is None:
         return None
     key = os.environ.get(config.api_key_variable)
@@ -196,22 +240,3 @@ def _key(config: EndpointConfig, name: str) -> str | None:
             "export it, or leave the setting out for an endpoint without a key"
         )
     return key
-
-
-def _lines(path: Path | None) -> list[_Cached]:
-    """The whole lines of a cache file; what is no answer (a torn last line) is left out."""
-    if path is None or not path.exists():
-        return []
-    found: list[Any] = []
-    for raw in path.read_bytes().splitlines():
-        try:
-            found.append(msgspec.json.decode(raw, type=_Cached))
-        except msgspec.DecodeError:
-            continue
-    return found
-
-
-def _append(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        file.write(data)

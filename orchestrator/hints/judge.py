@@ -48,7 +48,7 @@ class JudgeDetector:
             {"role": "system", "content": _TASK},
             {"role": "user", "content": transcript(rollout.turns, numbered=True)},
         ]
-        verdict = _verdict(await self._endpoint.ask(messages))
+        verdict = _verdict(await self._endpoint.ask(messages, check=_verdict))
         return [
             ErrorTurn(
                 message=sampled[flag.turn],

@@ -18,7 +18,7 @@ Answer = Callable[[dict], str]
 class ChatPeer:
     url: str = ""
     mode: str = "answer"
-    """answer | silent | 500 | nonsense | no_usage."""
+    """answer | silent | 500 | 429 | nonsense | no_usage."""
     answer: Answer = lambda body: "use add"
     bodies: list[dict] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -32,8 +32,8 @@ class ChatPeer:
         self.bodies.append(body)
         if self.mode == "silent":
             await asyncio.sleep(60)
-        if self.mode == "500":
-            return web.Response(status=500, text="out of order")
+        if self.mode in ("500", "429"):
+            return web.Response(status=int(self.mode), text="out of order")
         if self.mode == "nonsense":
             return web.Response(text="<html>welcome</html>")
         reply: dict = {"choices": [{"message": {"role": "assistant", "content": self.answer(body)}}]}

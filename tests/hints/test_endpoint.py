@@ -9,7 +9,9 @@ import time
 import pytest
 from endpoint_peer import chat_peer
 
+from composer_prime.config.hints import HintsConfig
 from composer_prime.errors import BudgetError, ConfigError, EndpointError
+from orchestrator.hints.answer_cache import AnswerCache, PaidCall
 from orchestrator.hints.endpoint import ChatEndpoint
 
 ASK = [{"role": "user", "content": "why?"}]
@@ -67,18 +69,27 @@ def test_an_answer_without_a_count_costs_the_worst_case():
 
 
 @pytest.mark.parametrize(
-    ("mode", "said"),
-    [("silent", "no answer within 0.2 s"), ("500", "answered 500: out of order"), ("nonsense", "no chat completion")],
+    ("mode", "said", "cost_usd"),
+    [
+        ("silent", "no answer within 0.2 s", 0.21),
+        ("500", "answered 500: out of order", 0.21),
+        ("nonsense", "no chat completion", 0.21),
+        ("429", "answered 429", 0.0),
+    ],
 )
-def test_a_bad_endpoint_is_an_error_in_time(mode, said):
-    # Silence ends at the deadline; failures are not cached and cost nothing.
+def test_a_bad_endpoint_is_an_error_in_time(mode, said, cost_usd, tmp_path):
+    # Silence ends at the deadline. Failures are not cached, but each costs its worst case, also in the next process's
+    # eyes: a model may have answered. Only a refusal is free.
     async def run():
         async with chat_peer(mode) as peer:
-            endpoint = ChatEndpoint(peer.config(timeout_s=0.2, **PRICES), name="judge")
+            cache = tmp_path / "judge.jsonl"
+            endpoint = ChatEndpoint(peer.config(timeout_s=0.2, **PRICES), name="judge", cache=cache)
             begun = time.monotonic()
             with pytest.raises(EndpointError, match=said):
                 await endpoint.ask(ASK)
-            assert time.monotonic() - begun < 3 and endpoint.cost_usd == 0
+            assert time.monotonic() - begun < 3 and endpoint.cost_usd == pytest.approx(cost_usd)
+            again = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache)
+            assert again.cost_usd == endpoint.cost_usd
             peer.mode = "answer"
             assert await endpoint.ask(ASK) == "use add"
             await endpoint.close()
@@ -94,6 +105,118 @@ def test_an_endpoint_that_is_not_there_is_an_error():
         with pytest.raises(EndpointError, match="judge: http://127"):
             await endpoint.ask(ASK)
         await endpoint.close()
+
+    asyncio.run(run())
+
+
+def test_failures_cannot_pass_the_budget():
+    # Two calls of 0.21 USD at worst fit into 0.45; that both fail leaves no money for a third.
+    async def run():
+        async with chat_peer("500") as peer:
+            endpoint = ChatEndpoint(peer.config(**PRICES, budget_usd=0.45), name="judge")
+            for number in range(2):
+                with pytest.raises(EndpointError, match="answered 500"):
+                    await endpoint.ask(ASK, variant=str(number))
+            with pytest.raises(BudgetError):
+                await endpoint.ask(ASK, variant="third")
+            assert len(peer.bodies) == 2
+            await endpoint.close()
+
+    asyncio.run(run())
+
+
+def test_what_nobody_waits_for_is_not_asked():
+    # One call in flight, three behind it; their askers leave. The endpoint hears of none of them, and the same
+    # question asked again gets its answer.
+    async def run():
+        async with chat_peer("silent") as peer:
+            endpoint = ChatEndpoint(peer.config(timeout_s=0.5, max_concurrent=1), name="judge")
+            asked = [asyncio.create_task(endpoint.ask(ASK, variant=str(number))) for number in range(4)]
+            while not peer.bodies:
+                await asyncio.sleep(0.01)
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            peer.mode = "answer"
+            assert await endpoint.ask(ASK, variant="3") == "use add"
+            assert (len(peer.bodies), endpoint.calls) == (2, 2)
+            await endpoint.close()
+
+    asyncio.run(run())
+
+
+def test_one_who_leaves_takes_no_answer_from_the_other():
+    async def run():
+        async with chat_peer() as peer:
+            endpoint = ChatEndpoint(peer.config(), name="judge")
+            first, second = (asyncio.create_task(endpoint.ask(ASK)) for _ in range(2))
+            await asyncio.sleep(0)
+            first.cancel()
+            assert await second == "use add" and endpoint.calls == 1
+            await endpoint.close()
+
+    asyncio.run(run())
+
+
+def test_after_failures_in_a_row_an_endpoint_is_left_alone():
+    async def run():
+        async with chat_peer("500") as peer:
+            endpoint = ChatEndpoint(peer.config(rest_s=0.3), name="judge")
+            for number in range(8):
+                with pytest.raises(EndpointError, match="answered 500" if number < 5 else r"5 calls in a row failed"):
+                    await endpoint.ask(ASK, variant=str(number))
+            assert len(peer.bodies) == 5
+            peer.mode = "answer"
+            await asyncio.sleep(0.35)
+            assert await endpoint.ask(ASK) == "use add"
+            await endpoint.close()
+
+    asyncio.run(run())
+
+
+def test_only_answers_that_are_of_use_are_cached(tmp_path):
+    # What does not parse is paid for, and asked again by whoever wants it again.
+    def check(text: str) -> None:
+        if text != "good":
+            raise EndpointError(f"{text!r} is no verdict")
+
+    async def run():
+        said = iter(["bad", "good"])
+        async with chat_peer(answer=lambda body: next(said)) as peer:
+            cache = tmp_path / "judge.jsonl"
+            endpoint = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache)
+            with pytest.raises(EndpointError, match="'bad' is no verdict"):
+                await endpoint.ask(ASK, check=check)
+            assert await endpoint.ask(ASK, check=check) == "good"
+            again = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache)
+            assert await again.ask(ASK, check=check) == "good"
+            assert again.cost_usd == pytest.approx(0.4) and len(peer.bodies) == 2
+            await endpoint.close()
+
+    asyncio.run(run())
+
+
+def test_a_verdict_may_be_longer_than_a_hint():
+    judge = HintsConfig(judge={"base_url": "http://127.0.0.1:1/v1", "model": "m"}).judge
+    assert judge.max_tokens == 600
+
+
+def test_no_answer_is_paid_twice_however_many_there_are(tmp_path):
+    # Two in memory, five in the file, a torn line in between: each is found, by this process and the next.
+    async def run():
+        path = tmp_path / "llm.jsonl"
+        first = AnswerCache(path, in_memory=2)
+        for number in range(3):
+            await first.add(PaidCall(str(number), f"answer {number}", 0.5))
+        with path.open("ab") as file:
+            file.write(b'{"key": "torn')
+        second = AnswerCache(path, in_memory=2)
+        for number in range(3, 5):
+            await second.add(PaidCall(str(number), f"answer {number}", 0.5))
+        for cache in (second, AnswerCache(path, in_memory=2)):
+            assert cache.newest("0") is None and cache.newest("4") == "answer 4"
+            assert [await cache.older(str(number)) for number in range(5)] == [f"answer {n}" for n in range(5)]
+        assert AnswerCache(path).spent_usd == 2.5 and await second.older("5") is None
 
     asyncio.run(run())
 
