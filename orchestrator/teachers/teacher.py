@@ -114,8 +114,6 @@ class Teacher:
         self._asking: dict[str, asyncio.Task[Asked]] = {}
         self._random = random.Random()
         self._overcharged: str | None = None
-        self.calls = 0
-        """Attempts made."""
 
     @property
     def name(self) -> str:
@@ -201,7 +199,6 @@ class Teacher:
 
     async def _attempt(self, question: Question, key: str, reserved: Reservation, attempt: int) -> Answer:
         """One call, settled however it ends; its answer is kept before it is settled. Raises _Failed."""
-        self.calls += 1
         start, usd, status, tokens = time.monotonic(), reserved.usd, "cancelled", (0, 0)
         try:
             raw = await self._post(question)
