@@ -75,7 +75,8 @@ class HintsConfig(BaseConfig):
     max_hint_chars: int = Field(default=600, ge=16)
     """A longer hint is cut at a word."""
     weights: dict[str, float] = {}
-    """Weight of a turn's divergence by kind of error; 1 where a kind is not named."""
+    """Weight of a turn's divergence by kind of error; 1 where a kind is not named. Turns of a kind with weight 0 are
+    counted, but neither hinted nor distilled."""
     filtered_groups: bool = True
     """Groups whose rewards are all equal give channel 1 nothing. On: their wrong turns still serve channel 2, beside
     the groups of a step; their tokens count in no other channel. Off: they are dropped whole."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from difflib import get_close_matches
 from pathlib import Path
 
 from composer_prime.config import Config
 from composer_prime.config.hints import EndpointConfig, HintsConfig
-from orchestrator.hints.detect import RuleDetector
+from composer_prime.errors import ConfigError
+from orchestrator.hints.detect import FAILED, RuleDetector
 from orchestrator.hints.distil import DocumentLimits
 from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.error_turn import ErrorDetector, HintGenerator
 from orchestrator.hints.generate import Introspection, ModelHint, RawError, SiblingDemonstration, WrongHints
-from orchestrator.hints.judge import JudgeDetector
+from orchestrator.hints.judge import JUDGED, JudgeDetector
 from orchestrator.hints.placement import HintPlacer
+from orchestrator.hints.schema import SCHEMA_KINDS
 from orchestrator.hints.stage import HintStage
 from orchestrator.hints.templates import Templates
 
@@ -35,6 +38,7 @@ def build_hints(
     from orchestrator.chat_renderer import build_renderer, read_tokenizer
 
     templates = Templates.load(hints.templates_file)
+    check_kinds(hints, templates)
     _, renderer = build_renderer(str(chat_folder), config.model.renderer)
     placer = HintPlacer(renderer, read_tokenizer(str(chat_folder)), hints.placement)
     threads = ThreadPoolExecutor(1, thread_name_prefix="hints")
@@ -52,6 +56,18 @@ def build_hints(
         endpoints=list(endpoints.values()),
         distil=distil,
     )
+
+
+def check_kinds(hints: HintsConfig, templates: Templates) -> None:
+    """Raises ConfigError when orchestrator.hints.weights names a kind of error that nothing finds."""
+    known = templates.kinds | SCHEMA_KINDS | {FAILED, JUDGED}
+    unknown = sorted(set(hints.weights) - known)
+    if unknown:
+        near = get_close_matches(unknown[0], known, n=1)
+        raise ConfigError(
+            f"orchestrator.hints.weights names {unknown}, which is no kind of error"
+            f"{f'; did you mean {near[0]!r}?' if near else ''} There are {', '.join(sorted(known))}"
+        )
 
 
 def _endpoints(hints: HintsConfig, gateway_url: str, gateway_token: str | None, cache: Path) -> dict[str, ChatEndpoint]:

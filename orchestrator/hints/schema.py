@@ -9,6 +9,7 @@ from typing import Any
 from orchestrator.hints.templates import json_type
 from orchestrator.workers.protocol import ToolCall
 
+SCHEMA_KINDS = frozenset({"tool_not_found", "bad_json", "argument_name", "argument_type"})
 _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 

@@ -149,6 +149,8 @@ class HintStage:
         """Hint one turn. None when that worked, else the reason why not."""
         if work.rollout.turns[error.message].finish_reason == "length":
             return "cut"
+        if self._config.weights.get(error.kind, 1.0) == 0:
+            return "no_weight"
         if work.counts["hinted"] >= self._config.max_turns:
             return "max_turns"
         request = HintRequest(error=error, rollout=work.rollout, siblings=siblings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
+import logging
 import string
 import tomllib
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import regex
 
 from composer_prime.errors import ConfigError
 from orchestrator.hints.error_turn import ErrorTurn, HintRequest
@@ -20,6 +21,10 @@ from orchestrator.hints.error_turn import ErrorTurn, HintRequest
 OTHER = "tool_error"
 """The kind of an error that no pattern names."""
 _HEAD, _TAIL = 2_000, 6_000
+_SEARCH_S = 0.25
+"""Longest search of one pattern in one answer."""
+
+logger = logging.getLogger(__name__)
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,9 +42,25 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class HintTemplate:
     kind: str
     hint: string.Template
-    pattern: re.Pattern[str] | None
+    pattern: regex.Pattern[str] | None
     detects: str | None
     """The setting of orchestrator.hints.detect under which the pattern alone makes an answer an error."""
+
+    def search(self, text: str) -> regex.Match[str] | None:
+        """The pattern's match; None without one, and where the search takes longer than a quarter of a second.
+
+        `re` would hold the interpreter, and with it the event loop, for as long as a pattern that backtracks takes.
+        """
+        if self.pattern is None:
+            return None
+        try:
+            return self.pattern.search(text, timeout=_SEARCH_S, concurrent=True)
+        except TimeoutError:
+            logger.warning(
+                "hint template of kind %r: searching %d characters for %r took more than %g s and was given up; bound "
+                "its repetitions", self.kind, len(text), self.pattern.pattern, _SEARCH_S,
+            )  # fmt: skip
+            return None
 
 
 class Templates:
@@ -49,6 +70,11 @@ class Templates:
 
     def __init__(self, templates: list[HintTemplate]) -> None:
         self._templates = templates
+
+    @property
+    def kinds(self) -> set[str]:
+        """Those that a template names, and that of errors without one."""
+        return {OTHER, *(template.kind for template in self._templates)}
 
     @classmethod
     def load(cls, extra: Path | None = None) -> Templates:
@@ -60,13 +86,13 @@ class Templates:
     def kind_of(self, text: str) -> str:
         """The kind of error that `text` reports."""
         part = excerpt(text)
-        return next((t.kind for t in self._templates if t.pattern and t.pattern.search(part)), OTHER)
+        return next((template.kind for template in self._templates if template.search(part)), OTHER)
 
     def detected(self, text: str, allowed: set[str]) -> str | None:
         """The kind of error in a tool's answer that the environment takes for a good one; None for none."""
         part = excerpt(text)
-        detecting = (t for t in self._templates if t.detects in allowed and t.pattern)
-        return next((t.kind for t in detecting if t.pattern.search(part)), None)
+        detecting = (template for template in self._templates if template.detects in allowed)
+        return next((template.kind for template in detecting if template.search(part)), None)
 
     async def hint(self, request: HintRequest) -> str | None:
         return await asyncio.to_thread(self.fill, request.error)
@@ -75,8 +101,10 @@ class Templates:
         """The hint of the first template of the error's kind that can be filled in."""
         part, fields = excerpt(error.text), _fields(error)
         for template in self._templates:
-            match = template.pattern.search(part) if template.pattern else None
-            if template.kind != error.kind or (template.pattern and match is None):
+            if template.kind != error.kind:
+                continue
+            match = template.search(part)
+            if template.pattern and match is None:
                 continue
             named = {key: value.strip() for key, value in match.groupdict("").items()} if match else {}
             try:
@@ -131,8 +159,8 @@ def _parse(text: str, origin: str) -> list[HintTemplate]:
 
 def _template(entry: _Entry, where: str) -> HintTemplate:
     try:
-        pattern = re.compile(entry.pattern) if entry.pattern is not None else None
-    except re.error as error:
+        pattern = regex.compile(entry.pattern) if entry.pattern is not None else None
+    except regex.error as error:
         raise ConfigError(f"{where}: pattern {entry.pattern!r} is no regular expression: {error}") from None
     hint = string.Template(entry.hint)
     if not hint.is_valid():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -190,6 +191,17 @@ def test_a_wrong_templates_file_is_refused_by_name(tmp_path, text, said):
     assert "own.toml" in str(raised.value)
     with pytest.raises(ConfigError, match="cannot be read"):
         Templates.load(tmp_path / "missing.toml")
+
+
+def test_a_pattern_that_backtracks_holds_nobody_up(tmp_path, caplog):
+    # Under `re` this one takes minutes and holds the interpreter; here it is given up and the next template has its say.
+    file = tmp_path / "own.toml"
+    file.write_text("[[template]]\nkind = 'slow'\npattern = '(a|aa)+$'\nhint = 'x'\n")
+    templates = Templates.load(file)
+    begun = time.monotonic()
+    assert templates.kind_of("Tool not found: " + "a" * 60 + "!") == "tool_not_found"
+    assert time.monotonic() - begun < 5
+    assert "took more than 0.25 s and was given up" in caplog.text
 
 
 def test_answers_and_histories_follow_the_tree():

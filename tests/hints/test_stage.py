@@ -16,11 +16,12 @@ from rollouts_made import PLAN, TOOLS, PlayedRollout, Step, call, play
 
 from composer_prime.config.hints import HintsConfig
 from composer_prime.config.orchestrator import OrchestratorConfig
-from composer_prime.errors import EmptyMaskError
+from composer_prime.errors import ConfigError, EmptyMaskError
 from composer_prime.packing import pack, totals
 from composer_prime.wire.types import Sample, flags, floats, ints
 from orchestrator.finish import finish_group
 from orchestrator.groups import FinishedGroup, Outcome
+from orchestrator.hints.build import check_kinds
 from orchestrator.hints.detect import RuleDetector
 from orchestrator.hints.distil import DocumentLimits
 from orchestrator.hints.endpoint import ChatEndpoint
@@ -148,6 +149,24 @@ def test_weights_follow_the_kind_of_error():
     config = HintsConfig(weights={"argument_name": 0.25})
     [done] = attached(stage(config), play("tiny", "Add 1 and 2.", [WRONG, OTHER, LAST]))
     assert [made.weight for made in done.samples[0].distillations] == [1.0, 0.25]
+
+
+def test_a_kind_with_weight_0_is_counted_and_not_distilled():
+    # It would stand in the denominator and take a teacher document for nothing; nor is a model asked for its hint.
+    config = HintsConfig(weights={"argument_name": 0.0})
+    [done] = attached(stage(config), play("tiny", "Add 1 and 2.", [WRONG, OTHER, LAST]))
+    assert [made.error for made in done.samples[0].distillations] == ["tool_not_found"]
+    assert done.rollout.hints["skipped/no_weight"] == 1 and done.rollout.hints["found"] == 2
+
+
+def test_weights_name_kinds_that_there_are(tmp_path):
+    # A misspelt kind would leave its turns at weight 1; a kind of the user's own templates is known.
+    with pytest.raises(ConfigError, match=r"weights names \['argument_nme'\].*did you mean 'argument_name'\?"):
+        check_kinds(HintsConfig(weights={"argument_nme": 0.5}), TEMPLATES)
+    file = tmp_path / "own.toml"
+    file.write_text("[[template]]\nkind = 'lint'\npattern = 'lint'\nhint = 'Mind the linter.'\n")
+    every = ["lint", "tool_error", "bad_json", "argument_type", "tool_not_found", "exception", "failed", "judged"]
+    check_kinds(HintsConfig(weights=dict.fromkeys(every, 0.5)), Templates.load(file))
 
 
 def test_empty_masks_without_end_are_an_error_that_names_the_traces():
