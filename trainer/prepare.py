@@ -130,7 +130,8 @@ def _resume(run_dir: RunDir, config: Config) -> tuple[int, list[str]]:
         _drop_later_evaluations(run_dir, steps[-1])
         return steps[-1], [f"resuming after step {steps[-1]}", *notes]
     _empty(run_dir, keep=_KEPT_ON_RESTART)
-    return 0, ["no complete checkpoint yet: starting over from step 0 (keys, logs and what was paid for are kept)", *notes]
+    kept = "keys, logs and what was paid for"
+    return 0, [f"no complete checkpoint yet: starting over from step 0 ({kept} are kept)", *notes]
 
 
 def _drop_later_evaluations(run_dir: RunDir, step: int) -> None:

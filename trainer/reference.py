@@ -1,9 +1,9 @@
 """Reference log-probabilities of preference pairs: computed once by the frozen base, then read from the run directory.
 
-    reference/logprobs.jsonl    {"key": ..., "logprob": ..., "check": ...}      one line a side, written by rank 0
+    reference/logprobs.jsonl    {"key": ..., "logprob": ..., "check": ...}      one line a side, appended by rank 0
 
 A key is the hash of the base model, the compute type and the side's token ids with the answer's beginning. A line that
-was damaged counts as absent: its side is computed again.
+was damaged counts as absent: its side is computed again, and the next start writes the file without it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -47,8 +48,10 @@ class ReferenceLogprobs:
         self._path, self._world = path, world
         own = model_hash(folder) if world.first else ""
         self._prefix = f"{gather_texts(own)[0]} {world.compute_dtype}"
-        known = gather_texts(path.read_text() if world.first and path.exists() else "")[0]
-        self._values = _parse(known.splitlines())
+        known = gather_texts(path.read_text(errors="replace") if world.first and path.exists() else "")[0].splitlines()
+        self._values = _parse(known)
+        if world.first and len(known) > len(self._values):
+            self._keep(lambda: write_atomic(path, _lines(self._values).encode()))
 
     def key(self, document: np.ndarray, start: int) -> str:
         """`document` are the ids of context and answer, which begins at `start`."""
@@ -79,9 +82,10 @@ class ReferenceLogprobs:
                 "the frozen base gives NaN or infinity as the log-probability of an answer in a preference pair; "
                 "nothing was trained: look at model.path and the pairs"
             )
-        self._values |= read
-        if self._world.first:
-            self._save()
+        fresh = {key: value for key, value in read.items() if key not in self._values}
+        self._values |= fresh
+        if self._world.first and fresh:
+            self._keep(lambda: _append(self._path, _lines(fresh)))
 
     def of(self, pairs: PairsRow) -> Tensor:
         """float32 [2 P]: the answers' sums in the order of the sides."""
@@ -93,10 +97,9 @@ class ReferenceLogprobs:
             return []
         return [self.key(document, start) for document, start in zip(pairs.documents, pairs.answer_starts, strict=True)]
 
-    def _save(self) -> None:
-        text = "".join(_line(key, value) + "\n" for key, value in self._values.items())
+    def _keep(self, write: Callable[[], None]) -> None:
         try:
-            write_atomic(self._path, text.encode())
+            write()
         except OSError as error:  # only the saving of a later computation is lost
             logger.warning("reference log-probabilities are not kept in %s: %s", self._path, error)
 
@@ -113,6 +116,16 @@ def _answer_logprobs(policy: Policy, pairs: PairsRow | None, device: torch.devic
     scores = policy.scores(reading_of(documents, wanted, device, share=policy.shares_prefixes), targets)
     sides = torch.from_numpy(np.repeat(np.arange(len(answers)), lengths))
     return torch.zeros(len(answers), dtype=torch.float64).index_add(0, sides, scores.double().cpu())
+
+
+def _append(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)
+
+
+def _lines(values: dict[str, float]) -> str:
+    return "".join(_line(key, value) + "\n" for key, value in values.items())
 
 
 def _line(key: str, value: float) -> str:

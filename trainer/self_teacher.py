@@ -144,12 +144,15 @@ class SelfTeacher:
         )
 
 
-def teachers_in_row(batches: Sequence[Documents], channels: ChannelsConfig, *, share: bool) -> list[bool]:
+def teachers_in_row(
+    batches: Sequence[Documents], channels: ChannelsConfig, *, share: bool, dropout: bool = False
+) -> list[bool]:
     """Of each row, whether a live teacher is best read in the samples' forward pass, by the work of all ranks.
 
-    Never for a teacher that other weights take part in. A collective when channel 2 is on with a live teacher.
+    Never for a teacher that other weights take part in, nor where adapters drop inputs: in the row the teacher would
+    be as noisy as the student, in a pass of its own it is not. A collective when channel 2 is on with a live teacher.
     """
-    if channels.sdpo.weight == 0 or channels.sdpo.teacher.kind != "live":
+    if channels.sdpo.weight == 0 or channels.sdpo.teacher.kind != "live" or dropout:
         return [False] * len(batches)
     work = [documents.teacher_work(share=share) for documents in batches]
     saved = [apart - in_row for in_row, apart in work]

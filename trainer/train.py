@@ -180,7 +180,10 @@ class Trainer:
     def _rows(self, reply: StepReply) -> list[PackedRow]:
         policy, channels = self.policy, self.config.channels
         found = [documents_of(batch, policy.vocabulary) for batch in reply.micro_batches]
-        in_row = teachers_in_row(found, channels, share=policy.shares_prefixes)
+        lora = self.config.trainer.lora
+        in_row = teachers_in_row(
+            found, channels, share=policy.shares_prefixes, dropout=lora is not None and lora.dropout > 0
+        )
         options = RowOptions(
             device=self.world.device,
             share=policy.shares_prefixes,

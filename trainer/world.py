@@ -10,6 +10,7 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -85,10 +86,10 @@ def gather_texts(text: str) -> list[str]:
     raw = text.encode()
     lengths = [row[0] for row in gather_words([len(raw)])]
     own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-    own[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
+    own[: len(raw)] = torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).copy())
     rows = [torch.empty_like(own) for _ in lengths]
     dist.all_gather(rows, own)
-    return [bytes(row[:length].numpy()).decode() for row, length in zip(rows, lengths, strict=True)]
+    return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
 
 def _device(config: TrainerConfig) -> torch.device:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from hinted_runs import make_hinted, make_pairs, three_channels
-from small_runs import make_config, rows_of
+from small_runs import VOCABULARY, make_config, rows_of
 from transformers import AutoModelForCausalLM
 
 from composer_prime.errors import NonFiniteError
-from composer_prime.packing import totals
-from composer_prime.wire.types import ints
+from composer_prime.packing import pack, totals
+from composer_prime.wire.types import Distillation, ints, pack_ints
 from trainer.gather import whole_tensors
 from trainer.model import build_policy
 from trainer.optim import build_optimizer
 from trainer.reference import ReferenceLogprobs
-from trainer.self_teacher import SelfTeacher
+from trainer.row_documents import documents_of
+from trainer.self_teacher import SelfTeacher, teachers_in_row
 from trainer.shadow import AdaptersOff, Shadow
 from trainer.step import LossSettings, train_step
 
@@ -173,6 +176,22 @@ def test_kl_reference_logprobs(model_folder, tmp_path, world):
     assert abs(distances[0]) < 1e-6 < distances[1]
 
 
+def test_a_live_teacher_has_no_dropout(world):
+    # Where the row is the cheaper place for its documents, a dropout of the adapters still sends them to a pass of
+    # their own, which has none.
+    prompt, turn = np.arange(400) % VOCABULARY, np.arange(5)
+    hinted = Distillation(start=400, end=405, teacher_ids=pack_ints(np.r_[prompt, [1, 2], turn]), teacher_start=402,
+                          turn=0, error="test")  # fmt: skip
+    sample = msgspec.structs.replace(
+        make_hinted(1, 1)[0], input_ids=pack_ints(np.r_[prompt, turn]), loss_mask=bytes(400) + b"\1" * 5,
+        logprobs=bytes(4 * 405), advantages=bytes(4 * 405), distillations=[hinted],
+    )  # fmt: skip
+    ((batch,),) = pack([sample], run_id="r", step=1, world_size=1, max_tokens=4096)
+    found, channels = [documents_of(batch, VOCABULARY)], three_channels()
+    assert teachers_in_row(found, channels, share=True) == [True]
+    assert teachers_in_row(found, channels, share=True, dropout=True) == [False]
+
+
 def test_reference_logprobs_are_computed_once(model_folder, tmp_path, world):
     # Values equal transformers' own; a second start reads them without a model; a damaged line, another compute type
     # or another model is computed again.
@@ -199,6 +218,26 @@ def test_reference_logprobs_are_computed_once(model_folder, tmp_path, world):
     assert sorted(path.read_text().splitlines()) == sorted(lines)
     half = cache_of(model_folder, tmp_path, dataclasses.replace(world, compute_dtype=torch.bfloat16))
     assert half.missing([row.pairs]) == [True]
+
+
+def test_reference_logprobs_of_later_pairs_are_appended(model_folder, tmp_path, world):
+    # A step with new pairs adds their lines to the file that is there; what it held is not written again. Starting
+    # over a damaged file leaves its whole lines.
+    policy, _ = setup(model_folder, tmp_path, world)
+    cache, path = cache_of(model_folder, tmp_path, world), tmp_path / "reference" / "logprobs.jsonl"
+    seen = []
+    for step in (1, 2):
+        (row,) = rows_of([], world.device, 4096, make_pairs(step), prefer=True)
+        with torch.no_grad():
+            cache.compute(policy, [row.pairs])
+            cache.compute(policy, [row.pairs])
+        seen.append((path.stat().st_ino, path.read_text()))
+    (first_file, first), (second_file, second) = seen
+    assert first_file == second_file and second.startswith(first)
+    assert len(first.splitlines()) == 6 and len(second.splitlines()) == 12
+    path.write_text(second + '{"key": "torn')
+    assert cache_of(model_folder, tmp_path, world).missing([row.pairs]) == [False]
+    assert path.read_text() == second
 
 
 def test_a_reference_that_is_not_finite_is_refused(model_folder, tmp_path, world):
