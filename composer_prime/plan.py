@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from composer_prime.channel_notes import channel_notes
 from composer_prime.config import Config
 from composer_prime.cost_forecast import forecast
 from composer_prime.costs import spent
@@ -43,6 +44,7 @@ def build(config: Config, machine: Machine | None = None) -> Plan:
     found = check(config, gpus=len(machine.gpus))
     rows = [*_run(config), *_model(config, found), *_roles(config, found), *_step(config), *_eval(config)]
     rows += _teachers(config, found)
+    found.notes += channel_notes(config)
     if found.shape is not None:
         rows += _memory(config, found.shape, machine, found)
         rows += _disk(config, found.shape, machine, found)

@@ -7,8 +7,9 @@ at most the binary entropy of beta, ln 2 at 1/2. The teacher never has a gradien
 
 Variants: the whole vocabulary; the student's likeliest K tokens plus one bucket for the rest (never above the whole,
 equal to it at K = V - 1); the sampled token alone, an estimate of KL(S || T). Options: the target moves from the
-student to the teacher during training (TAID, 2501.16937 eq. 3); tokens at which the teacher is unsure take
-KL(T || S), which keeps its modes (entropy-aware on-policy distillation).
+student to the teacher during training (TAID, 2501.16937 eq. 3); tokens at which the target is unsure take
+KL(T || S), which keeps its modes (entropy-aware on-policy distillation). Both at once: T, its entropy included, is the
+TAID target, not the teacher, until the target has arrived there.
 
 Departures:
 1. The value of the sampled variant is log S/T, an estimate of the divergence; sources report log S/T * log S. The

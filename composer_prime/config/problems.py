@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Sequence
 from typing import Any, Union, get_args, get_origin
@@ -67,7 +68,16 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Overlay]
     if first["type"] == "value_error":
         return first["msg"].removeprefix("Value error, ")
     expected = " or ".join(dict.fromkeys(_expected(problem["msg"]) for problem in problems))
-    return f"{key} = {_shown(first['input'])}{where}: expected {expected}"
+    return f"{key} = {_shown(first['input'])}{where}: expected {expected}{_nearest(first)}"
+
+
+def _nearest(problem: Any) -> str:
+    """The choice that a misspelled one comes closest to."""
+    if problem["type"] != "literal_error" or not isinstance(problem["input"], str):
+        return ""
+    choices = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
+    close = difflib.get_close_matches(problem["input"], choices, n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def _dotted(location: Location) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -30,7 +29,8 @@ class SdpoConfig(BaseConfig):
     schedule: WeightSchedule = WeightSchedule()
     """alpha over the run."""
     beta: float = Field(default=0.5, ge=0, le=1)
-    """Divergence: 0 is KL(teacher || student), 1 is KL(student || teacher), between them the generalised JSD."""
+    """Divergence: 0 is KL(teacher || student), 1 is KL(student || teacher), between them the generalised JSD, which
+    goes to 0 towards both ends: take an end, or 0.05..0.95."""
     kind: Literal["full", "top_k", "sampled"] = "full"
     """The whole vocabulary, the student's likeliest tokens and a tail, or the sampled token alone (needs beta = 1)."""
     top_k: int = Field(default=100, ge=1)
@@ -38,13 +38,14 @@ class SdpoConfig(BaseConfig):
     denominator: Literal["tokens", "turns"] = "tokens"
     """Mean over all distilled tokens of the step, or over its turns of each turn's mean."""
     is_clip: float | None = Field(default=2.0, gt=0)
-    """Cap of the detached importance weight pi / mu of a token; None weighs all tokens by 1."""
+    """Cap of the detached importance weight pi / mu of a token, in every group; None weighs all tokens by 1."""
     entropy_weighting: Literal["none", "confident"] = "none"
-    """confident: a token weighs exp(-H / entropy_scale) with H the teacher's entropy."""
+    """confident: a token weighs exp(-H / entropy_scale) with H the teacher's own entropy (never the TAID target's)."""
     entropy_scale: float = Field(default=1.0, gt=0)
     """confident: entropy in nats at which a token weighs 1/e."""
     forward_above_entropy: float | None = Field(default=None, ge=0)
-    """Where the teacher's entropy is above this many nats, use KL(teacher || student); None nowhere."""
+    """Where the entropy of the target (the teacher; during taid_steps the mix of student and teacher that takes its
+    place) is above this many nats, use KL(target || student); None nowhere."""
     taid_steps: int = Field(default=0, ge=0)
     """Steps over which the target moves from the student's logits to the teacher's; 0 takes the teacher's at once."""
     taid_start: float = Field(default=0.2, ge=0, lt=1)
@@ -73,16 +74,5 @@ class SdpoConfig(BaseConfig):
             raise ValueError(
                 f"channels.sdpo.forward_above_entropy is {self.forward_above_entropy}, but kind = sampled has no "
                 "KL(teacher || student): leave it out, or set kind = full or top_k"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ends_are_not_limits(self) -> SdpoConfig:
-        if 0 < self.beta < 0.05 or 0.95 < self.beta < 1:
-            end = 0 if self.beta < 0.5 else 1
-            warnings.warn(
-                f"channels.sdpo.beta is {self.beta}: near its ends the generalised JSD goes to 0, not to the KL "
-                f"divergence that beta = {end} gives; set beta = {end}, or a value in 0.05..0.95",
-                stacklevel=2,
             )
         return self

@@ -108,6 +108,14 @@ def test_key_in_the_wrong_section_is_found_by_its_name(base):
     assert "did you mean --trainer.optim.lr or --diloco.outer.lr?" in refused("@", base, "--run.lr", "1")
 
 
+@pytest.mark.parametrize(("wrong", "meant"), [("gpso", "gspo"), ("dr-grpo", "dr_grpo"), ("nothing_like_it", None)])
+def test_a_misspelled_choice_gets_a_suggestion(base, wrong, meant):
+    # The nearest of the choices, where there is a near one.
+    text = refused("@", base, "--channels.policy.objective", wrong)
+    assert f"channels.policy.objective = '{wrong}'" in text and "expected 'dr_grpo', 'grpo'" in text
+    assert f"did you mean '{meant}'?" in text if meant else "did you mean" not in text
+
+
 def test_unknown_flag_gets_a_suggestion(base):
     # Also a section's name is corrected.
     assert "did you mean --trainer.optim.type?" in refused("@", base, "--trainer.optim.typ", "muon")

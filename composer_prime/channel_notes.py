@@ -1,0 +1,43 @@
+"""What the settings of channels 2 and 3 would quietly do: not wrong, but seldom meant. For the plan."""
+
+from __future__ import annotations
+
+from composer_prime.config import Config
+
+
+def channel_notes(config: Config) -> list[str]:
+    """One sentence each, with the key, its value, what follows from it and the remedy."""
+    return [*_never_begins(config), *_short_rows(config), *_near_an_end(config)]
+
+
+def _never_begins(config: Config) -> list[str]:
+    last = config.run.max_steps
+    channels = {"sdpo": config.channels.sdpo, "replay_dpo": config.channels.replay_dpo}
+    return [
+        f"channels.{name}.schedule.start_step is {channel.schedule.start_step}, but run.max_steps is {last}: the "
+        f"channel never gets its weight of {channel.weight:g}; set start_step <= {last}, or its weight to 0"
+        for name, channel in channels.items()
+        if channel.weight and 0 < last < channel.schedule.start_step
+    ]
+
+
+def _short_rows(config: Config) -> list[str]:
+    row, context = config.trainer.micro_batch_tokens, config.model.max_context
+    if not config.channels.sdpo.weight or row >= 2 * context:
+        return []
+    return [
+        f"trainer.micro_batch_tokens is {row:,}, and a sample of up to model.max_context = {context:,} tokens shares "
+        "its row with the hinted documents of its turns: long rollouts lose hints (counted as row_full); set "
+        f"micro_batch_tokens >= {2 * context:,} (2 x max_context)"
+    ]
+
+
+def _near_an_end(config: Config) -> list[str]:
+    sdpo = config.channels.sdpo
+    if not sdpo.weight or not (0 < sdpo.beta < 0.05 or 0.95 < sdpo.beta < 1):
+        return []
+    end = 0 if sdpo.beta < 0.5 else 1
+    return [
+        f"channels.sdpo.beta is {sdpo.beta}: near its ends the generalised JSD goes to 0, not to the KL divergence "
+        f"that beta = {end} gives; set beta = {end}, or a value in 0.05..0.95"
+    ]

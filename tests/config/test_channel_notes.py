@@ -1,0 +1,47 @@
+"""Settings of channels 2 and 3 that are allowed, but seldom meant, are notes of the plan."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from composer_prime.config.load import resolve
+from composer_prime.footprint import GIB
+from composer_prime.machine import Machine
+from composer_prime.plan import build
+
+A1 = str(Path(__file__).parents[2] / "configs" / "a1.toml")
+ON = ("--channels.sdpo.weight", "0.5", "--orchestrator.hints.placement", "system")
+CONTEXT = ("--model.max_context", "2048", "--trainer.micro_batch_tokens")
+
+
+def notes(folder: Path, *words: str) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = resolve(["@", A1, "--run.output_dir", str(folder), "--run.max_steps", "8", *words]).config
+    return "\n".join(build(config, Machine(cores=2, memory_bytes=16 * GIB, gpus=())).notes)
+
+
+@pytest.mark.parametrize(
+    ("quiet", "loud", "said"),
+    [
+        (
+            (*ON, "--channels.sdpo.schedule.start_step", "8"),
+            (*ON, "--channels.sdpo.schedule.start_step", "9"),
+            "channels.sdpo.schedule.start_step is 9, but run.max_steps is 8: the channel never gets its weight of 0.5",
+        ),
+        ((*ON, *CONTEXT, "4096"), (*ON, *CONTEXT, "4095"), "set micro_batch_tokens >= 4,096 (2 x max_context)"),
+        ((*CONTEXT, "4096"), (*ON, *CONTEXT, "2048"), "trainer.micro_batch_tokens is 2,048"),
+        (
+            (*ON, "--channels.sdpo.beta", "0.05"),
+            (*ON, "--channels.sdpo.beta", "0.01"),
+            "channels.sdpo.beta is 0.01: near its ends the generalised JSD goes to 0",
+        ),
+    ],
+)
+def test_what_is_seldom_meant_is_said(tmp_path, quiet, loud, said):
+    # The limit itself is quiet, one past it has a note with key, value and remedy; nothing is printed as a warning.
+    assert said not in notes(tmp_path, *quiet)
+    assert said in notes(tmp_path, *loud)
