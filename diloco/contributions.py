@@ -15,6 +15,9 @@ from diloco.guard import rejected, squared_norm
 from diloco.ranks import Ranks
 from diloco.wire import Header
 
+MAX_WEIGHT = 1e15
+"""Tokens; far above what any round trains on, far below where a sum of weights would overflow."""
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
@@ -48,7 +51,7 @@ def accept(
 
 def _decoded(header: Header, body: memoryview, fragment: int, n: int) -> Tensor | None:
     """None for a body that is not what its header says, or one of another fragment."""
-    if header.fragment != fragment or not (math.isfinite(header.weight) and header.weight >= 0):
+    if header.fragment != fragment or not 0 <= header.weight <= MAX_WEIGHT:
         return None
     try:
         codec = codec_from_spec(header.codec)

@@ -99,7 +99,6 @@ class Link:
         self._round: concurrent.futures.Future[Arrived | Left] | None = None
         self._served = 0
         """Serial of the last request for this peer's state that was met."""
-        self._serving: concurrent.futures.Future[bool] | None = None
         self._failure: BaseException | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="diloco-link", daemon=True)
@@ -165,7 +164,8 @@ class Link:
     def serve_state(self, header: Header, body: memoryview) -> None:
         """Upload a copy of the state in the background; `body` must not change any more."""
         self._served = header.serial
-        self._serving = self._submit(self._connection.upload(sealed(header, self._header_key), body))
+        upload = self._submit(self._connection.upload(sealed(header, self._header_key), body))
+        upload.add_done_callback(_note_upload)
 
     def fetch_state(self, outer_step: int, base_hash: str, timeout_s: float) -> Found:
         """A state to join with, or word that this rank's own (at `outer_step`, with `base_hash`) will do.
@@ -316,3 +316,12 @@ class Link:
             waiting = answer.waiting_for if isinstance(answer, NotReady) else waiting
             await asyncio.sleep(0.05)
         raise DeadlineError(f"no state to join with within {timeout_s:g} s: the rendezvous waits for {waiting}")
+
+
+def _note_upload(upload: concurrent.futures.Future[bool]) -> None:
+    if upload.cancelled():
+        return
+    if (error := upload.exception()) is not None:
+        logger.warning("the state could not be served: %s", error)
+    elif not upload.result():
+        logger.info("the state is not wanted any more")

@@ -137,6 +137,9 @@ class Rendezvous:
         except ComposerError as error:
             logger.warning("refused: %s", error)
             return Refused(error=str(error))
+        except Exception as error:  # one peer's odd request must not end the rendezvous for the others
+            logger.exception("a request could not be handled")
+            return Refused(error=f"the rendezvous could not handle this request ({type(error).__name__})")
 
     async def _send(self, identity: bytes, number: bytes, answer: ToPeer) -> None:
         # A peer that went away meanwhile has no route: its request is answered when it asks again.
@@ -179,6 +182,8 @@ class Rendezvous:
                 error=f"peer {hello.peer} joins run {hello.run!r}, this rendezvous serves {self.settings.run!r}: "
                 "check diloco.run and diloco.rendezvous"
             )
+        if not 0 <= hello.rank < hello.ranks:
+            return Refused(error=f"peer {hello.peer} says hello as rank {hello.rank} of {hello.ranks}")
         waiting = self.rounds.admit(hello, self._clock())
         if waiting is not None:
             return NotReady(waiting_for=waiting)
@@ -206,6 +211,8 @@ class Rendezvous:
         peer = self.rounds.peers.get(header.peer)
         if peer is None or header.rank not in peer.layouts:
             return Gone(reason="say hello first")
+        if header.kind not in ("delta", "state") or header.outer_step < 0:
+            return Refused(error=f"{header.name} of outer step {header.outer_step} is neither a delta nor a state")
         peer.heard[header.rank] = now
         if header.kind == "delta" and (beat := peer.beats.get(header.rank)):  # fresher than the last beat
             peer.beats[header.rank] = msgspec.structs.replace(
@@ -359,6 +366,7 @@ class Rendezvous:
             return
         late = sorted(peer.name for peer in self.rounds.awaited(self._clock()) if peer.name not in still)
         closed = self.rounds.close(still, quorum.id)
+        self.transfers.expire(min(self.rounds.rounds))
         logger.info(
             "round %d closed with %s (quorum %d)%s", step, ", ".join(closed.members), quorum.id,
             f"; without {', '.join(late)}" if late else "",

@@ -57,6 +57,12 @@ class Transfers:
             self.current = Transfer(self._serial, source.name, source.ranks, now)
         return self.current
 
+    def expire(self, oldest_useful: int) -> None:
+        """Let go of a state that nobody can catch up from any more."""
+        step = self.current.outer_step if self.current is not None and self.current.complete else None
+        if step is not None and step < oldest_useful:
+            self.current = None
+
     def _useful(self, transfer: Transfer, sources: Sequence[Peer], oldest_useful: int, now: float) -> bool:
         if transfer.complete:
             return transfer.outer_step is not None and transfer.outer_step >= oldest_useful

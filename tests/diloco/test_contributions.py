@@ -1,0 +1,38 @@
+"""What counts of a closed round: wrong bodies, weights and fragments of one peer are rejected, the others' stay."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from composer_prime.config.diloco import GuardConfig
+from diloco.codec import codec_from_spec
+from diloco.contributions import accept
+from diloco.ranks import Ranks
+from diloco.wire import Header, checksum
+
+
+def contribution(peer: str, values: torch.Tensor, **fields) -> tuple[Header, memoryview]:
+    body = memoryview(codec_from_spec("int8/256").encode(values).numpy()).cast("B")
+    header = {"kind": "delta", "run": "r", "peer": peer, "rank": 0, "outer_step": 3, "base_hash": "", "layout_hash": ""}
+    header |= {"size": len(body), "checksum": checksum(body), "fragment": 1, "codec": "int8/256", "weight": 2.0}
+    return Header(**{**header, **fields}), body
+
+
+# Good ones decode; a delta that claims another fragment, an unknown codec, a length that does not fit its codec or an
+# impossible weight is rejected, whoever sent it.
+@pytest.mark.parametrize(
+    "wrong",
+    [{"fragment": 0}, {"codec": "zip"}, {"codec": "fp32"}, {"weight": math.nan}, {"weight": -1.0}, {"weight": 1e308}],
+)
+def test_wrong_contributions(wrong):
+    values = torch.linspace(-1, 1, 300)
+    good, bad = contribution("a", values), contribution("b", values, **wrong)
+    found = accept(
+        [good[0], bad[0]], [good[1], bad[1]], fragment=1, n=300, guard=GuardConfig(), ranks=Ranks()
+    )
+    assert list(found.reasons) == ["b"] and found.weights == [2.0]
+    assert torch.allclose(found.deltas[0], values, atol=1 / 127)
+    assert found.norms["a"] == pytest.approx(float(values.norm()), rel=0.01)
