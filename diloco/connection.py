@@ -64,7 +64,7 @@ class Connection:
         self._numbers = itertools.count()
         self._waiting: dict[bytes, asyncio.Future[ToPeer]] = {}
         rate = rate_limit_mbit * 1e6 / 8 if rate_limit_mbit is not None else None
-        self._bucket = TokenBucket(rate, 2 * PIECE_BYTES)
+        self._bucket = TokenBucket(rate, min(2 * PIECE_BYTES, int(rate or PIECE_BYTES)))  # a second's worth at most
         self._receiver = asyncio.create_task(self._receive())
 
     async def close(self) -> None:
