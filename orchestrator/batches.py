@@ -57,7 +57,7 @@ class Batches:
         distils: Callable[[int], bool] = lambda step: False,
     ) -> None:
         """`distils(step)`: whether channel 2 has a weight at that step, so that teacher documents are needed."""
-        self._run_id, self._flops, self._distils = run_id, (flops_per_token, flops_per_pair), distils
+        self._run_id, self._flops, self.distils = run_id, (flops_per_token, flops_per_pair), distils
         self._batches: dict[int, Batch] = {}
         self._packed: dict[int, tuple[Layout, asyncio.Task[list[bytes]]]] = {}
         self._asked: dict[int, Layout] = {}
@@ -133,7 +133,7 @@ class Batches:
         return task
 
     def _encode(self, batch: Batch, layout: Layout) -> list[bytes]:
-        samples, distil = batch.samples, self._distils(batch.step)
+        samples, distil = batch.samples, self.distils(batch.step)
         ranks = pack(
             samples,
             batch.preferences,

@@ -59,13 +59,13 @@ class Buffer:
             if group.outcome is outcome and oldest <= group.version_min and group.version_max <= newest
         ]
 
-    def take(self, count: int, oldest: int, newest: int) -> list[FinishedGroup] | None:
+    def take(self, count: int, oldest: int, newest: int, *, distilled: bool = True) -> list[FinishedGroup] | None:
         """The `count` lowest-numbered usable groups, removed from here; None while there are fewer.
 
-        With them go at most as many DISTILLED groups. All in order of group number.
+        With them go at most as many DISTILLED groups, where `distilled`. All in order of group number.
         """
         numbers = self.usable(oldest, newest)[:count]
         if len(numbers) < count:
             return None
-        numbers += self.usable(oldest, newest, Outcome.DISTILLED)[:count]
+        numbers += self.usable(oldest, newest, Outcome.DISTILLED)[: count if distilled else 0]
         return [self._ready.pop(number) for number in sorted(numbers)]

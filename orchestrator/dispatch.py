@@ -25,7 +25,7 @@ from composer_prime.errors import RolloutError
 from composer_prime.wire.types import Sample
 from orchestrator.behaviour import Behaviour
 from orchestrator.compile import compile_rollout, numbered_turns
-from orchestrator.finish import finish_group, finished_rollout, score_failure
+from orchestrator.finish import finish_group, finished_rollout, score_failure, worth_hinting
 from orchestrator.groups import FinishedGroup, FinishedRollout, GroupPlan, Outcome
 from orchestrator.hints.stage import HintStage
 from orchestrator.permits import Lane
@@ -67,9 +67,11 @@ class Dispatcher:
         on_error: Callable[[BaseException], None],
         behaviour: Behaviour | None = None,
         hints: HintStage | None = None,
+        wants_hints: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`wants_hints()`: whether what is hinted now may still be learned from."""
         self._config, self._scaling, self._runner, self._requests = config, scaling, runner, requests
-        self._behaviour, self._hints = behaviour, hints
+        self._behaviour, self._hints, self._wants_hints = behaviour, hints, wants_hints
         self._serving_version, self._on_end, self._on_error = serving_version, on_end, on_error
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="compile")
         self.flights: dict[int, Flight] = {}
@@ -145,7 +147,7 @@ class Dispatcher:
         if flight.stale:
             rollouts = [rollout for rollout, _ in finished]
             return FinishedGroup(plan=flight.plan, outcome=Outcome.STALE, rollouts=rollouts)
-        if self._hints is not None:
+        if self._hints is not None and self._wants_hints() and worth_hinting(finished, self._config, self._scaling):
             finished = await self._hints.attach(finished)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(

@@ -2,12 +2,13 @@
 
 The life of a group without advantage whose wrong turns were hinted:
 
-    dispatch   hints.attach(): distillations on its samples               (groups with advantage have them too)
+    dispatch   hints.attach(): distillations on its samples (groups with advantage have them too); not where the group
+               is dropped whole, nor where no step that it may join has a weight for channel 2
     here       all rewards equal, hints.filtered_groups -> DISTILLED; it keeps the samples with distillations, their
                loss mask and advantages 0 (compile.untrained): no part of channel 1 or of its denominators
     steering   journaled as Finished, counted as filtered, put into the buffer
-    buffer     goes along with a batch of READY groups, at most as many as those; fills none of its places, opens none
-               for dispatch; older than any batch accepts -> swept out, FILTERED
+    buffer     goes along with a batch of READY groups whose step has a weight for channel 2, at most as many as those;
+               fills none of its places, opens none for dispatch; older than any batch accepts -> swept out, FILTERED
     batches    packed with the batch: teacher documents beside its rows, channel 2's denominator counts its turns
     log        status "distilled"; batch_metrics: groups/distilled, and in groups/filtered
 """
@@ -71,6 +72,17 @@ def finished_rollout(
         cpu_s=reply.cpu_s,
         wall_s=reply.wall_s,
     )
+
+
+def worth_hinting(
+    ended: list[tuple[FinishedRollout, list[Sample]]], config: OrchestratorConfig, scaling: AdvantageScaling
+) -> bool:
+    """Whether `finish_group` keeps hinted samples of such a group: hints may be paid for."""
+    rewards = [rollout.reward for rollout, _ in ended if rollout.reward is not None]
+    if len(rewards) < config.min_group:
+        return False
+    kept = not config.filter_zero_advantage or (config.hints is not None and config.hints.filtered_groups)
+    return kept or has_signal(group_advantages(rewards, scaling))
 
 
 def finish_group(

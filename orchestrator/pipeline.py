@@ -275,6 +275,7 @@ class Pipeline:
             on_error=self.fail,
             behaviour=method.behaviour,
             hints=method.hints,
+            wants_hints=self.steering.distils_soon if config.channels.sdpo.weight > 0 else lambda: True,
         )
         self._stack.push_async_callback(self.steering.dispatcher.close)
         evaluated = eval_sources(orchestrator)

@@ -122,6 +122,12 @@ class Steering:
         """Oldest version that the next batch accepts."""
         return oldest_accepted(self.batches.formed + 1, self._config.max_staleness)
 
+    def distils_soon(self) -> bool:
+        """Whether channel 2 has a weight at a step that a group ending now may be trained in."""
+        first = self.batches.formed + 1
+        last = max(first, self.batches.trained + 1 + self._config.max_staleness)
+        return any(self.batches.distils(step) for step in range(first, min(last, self._max_steps) + 1))
+
     def _sweep(self) -> None:
         for group in self.buffer.sweep(self.oldest_version):
             filtered = group.outcome is Outcome.DISTILLED
@@ -134,7 +140,10 @@ class Steering:
         if step > min(self.batches.trained + 2, self._max_steps):
             return False
         async with self._disk:
-            groups = self.buffer.take(self._config.groups_per_step, self.oldest_version, step - 1)
+            distilled = self.batches.distils(step)
+            groups = self.buffer.take(
+                self._config.groups_per_step, self.oldest_version, step - 1, distilled=distilled
+            )
             if groups is None:
                 return False
             dropped, self._dropped = self._dropped, []

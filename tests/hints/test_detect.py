@@ -194,7 +194,7 @@ def test_a_wrong_templates_file_is_refused_by_name(tmp_path, text, said):
 
 
 def test_a_pattern_that_backtracks_holds_nobody_up(tmp_path, caplog):
-    # Under `re` this one takes minutes and holds the interpreter; here it is given up and the next template has its say.
+    # Under `re` it takes minutes and holds the interpreter; here it is given up and the next template has its say.
     file = tmp_path / "own.toml"
     file.write_text("[[template]]\nkind = 'slow'\npattern = '(a|aa)+$'\nhint = 'x'\n")
     templates = Templates.load(file)

@@ -43,6 +43,8 @@ def test_distilled_groups_go_along_with_a_batch_and_make_none():
     assert len(buffer) == 1 and buffer.group_numbers == [1, 3, 4, 5]
     assert [group.plan.group for group in buffer.take(1, oldest=0, newest=0)] == [1, 4]
     assert buffer.group_numbers == [3, 5]
+    buffer.add(ready(6, 0))
+    assert [group.plan.group for group in buffer.take(1, oldest=0, newest=0, distilled=False)] == [6]
     assert [group.plan.group for group in buffer.sweep(1)] == [3, 5]
 
 
@@ -169,6 +171,38 @@ async def test_with_weights_0_the_rows_are_those_of_channel_1(open_run, run_dir,
         assert reply.metrics["hints/hinted"] > 0
         assert not any(row.turns or row.pairs for row in reply.micro_batches)
         assert reply.totals.distilled_turns == 0
+
+
+def scheduled(root, schedule: dict[str, int], **orchestrator: Any) -> Config:
+    values = make_config(root, max_steps=4, **orchestrator).model_dump()
+    values["channels"]["sdpo"] |= {"weight": 0.5, "schedule": schedule}
+    return Config.model_validate(values)
+
+
+async def test_hints_are_made_for_steps_with_a_weight(open_run, run_dir, tmp_path):
+    """Channel 2 begins with step 4: groups of the first batches are not hinted, and none goes along with a batch."""
+    config = scheduled(tmp_path, {"start_step": 4}, hints={}, max_staleness=0)
+    async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        for step in (1, 2, 3):
+            [reply] = await trainer.train(step)
+            assert reply.metrics["groups/distilled"] == 0
+        assert "hints/hinted" not in trainer.steps[1][0].metrics
+        [reply] = await trainer.train(4)
+        assert reply.metrics["hints/hinted"] > 0 and reply.totals.distilled_turns > 0
+
+
+async def test_a_group_that_will_be_dropped_is_not_hinted(open_run, run_dir, tmp_path):
+    """filtered_groups off: where all rewards are equal nobody looks for wrong turns, let alone pays for hints."""
+    pool = ToolPool(reward=lambda request: 1.0 if request.task_index % 2 else float(request.rollout_id[-1] in "02"))
+    config = scheduled(tmp_path, {}, hints={"filtered_groups": False})
+    async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+        await trainer.attach(0)
+        for step in (1, 2, 3):
+            await trainer.train(step)
+        lines = [line for step in (1, 2, 3) for line in await run.rollouts(step)]
+        hinted = {line["status"]: any(turn["hint"] for turn in line["turns"]) for line in lines}
+        assert hinted == {"trained": True, "filtered": False}
 
 
 async def test_the_policy_hints_itself_through_the_gateway(open_run, run_dir, tmp_path):
