@@ -101,7 +101,6 @@ def totals(
     return StepTotals(
         samples=len(trained),
         tokens=sum(sample.num_trained for sample in trained),
-        groups=len({sample.group_id for sample in trained}),
         distilled_tokens=sum(turn.end - turn.start for turn in turns),
         distilled_turns=len(turns),
         pairs=len(preferences),

@@ -13,7 +13,7 @@ packer estimates work with it, the trainer lays rows out by it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +58,7 @@ def layout(documents: Sequence[np.ndarray], *, share: bool = True) -> Layout:
     builder = _Builder(documents)
     members = list(range(len(documents)))
     trees = builder.forest(members, 0) if share else [builder.document(member, 0) for member in members]
-    return Layout(trees=tuple(trees), kept=_joined(builder.kept), where=_joined(builder.where))
+    return Layout(trees=tuple(trees), kept=joined(builder.kept), where=joined(builder.where))
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
@@ -115,5 +115,6 @@ class _Builder:
         self._computed += end - start
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """int64: all parts end to end."""
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])

@@ -19,7 +19,7 @@ class WeightSets:
     reference: WeightSet | None
     """What the KL penalty measures from; None: there is no penalty."""
     scores_pairs: bool
-    """Whether preference pairs need log-probabilities under the start weights."""
+    """Whether preference pairs need log-probabilities under the start weights; simpo's margin has no reference."""
 
     @property
     def needed(self) -> set[WeightSet]:
@@ -34,5 +34,5 @@ def weight_sets(channels: ChannelsConfig) -> WeightSets:
     return WeightSets(
         teacher=teachers.get(sdpo.teacher.kind, "frozen") if sdpo.weight > 0 else None,
         reference=None if kl.weight == 0 else "reference" if kl.reference == "ema" else "frozen",
-        scores_pairs=channels.replay_dpo.weight > 0,
+        scores_pairs=channels.replay_dpo.weight > 0 and channels.replay_dpo.loss != "simpo",
     )

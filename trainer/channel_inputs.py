@@ -59,7 +59,7 @@ def _pair_tokens(pairs: PairsRow, statistics: TokenStatistics, aid: Aid) -> Pair
         rejected_logprobs_P=sums_S[1::2],
         chosen_length_P=pairs.length_S[0::2],
         rejected_length_P=pairs.length_S[1::2],
-        reference_chosen_P=reference_S[0::2],
-        reference_rejected_P=reference_S[1::2],
+        reference_chosen_P=None if reference_S is None else reference_S[0::2],
+        reference_rejected_P=None if reference_S is None else reference_S[1::2],
         epsilon_P=pairs.epsilon_P,
     )

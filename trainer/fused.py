@@ -7,6 +7,20 @@ Within a chunk the element-wise work goes over blocks of few rows that stay in t
 many rows. The last D rows have a teacher: its logits are made beside theirs, and the divergence's gradient is what
 autograd finds for it within a block. Rows whose logits fit one chunk altogether keep them instead of making them twice.
 
+What a chunk's [C, V] memory holds, in order (x: logits h W^T + b, scaled and capped; T: temperature; m: largest x / T
+of a row; Z: the row's log-sum-exp of x / T):
+
+                                keeps (all rows fit one chunk, no cap)      not keeps
+    forward   _Logits.student   x, in memory of its own                     x, in memory shared by all chunks
+              cool, _normalise  x / T - m; stays in `kept`                  x / T - m; overwritten by the next chunk
+              log_sum_R         Z - m                                       Z
+    backward  _again            a copy of x / T - m                         x, made again
+              _to_gradient      minus log_sum_R = log p, then the           cooled, minus log_sum_R = log p, then the
+                                gradient of x                               gradient of x
+
+The teacher's logits go the same way beside them, shifted where they are kept and not where they are made again: a
+divergence does not see a row's shift.
+
 Why the gradients are not made in the forward pass, as Liger-Kernel does: what comes back per token (the gradient of
 ratios, sequence means, pair margins) is known only after all tokens' log-probabilities, and dW mixes the tokens. The
 price is one product of four; what is saved is writing and reading [R, V] (benchmarks/loss_head.py has the figures).

@@ -9,7 +9,7 @@ import numpy as np
 
 from composer_prime.documents import check_same_turn
 from composer_prime.errors import NonFiniteError, RunMismatchError
-from composer_prime.prefixes import layout
+from composer_prime.prefixes import joined, layout
 from composer_prime.wire.types import MicroBatch, flags, floats, ints
 
 BACKWARD_FACTOR = 3
@@ -73,11 +73,6 @@ class Documents:
         )
         apart = layout([self.tokens(document) for document in self.teachers()], share=share).trees
         return BACKWARD_FACTOR * (both - alone), sum(tree.tokens for tree in apart)
-
-
-def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
-    """int64: all parts end to end."""
-    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
 def documents_of(batch: MicroBatch, vocabulary: int) -> Documents:

@@ -4,6 +4,16 @@
     read (N computed tokens)        all of them in one forward pass; what starts alike is computed once
     head rows (R)                   tokens of channels 1 and 3 ... | distilled tokens ...        each needed token once
     channels                        T, D and P entries, by index among the head's rows
+
+Five index spaces, and how one leads to the next:
+
+    position     in the micro-batch, all documents end to end; what the wire counts in      Documents.ids_N, starts
+    document     which of the documents                              position -> document by Documents.of
+    computed     in the forward pass, common beginnings once         position -> computed by where_N (-1: not read)
+    head row     R, each wanted token once, distilled ones last      position -> head row by row_N (-1: not wanted)
+    channel      T, A: by policy_T, answer_A among the head rows; D: the last D head rows
+
+A token is predicted by the hidden state of the token before it: source_R is where_N[position - 1].
 """
 
 from __future__ import annotations
@@ -14,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from composer_prime.prefixes import Tree, layout
+from composer_prime.prefixes import Tree, joined, layout
 from composer_prime.wire.types import flags, floats, ints
-from trainer.row_documents import Documents, joined
+from trainer.row_documents import Documents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

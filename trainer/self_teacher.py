@@ -6,6 +6,14 @@
 
 Teachers (SDPO, arXiv 2601.20802, and its code): `live` is the policy itself; `ema` follows it, theta_T += rate *
 (theta - theta_T) after each step; `frozen` is the start; `trust_region` mixes logits, (1 - mix) * frozen + mix * live.
+Which pass reads the teacher's documents, and with what share of the teacher's logits:
+
+    kind             set of weights in place    share     the policy itself          share
+    live             none                                 in the row, or apart       1
+    ema              teacher (average)          1         no
+    frozen           frozen                     1         no
+    trust_region     frozen                     1 - mix   apart                      mix
+
 Each set of weights takes the policy's place once a step; what it gives is [D, H] and [T], detached. Ranks agree on what
 is read, because every pass gathers parameters from all of them.
 """
@@ -42,14 +50,14 @@ class Aid:
     reference_logprobs_T: Tensor | None = None
     """float32 [T], for the KL penalty."""
     reference_S: Tensor | None = None
-    """float32 [2 P]: each answer's sum under the frozen base."""
+    """float32 [2 P]: each answer's sum under the frozen base; None where channel 3 has no reference."""
 
 
 class SelfTeacher:
     """The other weights of a run, and the passes that read them."""
 
     def __init__(self, policy: Policy, channels: ChannelsConfig, cache: ReferenceLogprobs | None) -> None:
-        """`policy` holds the start weights now. `cache` is there when channel 3 is on."""
+        """`policy` holds the start weights now. `cache` is there when channel 3 has a reference."""
         self._policy, self._channels, self._cache = policy, channels, cache
         self._sets = weight_sets(channels)
         self._averages = {name: Shadow(policy) for name in AVERAGES if name in self._sets.needed}

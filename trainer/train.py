@@ -26,6 +26,7 @@ from composer_prime.model_source import resolve_model
 from composer_prime.monitor.jsonl import MetricsFile
 from composer_prime.run_dir import RunDir
 from composer_prime.run_id import read as read_run_id
+from composer_prime.weight_sets import weight_sets
 from composer_prime.wire.step import RunFinished, StepReply
 from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
@@ -196,7 +197,7 @@ class Trainer:
         ]
 
     def _reference(self) -> ReferenceLogprobs | None:
-        if self.config.channels.replay_dpo.weight == 0:
+        if not weight_sets(self.config.channels).scores_pairs:
             return None
         return ReferenceLogprobs(self.run_dir.reference, self.folder, self.world)
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from composer_prime.channels.tokens import Sums
 from composer_prime.config.replay_dpo import ReplayDpoConfig
+from composer_prime.errors import ConfigError
 from composer_prime.wire.types import StepTotals
 
 ROBUST_EPSILON_MAX = 0.45
@@ -44,18 +45,19 @@ class PairTokens:
     """Tokens of the chosen answer, [P]; at least 1."""
     rejected_length_P: Tensor
     """Tokens of the rejected answer, [P]; at least 1."""
-    reference_chosen_P: Tensor
-    """float [P], under the frozen base."""
-    reference_rejected_P: Tensor
-    """float [P], under the frozen base."""
     epsilon_P: Tensor
     """float [P]: probability that the label is wrong, in [0, 0.5]."""
+    reference_chosen_P: Tensor | None = None
+    """float [P], under the frozen base; simpo does without."""
+    reference_rejected_P: Tensor | None = None
+    """float [P], under the frozen base."""
 
 
 def replay_dpo_loss(pairs: PairTokens, totals: StepTotals, config: ReplayDpoConfig) -> tuple[Tensor, Sums]:
     """This micro-batch's share of the channel's loss (scalar, before its weight) and its metric sums.
 
-    Without pairs the loss is a zero that is attached to the graph.
+    Without pairs the loss is a zero that is attached to the graph. Raises ConfigError when the loss measures from a
+    reference that is not there.
     """
     margin_P = _margin(pairs, config)
     pair_loss_P = _pair_loss(margin_P, pairs.epsilon_P, config)
@@ -68,6 +70,11 @@ def _margin(pairs: PairTokens, config: ReplayDpoConfig) -> Tensor:
     """z [P] in the form that the loss takes; positive where the policy prefers the chosen answer."""
     chosen_P, rejected_P = pairs.chosen_logprobs_P, pairs.rejected_logprobs_P
     if config.loss != "simpo":
+        if pairs.reference_chosen_P is None or pairs.reference_rejected_P is None:
+            raise ConfigError(
+                f"channels.replay_dpo.loss is {config.loss}, but the pairs came without reference log-probabilities: "
+                "compute them, or set loss = simpo"
+            )
         chosen_P, rejected_P = chosen_P - pairs.reference_chosen_P, rejected_P - pairs.reference_rejected_P
     if config.loss in ("ipo", "sigmoid_norm", "simpo"):
         chosen_P, rejected_P = chosen_P / pairs.chosen_length_P, rejected_P / pairs.rejected_length_P
@@ -91,16 +98,20 @@ def _pair_loss(z_P: Tensor, epsilon_P: Tensor, config: ReplayDpoConfig) -> Tenso
 
 @torch.no_grad()
 def _sums(pairs: PairTokens, margin_P: Tensor) -> Sums:
-    moved_P = (pairs.chosen_logprobs_P - pairs.reference_chosen_P) / pairs.chosen_length_P
-    moved_rejected_P = (pairs.rejected_logprobs_P - pairs.reference_rejected_P) / pairs.rejected_length_P
-    return {
+    sums = {
         "pairs": torch.ones_like(margin_P).sum(),
         "correct": (margin_P > 0).to(margin_P.dtype).sum(),
         "margin": margin_P.sum(),
+        "chosen_nll": -(pairs.chosen_logprobs_P / pairs.chosen_length_P).sum(),
+    }
+    if pairs.reference_chosen_P is None or pairs.reference_rejected_P is None:
+        return sums
+    moved_P = (pairs.chosen_logprobs_P - pairs.reference_chosen_P) / pairs.chosen_length_P
+    moved_rejected_P = (pairs.rejected_logprobs_P - pairs.reference_rejected_P) / pairs.rejected_length_P
+    return sums | {
         "displacement": moved_P.sum(),
         "displacement_rejected": moved_rejected_P.sum(),
         "displaced": (moved_P < 0).to(margin_P.dtype).sum(),
-        "chosen_nll": -(pairs.chosen_logprobs_P / pairs.chosen_length_P).sum(),
     }
 
 
@@ -109,17 +120,21 @@ def replay_dpo_metrics(sums: dict[str, float]) -> dict[str, float]:
 
     dpo/accuracy is the share of pairs with a positive margin z, dpo/margin its mean. dpo/displacement is the chosen
     answers' mean change against the reference, nats a token; dpo/displaced_fraction is the share of pairs in which it
-    is below 0 (the chosen answer became less likely).
+    is below 0 (the chosen answer became less likely); both need a reference.
     """
     count = sums["pairs"]
     if count == 0:
         return {"dpo/pairs": 0.0}
-    return {
+    metrics = {
         "dpo/pairs": count,
         "dpo/accuracy": sums["correct"] / count,
         "dpo/margin": sums["margin"] / count,
-        "dpo/displacement": sums["displacement"] / count,
-        "dpo/displacement_rejected": sums["displacement_rejected"] / count,
-        "dpo/displaced_fraction": sums["displaced"] / count,
         "dpo/chosen_nll": sums["chosen_nll"] / count,
     }
+    if "displacement" in sums:
+        metrics |= {
+            "dpo/displacement": sums["displacement"] / count,
+            "dpo/displacement_rejected": sums["displacement_rejected"] / count,
+            "dpo/displaced_fraction": sums["displaced"] / count,
+        }
+    return metrics

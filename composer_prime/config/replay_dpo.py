@@ -18,7 +18,8 @@ class ReplayDpoConfig(BaseConfig):
     schedule: WeightSchedule = WeightSchedule()
     """The weight over the run."""
     loss: Literal["cdpo", "sigmoid", "robust", "ipo", "sigmoid_norm", "simpo"] = "cdpo"
-    """How a pair's margin becomes a loss; cdpo and robust use each pair's own epsilon."""
+    """How a pair's margin becomes a loss; cdpo and robust use each pair's own epsilon. simpo has no reference:
+    no start weights are kept, and dpo/displacement is not reported."""
     temperature: float = Field(default=0.1, gt=0)
     """beta of DPO: how strongly a log-probability against the reference counts (ipo: its tau; simpo takes about 2)."""
     simpo_margin: float = Field(default=0.5, ge=0)

@@ -61,7 +61,7 @@ def composer_loss(inputs: LossInputs, objective: str = "dr_grpo", **settings: An
         reference_logprobs_T=chosen(inputs.ref_logprobs),
         weight_T=chosen(inputs.loss_weights),
     )
-    loss, sums = policy_loss(tokens, StepTotals(samples=1, tokens=1, groups=0), config, 1)
+    loss, sums = policy_loss(tokens, StepTotals(samples=1, tokens=1), config, 1)
     count = sums["tokens"].clamp(min=1)
     names = {"mismatch": "mismatch_kl", "masked": "masked_fraction", "clipped": "clip_fraction"}
     return LossOutputs(loss=loss, metrics={name: sums[key] / count for key, name in names.items()})

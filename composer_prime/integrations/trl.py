@@ -100,7 +100,6 @@ class ComposerGRPOTrainer(GRPOTrainer):
         return StepTotals(
             samples=tokens.sequences * parts,
             tokens=count,
-            groups=0,
             distilled_tokens=0 if sdpo is None else sdpo.divergence_D.numel() * parts,
             distilled_turns=0 if sdpo is None else sdpo.turns * parts,
             pairs=0 if pairs is None else pairs.epsilon_P.numel() * parts,

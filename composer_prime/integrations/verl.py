@@ -56,7 +56,6 @@ def register(name: str, policy: PolicyConfig) -> Callable[..., tuple[Tensor, dic
         totals = StepTotals(
             samples=int(known.get("global_batch_size") or rows),
             tokens=int(known.get("batch_num_tokens") or tokens.logprobs_T.numel()),
-            groups=0,
         )
         length = policy.max_completion_length or known.get("loss_scale_factor") or response_mask.shape[-1]
         share, sums = policy_loss(tokens, totals, policy, length)

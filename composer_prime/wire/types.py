@@ -210,7 +210,6 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     """B: sequences (samples) with at least one trained token."""
     tokens: int
     """Trained tokens (mask 1)."""
-    groups: int
     distilled_tokens: int = 0
     """Channel 2: tokens of all distilled turns."""
     distilled_turns: int = 0

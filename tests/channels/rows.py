@@ -46,7 +46,7 @@ class Rows:
     def totals(self, micro_batches: int = 1) -> StepTotals:
         counts = self.mask_BT.sum(1)
         return StepTotals(
-            samples=int((counts > 0).sum()), tokens=int(counts.sum()), groups=1, micro_batches=micro_batches
+            samples=int((counts > 0).sum()), tokens=int(counts.sum()), micro_batches=micro_batches
         )
 
     def loss(

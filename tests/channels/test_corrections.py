@@ -70,7 +70,7 @@ def four_tokens(pi: list[float], mu: list[float], advantages: list[float], refer
     tokens = PolicyTokens(logprobs_T=logprobs, sampler_logprobs_T=torch.tensor(mu, dtype=torch.float64).log(),
                           advantages_T=torch.tensor(advantages, dtype=torch.float64), entropy_T=zeros,
                           sequence_T=zeros.long(), sequences=1, reference_logprobs_T=reference_T)  # fmt: skip
-    totals = StepTotals(samples=1, tokens=len(pi), groups=1)
+    totals = StepTotals(samples=1, tokens=len(pi))
     loss, sums = policy_loss(tokens, totals, make_po_config("dr_grpo", **settings), 10)
     loss.backward()
     return loss.item(), logprobs.grad, sums

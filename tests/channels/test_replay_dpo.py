@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from trl_oracle import trl_pair_loss
 
 from composer_prime.channels.replay_dpo import PairTokens, replay_dpo_loss, replay_dpo_metrics
 from composer_prime.config.channels import ReplayDpoConfig
+from composer_prime.errors import ConfigError
 from composer_prime.wire.types import StepTotals
 
 LOSSES = ("cdpo", "sigmoid", "robust", "ipo", "sigmoid_norm", "simpo")
@@ -32,7 +34,7 @@ class Pairs:
 
     @property
     def totals(self) -> StepTotals:
-        return StepTotals(samples=0, tokens=0, groups=0, pairs=len(self.chosen))
+        return StepTotals(samples=0, tokens=0, pairs=len(self.chosen))
 
     def leaves(self) -> list[torch.Tensor]:
         return [side.clone().requires_grad_() for side in self.chosen + self.rejected]
@@ -114,6 +116,19 @@ def test_simpo_is_trl_s():
     assert torch.equal(pairs.loss(config)[0], ours[0])
 
 
+def test_only_simpo_does_without_a_reference():
+    # simpo's loss is the same, and what is measured from a reference is left out of its metrics; others say what lacks.
+    pairs = Pairs(5)
+    bare = dataclasses.replace(pairs.tokens(pairs.leaves()), reference_chosen_P=None, reference_rejected_P=None)
+    simpo = ReplayDpoConfig(loss="simpo", temperature=2.0)
+    loss, sums = replay_dpo_loss(bare, pairs.totals, simpo)
+    assert torch.equal(loss.detach(), pairs.loss(simpo)[0])
+    metrics = replay_dpo_metrics({name: value.item() for name, value in sums.items()})
+    assert metrics["dpo/pairs"] == 4 and not [name for name in metrics if "displace" in name]
+    with pytest.raises(ConfigError, match=r"loss is cdpo, but the pairs came without reference"):
+        replay_dpo_loss(bare, pairs.totals, ReplayDpoConfig())
+
+
 def at_margin(z: float, loss: str, epsilon: float = 0.2):
     """(loss, dloss/dz) of one pair of one-token answers with margin z."""
     chosen = torch.tensor([z / 0.1], dtype=torch.float64, requires_grad=True)
@@ -121,7 +136,7 @@ def at_margin(z: float, loss: str, epsilon: float = 0.2):
     pairs = PairTokens(chosen_logprobs_P=chosen, rejected_logprobs_P=zero, chosen_length_P=one, rejected_length_P=one,
                        reference_chosen_P=zero, reference_rejected_P=zero, epsilon_P=epsilon * one)  # fmt: skip
     config = ReplayDpoConfig(loss=loss, nll_weight=0.0, temperature=0.1)
-    value, sums = replay_dpo_loss(pairs, StepTotals(samples=0, tokens=0, groups=0, pairs=1), config)
+    value, sums = replay_dpo_loss(pairs, StepTotals(samples=0, tokens=0, pairs=1), config)
     value.backward()
     return value.item(), chosen.grad.item() / 0.1, sums
 
@@ -178,7 +193,7 @@ def test_metrics_by_hand():
                        chosen_length_P=column(2, 4), rejected_length_P=column(4, 1),
                        reference_chosen_P=column(-2.0, -3.0), reference_rejected_P=column(-4.0, -3.0),
                        epsilon_P=column(0.1, 0.1))  # fmt: skip
-    totals = StepTotals(samples=0, tokens=0, groups=0, pairs=2)
+    totals = StepTotals(samples=0, tokens=0, pairs=2)
     _, sums = replay_dpo_loss(pairs, totals, ReplayDpoConfig(temperature=0.1))
     metrics = replay_dpo_metrics({name: value.item() for name, value in sums.items()})
     expected = {"dpo/pairs": 2, "dpo/accuracy": 0.5, "dpo/margin": (0.4 - 0.1) / 2, "dpo/displacement": -0.125,

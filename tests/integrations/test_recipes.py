@@ -27,7 +27,7 @@ def test_monarch_s_ranks_add_up_to_one(tmp_path, monkeypatch):
     pytest.importorskip("monarch.actor", exc_type=ImportError)
     page = recipe("monarch", tmp_path, monkeypatch)
     weights = torch.linspace(-1, 1, 5, requires_grad=True)
-    totals = page.StepTotals(samples=4, tokens=16, groups=1)
+    totals = page.StepTotals(samples=4, tokens=16)
     for rank in range(2):
         page.policy_loss(page.tokens_of(rank, weights), totals, page.CONFIG, max_length=16)[0].backward()
     assert torch.allclose(page.step(2), weights.grad, atol=1e-7) and weights.grad.abs().max() > 1e-3

@@ -104,7 +104,7 @@ def test_wrong_samples_are_refused_by_name():
 def test_totals_count_only_sequences_with_trained_tokens():
     # B and the token count leave out a sample whose mask is empty.
     counted = totals([sample(0, 8), sample(1, 8, trained=0), sample(9, 5)])
-    assert (counted.samples, counted.tokens, counted.groups) == (2, 11, 2)
+    assert (counted.samples, counted.tokens) == (2, 11)
 
 
 def test_flops_of_a_known_model():

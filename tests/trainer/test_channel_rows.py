@@ -167,6 +167,18 @@ def test_turns_that_channel_1_does_not_train_are_weighed_alike():
         packed_loss(broken, pairs, 4096)
 
 
+def test_simpo_trains_without_a_reference():
+    # Nothing was read under other weights; the row's loss and metrics are there all the same.
+    pairs = make_pairs(3)
+    (row,) = rows_of(make_samples(3, 4), CPU, 4096, pairs, prefer=True, share=True)
+    channels = ChannelsConfig.model_validate(
+        {"policy": {"correction": "none"}, "replay_dpo": {"weight": 1.0, "loss": "simpo"}}
+    )
+    settings = LossSettings(channels=channels, max_length=64)
+    parts, _ = loss_of(Policy(MODEL, NAME), row, totals(make_samples(3, 4), pairs), settings, aid=Aid())
+    assert parts.total.isfinite() and parts.sums["dpo/pairs"] == 3 and "dpo/displacement" not in parts.sums
+
+
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(1, 500), order=st.permutations(range(6)), in_row=st.booleans(), share=st.booleans())
 def test_order_and_shared_contexts_change_nothing(seed, order, in_row, share):

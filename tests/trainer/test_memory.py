@@ -41,7 +41,7 @@ def test_peak_memory_covers_what_is_held():
 
 def test_other_weights_are_planned(model_folder, tmp_path):
     # An average teacher costs 4 bytes a trained parameter and rank, in memory and in checkpoints; so do start weights,
-    # but not beside adapters, whose base they are.
+    # but not beside adapters, whose base they are, nor for simpo, which measures from nothing.
     shape = ModelShape.read(model_folder)
 
     def planned(lora=None, **channels) -> tuple[int, int]:
@@ -55,6 +55,7 @@ def test_other_weights_are_planned(model_folder, tmp_path):
     assert planned(replay_dpo={"weight": 1.0}) == (2 * shape.parameters, plain)
     assert planned(sdpo=average, policy={"kl": {"weight": 0.1}})[0] == 4 * shape.parameters
     assert planned({"rank": 2}, replay_dpo={"weight": 1.0})[0] == 0
+    assert planned(replay_dpo={"weight": 1.0, "loss": "simpo"}) == (0, plain)
 
 
 def test_shape_of_a_folder_is_the_model_s(model_folder, tmp_path):
