@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class Findings:
 def check(config: Config, *, gpus: int) -> Findings:
     """Run every check; none stops the others."""
     found = Findings()
-    steps = (_model, _modules, _engine, _addresses, _remote_roles, _trackers, _pairs, _density_gate, _joint_key)
+    steps = (_model, _modules, _engine, _addresses, _remote_roles, _trackers, _hints, _pairs, _density_gate, _joint_key)
     for step in steps:
         try:
             step(config, found)
@@ -140,6 +141,23 @@ def _remote_roles(config: Config, found: Findings) -> None:
             f"inference.nodes is 0: sampling waits up to {config.orchestrator.no_node_timeout_s:g} s for "
             "`inference join` from elsewhere"
         )
+
+
+def _hints(config: Config, found: Findings) -> None:
+    """What hints need beside the run: a file of templates, keys in the environment."""
+    hints = config.orchestrator.hints
+    if hints is None or config.orchestrator.address is not None:
+        return
+    templates = hints.templates_file
+    if templates is not None and not templates.expanduser().is_file():
+        found.problems.append(f"orchestrator.hints.templates_file is {templates}, but there is no such file")
+    for name, endpoint in (("judge", hints.judge), ("llm", hints.llm if "llm" in hints.layers else None)):
+        variable = None if endpoint is None else endpoint.api_key_variable
+        if variable is not None and not os.environ.get(variable):
+            found.problems.append(
+                f"orchestrator.hints.{name}.api_key_variable is {variable!r}, but the environment has no such "
+                "variable: export it, or leave the setting out for an endpoint without a key"
+            )
 
 
 def _pairs(config: Config, found: Findings) -> None:

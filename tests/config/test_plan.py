@@ -17,6 +17,7 @@ from composer_prime.machine import Machine, module_file
 from composer_prime.model_source import resolve_model
 from composer_prime.placement import place
 from composer_prime.plan import build
+from composer_prime.preflight import check
 
 ROOT = Path(__file__).parents[2]
 QWEN3_8B = {
@@ -169,3 +170,24 @@ def test_gpu_configuration_names_everything_missing_here(tmp_path):
     config = resolve(["@", str(ROOT / "configs/qwen3-8b/a1.toml"), "--run.output_dir", str(tmp_path)]).config
     text = "\n".join(build(config, LAPTOP).problems)
     assert "models/Qwen3-8B" in text and "this machine shows 0" in text
+
+
+def test_what_hints_need_is_looked_for_before_the_run(tmp_path, monkeypatch):
+    # A file of templates that is not there and keys that are not set would end the run once its nodes are up.
+    file = tmp_path / "hints.toml"
+    url = 'base_url = "http://127.0.0.1:1/v1"\nmodel = "m"\napi_key_variable = '
+    file.write_text(
+        f'[orchestrator.hints]\ntemplates_file = "{tmp_path / "own.toml"}"\nlayers = ["template", "llm"]\n'
+        f'[orchestrator.hints.judge]\n{url}"JUDGE_KEY"\n[orchestrator.hints.llm]\n{url}"WRITER_KEY"\n'
+    )
+    words = ["@", str(ROOT / "configs/a2.toml"), "@", str(file), "--run.output_dir", str(tmp_path)]
+    config = resolve(words).config
+    monkeypatch.setenv("WRITER_KEY", "")
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    problems = [problem for problem in check(config, gpus=0).problems if "orchestrator.hints" in problem]
+    assert len(problems) == 3 and f"templates_file is {tmp_path / 'own.toml'}, but there is no such file" in problems[0]
+    assert "judge.api_key_variable is 'JUDGE_KEY'" in problems[1] and "'WRITER_KEY'" in problems[2]
+    (tmp_path / "own.toml").write_text("template = []")
+    monkeypatch.setenv("WRITER_KEY", "k")
+    monkeypatch.setenv("JUDGE_KEY", "k")
+    assert not [problem for problem in check(config, gpus=0).problems if "orchestrator.hints" in problem]
