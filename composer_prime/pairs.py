@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -64,7 +64,10 @@ class PairFile:
         return len(self._offsets)
 
     def refresh(self) -> int:
-        """Take in the whole lines that were appended since; how many pairs there are now. No file has none."""
+        """Take in the whole lines that were appended since; how many pairs there are now. No file has none.
+
+        Raises ConfigError when the file held pairs and is gone.
+        """
         try:
             with self.path.open("rb") as file:
                 file.seek(self._end)
@@ -75,12 +78,37 @@ class PairFile:
                         self._offsets.append(self._end)
                     self._end += len(line)
         except FileNotFoundError:
-            pass
+            if self._offsets:
+                raise self._gone() from None
         return len(self)
+
+    def digest(self, count: int) -> str:
+        """Of the first `count` pairs' lines, byte for byte; "" of none."""
+        if not count:
+            return ""
+        length = self._offsets[count] if count < len(self) else self._end
+        digest = hashlib.blake2b(digest_size=16)
+        with self._open() as file:
+            while length and (part := file.read(min(length, 1 << 20))):
+                digest.update(part)
+                length -= len(part)
+        return digest.hexdigest()
+
+    def _open(self) -> BinaryIO:
+        try:
+            return self.path.open("rb")
+        except FileNotFoundError:
+            raise self._gone() from None
+
+    def _gone(self) -> ConfigError:
+        return ConfigError(
+            f"{self.path} held {len(self)} pairs and is no longer there: put it back and go on with --resume, or set "
+            "orchestrator.preferences.pairs_per_step = 0"
+        )
 
     def read(self, index: int) -> Pair:
         """Raises ConfigError, naming file and line, when the line is no pair."""
-        with self.path.open("rb") as file:
+        with self._open() as file:
             file.seek(self._offsets[index])
             line = file.readline()
         try:

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from composer_prime.config import Config
-from composer_prime.errors import ConfigError
+from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.pairs import PairFile, resolve_pairs
 from composer_prime.wire.types import Preference
 from orchestrator.preferences.order import Cursor, PairOrder
@@ -49,10 +51,19 @@ class PairMixer:
         self._order = PairOrder(seed)
         self._refused: dict[int, str] = {}
         """Why a pair of the file can't be trained, by number."""
+        self._digest: tuple[int, str] = (0, "")
+        """Of how many pairs, and their digest."""
+        self._warned_at = 0
 
     def restore(self, cursor: Cursor) -> None:
-        """Raises CheckpointError when the file has fewer pairs than it had."""
-        self._order.seek(cursor, self._file.refresh())
+        """Raises CheckpointError when the file has fewer pairs than it had, or others."""
+        available = self._file.refresh()
+        if cursor.known <= available and self._file.digest(cursor.known) != cursor.digest:
+            raise CheckpointError(
+                f"{self._file.path} does not begin with the {cursor.known} pairs of the checkpoint's pass: give the "
+                "run the file it was started with (it may have grown since), or start a new run"
+            )
+        self._order.seek(cursor, available)
 
     def draw(self, step: int) -> Drawn:
         """The next `per_step` pairs that can be trained, fewer where the file has fewer; none twice."""
@@ -65,12 +76,31 @@ class PairMixer:
             made = None if index in self._refused else self._preference(index)
             if made is not None:
                 drawn.setdefault(made.pair_id, made)
-        return Drawn(preferences=list(drawn.values()), cursor=self._order.cursor, metrics=self._metrics(len(drawn)))
+        self._warn_refused(available, len(drawn))
+        return Drawn(preferences=list(drawn.values()), cursor=self._cursor(), metrics=self._metrics(len(drawn)))
+
+    def _cursor(self) -> Cursor:
+        """The order's, with the digest of the pairs that its pass knows."""
+        cursor = self._order.cursor
+        if cursor.known != self._digest[0]:
+            self._digest = (cursor.known, self._file.digest(cursor.known))
+        return msgspec.structs.replace(cursor, digest=self._digest[1])
+
+    def _warn_refused(self, available: int, served: int) -> None:
+        """Once for each state of the file: no pair of it can be trained."""
+        if served or available in (0, self._warned_at):
+            return
+        self._warned_at = available
+        reasons = ", ".join(f"{reason} {count}" for reason, count in Counter(self._refused.values()).most_common())
+        path = self._file.path
+        logger.warning("channel 3 trains nothing: all %d pairs of %s are refused (%s)", available, path, reasons)
 
     def _preference(self, index: int) -> Preference | None:
         try:
             made = self._tokeniser.preference(self._file.read(index))
         except ConfigError as error:
+            if not self._file.path.exists():
+                raise
             logger.warning("a pair is left out: %s", error)
             made = "no_pair"
         if isinstance(made, str):

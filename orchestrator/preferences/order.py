@@ -19,6 +19,8 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True):
     """Pairs of the pass that were drawn."""
     known: int = 0
     """Pairs that the file held when the pass began."""
+    digest: str = ""
+    """Of those pairs' lines; a resumed run's file must begin with the same."""
 
 
 class PairOrder:

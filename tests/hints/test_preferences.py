@@ -155,6 +155,47 @@ def test_refused_pairs_are_counted_and_others_drawn_in_their_place(tmp_path):
     assert nothing.draw(1).preferences == [] and nothing.draw(2).metrics["pairs/refused"] == 1
 
 
+def test_a_file_of_refused_pairs_is_told_once(tmp_path, caplog):
+    # Else channel 3 trains nothing and only a metric knows. Told again when the file has grown and it is still so.
+    path = write(tmp_path / "bad.jsonl", [pair(n, truncated=True) for n in range(3)])
+    mixing = mixer(path)
+    for step in range(1, 4):
+        mixing.draw(step)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [f"channel 3 trains nothing: all 3 pairs of {path} are refused (truncated 3)"]
+    write(path, [pair(3, truncated=True)])
+    mixing.draw(4)
+    assert "all 4 pairs" in caplog.records[-1].getMessage() and len(caplog.records) == 2
+    write(path, [pair(4)])
+    assert ids(mixing.draw(5).preferences) == ["s4"] and len(caplog.records) == 2
+
+
+def test_a_resumed_run_has_the_pairs_it_had(tmp_path):
+    # As many pairs, but others: their order would be another file's. What was appended since is welcome.
+    path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(5)])
+    cursor = mixer(path).draw(1).cursor
+    grown = write(tmp_path / "grown.jsonl", [pair(n) for n in range(8)])
+    mixer(grown).restore(cursor)
+    other = write(tmp_path / "other.jsonl", [pair(n + 1) for n in range(5)])
+    with pytest.raises(CheckpointError, match="does not begin with the 5 pairs of the checkpoint's pass"):
+        mixer(other).restore(cursor)
+
+
+@pytest.mark.parametrize("drawn_before", [0, 1])
+def test_a_file_that_disappears_is_named_with_the_remedy(tmp_path, drawn_before):
+    path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(5)])
+    file = PairFile(path)
+    file.refresh()
+    mixing = PairMixer(file, PairTokeniser(chat("tiny")[0], ROOMY), per_step=2, seed=0)
+    for step in range(drawn_before):
+        mixing.draw(step)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"pairs.jsonl held 5 pairs and is no longer there: put it back"):
+        mixing.draw(7)
+    with pytest.raises(ConfigError, match="no longer there"):
+        file.read(0)
+
+
 def test_steps_without_weight_draw_nothing(tmp_path):
     path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(4)])
     tokeniser = PairTokeniser(chat("tiny")[0], ROOMY)
