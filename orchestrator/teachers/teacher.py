@@ -5,8 +5,8 @@
                                                        └──> TeacherError
 
 Each attempt has a reservation of its own. What came back with token counts costs what they say; what came back as an
-error status costs nothing; what came back unreadable, cut short or not at all keeps its reservation spent, for the
-endpoint may have charged for it.
+error status costs nothing, but for those that end a wait for an answer (408, 504, 520 to 524); these, and what came
+back unreadable, cut short or not at all, keep their reservation spent, for the endpoint may have charged for it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from orchestrator.teachers.local import weights_mark
 from orchestrator.teachers.pace import Pace
 
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
+_MAYBE_CHARGED = {408, 504, *range(520, 525)}
+"""A proxy gave up on the endpoint, which may have answered, and charged, all the same."""
 _PROMPT_OVERHEAD_TOKENS = 64
 """What an endpoint's chat template may add around the messages."""
 
@@ -201,6 +203,10 @@ class Teacher:
         """One call, settled however it ends; its answer is kept before it is settled. Raises _Failed."""
         start, usd, status, tokens = time.monotonic(), reserved.usd, "cancelled", (0, 0)
         try:
+            # A call may have waited for its place, its pace or its money since ask() looked.
+            if self._overcharged is not None:
+                usd = 0.0
+                raise _Failed(self._overcharged, again=False)
             raw = await self._post(question)
             reply = _decoded(raw)
             tokens = (reply.usage.prompt_tokens, reply.usage.completion_tokens)
@@ -212,7 +218,7 @@ class Teacher:
             return answer
         except openai.APIStatusError as error:
             status = f"status {error.status_code}"
-            usd = 0.0
+            usd = reserved.usd if error.status_code in _MAYBE_CHARGED else 0.0
             again = error.status_code in _RETRIED
             raise _Failed(f"{status}: {_brief(error)}", again=again, after_s=_retry_after(error.response)) from None
         except (TimeoutError, openai.APITimeoutError):

@@ -19,7 +19,7 @@ from orchestrator.teachers.pool import TeacherPool
 from orchestrator.teachers.records import Records, votes_beside
 from orchestrator.teachers.replay import Progress, Replay
 
-FAULTS = ("429", "500", "half", "nothing", "wrong_json", "late", "not_found")
+FAULTS = ("429", "500", "504", "522", "half", "nothing", "wrong_json", "late", "not_found")
 PROMPT_TOKENS, ANSWER_TOKENS = 100, 10
 
 
@@ -57,7 +57,7 @@ class Endpoint:
             self.in_flight -= 1
 
     async def _reply(self, request: web.Request, fault: str, body: dict) -> web.StreamResponse:
-        if fault in ("429", "500"):
+        if fault.isdecimal():
             return web.json_response({"error": {"message": fault}}, status=int(fault), headers={"retry-after": "0.01"})
         if fault == "not_found":
             return web.json_response({"error": {"message": "no such model"}}, status=404)

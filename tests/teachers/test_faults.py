@@ -39,7 +39,7 @@ def test_a_fault_costs_a_retry(tmp_path: Path, fault: str) -> None:
     settled = [line for line in read_costs(tmp_path / "costs.jsonl") if line["kind"] == "settled"]
     assert len(settled) == 4 and sum(line["status"] == "ok" for line in settled) == 2
     total = spent(tmp_path / "costs.jsonl")
-    # An error status is free; what may have been charged (a lost reply) is counted at its bound.
+    # An error status is free; what may have been charged (a lost reply, a proxy that gave up) is counted at its bound.
     lost = [line["usd"] for line in settled if line["status"] != "ok"]
     assert all(usd == 0 for usd in lost) == (fault in ("429", "500"))
     assert total.usd == pytest.approx(2 * USD + sum(lost)) and total.unsettled == 0
@@ -112,6 +112,23 @@ def test_an_endpoint_that_overcharges(tmp_path: Path) -> None:
     assert len(endpoint.asked) == 3  # each of the three teachers once
     assert spent(tmp_path / "costs.jsonl").usd == pytest.approx(3 * 50 * USD)
     assert progress.outcomes["failed"] == 9
+
+
+# Calls that waited for a place when an endpoint was seen to overcharge are not made, and cost nothing.
+def test_waiting_calls_are_not_made_after_an_overcharge(tmp_path: Path) -> None:
+    endpoint = Endpoint(answers=overrule, tokens_factor=50.0, delay_s=0.05)
+
+    async def run():
+        async with serving(endpoint):
+            teachers = configured(tmp_path, endpoint.url).teacher
+            alone = [{**teacher.model_dump(), "max_concurrent": 1} for teacher in teachers]
+            config = configured(tmp_path, endpoint.url, teacher=alone)
+            return await replayed(tmp_path, config, [state(number) for number in range(8)])
+
+    progress = asyncio.run(run())
+    assert len(endpoint.asked) == 3 and progress.states == 8  # each of the three teachers once
+    total = spent(tmp_path / "costs.jsonl")
+    assert total.usd == pytest.approx(3 * 50 * USD) and total.unsettled == 0
 
 
 # A process that dies between reservation and settlement may have paid: it counts as spent.
