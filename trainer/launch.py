@@ -47,6 +47,13 @@ def launch(config: Config, commands: Commands | None = None) -> int:
     directory cannot be used.
     """
     prepared = prepare(config)
+    if 0 < config.run.max_steps <= prepared.start_step and prepared.run_dir.final.is_dir():
+        print(
+            f"{config.run.name} is finished already: {prepared.start_step} of {config.run.max_steps} steps, model in "
+            f"{prepared.run_dir.final}. To train on, raise run.max_steps"
+        )
+        prepared.lock.close()
+        return 0
     roles = commands(prepared.config, prepared.run_dir) if commands else _roles(prepared)
     signals = _Signals()
     view = build_view(prepared.config)

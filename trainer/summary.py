@@ -60,8 +60,12 @@ def _evaluations(prepared: Prepared, progress: Progress) -> list[str]:
 def _next(prepared: Prepared, status: int) -> list[str]:
     where = prepared.config.run.directory
     lines = ["", "next:"]
-    if status != 0:
+    if status != 0 and prepared.run_dir.complete_checkpoints():
         lines.append("  the same command with --resume        go on from the newest complete checkpoint")
+    elif status != 0:
+        every = prepared.config.trainer.checkpoint.every_steps
+        lines.append("  the same command with --resume        start over: no checkpoint was complete yet")
+        lines.append(f"  --trainer.checkpoint.every_steps N    write them more often (it is {every})")
     lines.append(f"  uv run composer report {where}")
     lines.append(f"  uv run composer rollouts {where}")
     return lines

@@ -16,6 +16,7 @@ from composer_prime.config import Config
 from composer_prime.config.load import resolve
 from composer_prime.errors import ConfigError, RoleFailedError
 from composer_prime.intervals import difference_interval, mean_interval
+from composer_prime.model_source import resolve_model
 from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores
 from composer_prime.run_dir import RunDir
 
@@ -32,6 +33,8 @@ def run(words: list[str]) -> int:
         return 0
     models, rest = split_models(words)
     config = evaluation_config(rest)
+    for model in models:  # all of them, before the first takes its minutes
+        resolve_model(model_folder(model))
     found: dict[str, Scores] = {}
     for model in models:
         found[model] = evaluate(model, rest, config)

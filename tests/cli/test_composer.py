@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from composer_prime.cli import doctor_command, eval_command, main, plan_command, report_command, rollouts_command
-from composer_prime.errors import ConfigError
+from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.intervals import difference_interval, mean_interval
 from composer_prime.monitor.jsonl import MetricsFile
 
@@ -119,6 +119,12 @@ def test_eval_refuses_a_configuration_without_held_out_tasks(tmp_path):
     path.write_text((ROOT / "configs/a1.toml").read_text().replace("eval_taskset", "# eval_taskset"))
     with pytest.raises(ConfigError, match="eval_taskset"):
         eval_command.evaluation_config(["@", str(path)])
+
+
+def test_eval_looks_for_every_model_before_it_evaluates_one(tmp_path):
+    # A typo in the second model is said at once, not after the first one's minutes.
+    with pytest.raises(ComposerError, match="no folder"):
+        eval_command.run(["tiny", str(tmp_path / "nothere"), "@", str(ROOT / "configs/a0.toml")])
 
 
 def test_eval_splits_models_from_the_configuration():

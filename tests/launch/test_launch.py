@@ -93,6 +93,19 @@ def test_finished_run_stops_nodes_and_leaves_nothing(stand):
     assert run.members() == []
 
 
+def test_resume_of_a_finished_run_says_so(stand):
+    # Nothing is started when all steps are taken and the model is written: the way to train on is named.
+    made = (
+        "import pathlib\n"
+        "for name in ('checkpoints/step_000003/COMPLETE', 'final/config.json'):\n"
+        "    path = pathlib.Path(name); path.parent.mkdir(parents=True); path.touch()\n"
+    )
+    first = stand({"orchestrator": "time.sleep(1)", "trainer-0": made})
+    assert first.finish()[0] == 0
+    status, output = stand({"orchestrator": "sys.exit(9)", "trainer-0": "sys.exit(9)"}, "--resume").finish()
+    assert status == 0 and "stand is finished already: 3 of 3 steps" in output, output
+
+
 def test_failing_role_ends_the_run_with_its_last_lines(stand):
     # A rank that dies ends the run: non-zero status, the rank's last log lines, nobody left.
     broken = "print('the gradient exploded'); sys.exit(3)"
