@@ -35,9 +35,9 @@ class Budget:
         self._config, self._ledger = config, CostLedger(path)
         before = spent(path)
         self.spent_usd = before.usd
-        self._reserved_usd = 0.0
         self._by_trace: dict[str, float] = defaultdict(float, before.by_trace)
-        self._reserved_by_trace: dict[str, float] = defaultdict(float)
+        # Summed anew each time: a running sum would keep a rest of rounding when nothing is in flight any more.
+        self._in_flight: dict[str, Reservation] = {}
         self._by_state: dict[str, float] = defaultdict(float)
         self._settled = asyncio.Event()
 
@@ -54,15 +54,15 @@ class Budget:
             await self._settled.wait()
         reservation = Reservation(call=secrets.token_hex(8), trace=trace, state=state, teacher=teacher, usd=usd)
         self._ledger.write("reserved", call=reservation.call, trace=trace, state=state, teacher=teacher, usd=usd)
-        self._reserved_usd += usd
-        self._reserved_by_trace[trace] += usd
+        self._in_flight[reservation.call] = reservation
         return reservation
 
     def _refusal(self, trace: str, teacher: str, usd: float, *, in_flight: bool) -> CapError | None:
         """Which cap another `usd` would pass, with what is reserved for calls in flight counted or not."""
         caps = self._config
-        in_trace = self._by_trace[trace] + (self._reserved_by_trace[trace] if in_flight else 0.0)
-        in_run = self.spent_usd + (self._reserved_usd if in_flight else 0.0)
+        counted = list(self._in_flight.values()) if in_flight else []
+        in_trace = self._by_trace[trace] + sum(each.usd for each in counted if each.trace == trace)
+        in_run = self.spent_usd + sum(each.usd for each in counted)
         for scope, used, cap in (
             ("call", 0.0, caps.usd_per_call),
             ("trace", in_trace, caps.usd_per_trace),
@@ -78,8 +78,7 @@ class Budget:
 
     def settle(self, reservation: Reservation, usd: float, **facts: object) -> None:
         """The call ended and cost `usd`."""
-        self._reserved_usd -= reservation.usd
-        self._reserved_by_trace[reservation.trace] -= reservation.usd
+        del self._in_flight[reservation.call]
         self.spent_usd += usd
         self._by_trace[reservation.trace] += usd
         self._by_state[reservation.state] += usd

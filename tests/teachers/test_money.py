@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from composer_prime.config.load import resolve
-from composer_prime.config.teachers import TeacherConfig
+from composer_prime.config.teachers import BudgetConfig, TeacherConfig
 from composer_prime.costs import CostLedger, read_costs, spent
 from composer_prime.errors import ConfigError
 from composer_prime.prices import price_of
+from orchestrator.teachers.budget import Budget
 from orchestrator.teachers.cache import Answer, AnswerCache, Question
 
 
@@ -45,6 +47,21 @@ def test_the_ledger_adds_up(tmp_path: Path) -> None:
     assert (total.usd, total.calls, total.unsettled) == (0.75, 2, 1)
     assert dict(total.by_trace) == {"t": 0.25, "u": 0.5}
     assert [line["kind"] for line in read_costs(path)] == ["reserved", "settled", "reserved", "stopped"]
+
+
+# What fits to the last cent is granted at once: with nothing in flight there is nothing to wait for.
+def test_no_rest_of_rounding_stays_reserved(tmp_path: Path) -> None:
+    async def run() -> None:
+        caps = BudgetConfig(usd_per_call=0.05, usd_per_trace=0.05, usd_per_run=0.05)
+        budget = Budget(caps, tmp_path / "costs.jsonl")
+        # In doubles, 0.01 + 0.007 + 0.02 - 0.01 - 0.007 - 0.02 > 0.
+        held = [await budget.reserve(trace="t", state="s", teacher="x", usd=usd) for usd in (0.01, 0.007, 0.02)]
+        for reservation, usd in zip(held, (0.0, 0.0, 0.04), strict=True):
+            budget.settle(reservation, usd)
+        async with asyncio.timeout(2):
+            await budget.reserve(trace="t", state="s", teacher="x", usd=0.01)
+
+    asyncio.run(run())
 
 
 # The key depends on everything an answer depends on, and on nothing else; a damaged file is a miss.
