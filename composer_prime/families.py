@@ -1,8 +1,9 @@
 """Which family of models a model belongs to, by its name. A teacher never judges a trace of its own family.
 
 Two models of one family share training data and habits: their agreement says little. Names come in every spelling
-(`anthropic/claude-sonnet-4`, `us.anthropic.claude-3`, `litellm_proxy/minimax-m2.7`), so words are looked for anywhere.
-A name that no rule knows is UNKNOWN: replay refuses it until someone says what it is.
+(`us.anthropic.claude-3`, `litellm_proxy/minimax-m2.7`, `Qwen2.5-7B-GPTQ`), so whole words are looked for behind the
+last slash. What stands before it is who serves the model, asked only where the name says nothing. A name that no rule
+knows, or that two families share (a distilled model), is UNKNOWN: replay refuses it until someone says what it is.
 """
 
 from __future__ import annotations
@@ -10,28 +11,51 @@ from __future__ import annotations
 import re
 
 UNKNOWN = "unknown"
-_RULES: list[tuple[str, str]] = [
-    # Distilled models carry two names; who was trained on whose outputs decides, so the teacher's name comes first.
-    ("deepseek", r"deepseek"),
-    ("claude", r"claude|anthropic"),
-    ("gpt", r"gpt|chatgpt|openai|codex|davinci|\bo[134](?:-|$|\b)"),
-    ("gemini", r"gemini|gemma|palm"),
-    ("qwen", r"qwen|qwq|qvq|tongyi"),
-    ("llama", r"llama|meta-"),
-    ("mistral", r"mistral|mixtral|codestral|devstral|magistral|ministral"),
-    ("kimi", r"kimi|moonshot"),
-    ("glm", r"\bglm|chatglm|zai-org|z-ai"),
-    ("minimax", r"minimax|abab"),
-    ("grok", r"grok|x-ai|xai"),
-    ("nova", r"nova-|amazon"),
-    ("command", r"command-[ar]|cohere"),
-    ("phi", r"\bphi-?\d"),
-    ("smollm", r"smollm"),
-    ("nemotron", r"nemotron"),
-    ("granite", r"granite"),
-    ("seed", r"doubao|seed-"),
-]
-_COMPILED = [(family, re.compile(pattern, re.IGNORECASE)) for family, pattern in _RULES]
+_NAMES: dict[str, str] = {
+    "deepseek": r"deepseek",
+    "claude": r"claude",
+    "gpt": r"(?:chat)?gpt|codex|davinci|(?<![\w-])o[134](?!\d)",
+    "gemini": r"gemini|(?:code|pali|med|shield|recurrent)?gemma|palm",
+    "qwen": r"(?:code)?qwen|qwq|qvq|tongyi",
+    "llama": r"(?:code|tiny|open)?llama",
+    "mistral": r"mistral|mixtral|codestral|devstral|magistral|ministral|pixtral",
+    "kimi": r"kimi|moonshot",
+    "glm": r"(?:chat)?glm",
+    "minimax": r"minimax|abab",
+    "grok": r"grok",
+    "nova": r"nova",
+    "command": r"command-[ar]",
+    "phi": r"phi-?\d",
+    "smollm": r"smollm",
+    "nemotron": r"nemotron",
+    "granite": r"granite",
+    # `seed` alone is a random seed more often than a model.
+    "seed": r"doubao|seed-(?:oss|coder|\d\.\d)",
+}
+_PROVIDERS: dict[str, str] = {
+    # `openai/` says nothing: it stands before every model behind an OpenAI-compatible endpoint.
+    "claude": r"anthropic",
+    "llama": r"meta",
+    "mistral": r"mistralai",
+    "kimi": r"moonshotai",
+    "glm": r"zai|zai-org|z-ai|thudm",
+    "minimax": r"minimaxai",
+    "grok": r"xai|x-ai",
+    "nova": r"amazon",
+    "command": r"cohere|coherelabs",
+    "smollm": r"huggingfacetb",
+    "granite": r"ibm-granite",
+    "seed": r"bytedance-seed",
+}
+
+
+def _words(pattern: str) -> re.Pattern[str]:
+    """Whole words: no letter before or behind, a digit may be (`qwen3`)."""
+    return re.compile(rf"(?<![a-z])(?:{pattern})(?![a-z])", re.IGNORECASE)
+
+
+_NAMED = {family: _words(pattern) for family, pattern in _NAMES.items()}
+_HINTED = {family: _words("|".join(filter(None, (_NAMES[family], _PROVIDERS.get(family))))) for family in _NAMES}
 _TINY = re.compile(r"^tiny(?:/(\w+))?$")
 
 
@@ -42,4 +66,10 @@ def family_of(model: str | None) -> str:
     tiny = _TINY.match(model)
     if tiny:
         return f"tiny-{tiny[1] or 'policy'}"
-    return next((family for family, pattern in _COMPILED if pattern.search(model)), UNKNOWN)
+    whole = model.rstrip("/")
+    found = _matching(_NAMED, whole.rpartition("/")[2]) or _matching(_HINTED, whole)
+    return found[0] if len(found) == 1 else UNKNOWN
+
+
+def _matching(patterns: dict[str, re.Pattern[str]], text: str) -> list[str]:
+    return [family for family, pattern in patterns.items() if pattern.search(text)]

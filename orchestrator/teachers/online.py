@@ -80,8 +80,9 @@ class OnlineReplay:
                 await asyncio.sleep(LOOK_S)
 
     def _ingested(self, path: Path, fingerprints: Recent, names: Recent) -> list[TraceState]:
-        """The states of one step's rollouts; the policy's own weights make them, so masking has nothing to protect."""
-        options = Options(mask=False, model=self._config.model.path)
+        """The states of one step's rollouts. Masked for remote teachers: they hold what tools printed."""
+        remote = any(not teacher.local for teacher in self._config.teachers.teacher)
+        options = Options(mask=remote, model=self._config.model.path)
         return list(ingest(path, self._tally, options, fingerprints=fingerprints, trace_ids=names))
 
     async def _report(self, replay: Replay) -> None:

@@ -68,6 +68,25 @@ def test_rollouts_are_replayed_as_they_appear(tmp_path: Path) -> None:
     assert logged[-1]["replay/pairs"] == 3 and logged[-1]["replay/usd"] > 0
 
 
+# What a tool printed is masked before a remote teacher sees it; where every teacher is local it leaves nothing.
+@pytest.mark.parametrize("local", [False, True])
+def test_secrets_do_not_reach_remote_teachers(tmp_path: Path, local: bool) -> None:
+    run_dir = RunDir(tmp_path / "x")
+    run_dir.rollouts(1).parent.mkdir(parents=True)
+    token = "ghp_" + "a1B2c3D4e5" * 3 + "F6g7H8"
+    run_dir.rollouts(1).write_bytes(rollout(0).replace(b"Task 0.", token.encode()))
+    values = config(tmp_path, "http://127.0.0.1:9/v1", online=True)
+    for teacher in values.teachers.teacher:
+        teacher.local = local
+    online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
+
+    async def first() -> str:
+        async with asyncio.timeout(20):
+            return (await anext(online._states())).messages[0]["content"]
+
+    assert asyncio.run(first()) == (token if local else "<masked:github-token>")
+
+
 # A cap that is reached ends the replay, not the run: the coroutine returns and says so.
 def test_a_cap_ends_the_replay_only(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "x")
