@@ -50,6 +50,9 @@ class Origin:
     trace_id: str
     format: str
     model: str | None = None
+    """As the trace says; the last one that it named."""
+    assumed_model: str | None = None
+    """As the user says: holds where the trace names none."""
     family: str | None = None
     """Overrides the family of `model`: the user said so."""
 
@@ -57,6 +60,8 @@ class Origin:
 @dataclass(slots=True)
 class _Turn:
     key: str | None
+    model: str | None
+    several_models: bool = False
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -100,12 +105,17 @@ class TraceBuilder:
         *,
         key: str | None = None,
         mark: str | None = None,
+        model: str | None = None,
     ) -> TraceState | None:
-        """A turn, or more of the open turn when `key` is its key (one turn written as several records)."""
+        """A turn, or more of the open turn when `key` is its key (one turn written as several records).
+
+        `model` made it and, unless another is named, those that follow; None where the record does not say.
+        """
         state = None
         if self._turn is None or key is None or key != self._turn.key:
             state = self.close()
-            self._turn = _Turn(key)
+            self._turn = _Turn(key, model or self.origin.model)
+        self.origin.model = model or self.origin.model
         turn, (visible, thought) = self._turn, split_thinking(text)
         turn.text += [visible] if visible.strip() else []
         turn.reasoning += [part for part in (reasoning, thought) if part.strip()]
@@ -124,6 +134,13 @@ class TraceBuilder:
         if error is not None:
             self.error(error)
         return True
+
+    def names_model(self, model: str) -> None:
+        """A record beside the turns names the model that acts now; when it changes, the open turn is nobody's."""
+        turn, self.origin.model = self._turn, model
+        if turn is not None:
+            turn.several_models = turn.several_models or turn.model not in (None, model)
+            turn.model = turn.model or model
 
     def unanswered(self) -> str | None:
         """The first call of the open turn that has no result yet."""
@@ -213,14 +230,15 @@ class TraceBuilder:
             self.tally.pass_over(reason)
             return None
         self.tally.state()
+        model = None if turn.several_models else turn.model or self.origin.assumed_model
         return TraceState(
             trace_id=self.origin.trace_id,
             state_id=f"{self.origin.trace_id}/{step:04d}",
             step=step,
             messages=list(self.messages),
             student_action=action,
-            source_model=self.origin.model,
-            source_family=self.origin.family or family_of(self.origin.model),
+            source_model=model,
+            source_family=self.origin.family or family_of(model),
             tools=self.tools.schemas(),
             error=None if turn.error is None else self._masker.text(turn.error)[:ERROR_CHARS],
             format=self.origin.format,

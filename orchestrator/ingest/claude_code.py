@@ -132,9 +132,8 @@ class _Session:
             "\n\n".join(thinking),
             key=string(message.get("id")),
             mark=_mark(record),
+            model=string(message.get("model")),
         )
-        # The turn that just ended was the model's of before: a session may switch between models.
-        self._builder.origin.model = string(message.get("model")) or self._builder.origin.model
         self._tally.take()
         if state is not None:
             yield state

@@ -89,8 +89,13 @@ class TraceFile:
         while not self.trace_ids.add(hashlib.blake2b(name.encode(), digest_size=8).digest()):
             number += 1
             name = f"{wanted}~{number}"
-        known = model if isinstance(model, str) and model else self.options.model
-        origin = Origin(trace_id=name, format=self.format, model=known, family=self.options.family)
+        origin = Origin(
+            trace_id=name,
+            format=self.format,
+            model=model if isinstance(model, str) and model else None,
+            assumed_model=self.options.model,
+            family=self.options.family,
+        )
         masker = Masker(self.tally.masked, self.options.mask)
         return TraceBuilder(origin, self.tally, masker, self.options.limits, self.fingerprints)
 

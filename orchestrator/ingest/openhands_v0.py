@@ -60,8 +60,8 @@ class Reader:
                 calls,
                 string(answer.get("reasoning_content")) or "",
                 key=string(response.get("id")),
+                model=string(response.get("model")),
             )
-            builder.origin.model = builder.origin.model or string(response.get("model"))
             return state, None
         if action == "message":
             return builder.assistant(text), None

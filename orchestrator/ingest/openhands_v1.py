@@ -107,8 +107,8 @@ def _note_model(builder: TraceBuilder, event: dict[str, Any]) -> None:
     value: Any = event.get("value")
     for key in ("usage_to_metrics", "default", "model_name"):
         value = value.get(key) if isinstance(value, dict) else None
-    if isinstance(value, str) and value and builder.origin.model is None:
-        builder.origin.model = value
+    if isinstance(value, str) and value:
+        builder.names_model(value)
 
 
 def _id(event: dict[str, Any]) -> str | None:

@@ -62,6 +62,41 @@ def test_openhands_older_events(tmp_path: Path, form: str) -> None:
     assert form == "list" or {state.source_family for state in states} == {"deepseek"}
 
 
+def _called(number: int, model: str) -> dict:
+    """A call of version 0 with the model's answer in it."""
+    call = {"id": f"c{number}", "type": "function", "function": {"name": "run", "arguments": "{}"}}
+    response = {"id": f"r{number}", "model": model, "choices": [{"message": {"content": "", "tool_calls": [call]}}]}
+    metadata = {"tool_call_id": f"c{number}", "model_response": response}
+    return {"id": number, "source": "agent", "action": "run", "args": {}, "tool_call_metadata": metadata}
+
+
+def _statistics(model: str) -> dict:
+    value = {"usage_to_metrics": {"default": {"model_name": model}}}
+    return {
+        "kind": "ConversationStateUpdateEvent",
+        "id": model,
+        "source": "environment",
+        "key": "stats",
+        "value": value,
+    }
+
+
+# Each turn is the model's that made it, whatever acted before and whatever the user believes.
+def test_openhands_models_of_each_turn(tmp_path: Path) -> None:
+    path = lines(tmp_path / "e.jsonl", *OPENHANDS_V0[:2], _called(7, "gpt-5"), _called(8, "claude-sonnet-4"))
+    states, _ = taken(path, model="qwen3-8b")
+    assert [state.source_family for state in states] == ["gpt", "claude"]
+
+
+# Statistics that name another model while a turn is open may mean that turn: it is nobody's.
+def test_openhands_statistics_name_the_model(tmp_path: Path) -> None:
+    turns = [{**OPENHANDS_V1[6], "id": f"t{number}"} for number in range(3)]
+    first, other = _statistics("gpt-5"), _statistics("claude-sonnet-4")
+    path = lines(tmp_path / "e.jsonl", *OPENHANDS_V1[:2], first, turns[0], turns[1], other, turns[2])
+    states, _ = taken(path, model="qwen3-8b")
+    assert [state.source_family for state in states] == ["gpt", "unknown", "claude"]
+
+
 # Demonstrations and messages of other agents are no part of what the agent saw.
 def test_swe_agent_history(tmp_path: Path) -> None:
     said = [
