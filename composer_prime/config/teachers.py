@@ -113,7 +113,7 @@ class TeachersConfig(BaseConfig):
     states: Path | None = None
     """A states.jsonl (`composer ingest`) to replay online; None takes the run's own rollouts."""
     voters: int = Field(default=3, ge=2)
-    """N: teachers whose majority decides."""
+    """N: teachers whose majority decides, unless it is of one family."""
     voting: Literal["sequential", "all"] = "sequential"
     """Ask for the next vote only while the majority is open, or ask all."""
     system_prompt: str = (

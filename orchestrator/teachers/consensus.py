@@ -1,6 +1,7 @@
 """Votes on one state to preference pairs.
 
-1. A majority (more than N/2 of the planned voters, by canonical form) beats the student, where they differ.
+1. A majority (more than N/2 of the planned voters, of at least two families, by canonical form) beats the student,
+   where they differ.
 2. A student that the majority agrees with beats each minority answer.
 3. No majority: no pair.
 
@@ -18,6 +19,8 @@ from typing import Any
 from composer_prime.traces import Message
 from orchestrator.teachers.canonical import Canonical
 
+Cast = tuple[str, Canonical]
+"""(family, form) of one vote."""
 _MIN_CHARS = 24
 """Answers shorter than this count as this long: a word more is no difference in length."""
 
@@ -49,20 +52,24 @@ class Candidate:
     epsilon: float
 
 
-def majority(forms: Sequence[Canonical], planned: int) -> Canonical | None:
-    """The form that more than half of the planned voters gave; None where there is none (yet)."""
-    if not forms:
+def majority(cast: Sequence[Cast], planned: int) -> Canonical | None:
+    """The form that more than half of the planned voters gave, not all of one family; None where there is none (yet).
+
+    Models of one family err together: their agreement alone decides nothing.
+    """
+    if not cast:
         return None
-    form, count = Counter(forms).most_common(1)[0]
-    return form if 2 * count > planned else None
+    form, count = Counter(form for _, form in cast).most_common(1)[0]
+    families = {family for family, other in cast if other == form}
+    return form if 2 * count > planned and len(families) > 1 else None
 
 
-def settled(forms: Sequence[Canonical], planned: int) -> bool:
-    """Whether further votes cannot change the outcome."""
-    if majority(forms, planned) is not None or len(forms) >= planned:
+def settled(cast: Sequence[Cast], planned: int) -> bool:
+    """Whether further votes, of whichever family, cannot change the outcome."""
+    if majority(cast, planned) is not None or len(cast) >= planned:
         return True
-    open_votes = planned - len(forms)
-    most = max(Counter(forms).values(), default=0)
+    open_votes = planned - len(cast)
+    most = max(Counter(form for _, form in cast).values(), default=0)
     return 2 * (most + open_votes) <= planned
 
 
@@ -73,7 +80,7 @@ def epsilon(agreeing: int, votes: int) -> float:
 
 def candidates(votes: Sequence[Vote], student: Message, student_form: Canonical, planned: int) -> list[Candidate]:
     """The pairs that the votes give."""
-    form = majority([vote.form for vote in votes], planned)
+    form = majority([(vote.family, vote.form) for vote in votes], planned)
     if form is None:
         return []
     agreeing = [vote for vote in votes if vote.form == form]

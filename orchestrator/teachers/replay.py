@@ -26,6 +26,7 @@ from orchestrator.teachers.budget import Budget
 from orchestrator.teachers.canonical import Canonical, canonical
 from orchestrator.teachers.consensus import (
     Candidate,
+    Cast,
     Vote,
     candidates,
     length_ratio,
@@ -74,8 +75,8 @@ class _Ballot:
     stopped_by: str | None = None
 
     @property
-    def forms(self) -> list[Canonical]:
-        return [vote.form for vote in self.votes]
+    def cast(self) -> list[Cast]:
+        return [(vote.family, vote.form) for vote in self.votes]
 
 
 class Replay:
@@ -181,9 +182,10 @@ class Replay:
             return ballot, "budget", str(error)
         if ballot.stopped_by is not None:
             return ballot, "not_worth_it", ballot.stopped_by
-        form = majority(ballot.forms, ballot.planned)
+        form = majority(ballot.cast, ballot.planned)
         if form is None:
-            return ballot, "failed" if ballot.failed and len(ballot.votes) < 2 else "no_majority", None
+            alone = len({vote.family for vote in ballot.votes}) < 2
+            return ballot, "failed" if ballot.failed and alone else "no_majority", None
         self._voi.learn(_situation(ballot, None), form != student)
         self._voi.learn(_situation(ballot, ballot.first_disagreed), form != student)
         return ballot, "agreed" if form == student else "overruled", None
@@ -191,7 +193,7 @@ class Replay:
     async def _sequence(self, ballot: _Ballot, voters: list[Teacher]) -> None:
         """One vote after another, while the majority is open and the next ones are worth their price."""
         for index, teacher in enumerate(voters):
-            if settled(ballot.forms, ballot.planned):
+            if settled(ballot.cast, ballot.planned):
                 return
             left = max(ballot.planned // 2 + 1 - len(ballot.votes), 1)
             price = 0.0

@@ -85,16 +85,25 @@ def test_any_call_has_a_form(name: str, arguments: str) -> None:
 
 
 # settled() by enumeration: no continuation of the votes may change the majority.
-@given(st.integers(2, 5), st.lists(st.sampled_from("abc"), max_size=5))
-def test_settled_means_no_vote_can_change_it(planned: int, cast: list[str]) -> None:
-    votes = [(vote,) for vote in cast[:planned]]
+@given(st.integers(2, 5), st.lists(st.tuples(st.sampled_from("pq"), st.sampled_from("abc")), max_size=5))
+def test_settled_means_no_vote_can_change_it(planned: int, cast: list[tuple[str, str]]) -> None:
+    votes = [(family, (form,)) for family, form in cast[:planned]]
     outcomes = {majority(votes, planned)} if len(votes) == planned else set()
     frontier = [votes] if len(votes) < planned else []
     while frontier:
-        grown = [[*some, (vote,)] for some in frontier for vote in "abcde"]
+        grown = [[*some, (f"new {len(some)}", (form,))] for some in frontier for form in "abcde"]
         outcomes |= {majority(some, planned) for some in grown if len(some) == planned}
         frontier = [some for some in grown if len(some) < planned]
     assert settled(votes, planned) == (len(outcomes) == 1)
+
+
+# A majority within one family is none; with one vote a family only the count matters.
+def test_a_majority_needs_two_families() -> None:
+    one, other = ("x",), ("y",)
+    assert majority([("gpt", one), ("qwen", other), ("gpt", one)], 3) is None
+    assert majority([("gpt", one), ("qwen", one), ("gpt", other)], 3) == one
+    assert not settled([("gpt", one), ("gpt", one)], 3)
+    assert settled([("gpt", one), ("qwen", one)], 3)
 
 
 # 1 - (k + 1/2) / (n + 1), the figures of the design; never above a half.

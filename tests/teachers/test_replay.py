@@ -47,6 +47,24 @@ def test_the_third_is_asked_only_when_two_disagree(tmp_path: Path) -> None:
     assert next(read_pairs(other / "pairs.jsonl")).epsilon == pytest.approx(1 - 2.5 / 4)
 
 
+# Two of one family that agree against the third decide nothing; where the third failed, the state is tried again later.
+def test_one_family_is_no_majority(tmp_path: Path) -> None:
+    def split(model: str, messages: list[dict]) -> tuple[str, dict]:
+        return "cat", {"path": model[:3]}
+
+    models = ("gpt-a", "qwen-b", "gpt-c")
+    progress, endpoint = play(tmp_path, split, [state(0)], models=models)
+    assert len(endpoint.answered) == 3 and progress.outcomes == {"no_majority": 1} and progress.pairs == 0
+
+    def silent(model: str, messages: list[dict]) -> str | tuple[str, dict]:
+        return "" if model == "qwen-b" else ("cat", {"path": "a.py"})
+
+    progress, _ = play(tmp_path / "silent", silent, [state(0)], models=models)
+    assert progress.outcomes == {"failed": 1} and progress.pairs == 0
+    progress, _ = play(tmp_path / "silent", overrule, [state(0)], models=models)
+    assert progress.resumed == 0
+
+
 # With voting = "all" every planned teacher votes.
 def test_all_votes(tmp_path: Path) -> None:
     assert len(play(tmp_path, overrule, [state(0)], voting="all")[1].answered) == 3
