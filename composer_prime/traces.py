@@ -5,7 +5,7 @@ ingest (orchestrator/ingest) -> states.jsonl -> replay (orchestrator/teachers) -
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,23 @@ def write_state(state: TraceState) -> bytes:
     return msgspec.json.encode(state) + b"\n"
 
 
-def read_states(path: Path) -> Iterator[TraceState]:
-    """Every state of a states.jsonl. Raises ConfigError naming the line that is none, or of another schema."""
+def read_states(path: Path, on_bad: Callable[[ConfigError], None] | None = None) -> Iterator[TraceState]:
+    """Every state of a states.jsonl. Raises ConfigError naming the line that is none, or of another schema.
+
+    With `on_bad` such a line is given to it and left out; a file that cannot be read is an error all the same.
+    """
     decoder = msgspec.json.Decoder(TraceState)
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, 1):
-                yield _decode(decoder, raw, f"{path}:{number}")
+                try:
+                    state = _decode(decoder, raw, f"{path}:{number}")
+                except ConfigError as error:
+                    if on_bad is None:
+                        raise
+                    on_bad(error)
+                    continue
+                yield state
     except OSError as error:
         raise ConfigError(f"the states file {path} cannot be read ({error}): make it with `composer ingest`") from None
 

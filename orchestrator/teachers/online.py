@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 """How often the run directory is looked at for new rollouts."""
 REPORT_S = 5.0
+NAMED_LINES = 10
+"""Bad lines of a states file that the log names."""
 
 
 class OnlineReplay:
@@ -38,6 +40,7 @@ class OnlineReplay:
         """`step`: the newest trained step, for metrics."""
         self._config, self._run_dir, self._metrics, self._step = config, run_dir, metrics, step
         self._tally = Tally()
+        self._bad_lines = 0
 
     async def run(self) -> None:
         """Until the states end or it is cancelled. Raises ConfigError: no key, no price, no such file.
@@ -64,7 +67,7 @@ class OnlineReplay:
     async def _states(self) -> AsyncIterator[TraceState]:
         path = self._config.teachers.states
         if path is not None:
-            for state in read_states(path):
+            for state in read_states(path, self._left_out):
                 yield state
                 await asyncio.sleep(0)
             return
@@ -78,6 +81,14 @@ class OnlineReplay:
                     yield state
             if not fresh:
                 await asyncio.sleep(LOOK_S)
+
+    def _left_out(self, error: ConfigError) -> None:
+        """Count a line that is no state: the others are worth replaying, and training has no part in it."""
+        self._bad_lines += 1
+        if self._bad_lines <= NAMED_LINES:
+            logger.warning("left out of the replay: %s", error)
+        if self._bad_lines == NAMED_LINES:
+            logger.warning("further lines that are no states are only counted, as replay/bad_lines")
 
     def _ingested(self, path: Path, fingerprints: Recent, names: Recent) -> list[TraceState]:
         """The states of one step's rollouts. Masked for remote teachers: they hold what tools printed."""
@@ -97,6 +108,7 @@ class OnlineReplay:
             self._step(),
             {
                 "replay/states": float(progress.states + progress.resumed),
+                "replay/bad_lines": float(self._bad_lines),
                 "replay/pairs": float(progress.pairs),
                 "replay/calls": float(progress.calls),
                 "replay/cached": float(progress.cached),

@@ -11,6 +11,7 @@ from loopback import Endpoint, configured, serving, state
 
 from composer_prime.config import Config
 from composer_prime.cost_forecast import forecast
+from composer_prime.errors import ConfigError
 from composer_prime.monitor.jsonl import MetricsFile
 from composer_prime.run_dir import RunDir
 from composer_prime.traces import write_state
@@ -102,6 +103,25 @@ def test_a_cap_ends_the_replay_only(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert json.loads(run_dir.metrics.read_text().splitlines()[-1])["replay/stopped"] == 1
+
+
+# Lines that are no states are counted and left out; the rest is replayed. A file that is not there is still an error.
+def test_bad_lines_of_a_states_file_are_left_out(tmp_path: Path) -> None:
+    run_dir, path = RunDir(tmp_path / "x"), tmp_path / "states.jsonl"
+    run_dir.root.mkdir(parents=True)
+    path.write_bytes(write_state(state(0)) + b'{"trace_id": 1}\n\xff\n' + write_state(state(1)))
+
+    async def run(states: Path) -> None:
+        async with serving(Endpoint(answers=overrule)) as endpoint:
+            values = config(tmp_path, endpoint.url, online=True, states=states)
+            online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
+            await asyncio.wait_for(online.run(), 20)
+
+    asyncio.run(run(path))
+    logged = json.loads(run_dir.metrics.read_text().splitlines()[-1])
+    assert logged["replay/states"] == logged["replay/pairs"] == logged["replay/bad_lines"] == 2
+    with pytest.raises(ConfigError, match="cannot be read"):
+        asyncio.run(run(tmp_path / "nowhere.jsonl"))
 
 
 # A policy whose family nobody knows cannot be judged: the configuration is refused before anything starts.
