@@ -11,14 +11,14 @@ from composer_prime.config import Config
 from orchestrator.teachers.budget import Budget
 from orchestrator.teachers.local import LocalModels
 from orchestrator.teachers.pool import TeacherPool
-from orchestrator.teachers.records import Records
+from orchestrator.teachers.records import Records, only_writer
 from orchestrator.teachers.replay import Replay
 from orchestrator.teachers.scoring import Scorer, ServedScorer
 
 
 @asynccontextmanager
 async def opened(config: Config, *, pairs: Path, votes: Path, costs: Path) -> AsyncIterator[Replay]:
-    """Raises ConfigError (price, key), RoleFailedError or DeadlineError (local models)."""
+    """Raises ConfigError (price, key, another replay of `pairs`), RoleFailedError or DeadlineError (local models)."""
     teachers = config.teachers
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every vote
     models = [] if teachers.cache_only else [teacher.model for teacher in teachers.teacher if teacher.local]
@@ -27,6 +27,7 @@ async def opened(config: Config, *, pairs: Path, votes: Path, costs: Path) -> As
     async with AsyncExitStack() as stack:
         addresses: dict[str, str] = {}
         scorer: Scorer | None = None
+        stack.enter_context(only_writer(pairs))  # before what was spent is read
         budget = Budget(teachers.budget, costs)
         records = Records(pairs, votes)
         if models:

@@ -8,14 +8,17 @@ is replayed from the cache, for nothing, and its pairs are known by their ids: n
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from composer_prime.errors import ConfigError
 from composer_prime.pairs import Pair
 
 T = TypeVar("T")
@@ -64,8 +67,27 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Pairs that were not written, by reason: length, duplicate."""
 
 
+@contextmanager
+def only_writer(pairs: Path) -> Iterator[None]:
+    """Hold the pairs file, and with it the votes and costs beside it, for one replay; the kernel frees it at exit.
+
+    Two at once would each count only its own money against the caps. Raises ConfigError when another replay holds it,
+    OSError when the file cannot be opened for writing.
+    """
+    pairs.parent.mkdir(parents=True, exist_ok=True)
+    with pairs.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another replay writes {pairs}, and two at once could pass the caps of teachers.budget: wait for it "
+                "or stop it, or name another file of pairs"
+            ) from None
+        yield
+
+
 class Records:
-    """The two files of a replay. One writer at a time."""
+    """The two files of a replay. One writer at a time (`only_writer`)."""
 
     def __init__(self, pairs: Path, votes: Path) -> None:
         self.pairs_path, self.votes_path = pairs, votes

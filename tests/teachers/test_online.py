@@ -16,7 +16,8 @@ from composer_prime.monitor.jsonl import MetricsFile
 from composer_prime.run_dir import RunDir
 from composer_prime.traces import write_state
 from orchestrator.teachers.online import OnlineReplay
-from orchestrator.teachers.records import read_pairs
+from orchestrator.teachers.opened import opened
+from orchestrator.teachers.records import read_pairs, votes_beside
 
 
 def config(tmp_path: Path, url: str, path: str = "tiny", **teachers) -> Config:
@@ -122,6 +123,22 @@ def test_bad_lines_of_a_states_file_are_left_out(tmp_path: Path) -> None:
     assert logged["replay/states"] == logged["replay/pairs"] == logged["replay/bad_lines"] == 2
     with pytest.raises(ConfigError, match="cannot be read"):
         asyncio.run(run(tmp_path / "nowhere.jsonl"))
+
+
+# Two replays of one file would each count its own money: the second is refused while the first runs, and not after it.
+def test_one_replay_of_a_file_at_a_time(tmp_path: Path) -> None:
+    pairs, values = tmp_path / "pairs.jsonl", config(tmp_path, "http://127.0.0.1:9/v1")
+
+    async def run() -> None:
+        places = {"pairs": pairs, "votes": votes_beside(pairs), "costs": tmp_path / "costs.jsonl"}
+        async with opened(values, **places):
+            with pytest.raises(ConfigError, match="another replay writes"):
+                async with opened(values, **places):
+                    pass
+        async with opened(values, **places):
+            pass
+
+    asyncio.run(run())
 
 
 # A policy whose family nobody knows cannot be judged: the configuration is refused before anything starts.
