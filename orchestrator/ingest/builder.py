@@ -81,7 +81,7 @@ class TraceBuilder:
         self._masker, self._limits = masker, limits
         self._fingerprints = Recent() if fingerprints is None else fingerprints
         self._prefixes: list[bytes] = []
-        self.tools = ObservedTools()
+        self.tools = ObservedTools(masker.value)
         self.messages: list[Message] = []
         self._marks: list[set[str]] = []
         self._positions: dict[str, int] = {}
@@ -221,7 +221,11 @@ class TraceBuilder:
     def _call(self, call: Call) -> dict[str, Any]:
         masked = self._masker.value(call.arguments)
         text = masked if isinstance(masked, str) else json.dumps(masked, ensure_ascii=False)
-        return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": text}}
+        return {
+            "id": call.call_id,
+            "type": "function",
+            "function": {"name": self._masker.text(call.name), "arguments": text},
+        }
 
     def _emit(self, turn: _Turn, action: Message) -> TraceState | None:
         step, self._step = self._step, self._step + 1
@@ -237,7 +241,7 @@ class TraceBuilder:
             step=step,
             messages=list(self.messages),
             student_action=action,
-            source_model=model,
+            source_model=model and self._masker.text(model),
             source_family=self.origin.family or family_of(model),
             tools=self.tools.schemas(),
             error=None if turn.error is None else self._masker.text(turn.error)[:ERROR_CHARS],

@@ -85,6 +85,8 @@ class TraceFile:
     def builder(self, trace_id: object, model: object = None) -> TraceBuilder:
         """A builder for a trace; an id that another trace has already gets a number."""
         wanted = str(trace_id)[:200] if isinstance(trace_id, str | int) and str(trace_id).strip() else self.path.stem
+        masker = Masker(self.tally.masked, self.options.mask)
+        wanted = masker.text(wanted)
         name, number = wanted, 1
         while not self.trace_ids.add(hashlib.blake2b(name.encode(), digest_size=8).digest()):
             number += 1
@@ -96,7 +98,6 @@ class TraceFile:
             assumed_model=self.options.model,
             family=self.options.family,
         )
-        masker = Masker(self.tally.masked, self.options.mask)
         return TraceBuilder(origin, self.tally, masker, self.options.limits, self.fingerprints)
 
 

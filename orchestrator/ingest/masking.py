@@ -36,6 +36,8 @@ from detect_secrets.plugins.square_oauth import SquareOAuthDetector
 from detect_secrets.plugins.stripe import StripeDetector
 from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
 
+from orchestrator.ingest import assigned
+
 Rule = tuple[str, tuple[str, ...], list[re.Pattern[str]]]
 """(kind, literals of which every match holds one, patterns). Group `secret`, where there is one, is what is masked."""
 LONGEST_LINE = 4_000
@@ -44,7 +46,14 @@ _NEWER: list[Rule] = [
     (
         "private-key",
         ("PRIVATE KEY",),
-        [re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----[^-]*(?:-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----)?")],
+        # Up to its end, or, where that was cut off, as far as there are lines of a key: headers and base64.
+        [
+            re.compile(
+                r"-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----"
+                r"(?:(?:(?!-----)[\s\S])*-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----"
+                r"|(?:\s|\\[nr]|(?:Proc-Type|DEK-Info): [^\n\\]*|[A-Za-z0-9+/=]{16,})*)"
+            )
+        ],
     ),
     ("api-key", ("sk-",), [re.compile(r"\bsk-(?:ant-|or-v1-|proj-|svcacct-)?[A-Za-z0-9_-]{20,}")]),
     ("hugging-face-token", ("hf_",), [re.compile(r"\bhf_[A-Za-z0-9]{30,}")]),
@@ -57,14 +66,23 @@ _NEWER: list[Rule] = [
         [re.compile(r"\b[Bb]earer (?P<secret>[A-Za-z0-9._~+/-]{20,}=*)")],
     ),
     (
-        "password",
-        ("KEY=", "SECRET=", "TOKEN=", "PASSWORD=", "PASSWD="),
+        "basic-auth",
+        ("uthorization", "AUTHORIZATION"),
+        [re.compile(r"(?i)\bauthorization\W{1,8}(?:basic|token|apikey) (?P<secret>[A-Za-z0-9._~+/-]{6,}=*)")],
+    ),
+    (
+        "basic-auth",
+        ("curl",),
         [
             re.compile(
-                r"\b[A-Z][A-Z0-9_]*(?:API_?KEY|SECRET(?:_KEY)?|TOKEN|PASSWORD|PASSWD|ACCESS_KEY)=(?P<secret>[^\s\"'`;&|$<>(){}]{8,})"
+                r"\bcurl\b[^\n|;]{0,400}?\s(?:-u|--user)[ =]?[\"']?"
+                r"[^\s:\"']{1,100}:(?P<secret>[^\s\"'$<{][^\s\"']{0,200})"
             )
         ],
     ),
+    ("basic-auth", ("://:",), [re.compile(r"\w://:(?P<secret>[^\s@/\"'$<{][^\s@/\"']{0,200})@")]),
+    ("google-token", ("ya29.",), [re.compile(r"\bya29\.[A-Za-z0-9_-]{16,}")]),
+    ("password", ("KEY=", "SECRET=", "TOKEN=", "PASSWORD=", "PASSWD=", "_PASS=", "_PWD="), [assigned.VARIABLE]),
 ]
 _KNOWN: list[tuple[str, type[Any], tuple[str, ...]]] = [
     ("artifactory-token", ArtifactoryDetector, ("AKC", "AP")),
@@ -90,12 +108,14 @@ _RULES: list[Rule] = _NEWER + [(kind, literals, list(detector.denylist)) for kin
 _PARTIAL = {"basic-auth": 1, "npm-token": 1, "aws-key": -1}
 """Patterns of detect-secrets that match more than the secret: the group that holds it, -1 for the last."""
 _KEYWORD_LINE = re.compile(r"(?i)(?:api|auth|service|account|db|database|priv|private|client)_?key|pass|pwd|secret")
-_KEYWORD_PARTS = ("key", "pass", "pwd", "secret")
 _KEYWORDS = KeywordDetector()
 _PLAIN_VALUE = re.compile(r"[A-Za-z_.\s-]*|\W*|<masked:.*")
 """Values that the keyword detector reports and that hold no secret: words, punctuation, what is masked already."""
 _EMAIL = re.compile(r"\b(?!git@)[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b")
-_HOME = re.compile(r"(?P<root>/home/|/Users/|\b[A-Za-z]:\\{1,2}Users\\{1,2})(?P<name>(?!user\b)[A-Za-z0-9._-]+)")
+_HOME = re.compile(
+    r"(?P<root>/home/|/Users/|\b[A-Za-z]:\\{1,2}Users\\{1,2}|(?<![\w-])-(?:home|Users)-(?=[^-]))(?P<name>(?!user\b)(?:(?<=-)[A-Za-z0-9._]+|(?<!-)[A-Za-z0-9._-]+))"
+)
+"""Also as Claude Code names the folder of a project: `-home-jdoe-src`."""
 
 
 class Masker:
@@ -113,11 +133,12 @@ class Masker:
                 for pattern in patterns:
                     text = pattern.sub(self._replacer(kind), text)
         lowered = text.lower()
-        if any(word in lowered for word in _KEYWORD_PARTS):
+        if any(word in lowered for word in assigned.WORDS):
             text = "".join(self._keyword_line(line) for line in text.splitlines(keepends=True))
+            text = assigned.NAMED.sub(self._assigned, text)
         if "@" in text:
             text = _EMAIL.sub(self._replacer("email"), text)
-        if "/home/" in text or "Users" in text:
+        if "/home/" in text or "-home-" in text or "Users" in text:
             text = _HOME.sub(self._home, text)
         return text
 
@@ -137,9 +158,17 @@ class Masker:
             if secret is None or secret.startswith("<masked:"):
                 return match[0]
             self.found[kind] += 1
+            if "secret" in match.re.groupindex:
+                return _without_group(match, kind)
             return match[0].replace(secret, f"<masked:{kind}>")
 
         return replace
+
+    def _assigned(self, match: re.Match[str]) -> str:
+        if not assigned.is_secret(match["secret"]):
+            return match[0]
+        self.found["password"] += 1
+        return _without_group(match, "password")
 
     def _home(self, match: re.Match[str]) -> str:
         self.found["home-folder"] += 1
@@ -156,6 +185,12 @@ class Masker:
                 self.found["password"] += 1
                 line = line.replace(secret, "<masked:password>")
         return line
+
+
+def _without_group(match: re.Match[str], kind: str) -> str:
+    """The match with its group `secret` masked, and nothing else that happens to be spelled alike."""
+    start, end = match.start("secret") - match.start(), match.end("secret") - match.start()
+    return f"{match[0][:start]}<masked:{kind}>{match[0][end:]}"
 
 
 def _secret_of(match: re.Match[str], kind: str) -> str | None:

@@ -3,7 +3,7 @@ types that it gave. A teacher can only choose among tools that it is told of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ _TYPES: list[tuple[type, str]] = [
 class ObservedTools:
     """Function tools in the form of OpenAI's chat completions."""
 
-    def __init__(self) -> None:
+    def __init__(self, mask: Callable[[Any], Any]) -> None:
+        """`mask` takes secrets out of a JSON value: files write them into tools as well."""
+        self._mask = mask
         self._given: list[dict[str, Any]] | None = None
         self._arguments: dict[str, dict[str, str]] = {}
         self._schemas: list[dict[str, Any]] | None = None
@@ -34,16 +36,18 @@ class ObservedTools:
         found = [tool for tool in tools if _is_function(tool)] if isinstance(tools, list) else []
         if not found:
             return False
-        self._given = self._schemas = found
+        self._given = self._schemas = self._mask(found)
         return True
 
     def saw(self, calls: Iterable[Call]) -> None:
         for call in calls:
-            if call.name not in self._arguments and len(self._arguments) >= MAX_TOOLS:
+            called = self._mask(call.name)
+            if called not in self._arguments and len(self._arguments) >= MAX_TOOLS:
                 continue
-            known = self._arguments.setdefault(call.name, {})
+            known = self._arguments.setdefault(called, {})
             arguments = call.arguments if isinstance(call.arguments, dict) else {}
-            for name, value in arguments.items():
+            for argument, value in arguments.items():
+                name = self._mask(argument)
                 if name not in known and len(known) < MAX_ARGUMENTS:
                     known[name] = _type_of(value)
             self._schemas = self._given

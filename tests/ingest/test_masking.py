@@ -11,6 +11,7 @@ import pytest
 from ingest_traces import answer as said
 from ingest_traces import lines, prompt, taken, use
 
+from composer_prime.traces import write_state
 from orchestrator.ingest.masking import Masker
 
 ALNUM = "a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8s9T0"
@@ -49,6 +50,19 @@ def test_tokens_are_masked_and_counted(kind: str) -> None:
         ("curl -H 'Authorization: Bearer " + ALNUM + "' x", "curl -H 'Authorization: Bearer <masked:bearer-token>' x"),
         ("postgres://bob:s3cretpw@db/x", "postgres://bob:<masked:basic-auth>@db/x"),
         ("cd /home/jdoe/src && ls /Users/jdoe", "cd /home/user/src && ls /Users/user"),
+        ("aws_secret_access_key = wJalrXUtnF7MD/bPxRfi9EK", "aws_secret_access_key = <masked:password>"),
+        ("x-api-key: abcd1234efgh5678", "x-api-key: <masked:password>"),
+        ("api_key: 3f786850e387550fdab836ed7e6dc881", "api_key: <masked:password>"),
+        ('{\\"api_key\\": \\"3f786850e387550f\\"}', '{\\"api_key\\": \\"<masked:password>\\"}'),
+        ("curl 'x?accessToken=abc123def456&n=1'", "curl 'x?accessToken=<masked:password>&n=1'"),
+        ("TOKEN=abc123def456 run", "TOKEN=<masked:password> run"),
+        ("GITHUB_TOKEN: abc123def456", "GITHUB_TOKEN: <masked:password>"),
+        ("DB_PASS=hunter2 MYSQL_PWD=hunter2", "DB_PASS=<masked:password> MYSQL_PWD=<masked:password>"),
+        ("Authorization: Basic dXNlcjpwdw==", "Authorization: Basic <masked:basic-auth>"),
+        ("curl -s -u a:b http://b/a:b", "curl -s -u a:<masked:basic-auth> http://b/a:b"),
+        ("redis://:pw@pw/0", "redis://:<masked:basic-auth>@pw/0"),
+        ("got ya29." + ALNUM[:30] + " back", "got <masked:google-token> back"),
+        ("ls ~/.claude/projects/-home-alice-src", "ls ~/.claude/projects/-home-user-src"),
         ("C:\\Users\\jdoe\\src", "C:\\Users\\user\\src"),
     ],
 )
@@ -62,6 +76,13 @@ def test_private_keys_go_as_a_block() -> None:
     assert masked(f"before\n{key}\nafter")[0] == "before\n<masked:private-key>\nafter"
 
 
+# An encrypted key has headers with dashes in them; of a key that was cut off, what is there goes.
+@pytest.mark.parametrize("end", ["-----END RSA PRIVATE " + "KEY-----\nafter", ""])
+def test_encrypted_private_keys_go_whole(end: str) -> None:
+    head = "-----BEGIN RSA PRIVATE " + "KEY-----\nProc-Type: 4,ENCRYPTED\nDEK-Info: AES-128-CBC,3F17\n\n"
+    assert masked(head + f"{ALNUM}\n{ALNUM}\n{end}")[0] == "<masked:private-key>" + ("\nafter" if end else "\n")
+
+
 # What agents write all day is no secret: hashes, ids, code about passwords, clone addresses.
 @pytest.mark.parametrize(
     "text",
@@ -71,6 +92,19 @@ def test_private_keys_go_as_a_block() -> None:
         'parser.add_argument("--password", help="the password")',
         "git clone git@github.com:org/repo.git",
         "api_key = os.environ['API_KEY']",
+        "next_token = logits.argmax2(dim=-1)",
+        "pad_token = tokenizer.eos_token",
+        "max_tokens: 4096, token: 15043123, stop_token=50256",
+        "def send(token: OAuth2Token, secret=key_v2.secret) -> str:",
+        "private_key: ~/.ssh/id_ed25519",
+        "PWD=/srv/app2/build15 OLDPWD=/srv/app2/x1y2z3",
+        'TOKEN = re.compile(r"x1y2z3w4")',
+        "if token == expected_token_12 and cache_key: sha256abc99",
+        "PASS: tests/test_a1b2c3.py",
+        "TOKEN=$GITHUB_TOKEN curl -u $USER:$PW http://host:8080",
+        "docker run -u 1000:1000 image",
+        "--home-dir x, --api-key=KEY",
+        'if "-----BEGIN PRIVATE " in text: load(text)',
         "id 1af7fc5e-8455-4414-9ccd-011d40f70b2a",
     ],
 )
@@ -92,6 +126,16 @@ def test_masking_reaches_every_message(tmp_path: Path) -> None:
     assert token not in json.dumps([[*state.messages, state.student_action] for state in states])
     assert tally.masked == {"github-token": 6}
     assert token in json.dumps([state.messages for state in taken(path, mask=False)[0]])
+
+
+# Tools, the name of the trace and the model's come from the file too.
+def test_masking_reaches_what_surrounds_the_messages(tmp_path: Path) -> None:
+    token = SECRETS["github-token"]
+    tool = {"type": "function", "function": {"name": "cat", "description": f"uses {token}", "parameters": {}}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    record = {"messages": messages, "tools": [tool], "id": f"-home-jdoe-{token}", "model": f"/home/jdoe/{token}"}
+    states, _ = taken(lines(tmp_path / "m.jsonl", record))
+    assert states and all(text not in write_state(states[0]).decode() for text in (token, "jdoe"))
 
 
 # No pattern takes quadratic time on a long line: ten times the text may take at most thirty times as long.

@@ -1,0 +1,33 @@
+"""Secrets that only the name beside them gives away: `api_key: 3f78...`, `DB_PASS=...`, `{\\"token\\": \\"...\\"}`.
+
+Code is full of such names too, so a value counts only where it cannot be code: no word, path, number, call or variable.
+A shell variable (upper case, no space before the value) holds its value as it stands; there any value counts.
+"""
+
+from __future__ import annotations
+
+import re
+
+WORDS = ("key", "pass", "pwd", "secret", "token")
+"""A name that holds none of these, in lower case, is no secret's."""
+VARIABLE = re.compile(
+    r"(?<![A-Za-z])(?:API_?KEY|ACCESS_KEY|SECRET(?:_KEY)?|TOKEN|PASSWORD|PASSWD|(?<=_)(?:PASS|PWD))=(?!=)[\"']?"
+    r"(?P<secret>[^\s\"'`;&|$<>(){}]{6,512})"
+)
+NAMED = re.compile(
+    r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))"
+    r"(?i:(?:api|access|auth|private|secret|account|client)[_-]?key(?:_base)?|secret|token|password|passwd|passphrase"
+    r"|(?<=[_-])(?:pass|pwd))"
+    r"\\*[\"']?\]?[ \t]{0,8}(?::=|=>|[:=](?![:=]))[ \t]{0,8}\\*[\"'`]?"
+    r"(?P<secret>[A-Za-z0-9+/=_.~!@#%^*-]{8,512})(?=[\s\"'`\\,;}&)]|$)"
+)
+_GAP = r"[._/~-]"
+_WORD = r"[A-Za-z]+(?:25519|256|384|512|\d{0,2})"
+_CODE = re.compile(rf"{_GAP}*{_WORD}(?:{_GAP}+(?:{_WORD}|\d{{1,2}}))*{_GAP}*")
+"""Words with at most two digits behind each, joined: identifiers, paths, versions, names of algorithms."""
+
+
+def is_secret(value: str) -> bool:
+    """Whether a value that was found by NAMED can only be a secret."""
+    digits = sum(character.isdigit() for character in value)
+    return digits >= 2 and any(map(str.isalpha, value)) and not _CODE.fullmatch(value)
