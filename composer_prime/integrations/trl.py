@@ -41,6 +41,9 @@ class ComposerGRPOTrainer(GRPOTrainer):
     configuration does not expect.
     """
 
+    args: GRPOConfig
+    model: Any
+
     def __init__(self, *args: Any, channels: ChannelsConfig | None = None, **kwargs: Any) -> None:
         self.channels = channels or ChannelsConfig()
         super().__init__(*args, **kwargs)
@@ -56,12 +59,20 @@ class ComposerGRPOTrainer(GRPOTrainer):
         tokens = self._policy_tokens(model, inputs)
         totals = self._totals(inputs, tokens, sdpo, replay_dpo)
         channel_inputs = ChannelInputs(policy=tokens, sdpo=sdpo, replay_dpo=replay_dpo)
-        max_length = self.channels.policy.max_completion_length or self.max_completion_length
-        parts = total_loss(channel_inputs, totals, self.channels, max_length, self.state.global_step + 1)
+        parts = total_loss(channel_inputs, totals, self.channels, self._max_length(), self.state.global_step + 1)
         metrics = channel_metrics({name: value.item() for name, value in parts.sums.items()})
         for name, value in metrics.items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)
         return parts.total * self.accelerator.num_processes  # TRL's ranks average their gradients
+
+    def _max_length(self) -> int:
+        length = self.channels.policy.max_completion_length or self.max_completion_length
+        if length is None:
+            raise ConfigError(
+                "neither channels.policy.max_completion_length nor GRPOConfig.max_completion_length is set: dr_grpo "
+                "divides by it; set one of them"
+            )
+        return length
 
     def _policy_tokens(self, model: Any, inputs: dict[str, Any]) -> PolicyTokens:
         completion, mask_BT = inputs["completion_ids"], inputs["completion_mask"]
@@ -95,7 +106,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
         parts = (self.current_gradient_accumulation_steps if training else 1) * self.accelerator.num_processes
         count = tokens.logprobs_T.numel()
         if training:
-            share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
+            share = self.current_gradient_accumulation_steps / (self.args.steps_per_generation or 1)
             count = round(float(inputs["num_items_in_batch"]) * share)
         return StepTotals(
             samples=tokens.sequences * parts,
