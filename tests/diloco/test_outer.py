@@ -72,7 +72,6 @@ def test_schedule():
     schedule = Schedule.of(DilocoConfig(**PEER, sync_every=12, fragments=3, delay=1))
     assert (schedule.interval, [schedule.fragment(k) for k in range(5)]) == (4, [0, 1, 2, 0, 1])
     assert [schedule.prepares(step) for step in range(1, 5)] == [False, False, True, True]
-    assert [schedule.completes(step) for step in range(1, 5)] == [False, False, False, True]
     assert [schedule.sweep(k) for k in (0, 2, 3, 7)] == [0, 0, 1, 2]
 
 

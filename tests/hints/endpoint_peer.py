@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from composer_prime.config.hints import EndpointConfig
+from tests.chat_server import chat_server
 
 Answer = Callable[[dict], str]
 
@@ -45,13 +46,5 @@ class ChatPeer:
 @asynccontextmanager
 async def chat_peer(mode: str = "answer", answer: Answer = lambda body: "use add") -> AsyncIterator[ChatPeer]:
     peer = ChatPeer(mode=mode, answer=answer)
-    app = web.Application()
-    app.add_routes([web.post("/v1/chat/completions", peer.handle)])
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    peer.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    try:
+    async with chat_server(peer.handle) as peer.url:
         yield peer
-    finally:
-        await runner.cleanup()

@@ -18,6 +18,7 @@ from orchestrator.teachers.budget import Budget
 from orchestrator.teachers.pool import TeacherPool
 from orchestrator.teachers.records import Records, votes_beside
 from orchestrator.teachers.replay import Progress, Replay
+from tests.chat_server import chat_server
 
 FAULTS = ("429", "500", "504", "522", "half", "nothing", "wrong_json", "late", "not_found")
 PROMPT_TOKENS, ANSWER_TOKENS = 100, 10
@@ -97,16 +98,8 @@ class Endpoint:
 
 @asynccontextmanager
 async def serving(endpoint: Endpoint) -> AsyncIterator[Endpoint]:
-    app = web.Application()
-    app.add_routes([web.post("/v1/chat/completions", endpoint.chat)])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    endpoint.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    try:
+    async with chat_server(endpoint.chat) as endpoint.url:
         yield endpoint
-    finally:
-        await runner.cleanup()
 
 
 def call(name: str, arguments: dict, call_id: str = "c1") -> dict:
