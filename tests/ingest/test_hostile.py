@@ -98,7 +98,7 @@ def test_a_context_without_end(tmp_path: Path) -> None:
 
 
 # A session file of 200 MB (made of many sessions and of one without end) stays within 200 MB of memory with everything
-# that the interpreter itself needs. (VmHWM, because ru_maxrss of a child starts at the peak of the process that forked it.)
+# that the interpreter itself needs. (Read from VmHWM: a child's ru_maxrss begins at the peak of whoever forked it.)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory from /proc")
 def test_memory_is_bounded(tmp_path: Path) -> None:

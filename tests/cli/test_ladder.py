@@ -1,0 +1,72 @@
+"""Arms and seeds side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from composer_prime.cli.ladder_command import run
+from composer_prime.errors import ConfigError
+from composer_prime.ladder import differences, over_seeds, windows
+
+
+def run_folder(root: Path, name: str, seed: int, weight: float, rewards: list[float]) -> str:
+    folder = root / name
+    folder.mkdir()
+    config = {"run": {"name": name, "seed": seed}, "channels": {"sdpo": {"weight": weight}}}
+    (folder / "config.json").write_text(json.dumps(config))
+    lines = [
+        {"step": step, "role": "trainer", "loss/total": 0.0, "reward/mean": reward}
+        for step, reward in enumerate(rewards, 1)
+    ]
+    lines += [{"step": 2, "role": "orchestrator", "eval/toolsmith/reward_mean": rewards[1]}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(folder)
+
+
+# Runs are grouped by configuration, compared at the length of the shortest, and paired by seed: differences of 0.1 and
+# 0.3 (two seeds) have the mean 0.2 and the t interval 0.2 -+ 12.706 * 0.1.
+def test_arms_are_paired_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [
+        run_folder(tmp_path, "a1-seed0", 0, 0.0, [0.2, 0.2, 9.0]),
+        run_folder(tmp_path, "a1-seed1", 1, 0.0, [0.5, 0.5]),
+        run_folder(tmp_path, "a2-seed0", 0, 0.5, [0.3, 0.3]),
+        run_folder(tmp_path, "a2-seed1", 1, 0.5, [0.8, 0.8]),
+    ]
+    assert run([*folders, "--bins", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 arms at 2 steps" in shown and "channels.sdpo.weight: 0.0 -> 0.5" in shown
+    assert shown.count("a2 - a1 +0.200 [-1.071, +1.471]") == 3  # the window, the whole, and held-out
+
+
+# The interval is Student's: for 1, 2, 3 it is 2 -+ 4.3027 / sqrt(3) (a table's quantile for two degrees of freedom).
+def test_interval_over_seeds() -> None:
+    interval = over_seeds({0: 1.0, 1: 2.0, 2: 3.0})
+    assert interval is not None and interval.low is not None
+    assert interval.low == pytest.approx(2 - 4.30265 / 3**0.5, abs=1e-4)
+    single = over_seeds({0: 1.0, 1: None})
+    assert single is not None and single.text(".1f") == "1.0"
+    assert over_seeds({0: None}) is None
+
+
+# Only seeds that both arms have are compared.
+def test_unpaired_seeds_are_left_out() -> None:
+    assert differences({0: 1.0, 1: 2.0}, {1: 5.0, 2: 7.0}) == {1: 3.0}
+
+
+# Windows cover every step once, also when there are fewer steps than windows.
+@pytest.mark.parametrize(("steps", "count"), [(60, 6), (7, 3), (2, 6), (1, 1)])
+def test_windows_cover_every_step_once(steps: int, count: int) -> None:
+    assert [step for part in windows(steps, count) for step in part] == list(range(1, steps + 1))
+
+
+# Two runs of one configuration and seed are one run twice: refused by name. So is a length that a run does not have.
+def test_refusals(tmp_path: Path) -> None:
+    first = run_folder(tmp_path, "a1-seed0", 0, 0.0, [0.2, 0.2])
+    second = run_folder(tmp_path, "again", 0, 0.0, [0.2, 0.2])
+    with pytest.raises(ConfigError, match="a1-seed0 and again have the same configuration and the same seed 0"):
+        run([first, second])
+    with pytest.raises(ConfigError, match="--steps 5: the shortest of the runs has 2"):
+        run([first, "--steps", "5"])
