@@ -130,7 +130,7 @@ def synchronise(copies: Sequence[GlobalModel], feedback: Sequence[ErrorFeedback]
     for (own, copy), each in zip(pairs, encoded, strict=True):
         own.settle(fragment, each.residual_n)
         copy.advance(fragment, deltas, [1.0] * len(copies))
-        copy.install(fragment, 0.0)
+        copy.fragments[fragment].write(copy.masters[fragment])
     return encoded[0].data.numel()
 
 

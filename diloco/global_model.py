@@ -49,18 +49,27 @@ class GlobalModel:
             self._digests[fragment] = _digest(self.masters[fragment])
         self.outer_step += 1
 
-    def install(self, fragment: int, mixing: float) -> None:
-        """Give the parameters alpha local + (1 - alpha) global, alpha being `mixing`; global if local is not finite."""
+    def mixed(self, fragment: int, mixing: float, due_n: Tensor | None) -> Tensor:
+        """alpha due + (1 - alpha) global + (now - due), float32 [numel], alpha being `mixing`.
+
+        now: the local values; `due_n`: those that are mixed, None for now itself.
+        """
         master_n = self.masters[fragment]
-        if mixing > 0:
-            local_n = self.fragments[fragment].read()
-            if torch.isfinite(local_n).all():
-                master_n = torch.lerp(master_n, local_n, mixing)
-        self.fragments[fragment].write(master_n)
+        if mixing == 0 and due_n is None:
+            return master_n
+        now_n = self.fragments[fragment].read()
+        kept_n = now_n if due_n is None else due_n
+        mixed_n = torch.lerp(master_n, kept_n, mixing) if mixing > 0 else master_n
+        return mixed_n if due_n is None else mixed_n + (now_n - due_n)
+
+    def rebased(self, fragment: int, before_n: Tensor) -> Tensor:
+        """global + (now - before), float32 [numel]: the local movement since global values `before_n`, from today's."""
+        return self.masters[fragment] + (self.fragments[fragment].read() - before_n)
 
     def install_all(self) -> None:
-        for fragment in range(len(self.fragments)):
-            self.install(fragment, 0.0)
+        """Give the parameters the global values."""
+        for fragment, master_n in zip(self.fragments, self.masters, strict=True):
+            fragment.write(master_n)
 
     def tensors(self) -> dict[str, Tensor]:
         """Masters and momentum by name; not copies."""

@@ -12,6 +12,8 @@ Departures from the paper:
 2. H is what a peer plans. When another peer has opened the round and its deadline nears, this one sends what it has.
 3. A round that does not come to an end in time is not dropped: training goes on, its delta stays on offer, and the
    outcome is taken when it comes. A peer that missed rounds applies them one by one as long as they are kept.
+4. Work that an outcome does not hold is kept (carry.py): steps after the delay are carried on, and a peer whose delta
+   came too late offers what it has at once, for the next round.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import CheckpointError, ChecksumError, DeadlineError
+from diloco.carry import Fate, Offer, OwnWork, Work, fate_of
 from diloco.codec import ErrorFeedback, build_codec
 from diloco.contributions import Accepted, accept
 from diloco.fragments import Named, layout, partition
@@ -53,6 +56,7 @@ class Pending:
     header: Header
     body: memoryview
     residual_n: Tensor
+    offer: Offer
 
 
 class StreamingDiLoCo:
@@ -71,6 +75,7 @@ class StreamingDiLoCo:
         self.schedule = Schedule.of(config)
         self.fragments = partition(parameters, config.fragments, config.partition)
         self.globals = GlobalModel(self.fragments, config.outer)
+        self.work = OwnWork(self.globals, config.mixing, self.ranks)
         self.feedback = ErrorFeedback([fragment.numel for fragment in self.fragments])
         self._codec = build_codec(config.codec)
         tensors = layout(self.fragments)
@@ -82,7 +87,6 @@ class StreamingDiLoCo:
         self._inner = 0
         self._due = 0
         self._pending: Pending | None = None
-        self._weight = {"tokens": 0, "samples": 0, "peers": 1}
         self._step_s, self._stepped, self._heard = 0.0, time.monotonic(), time.monotonic()
         self.metrics: dict[str, float] = {}
         """Figures of the last completed outer step."""
@@ -124,13 +128,14 @@ class StreamingDiLoCo:
 
     def count(self, *, tokens: int = 0, samples: int = 0) -> None:
         """What the coming inner step is trained on, over all ranks of this cluster."""
-        self._weight["tokens"] += tokens
-        self._weight["samples"] += samples
+        self.work.count(Work(tokens=tokens, samples=samples))
 
     def finish(self) -> None:
         """Take the outcome of a round that is still under way, so that no delta is left behind."""
         if self._pending is not None:
             self._complete()
+        if left := self.work.tokens_held():
+            logger.info("the global model is without the last work on %.0f tokens, which no round was due for", left)
 
     @property
     def outer_step(self) -> int:
@@ -146,13 +151,15 @@ class StreamingDiLoCo:
     def _after_step(self) -> None:
         now = time.monotonic()
         self._inner, self._step_s, self._stepped = self._inner + 1, now - self._stepped, now
+        self.work.count(Work(steps=1))
         hurry, wanted = self._look_around()
         if wanted:
             self._serve(wanted)
         if self._pending is None and (self.schedule.prepares(self._inner) or hurry):
             self._prepare()
         if self._pending is not None and self._inner >= self._due:
-            self._complete()
+            if self._complete():
+                self._offer_again()
             self._stepped = time.monotonic()
 
     def _look_around(self) -> tuple[bool, int]:
@@ -172,6 +179,7 @@ class StreamingDiLoCo:
     def _prepare(self) -> None:
         step = self.globals.outer_step
         fragment = self.schedule.fragment(step)
+        covered = self.work.held[fragment]
         encoded = self.feedback.encode(fragment, self.globals.delta(fragment), self._codec)
         body = memoryview(encoded.data.numpy()).cast("B")
         header = Header(
@@ -186,23 +194,27 @@ class StreamingDiLoCo:
             checksum=checksum(body),
             fragment=fragment,
             codec=self._codec.spec,
-            weight=float(self._weight[self.config.weighting]),
-            inner_steps=self._inner,
+            weight=float(getattr(covered, self.config.weighting)),
+            inner_steps=round(covered.steps),
         )
-        self._offer(Pending(self._link.seal(header), body, encoded.residual_n))
+        self._offer(Pending(self._link.seal(header), body, encoded.residual_n, Offer(covered)))
         self._due = self._inner + self.config.delay
 
     def _offer(self, pending: Pending) -> None:
         self._pending = pending
         self._link.begin(pending.header.outer_step, pending.header.base_hash, pending.header, pending.body)
 
-    def _complete(self) -> None:
-        """Take the outcome of the round that is under way, and of those that were closed meanwhile."""
-        began = time.monotonic()
-        arrived = self._await(self.config.round_timeout_s)
+    def _complete(self) -> bool:
+        """Take the outcome of the round that is under way, and of those that were closed meanwhile.
+
+        Whether one of them ended without this peer.
+        """
+        began, missed = time.monotonic(), self.work.totals.missed
+        late = self._pending is not None and self._pending.offer.due is not None
+        arrived = self._await(0.0 if late else self.config.round_timeout_s)
         if arrived is None:
             self._go_on_alone()
-            return
+            return False
         exposed_s = time.monotonic() - began
         while isinstance(arrived, Arrived):
             self._apply(arrived, exposed_s)
@@ -212,6 +224,19 @@ class StreamingDiLoCo:
             self._pending = None
             self._join()
         self._restart_interval()
+        return self.work.totals.missed > missed
+
+    def _offer_again(self) -> None:
+        """Bring what the others went on without into the next round, before another step can make it late again."""
+        if not self.work.held[self.schedule.fragment(self.globals.outer_step)].steps:
+            return
+        logger.warning(
+            "outer step %d came too early for this peer: its work since is offered for the next (rounds missed so far: "
+            "%d). When this repeats, raise diloco.round_deadline_s", self.globals.outer_step, self.work.totals.missed,
+        )  # fmt: skip
+        self._prepare()
+        if self._inner >= self._due:
+            self._complete()
 
     def _fetch_next(self, newest: int) -> Arrived | Left | None:
         """The next closed round of those up to `newest`; None when there is none. A collective."""
@@ -222,7 +247,6 @@ class StreamingDiLoCo:
 
     def _restart_interval(self) -> None:
         self._pending, self._inner, self._heard = None, 0, time.monotonic()
-        self._weight |= {"tokens": 0, "samples": 0}
 
     def _go_on_alone(self) -> None:
         silent_s = time.monotonic() - self._heard
@@ -232,16 +256,16 @@ class StreamingDiLoCo:
                 f"(diloco.offline_timeout_s = {self.config.offline_timeout_s:g}); is the rendezvous at "
                 f"{self.config.rendezvous} reachable, and are enough peers alive? Go on with --resume"
             )
-        logger.warning(
-            "outer step %d is not complete after %.0f s: training goes on", self.globals.outer_step, silent_s
-        )
-        self._due = self._inner + self.schedule.interval
+        if self._pending is not None and self._pending.offer.due is None:
+            self.work.late(self._pending.header.fragment, self._pending.offer)
+            step = self.globals.outer_step
+            logger.warning("outer step %d is not complete after %.0f s: training goes on", step, silent_s)
 
     def _await(self, timeout_s: float) -> Arrived | Left | None:
         """How the round ended, alike on all ranks: Left when one of them must join anew. A collective."""
         deadline = time.monotonic() + timeout_s
         while True:
-            result = self._link.wait(_SLICE_S)
+            result = self._link.wait(min(_SLICE_S, timeout_s))
             known = {Arrived: 2, Left: 1}.get(type(result), 0)
             least, wanted, in_time = self.ranks.smallest(
                 [known, self._link.state_wanted, time.monotonic() < deadline]
@@ -264,11 +288,15 @@ class StreamingDiLoCo:
         )  # fmt: skip
         for peer, reason in accepted.reasons.items():
             logger.warning("outer step %d: the delta of peer %s is rejected: %s", self.globals.outer_step, peer, reason)
+        pending, self._pending = self._pending, None
+        fate = fate_of(self.config.peer_id, pending and pending.header, headers, accepted.reasons)
+        before_n = self.globals.masters[fragment].clone() if fate is Fate.MISSED else None
         self.globals.advance(fragment, accepted.deltas, accepted.weights)
-        pending, own = self._pending, self.config.peer_id
-        if pending is not None and own not in accepted.reasons and pending.header in headers:
+        if fate is Fate.COUNTED and pending is not None:
             self.feedback.settle(fragment, pending.residual_n)
-        self.globals.install(fragment, 0.0 if own in accepted.reasons else self.config.mixing)
+        elif fate is Fate.EARLIER:
+            self.feedback.reset(fragment)
+        self.work.install(fragment, fate, pending and pending.offer, before_n)
         if self.globals.outer_step % self.config.fragments == 0:
             self._note_sweep(self.globals.masters)
         self._link.position(self.globals.outer_step, self.globals.hash)
@@ -290,6 +318,9 @@ class StreamingDiLoCo:
             "diloco/sync_s": exposed_s,
             "diloco/bytes_sent": sent,
             "diloco/bytes_received": received,
+            "diloco/missed_rounds": self.work.totals.missed,
+            "diloco/carried_tokens": self.work.totals.carried,
+            "diloco/overwritten_tokens": self.work.totals.overwritten,
         }
         for peer, header in peers.items():
             self.metrics[f"diloco/{peer}/norm"] = accepted.norms[peer]
@@ -328,11 +359,16 @@ class StreamingDiLoCo:
             raise ChecksumError(
                 f"the state of peer {header.peer} has hash {self.globals.hash}, its header says {header.base_hash}"
             )
-        self.globals.install_all()
+        given_up = self.work.tokens_held()
+        self.work.replace_all()
         self._note_sweep(self.globals.masters)
-        self.feedback.reset()
+        for fragment in range(len(self.fragments)):
+            self.feedback.reset(fragment)
         self._pending = None
-        logger.info("took over the state of peer %s at outer step %d", header.peer, self.globals.outer_step)
+        logger.info(
+            "took over the state of peer %s at outer step %d; own work on %.0f tokens is given up", header.peer,
+            self.globals.outer_step, given_up,
+        )  # fmt: skip
 
     def _serve(self, serial: int) -> None:
         """Copy the global state and upload the copy: training may go on at once."""
@@ -358,15 +394,18 @@ class StreamingDiLoCo:
         tensors |= {f"residual.{index}": residual for index, residual in enumerate(self.feedback.residuals)}
         tensors |= {f"swept.{index}": values for index, values in enumerate(self._swept)}
         facts: dict[str, Any] = {
-            "outer_step": self.globals.outer_step, "inner": self._inner, "due": self._due, "weight": self._weight,
+            "outer_step": self.globals.outer_step, "inner": self._inner, "due": self._due, "work": self.work.facts(),
             "rank": self.ranks.rank, "ranks": self.ranks.size, "layout": self._layout_hash,
         }  # fmt: skip
         if self._pending is not None:
+            offer = self._pending.offer
             facts["pending"] = msgspec.to_builtins(self._pending.header)
+            facts["offer"] = msgspec.to_builtins([offer.work, offer.due])
             tensors |= {
                 "pending.body": torch.frombuffer(bytearray(self._pending.body), dtype=torch.uint8),
                 "pending.residual": self._pending.residual_n,
             }
+            tensors |= {} if offer.due_n is None else {"pending.due": offer.due_n}
         return packed(tensors, facts)
 
     def load(self, raw: bytes) -> None:
@@ -379,14 +418,18 @@ class StreamingDiLoCo:
         theirs = {name: facts[name] for name in ours}
         if ours != theirs:
             raise CheckpointError(f"the outer state is of {theirs}, this is {ours}: resume with the same trainer.ranks")
+        if "work" not in facts:
+            raise CheckpointError("the outer state was written by an older release: end that run with the one it began")
         self.globals.load(tensors, facts["outer_step"])
         self.feedback.residuals = [tensors[f"residual.{index}"] for index in range(len(self.fragments))]
         self._note_sweep([tensors[f"swept.{index}"] for index in range(len(self.fragments))])
-        self._inner, self._due, self._weight = facts["inner"], facts["due"], facts["weight"]
+        self._inner, self._due = facts["inner"], facts["due"]
+        self.work.restore(facts["work"])
         if "pending" in facts:
             header = msgspec.convert(facts["pending"], Header)
             body = memoryview(tensors["pending.body"].numpy()).cast("B")
-            self._pending = Pending(header, body, tensors["pending.residual"])
+            offer = Offer(*msgspec.convert(facts["offer"], tuple[Work, Work | None]), tensors.get("pending.due"))
+            self._pending = Pending(header, body, tensors["pending.residual"], offer)
 
 
 def _agreed(config: DilocoConfig) -> dict[str, str]:

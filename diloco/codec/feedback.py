@@ -37,6 +37,6 @@ class ErrorFeedback:
         finite = bool(torch.isfinite(residual_n).all())
         self.residuals[fragment] = residual_n if finite else torch.zeros_like(residual_n)
 
-    def reset(self) -> None:
-        for residual_n in self.residuals:
-            residual_n.zero_()
+    def reset(self, fragment: int) -> None:
+        """Nothing is owed any more."""
+        self.residuals[fragment].zero_()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.config.diloco import CodecConfig
@@ -26,6 +26,7 @@ def block_maxima(values: torch.Tensor, block: int) -> torch.Tensor:
 
 
 # Every codec's bytes are what size() says, and any vector of that many bytes decodes to n numbers.
+@settings(deadline=None)
 @given(values=vectors, spec=st.sampled_from(SPECS), seed=st.integers(0, 2**31))
 def test_size_is_exact(values, spec, seed):
     codec = codec_from_spec(spec)
@@ -36,6 +37,7 @@ def test_size_is_exact(values, spec, seed):
 
 
 # fp32 is exact; bf16 rounds by at most 2^-8 of the value.
+@settings(deadline=None)
 @given(values=vectors)
 def test_dense_bounds(values):
     assert torch.equal(codec_from_spec("fp32").decode(codec_from_spec("fp32").encode(values), len(values)), values)
@@ -44,6 +46,7 @@ def test_dense_bounds(values):
 
 
 # Integers are within half a step of the value, the step being the block's maximum / (2^(bits-1) - 1).
+@settings(deadline=None)
 @given(values=vectors, bits=st.sampled_from([8, 4]), block=st.sampled_from([8, 64, 256]))
 def test_integer_bound(values, bits, block):
     codec = codec_from_spec(f"int{bits}/{block}")
@@ -53,6 +56,7 @@ def test_integer_bound(values, bits, block):
 
 
 # E3M0 takes the nearest of its fifteen levels, found here by trying all of them in float64.
+@settings(deadline=None)
 @given(values=vectors, block=st.sampled_from([8, 256]))
 def test_e3m0_is_nearest_level(values, block):
     codec = codec_from_spec(f"e3m0/{block}")
@@ -74,6 +78,7 @@ def test_sparse_by_hand():
 
 
 # What sparse sends is no farther from the vector than sending nothing, and it sends at most `kept` entries a chunk.
+@settings(deadline=None)
 @given(values=vectors, kept=st.sampled_from([2, 64, 256]))
 def test_sparse_contracts(values, kept):
     codec = codec_from_spec(f"sparse/{kept}")
@@ -93,6 +98,7 @@ def test_non_finite_stays_visible(spec, bad):
 
 
 # With feedback, what has been sent after any number of rounds is what was asked for but the last residual.
+@settings(deadline=None)
 @given(spec=st.sampled_from(SPECS), seed=st.integers(0, 2**31), rounds=st.integers(1, 8))
 def test_feedback_loses_nothing(spec, seed, rounds):
     codec, feedback = codec_from_spec(spec), ErrorFeedback([700])

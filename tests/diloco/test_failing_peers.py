@@ -141,6 +141,7 @@ def test_nan_of_one_peer(make_rendezvous, key_file):
     assert_same_globals(*seen)
     assert all(torch.isfinite(master).all() for master in seen[0].masters)
     assert [seen[0].metrics[step]["diloco/rejected"] for step in (1, 2, 3, 6)] == [0, 0, 1, 1]
+    assert [seen[peer].metrics[3]["diloco/overwritten_tokens"] for peer in range(3)] == [0, 2, 0]
 
 
 # A delta a thousand times the others' is rejected as well.

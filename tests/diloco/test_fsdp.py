@@ -39,8 +39,7 @@ def rank_main(result: str, name: str, peer: int, rank: int, port: int, values: d
             engine.count(tokens=1)
             inner_step(model, optimizer, peer, step)
         facts = {"outer_step": engine.outer_step, "hash": engine.globals.hash, "metrics": engine.metrics}
-        for fragment in range(len(engine.fragments)):
-            engine.globals.install(fragment, 0.0)
+        engine.globals.install_all()
     whole = {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
     torch.save({"facts": facts, "parameters": whole}, f"{result}.partial")
     os.rename(f"{result}.partial", result)

@@ -13,10 +13,12 @@ from torch import Tensor
 from diloco.fragments import partition
 
 
-def oracle(peers: int, steps: int, *, H: int, P: int, tau: int, alpha: float, lr: float, m: float, weights=None):
+def oracle(
+    peers: int, steps: int, *, H: int, P: int, tau: int, alpha: float, lr: float, m: float, tokens=lambda peer, step: 1
+):  # fmt: skip
     """Streaming DiLoCo in one process: loops over peers and parameters; of the product it uses `partition` only.
 
-    Returns the global model's parameters by name.
+    `tokens(peer, step)` are trained on in a step (from 0). Returns the global model's parameters by name.
     """
     models = [Blocks() for _ in range(peers)]
     optimizers = [adamw(model) for model in models]
@@ -26,17 +28,23 @@ def oracle(peers: int, steps: int, *, H: int, P: int, tau: int, alpha: float, lr
     ]
     master = {name: p.detach().clone() for name, p in models[0].named_parameters()}
     velocity = {name: torch.zeros_like(value) for name, value in master.items()}
-    weights = weights or [1] * peers
-    shares = [weight / sum(weights) for weight in weights]
+    held = [[0.0] * P for _ in range(peers)]  # tokens that the difference of a peer's fragment to the global one holds
+    weights = [0.0] * peers
     under_way: dict[str, list[Tensor]] = {}
     for step in range(1, steps + 1):
         for peer in range(peers):
             inner_step(models[peer], optimizers[peer], peer, step - 1)
-        fragment = names[((step - 1) // (H // P)) % P]
+            held[peer] = [each + tokens(peer, step - 1) for each in held[peer]]
+        index = ((step - 1) // (H // P)) % P
+        fragment = names[index]
         if step % (H // P) == (H // P - tau) % (H // P):
+            weights = [each[index] for each in held]
             for name in fragment:
                 under_way[name] = [master[name] - dict(model.named_parameters())[name].detach() for model in models]
         if step % (H // P) == 0:
+            shares = [weight / sum(weights) for weight in weights]
+            for each, weight in zip(held, weights, strict=True):
+                each[index] = alpha * (each[index] - weight)
             for name in fragment:
                 mean = under_way[name][0] * shares[0]
                 for peer in range(1, peers):
@@ -77,16 +85,26 @@ def test_equals_the_oracle(make_rendezvous, key_file, H, P, tau, alpha, lr, m):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-# Three peers, deltas weighted by tokens.
-def test_tokens_weigh(make_rendezvous, key_file):
+# Three peers with different numbers of tokens in every step: a delta weighs what it covers, also where fragments take
+# turns and a part of the steps of the delay stays.
+@pytest.mark.parametrize(("P", "tau", "alpha"), [(1, 0, 0.0), (2, 1, 0.5)])
+def test_tokens_weigh(make_rendezvous, key_file, P, tau, alpha):
     address = make_rendezvous(start_peers=3).endpoint
-    seen = together(*[
-        partial(train, settings(address, key_file, name, sync_every=4), peer, 8, tokens=tokens)
-        for peer, (name, tokens) in enumerate({"a": 1, "b": 5, "c": 10}.items())
-    ])
+    values = {"sync_every": 4, "fragments": P, "delay": tau, "mixing": alpha}
+
+    def tokens(peer: int, step: int) -> int:
+        return 1 + 5 * peer + (step * (peer + 1)) % 7
+
+    def run(name: str, peer: int):
+        config = settings(address, key_file, name, **values)
+        return train(
+            config, peer, 12, tokens=0, before_step=lambda step, engine: engine.count(tokens=tokens(peer, step))
+        )
+
+    seen = together(*[partial(run, name, peer) for peer, name in enumerate("abc")])
     assert_same_globals(*seen)
-    expected = oracle(3, 8, H=4, P=1, tau=0, alpha=0, lr=1, m=0, weights=[1, 5, 10])
-    assert all(torch.equal(final_globals(seen[0].masters, 1)[name], expected[name]) for name in expected)
+    expected = oracle(3, 12, H=4, P=P, tau=tau, alpha=alpha, lr=1, m=0, tokens=tokens)
+    assert all(torch.equal(final_globals(seen[0].masters, P)[name], expected[name]) for name in expected)
 
 
 # H = 1, P = 1, lr 1, no momentum is plain averaging of parameters after every step.
