@@ -14,7 +14,8 @@ TAID target, not the teacher, until the target has arrived there.
 Departures:
 1. The value of the sampled variant is log S/T, an estimate of the divergence; sources report log S/T * log S. The
    gradient, log S/T * grad log S, is theirs.
-2. Log-probabilities are floored at -1e4: tokens that a model masks with -inf give neither NaN nor an infinite KL.
+2. Logits are floored at -1e30 and log-probabilities at -1e4: tokens that a model masks with -inf give neither NaN nor
+   an infinite KL.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 from composer_prime.config.sdpo import SdpoConfig
 
 LOG_FLOOR = -1e4
+LOGIT_FLOOR = -1e30
 
 
 def divergence(
@@ -42,17 +44,18 @@ def divergence(
     Logits [C, V] have the temperature applied already. `targets_C` int64 [C] are the sampled tokens. `step` (from 1)
     places the TAID target; None takes the teacher itself.
     """
-    teacher_CV = teacher_logits_CV.detach()
+    student_CV = student_logits_CV.clamp(min=LOGIT_FLOOR)
+    teacher_CV = teacher_logits_CV.detach().clamp(min=LOGIT_FLOOR)
     share = 1.0 if step is None else config.teacher_share(step)
     if share < 1.0:
-        teacher_CV = torch.lerp(student_logits_CV.detach(), teacher_CV, share)
+        teacher_CV = torch.lerp(student_CV.detach(), teacher_CV, share)
     if config.kind == "sampled":
-        return _sampled(student_logits_CV, teacher_CV, targets_C)
-    if config.kind == "top_k" and config.top_k < student_logits_CV.shape[-1] - 1:
-        likeliest_CK = student_logits_CV.detach().topk(config.top_k, dim=-1).indices
-        log_student, log_teacher = _with_tail(student_logits_CV, likeliest_CK), _with_tail(teacher_CV, likeliest_CK)
+        return _sampled(student_CV, teacher_CV, targets_C)
+    if config.kind == "top_k" and config.top_k < student_CV.shape[-1] - 1:
+        likeliest_CK = student_CV.detach().topk(config.top_k, dim=-1).indices
+        log_student, log_teacher = _with_tail(student_CV, likeliest_CK), _with_tail(teacher_CV, likeliest_CK)
     else:
-        log_student, log_teacher = _log_softmax(student_logits_CV), _log_softmax(teacher_CV)
+        log_student, log_teacher = _log_softmax(student_CV), _log_softmax(teacher_CV)
     divergence_C = generalised_jsd(log_student, log_teacher, config.beta)
     if config.forward_above_entropy is not None:
         unsure_C = entropy(teacher_CV) > config.forward_above_entropy

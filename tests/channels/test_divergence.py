@@ -182,3 +182,17 @@ def test_the_jsd_of_two_coins_by_hand():
     # S = (1, 0) up to the floor and T = (0, 1): M is even, D = ln 2.
     certain = torch.tensor([[0.0, -1e4]], dtype=torch.float64)
     assert math.isclose(generalised_jsd(certain, certain.flip(1), 0.5).item(), math.log(2), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("settings_", [{}, {"kind": "top_k", "top_k": 4}, {"kind": "top_k", "top_k": 2}], ids=str)
+@pytest.mark.parametrize("step", [None, 2], ids=["whole", "taid"])
+def test_masked_tokens_give_no_nan(settings_, step):
+    # A student whose logits are -inf at all but four tokens, and a teacher that masks another one: value and gradient
+    # stay finite, and no gradient reaches a masked token.
+    student, teacher, targets = logits(9)
+    student = student.detach().index_fill(1, torch.arange(4, 11), -math.inf).requires_grad_()
+    teacher[:, 3] = -math.inf
+    config = SdpoConfig(**settings_, taid_steps=4, taid_start=0.0) if step else SdpoConfig(**settings_)
+    value = divergence(student, teacher, config, targets % 4, step=step)
+    gradient = gradient_of(value, student)
+    assert value.isfinite().all() and gradient.isfinite().all() and not gradient[:, 4:].any()
