@@ -28,7 +28,7 @@ def group_advantages(rewards_G: Sequence[float], scaling: AdvantageScaling) -> l
         raise NonFiniteError(
             f"a group has rewards {list(rewards_G)}: mark failed rollouts as failed, do not score them"
         )
-    if rewards.size < 2:
+    if rewards.size < 2 or rewards.min() == rewards.max():  # a mean of equal numbers may be off by a last bit
         return [0.0] * rewards.size
     centred = rewards - rewards.mean()
     if scaling == "std":

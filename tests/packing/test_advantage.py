@@ -34,6 +34,7 @@ def test_none_only_subtracts_the_mean(rewards_G):
 def test_edges():
     # Equal rewards and groups of one carry no signal; a NaN reward is refused.
     assert not has_signal(group_advantages([1.0] * 4, "std"))
+    assert not has_signal(group_advantages([98765.4321] * 3, "std")), "their mean is not quite 98765.4321"
     assert group_advantages([3.0], "std") == [0.0]
     assert has_signal(group_advantages([1.0, 0.0], "none"))
     with pytest.raises(NonFiniteError, match="mark failed rollouts as failed"):
