@@ -96,6 +96,14 @@ def test_impossible_tokens_are_never_drawn():
     assert set(tokens) == {3, 5} and np.allclose(logprobs, np.log(0.5), atol=1e-6)
 
 
+def test_the_smallest_temperature_is_greedy():
+    # Dividing by a temperature near 0 must not give infinities: that would fail the request and blame the weights.
+    logits = torch.tensor([[20.0, 30.0, -5.0]]).expand(3, -1)
+    cold = [Sampling(max_tokens=1, temperature=heat) for heat in (1e-20, 1e-39, 1e-45)]
+    tokens, logprobs = sample(logits, rows(cold))
+    assert tokens.tolist() == [1, 1, 1] and logprobs.tolist() == [0.0, 0.0, 0.0]
+
+
 def test_non_finite_logits_show_in_the_logprob():
     # NaN or +inf in a row makes that row's log-probability non-finite, and no other's.
     logits = torch.zeros(3, 10)

@@ -53,7 +53,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.nda
     greedy = rows.temperature == 0.0
     if not (rows.temperature == 1.0).all():
         heat = np.where(greedy, np.float32(1.0), rows.temperature).astype(np.float32)
-        logits = logits / torch.from_numpy(heat).to(logits.device)[:, None]
+        logits = logits - logits.amax(-1, keepdim=True)  # at most 0, which no temperature turns into infinity
+        logits /= torch.from_numpy(heat).to(logits.device)[:, None]
     narrow = ((rows.top_k > 0) & (rows.top_k < logits.shape[1])) | (rows.top_p < 1.0)
     narrow &= ~greedy
     if narrow.any():
