@@ -90,19 +90,19 @@ class Receiver:
 
     async def _fetch(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         """The manifest's tensors, on the CPU, every hash checked."""
-        wanted = {ref.sha256 for ref in manifest.chunks}
+        wanted = {ref.sha256: ref for ref in manifest.chunks}  # equal chunks, as of zeros, are pulled once
         self._partial = {sha256: data for sha256, data in self._partial.items() if sha256 in wanted}
         gate = asyncio.Semaphore(_CHUNKS_AT_ONCE)
-        pulls = [asyncio.ensure_future(self._pull(manifest, ref, gate)) for ref in manifest.chunks]
+        pulls = [asyncio.ensure_future(self._pull(manifest, ref, gate)) for ref in wanted.values()]
         try:
-            pieces = await asyncio.gather(*pulls)
+            pulled = dict(zip(wanted, await asyncio.gather(*pulls), strict=True))
         except BaseException:
             for pull in pulls:
                 pull.cancel()
             await asyncio.gather(*pulls, return_exceptions=True)
             raise
         try:
-            tensors = await asyncio.to_thread(_open, manifest, pieces)
+            tensors = await asyncio.to_thread(_open, manifest, [pulled[ref.sha256] for ref in manifest.chunks])
         except CorruptWeightsError:
             self._partial.clear()  # nothing tells which byte is wrong: pull again from the start
             raise

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import msgspec
 import pytest
+import safetensors.torch
 import torch
 
 from composer_prime.errors import (
@@ -19,7 +21,7 @@ from composer_prime.errors import (
 from composer_prime.weights.manifest import Canary, sign
 from composer_prime.wire.node import Sampling
 from inference.chunks import FolderSource
-from inference.receiver import Receiver
+from inference.receiver import Receiver, tensor_sha256
 from tests.inference.publisher import CANARY, RUN_ID
 
 
@@ -98,6 +100,22 @@ def test_a_damaged_chunk_is_refused_then_mended(loop, engine, receiver, publishe
     assert in_use(loop, engine, reference) == 2
 
 
+def test_equal_chunks_are_pulled_once(loop, engine, receiver, publisher, reference):
+    # Large tensors of zeros make chunks with one hash: each is pulled once, and the file is whole.
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in reference.weights(1).items()}
+    data = safetensors.torch.save(zeros)
+    header = 8 + int.from_bytes(data[:8], "little")
+    chunks = publisher.store.put_chunks(data[:header])
+    for start in range(header, len(data), 100_000):
+        chunks += publisher.store.put_chunks(data[start : start + 100_000])
+    assert len({ref.sha256 for ref in chunks}) <= 3 < len(chunks)
+    vocabulary = reference.weights(1)["model.embed_tokens.weight"].shape[0]
+    canary = Canary(token_ids=CANARY, logprobs=[-math.log(vocabulary)] * (len(CANARY) - 1))
+    hashes = {name: tensor_sha256(tensor) for name, tensor in zeros.items()}
+    install(loop, receiver, publisher, publisher.publish(1, chunks=chunks, tensors=hashes, canary=canary))
+    assert receiver.version == 1 and receiver.canary_error < 1e-5
+
+
 def test_a_pruned_chunk_is_named(loop, receiver, publisher):
     # A chunk that the source does not have is an error that names it.
     manifest = publisher.manifest(2)
@@ -126,8 +144,6 @@ def test_another_model_is_refused(loop, engine, receiver, publisher, reference):
     manifest = publisher.manifest(1)
     name = next(iter(manifest.tensors))
     tensors = {key: value for key, value in reference.weights(1).items() if key != name}
-    import safetensors.torch
-
     chunks = publisher.store.put_chunks(safetensors.torch.save(tensors))
     hashes = {key: value for key, value in manifest.tensors.items() if key != name}
     with pytest.raises(WeightError, match=name):
