@@ -187,7 +187,7 @@ class HttpServer:
         if self._token is None:
             return
         given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()):
             raise RequestError(
                 "the Authorization header does not carry this gateway's token: send `Bearer` and the value of the "
                 "environment variable COMPOSER_GATEWAY_TOKEN that the orchestrator was started with",
@@ -219,8 +219,11 @@ async def _decoded(request: web.Request, kind: type[T]) -> T:
 
 def _session(request: web.Request) -> str | None:
     session = request.headers.get("X-Session-ID") or request.headers.get("X-Rollout-Id")
-    if session is not None and len(session) > _MAX_SESSION_CHARACTERS:
-        raise RequestError(f"X-Session-ID has {len(session)} characters: send at most {_MAX_SESSION_CHARACTERS}")
+    if session is not None and not (len(session) <= _MAX_SESSION_CHARACTERS and session.isprintable()):
+        raise RequestError(
+            f"X-Session-ID has {len(session)} characters, {session[:40]!a} first: send at most "
+            f"{_MAX_SESSION_CHARACTERS} printable ones"
+        )
     return session
 
 

@@ -88,8 +88,8 @@ class Router:
             raise self._closed
         self.counters.requests += 1
         self.open[request_id] = self.queue[request_id] = request
-        self.place()
         try:
+            self.place()
             return await request.done
         except asyncio.CancelledError:
             self.counters.cancelled += 1

@@ -135,6 +135,23 @@ async def test_raw_bytes_on_the_http_port_do_no_harm(open_gateway, node_keys):
         assert (await post(gateway.http_url, generate_body(5)))[0] == 200
 
 
+@pytest.mark.parametrize("header", ["X-Session-ID", "Authorization"])
+async def test_a_header_that_is_no_text_is_the_clients_error(open_gateway, node_keys, monkeypatch, header):
+    """Bytes that are no UTF-8 in a header get a 4xx, and nothing of the request stays behind."""
+    if header == "Authorization":
+        monkeypatch.setenv("COMPOSER_GATEWAY_TOKEN", "s3cret")
+    body = json.dumps(generate_body(5)).encode()
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n{header}: "
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0"):
+        port = int(gateway.http_url.rsplit(":", 1)[1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + b"\xff\xfe\r\n\r\n" + body)
+        answer = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+        assert answer.split()[1] in (b"400", b"401"), answer[:200]
+        assert not gateway.router.open and not gateway.router.queue
+
+
 async def test_models_lists_the_policy_with_its_context(open_gateway):
     """Clients learn max_model_len before their first request, node or no node."""
     async with open_gateway() as gateway:
