@@ -10,6 +10,7 @@ from composer_prime.config.diloco import CodecConfig
 from diloco.codec.base import Codec
 from diloco.codec.dense import Bfloat16Codec, Float32Codec
 from diloco.codec.e3m0 import E3M0Codec
+from diloco.codec.entropy import EntropyCodec
 from diloco.codec.feedback import ErrorFeedback
 from diloco.codec.integer import IntegerCodec
 from diloco.codec.sparse import SparseCodec
@@ -32,9 +33,9 @@ def codec_from_spec(spec: str) -> Codec:
     if number.isdecimal() and 0 < int(number) <= 1 << 20:
         size = int(number)
         if kind in ("int8", "int4") and size % 2 == 0:
-            return IntegerCodec(bits=int(kind[3:]), block=size)
+            return EntropyCodec(IntegerCodec(bits=int(kind[3:]), block=size))
         if kind == "e3m0" and size % 2 == 0:
-            return E3M0Codec(block=size)
+            return EntropyCodec(E3M0Codec(block=size))
         if kind == "sparse" and size <= SparseCodec.CHUNK // 2:
             return SparseCodec(kept=size)
     raise ValueError(f"no codec is called {spec!r}")

