@@ -1,7 +1,8 @@
 """Ways to bring N peers' deltas together, as what each peer's link carries and how many trips follow one another.
 
-    relay          up once, down N - 1 times; the rendezvous' link carries N (N - 1). What diloco/ does: every peer gets
-                   every delta as it was sent, so codecs, guards and joining late need no second pass
+    relay          up once, and when all are there down N - 1 times; the rendezvous' link carries N in, then N (N - 1)
+                   out. What diloco/ does: every peer gets every delta as it was sent, so codecs, guards and joining
+                   late need no second pass
     mesh           N - 1 up, N - 1 down, no relay: the same properties, needs every pair to be reachable
     hierarchical   groups of about sqrt(N): members to leader, leaders among one another, leader to members
     ring           2 (N - 1) / N of a delta up and down, 2 (N - 1) trips one after the other
@@ -18,6 +19,10 @@ from dataclasses import dataclass
 from diloco.simulate.utilisation import Pipe
 
 WAYS = ("relay", "mesh", "hierarchical", "ring")
+RELAY_TRIPS = 10
+"""Requests and answers of a peer, one after the other: offer, last piece, offer again, outcome, last piece down."""
+RELAY_WINDOW_GBIT = 32 * (1 << 18) * 8 / 1e9
+"""Most that diloco/connection.py has under way at once (WINDOW pieces of PIECE_BYTES)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +33,10 @@ class Net:
     latency_s: float
     """One way, between any two."""
     relay_gbit_s: float | None = None
-    """Of the rendezvous; None is that of a peer."""
+    """Of the rendezvous, each direction; None is that of a peer."""
+    busy_s: float = 0.0
+    handling_s: float = 0.0
+    """As in Pipe."""
 
 
 def pipe(way: str, net: Net) -> Pipe:
@@ -36,10 +44,13 @@ def pipe(way: str, net: Net) -> Pipe:
     n = net.peers
     if n < 2:
         return Pipe(gbit_s=net.gbit_s, factor=0.0, hops=0)
+    gbit = net.gbit_s
     match way:
         case "relay":
-            relay = net.relay_gbit_s or net.gbit_s
-            factor, hops = max(n - 1, n * (n - 1) * net.gbit_s / relay), 2
+            if net.latency_s:
+                gbit = min(gbit, RELAY_WINDOW_GBIT / (2 * net.latency_s))
+            thinner = gbit / (net.relay_gbit_s or net.gbit_s)
+            factor, hops = max(1, n * thinner) + max(n - 1, n * (n - 1) * thinner), RELAY_TRIPS
         case "mesh":
             factor, hops = n - 1, 1
         case "hierarchical":
@@ -50,7 +61,9 @@ def pipe(way: str, net: Net) -> Pipe:
             factor, hops = 2 * (n - 1) / n, 2 * (n - 1)
         case _:
             raise ValueError(f"no way of reducing is called {way!r}; there are {', '.join(WAYS)}")
-    return Pipe(gbit_s=net.gbit_s, latency_s=net.latency_s, factor=factor, hops=hops)
+    return Pipe(
+        gbit_s=gbit, latency_s=net.latency_s, factor=factor, hops=hops, busy_s=net.busy_s, handling_s=net.handling_s
+    )
 
 
 def group_size(peers: int) -> int:
@@ -59,9 +72,10 @@ def group_size(peers: int) -> int:
 
 
 def seconds(way: str, net: Net, bits: float) -> float:
-    """One reduction of a delta of `bits` bits from the first bit to the last peer's having the result."""
+    """One reduction of a delta of `bits` bits from the start of its encoding to the last peer's having the result."""
     found = pipe(way, net)
-    return bits * found.factor / (found.gbit_s * 1e9) + found.hops * found.latency_s
+    moving = bits * found.factor / (found.gbit_s * 1e9) + found.hops * found.latency_s
+    return moving + found.busy_s + found.handling_s
 
 
 def best(net: Net, bits: float) -> str:

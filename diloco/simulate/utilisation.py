@@ -13,7 +13,7 @@ BITS_PER_PARAMETER, BACKWARD_SHARE and OVERLAP_STEPS below. tests/diloco/test_si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 BITS_PER_PARAMETER = 13.4
@@ -63,6 +63,10 @@ class Pipe:
     """How often a peer's link carries a delta's bits."""
     hops: int = 1
     """One-way trips that follow one another."""
+    busy_s: float = 0.0
+    """A synchronisation's work on the training thread, before and after the bits are under way: never hidden."""
+    handling_s: float = 0.0
+    """A synchronisation's work on the way, whatever the bandwidth: hidden like the transfer."""
 
 
 def exposed_s(workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
@@ -71,7 +75,7 @@ def exposed_s(workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
     parts = [[layer for layer in layers if layer % scheme.fragments == index] for index in range(scheme.fragments)]
     needed = workload.step_s * (1 + scheme.delay_steps)
     waits = [max(0.0, _arrival_s(part, workload, scheme, pipe) - needed) for part in parts if part]
-    return sum(waits) / len(waits)
+    return pipe.busy_s + sum(waits) / len(waits)
 
 
 def _arrival_s(part: Sequence[int], workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
@@ -81,7 +85,7 @@ def _arrival_s(part: Sequence[int], workload: Workload, scheme: Scheme, pipe: Pi
     for layer in sorted(part, reverse=True):
         ready = workload.step_s * ((1 - share) + share * (workload.layers - layer) / workload.layers)
         at = max(at, ready) + seconds
-    return at + pipe.hops * pipe.latency_s
+    return at + pipe.hops * pipe.latency_s + pipe.handling_s
 
 
 def utilisation(workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
@@ -100,9 +104,18 @@ def grid(low: float = -1.0, high: float = 3.0, count: int = 50) -> list[float]:
     return [10 ** (low + (high - low) * index / (count - 1)) for index in range(count)]
 
 
-def required_gbit(workload: Workload, scheme: Scheme, target: float, bandwidths: Sequence[float]) -> float | None:
-    """The first of `bandwidths` (rising) with which utilisation reaches `target`; None when none does."""
-    return next((each for each in bandwidths if utilisation(workload, scheme, Pipe(gbit_s=each)) >= target), None)
+def required_gbit(
+    workload: Workload,
+    scheme: Scheme,
+    target: float,
+    bandwidths: Sequence[float],
+    pipe_of: Callable[[float], Pipe] = lambda gbit: Pipe(gbit_s=gbit),
+) -> float | None:
+    """The first of `bandwidths` (rising) with which utilisation reaches `target`; None when none does.
+
+    `pipe_of`: what a delta meets at a bandwidth; by default a link that carries it once and nothing else.
+    """
+    return next((each for each in bandwidths if utilisation(workload, scheme, pipe_of(each)) >= target), None)
 
 
 def paper_schemes(workload: Workload, every: int = 100, layers_a_fragment: int = 3) -> list[Scheme]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composer_prime.config.diloco import CodecConfig
+from diloco.codec import build_codec
 from diloco.simulate.fleet import Fleet, availability, goodput, waiting_share
+from diloco.simulate.product import FRAMING, JointRun, codec_bits, forecast
 from diloco.simulate.reduce import WAYS, Net, best, pipe, seconds
 from diloco.simulate.utilisation import (
     BACKWARD_SHARE,
@@ -106,11 +111,15 @@ def test_by_hand():
     assert bytes_per_step(workload, scheme, Pipe(gbit_s=8)) == 0.25e9
 
 
-# Between two peers a mesh, a hierarchy and a ring carry a delta once; all-gather stops paying as N grows.
+# Between two peers a mesh, a hierarchy and a ring carry a delta once; a relay that stores and forwards carries N in and
+# then N (N - 1) out, or, with a link of its own that is wide enough, what a peer sends and then receives.
+# All-gather stops paying as N grows.
 def test_ways_of_reducing():
     two = Net(peers=2, gbit_s=1.0, latency_s=0.0)
-    assert [pipe(way, two).factor for way in WAYS] == [2, 1, 1, 1]
-    assert pipe("relay", Net(peers=2, gbit_s=1.0, latency_s=0.0, relay_gbit_s=10)).factor == 1
+    assert [pipe(way, two).factor for way in WAYS] == [2 + 2, 1, 1, 1]
+    assert pipe("relay", Net(peers=2, gbit_s=1.0, latency_s=0.0, relay_gbit_s=10)).factor == 1 + 1
+    assert pipe("relay", Net(peers=8, gbit_s=1.0, latency_s=0.0)).factor == 8 + 8 * 7
+    assert pipe("relay", Net(peers=8, gbit_s=1.0, latency_s=0.0, relay_gbit_s=100)).factor == 1 + 7
     for peers in (8, 64, 512):
         net = Net(peers=peers, gbit_s=1.0, latency_s=0.05)
         assert pipe("mesh", net).factor == peers - 1 > pipe("hierarchical", net).factor
@@ -119,6 +128,35 @@ def test_ways_of_reducing():
         # a large delta goes round the ring, a small one does not pay its trips
         assert best(net, 1e12) == "ring" and best(net, 1e5) in ("mesh", "hierarchical")
         assert seconds("ring", net, 0) == pytest.approx(2 * (peers - 1) * 0.05)
+
+
+# A long way bounds what is under way at once: 64 Mibit in a round trip of 0.2 s, whatever the link.
+def test_relay_window():
+    far = pipe("relay", Net(peers=2, gbit_s=10.0, latency_s=0.1, relay_gbit_s=1e3))
+    assert far.gbit_s == pytest.approx(2**26 / 0.2 / 1e9) and far.factor == 2
+
+
+# This package's run by hand: 100 M parameters of 32 bits in 2 fragments, two peers on 1 Gbit/s. A fragment crosses the
+# relay's link four times; what is done on the training thread is exposed whatever the delay, the rest is hidden by it.
+def test_forecast_by_hand():
+    run = JointRun(
+        parameters=1e8, layers=4, step_s=10.0, every=4, fragments=2, delay=0, codec=CodecConfig(type="fp32")
+    )
+    net = Net(peers=2, gbit_s=1.0, latency_s=0.0, busy_s=0.5, handling_s=0.25)
+    transfer_s = 4 * 5e7 * 32 * FRAMING / 1e9
+    at_once, delayed = forecast(run, net), forecast(replace(run, delay=1), net)
+    assert [at_once.sync_s, at_once.exposed_s] == pytest.approx([transfer_s + 0.75] * 2)
+    assert at_once.utilisation == pytest.approx(20 / (20 + transfer_s + 0.75))
+    assert delayed.exposed_s == pytest.approx(0.5) and delayed.hidden_step_s == pytest.approx(transfer_s + 0.25)
+    assert at_once.sent_bytes == pytest.approx(5e7 * 4 * FRAMING)
+
+
+# The bits that the simulator takes for a codec are those that it sends for normally distributed deltas.
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4", "e3m0", "sparse"])
+def test_codec_bits(kind):
+    deltas = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+    sent = build_codec(CodecConfig(type=kind)).encode(deltas).numel() * 8 / deltas.numel()
+    assert codec_bits(CodecConfig(type=kind)) == pytest.approx(sent, rel=0.01)
 
 
 # Uneven peers: waiting is bounded by the deadline; failures cost the one that fails, or all of them in data-parallel.

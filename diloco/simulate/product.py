@@ -1,0 +1,113 @@
+"""What diloco/ itself does, as the simulator sees it: a fragment leaves through the rendezvous when a step has ended.
+
+    training thread      encode | waits unless tau steps hide it ......................... | decode, average, install
+    link                        | up | round closes at the rendezvous | down (N - 1 deltas) |
+                         busy_s      handling_s                                              busy_s
+
+Constants measured on one x86-64 core of a shared machine with benchmarks/diloco_link.py, which also says how far the
+simulator is off. A machine with faster or more cores is quicker than this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from composer_prime.config.diloco import CodecConfig
+from diloco.simulate.reduce import Net, pipe, seconds
+from diloco.simulate.utilisation import Scheme, Workload, exposed_s, utilisation
+
+FRAMING = 1.047
+"""Bytes on the wire over bytes of a delta: Ethernet, IP and TCP headers, 66 of 1514 bytes; ZMQ adds next to nothing."""
+ENCODE_NS = {"fp32": 8.0, "bf16": 9.0, "int8": 15.0, "int4": 17.0, "e3m0": 45.0, "sparse": 30.0}
+"""Seconds of 1e-9 a parameter: delta, error feedback, codec and checksum."""
+DECODE_NS = 8.0
+"""A parameter and peer: decode, guard, mean."""
+INSTALL_NS = 6.0
+"""A parameter: outer step, hash of the global model, copy into the parameters."""
+ROUND_S = 0.15
+"""Until a whole round is closed: requests, the rendezvous' tick, torchft's quorum."""
+HANDLING_NS = 12.0
+"""A byte of a delta, on its way up or down: encryption, copies, checksums."""
+SCALE_BITS = 16
+_CODE_BITS = {"int8": 7.46, "int4": 3.32, "e3m0": 3.55}
+"""A code's, after entropy coding, where deltas are normally distributed and 256 share a scale."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointRun:
+    """One peer's part of a joint run."""
+
+    parameters: float
+    """Trained, on all ranks."""
+    layers: int
+    step_s: float
+    """Compute time of an inner step."""
+    every: int
+    """H."""
+    fragments: int
+    """P."""
+    delay: float
+    """tau."""
+    codec: CodecConfig
+    peers: int = 2
+
+    @property
+    def size(self) -> float:
+        """Parameters of a fragment."""
+        return self.parameters / self.fragments
+
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme(
+            name=f"this run, {self.codec.type}", every=self.every, fragments=self.fragments, delay_steps=self.delay,
+            bits=codec_bits(self.codec) * FRAMING,
+        )  # fmt: skip
+
+    @property
+    def workload(self) -> Workload:
+        """Nothing hides behind the backward pass: what is sent is how far the optimizer's steps went."""
+        return Workload(parameters=self.parameters, layers=self.layers, step_s=self.step_s, backward_share=0.0)
+
+    def net(self, gbit: float, latency_s: float = 0.0, relay_gbit: float | None = None) -> Net:
+        """A link, with what handling a fragment takes on this package's constants."""
+        busy_ns = ENCODE_NS[self.codec.type] + self.peers * DECODE_NS + INSTALL_NS
+        handling_s = ROUND_S + self.peers * self.size * codec_bits(self.codec) / 8 * HANDLING_NS * 1e-9
+        return Net(
+            peers=self.peers, gbit_s=gbit, latency_s=latency_s, relay_gbit_s=relay_gbit,
+            busy_s=self.size * busy_ns * 1e-9, handling_s=handling_s,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What one link gives a joint run."""
+
+    sync_s: float
+    """From the start of encoding to the installed outcome."""
+    hidden_step_s: float
+    """Inner steps of at least this many seconds hide a transfer; infinite without delay."""
+    exposed_s: float
+    """What a synchronisation costs training."""
+    utilisation: float
+    sent_bytes: float
+    """By one peer in one synchronisation, headers included."""
+
+
+def codec_bits(codec: CodecConfig) -> float:
+    """Bits a parameter of an encoded delta."""
+    if codec.type in _CODE_BITS:
+        return _CODE_BITS[codec.type] + SCALE_BITS / codec.block
+    return {"fp32": 32.0, "bf16": 16.0, "sparse": 14 * codec.density + 1 / 64}[codec.type]
+
+
+def forecast(run: JointRun, net: Net) -> Forecast:
+    """What `net` gives `run`."""
+    way, bits = pipe("relay", net), run.size * run.scheme.bits
+    sync_s = seconds("relay", net, bits)
+    return Forecast(
+        sync_s=sync_s,
+        hidden_step_s=(sync_s - way.busy_s) / run.delay if run.delay else float("inf"),
+        exposed_s=exposed_s(run.workload, run.scheme, way),
+        utilisation=utilisation(run.workload, run.scheme, way),
+        sent_bytes=bits / 8,
+    )
