@@ -111,7 +111,7 @@ def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
     tokens = trainer.micro_batch_tokens
     half = trainer.compute_dtype == "bfloat16" or (trainer.compute_dtype == "auto" and cuda)
     width = 2 if half else 4
-    trained = shape.parameters if trainer.lora is None else _lora_parameters(shape, trainer.lora.rank)
+    trained = trained_parameters(config, shape)
     kept = 1.5 if trainer.activation_checkpointing else 14 + 3 * shape.mlp_width / shape.hidden
     parts = {
         "masters": 4 * shape.parameters // ranks,
@@ -141,10 +141,8 @@ def _logits_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> int:
 
 def _other_weights(config: Config, shape: ModelShape) -> int:
     """Float32 start weights and moving averages, over all ranks. With adapters the start weights are the base."""
-    lora = config.trainer.lora
-    trained = shape.parameters if lora is None else _lora_parameters(shape, lora.rank)
-    kept = weight_sets(config.channels).needed - ({"frozen"} if lora is not None else set())
-    return 4 * trained * len(kept)
+    kept = weight_sets(config.channels).needed - ({"frozen"} if config.trainer.lora is not None else set())
+    return 4 * trained_parameters(config, shape) * len(kept)
 
 
 def node_need(config: Config, shape: ModelShape, *, cuda: bool, device_bytes: int | None = None) -> Need:
@@ -192,7 +190,7 @@ def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, in
         return {"weight store": 0, "checkpoints": 0, "final": 0}
     width = 2 if cuda else 4
     moments = 8 if config.trainer.optim.type == "adamw" else 5
-    trained = shape.parameters if config.trainer.lora is None else _lora_parameters(shape, config.trainer.lora.rank)
+    trained = trained_parameters(config, shape)
     averages = 4 * len(weight_sets(config.channels).needed & {*AVERAGES})
     return {
         "weight store": (config.trainer.weights.keep + 1) * shape.parameters * width,
@@ -206,6 +204,10 @@ def _batch(config: Config) -> int:
     return inference.local.max_batch if inference.engine == "local" else inference.vllm.max_num_seqs
 
 
-def _lora_parameters(shape: ModelShape, rank: int) -> int:
+def trained_parameters(config: Config, shape: ModelShape) -> int:
+    """All of the model's, or those of its adapters."""
+    lora = config.trainer.lora
+    if lora is None:
+        return shape.parameters
     widths = 4 * shape.hidden + 2 * (shape.hidden + shape.kv_width) + 3 * (shape.hidden + shape.mlp_width)
-    return shape.layers * rank * widths
+    return shape.layers * lora.rank * widths

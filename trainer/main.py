@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 from composer_prime.config.load import EXIT_USAGE, arguments, fail, parse
@@ -14,10 +15,11 @@ from composer_prime.errors import ConfigError
 def main() -> int:
     command = parse(arguments())
     from composer_prime.plan import build
+    from diloco.simulate.forecast import link_rows
 
     plan = build(command.config)
     if command.dry_run:
-        print(plan.text())
+        print(dataclasses.replace(plan, rows=[*plan.rows, *link_rows(command.config)]).text())
         return EXIT_USAGE if plan.problems else 0
     if plan.problems:
         fail(ConfigError("\n".join(["the run cannot start:", *(f"  - {problem}" for problem in plan.problems)])))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from composer_prime.cli.link_rows import link_rows
 from composer_prime.config.load import EXIT_USAGE, parse
 from composer_prime.errors import ConfigError
 from composer_prime.footprint import GIB
@@ -17,7 +18,9 @@ from composer_prime.plan import build
 
 def run(words: list[str]) -> int:
     machine, words = imagined(words)
-    plan = build(parse(words).config, machine)
+    config = parse(words).config
+    plan = build(config, machine)
+    plan = dataclasses.replace(plan, rows=[*plan.rows, *link_rows(config, words)])
     print(plan.text())
     return EXIT_USAGE if plan.problems else 0
 

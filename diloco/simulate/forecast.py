@@ -1,0 +1,87 @@
+"""What a link gives the joint run of a configuration: the rows of its plan about the link.
+
+    python -m diloco.simulate.forecast @ file.toml [overrides]    prints them as JSON, for composer_prime: it imports no
+                                                                  role
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from composer_prime.config import Config
+from composer_prime.config.load import parse
+from composer_prime.footprint import ModelShape, trained_parameters
+from composer_prime.model_source import model_ready, resolve_model
+from composer_prime.run_dir import RunDir
+from diloco.simulate.product import JointRun, codec_bits, forecast
+
+LINKS_MBIT = (1000.0, 100.0)
+"""Of each peer and of the rendezvous, where the configuration names none."""
+ASSUMED_STEP_S = 60.0
+_STEPS = 10
+"""Last steps of a run that say how long one takes."""
+
+
+def main() -> int:
+    print(json.dumps(link_rows(parse(sys.argv[1:]).config)))
+    return 0
+
+
+def link_rows(config: Config) -> list[tuple[str, str]]:
+    """(label, text) as in a plan; none without [diloco] or without a model folder to count parameters in."""
+    diloco = config.diloco
+    if diloco is None or model_ready(config.model.path) is not None:
+        return []
+    shape = ModelShape.read(resolve_model(config.model.path))
+    measured_s = step_s(RunDir(config.run.directory).metrics)
+    run = JointRun(
+        parameters=trained_parameters(config, shape), layers=shape.layers, step_s=measured_s or ASSUMED_STEP_S,
+        every=diloco.sync_every, fragments=diloco.fragments, delay=diloco.delay, codec=diloco.codec,
+    )  # fmt: skip
+    source = f"as in the last {_STEPS} steps of this run" if measured_s else "assumed"
+    interval = run.every // run.fragments
+    first = (
+        f"{run.size / 1e6:,.1f} M parameters (one of {counted(run.fragments, 'fragment')}) every "
+        f"{counted(interval, 'step')}, {diloco.codec.type}: about {codec_bits(run.codec):.2g} bits each; two peers, "
+        f"{run.step_s:.3g} s a step ({source})"
+    )
+    limit = diloco.rate_limit_mbit
+    links = LINKS_MBIT if limit is None else (limit * config.trainer.ranks,)
+    return [("link", first), *(("", _link_text(run, mbit)) for mbit in links)]
+
+
+def _link_text(run: JointRun, mbit: float) -> str:
+    said = forecast(run, run.net(mbit / 1e3))
+    interval_s = run.every / run.fragments * run.step_s + said.exposed_s
+    hidden = f", all but {said.exposed_s:.2g} s hidden by delay {run.delay:g}" if run.delay else ""
+    return (
+        f"at {mbit:,.0f} Mbit/s: {said.sync_s:.2g} s a synchronisation{hidden}, utilisation {said.utilisation:.1%}; "
+        f"{size(said.sent_bytes)} each way, {size(said.sent_bytes * 86400 / interval_s)} a day"
+    )
+
+
+def step_s(metrics: Path) -> float | None:
+    """Median seconds of a run's last steps; None before the first."""
+    if not metrics.is_file():
+        return None
+    lines = [json.loads(line) for line in metrics.read_text().splitlines() if '"time/step_s"' in line]
+    return statistics.median(line["time/step_s"] for line in lines[-_STEPS:]) if lines else None
+
+
+def size(count: float) -> str:
+    """Bytes for people, decimal as links are."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count / 1e3:.3g} kB"
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,58 @@
+"""The rows of a plan about the link."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from composer_prime.cli.plan_command import run
+from composer_prime.config.load import resolve
+from diloco.simulate.forecast import link_rows
+
+ROOT = Path(__file__).parents[2]
+FILES = ["@", str(ROOT / "configs/a1.toml"), "@", str(ROOT / "configs/diloco/peer.toml")]
+
+
+def text(folder: Path, *words: str) -> str:
+    config = resolve([*FILES, "--run.output_dir", str(folder), *words]).config
+    return "\n".join(line for _, line in link_rows(config))
+
+
+# Without [diloco] a plan says nothing of links; with it, at 1 Gbit/s and 100 Mbit/s or at the configured limit.
+def test_links(tmp_path):
+    assert link_rows(resolve(["@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(tmp_path)]).config) == []
+    assert re.findall(r"at ([\d,]+) Mbit/s", text(tmp_path)) == ["1,000", "100"]
+    assert re.findall(r"at ([\d,]+) Mbit/s", text(tmp_path, "--diloco.rate-limit-mbit", "7")) == ["7"]
+
+
+# Bytes follow the parameters that are trained, the codec and the schedule: 32 bits each way for the half of the model
+# that is due, twice as much a day with half the interval.
+def test_bytes(tmp_path):
+    said = text(tmp_path, "--diloco.codec.type", "fp32", "--diloco.delay", "0")
+    parameters = float(re.match(r"([\d.]+) M parameters \(one of 2 fragments\) every 2 steps", said)[1])
+    sent = float(re.search(r"([\d.]+) MB each way", said)[1])
+    assert sent == pytest.approx(4 * parameters * 1.047, rel=0.05)
+    often = text(tmp_path, "--diloco.codec.type", "fp32", "--diloco.delay", "0", "--diloco.sync-every", "2")
+    days = [float(re.search(r"([\d.]+) GB a day", each)[1]) for each in (said, often)]
+    assert days[1] == pytest.approx(2 * days[0], rel=0.02)
+    assert float(text(tmp_path, "--trainer.lora.rank", "4").split()[0]) < parameters / 10
+
+
+# A run that has steps says itself how long one takes.
+def test_step_time_of_the_run(tmp_path):
+    assert "60 s a step (assumed)" in text(tmp_path)
+    (tmp_path / "a1" / "a").mkdir(parents=True)
+    lines = [{"step": step, "role": "trainer", "time/step_s": 2.0 * step} for step in (1, 2, 3)]
+    (tmp_path / "a1" / "a" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "4 s a step (as in the last" in text(tmp_path)
+
+
+# `composer plan` shows them among its rows.
+def test_composer_plan(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run([*FILES, "--run.output_dir", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert shown.index("disk ") < shown.index("link ") < shown.index("keep this run from starting")
