@@ -33,6 +33,7 @@ from diloco.wire import (
     Piece,
     Received,
     Refused,
+    RunningChecksum,
     ToPeer,
     check_body,
     encode,
@@ -135,7 +136,7 @@ class Connection:
 
         `progress`: what to call it in the log, about every ten seconds.
         """
-        body, done, said = bytearray(header.size), 0, time.monotonic()
+        body, done, said, running = bytearray(header.size), 0, time.monotonic(), RunningChecksum()
         while done < header.size:
             starts = range(done, header.size, PIECE_BYTES)
             requests = (Get(name=header.name, offset=at, length=min(PIECE_BYTES, header.size - at)) for at in starts)
@@ -146,11 +147,12 @@ class Connection:
                     if len(piece.data) != get.length:
                         raise WireError(f"{header.name}: {len(piece.data)} bytes at {get.offset}, not {get.length}")
                     body[get.offset : get.offset + get.length] = piece.data
+                    running.update(piece.data)  # not all at once at the end: beats go out meanwhile
                     done = get.offset + get.length
                     if progress and time.monotonic() - said > 10:
                         said = time.monotonic()
                         logger.info("%s: %.0f %% of %.1f MB", progress, 100 * done / header.size, header.size / 1e6)
-        check_body(header, body)
+        check_body(header, len(body), running.hexdigest())
         return body
 
     async def _pipelined(self, requests: Iterable[Asked]) -> AsyncIterator[tuple[Asked, ToPeer]]:

@@ -53,7 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     lighthouse.add_argument("--min-peers", type=int, default=1, help="a round needs this many deltas (default 1)")
     lighthouse.add_argument("--start-peers", type=int, default=1, help="the first round waits for so many (default 1)")
     lighthouse.add_argument("--beat-timeout-s", type=float, default=10.0, help="silence after which a peer is gone")
+    lighthouse.add_argument(
+        "--gather-s", type=float, default=60.0,
+        help="after a restart, or when all peers were stopped: how long the first wait for --start-peers (default 60)",
+    )  # fmt: skip
     lighthouse.add_argument("--keep-rounds", type=int, default=16, help="rounds that late peers can catch up with")
+    lighthouse.add_argument(
+        "--memory-gb", type=float, default=16.0,
+        help="most GB of deltas and of a state in memory; older rounds go first (default 16)",
+    )  # fmt: skip
     lighthouse.set_defaults(run=_lighthouse)
     simulate.parser(add)
     return parser
@@ -68,21 +76,20 @@ def _keygen(words: argparse.Namespace) -> int:
 
 
 def _lighthouse(words: argparse.Namespace) -> int:
+    from diloco.answers import RendezvousSettings
     from diloco.keys import JointKey
-    from diloco.rendezvous import RendezvousSettings
 
-    for name, value in {"--min-peers": words.min_peers, "--start-peers": words.start_peers}.items():
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; expected 1 or more")
-    if words.beat_timeout_s <= 0 or words.keep_rounds < 1:
-        raise ConfigError(
-            f"--beat-timeout-s is {words.beat_timeout_s:g} and --keep-rounds {words.keep_rounds}; expected a time "
-            "above 0 and at least 1 round"
-        )
+    for name in ("min_peers", "start_peers", "keep_rounds"):
+        if (value := getattr(words, name)) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
+    for name in ("beat_timeout_s", "gather_s", "memory_gb"):
+        if (value := getattr(words, name)) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; expected a value above 0")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     settings = RendezvousSettings(
         bind=words.bind, run=words.run_name, min_peers=words.min_peers, start_peers=words.start_peers,
-        beat_timeout_s=words.beat_timeout_s, keep_rounds=words.keep_rounds,
+        beat_timeout_s=words.beat_timeout_s, gather_s=words.gather_s, keep_rounds=words.keep_rounds,
+        max_bytes=int(words.memory_gb * 1e9),
     )  # fmt: skip
     asyncio.run(_serve(settings, JointKey.read(words.key_file)))
     return 0

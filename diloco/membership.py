@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from composer_prime.errors import ConfigError, DeadlineError
@@ -49,17 +50,27 @@ class Lighthouse:
                 "pip install 'composer-prime[diloco]' (Linux)"
             ) from None
         self._make_client = LighthouseClient
-        self._server: Any = LighthouseServer(
+        self._make_server = partial(
+            LighthouseServer,
             bind="127.0.0.1:0",
             min_replicas=min_peers,
             join_timeout_ms=100,
             quorum_tick_ms=_TICK_MS,
             heartbeat_timeout_ms=int(HEARTBEAT_TIMEOUT_S * 1000),
         )
+        self._start()
+
+    def _start(self) -> None:
+        self._server: Any = self._make_server()
         self.url = f"http://127.0.0.1:{self._server.address().rpartition(':')[2]}"
         """Dashboard; reachable from this machine only."""
         self._clients: dict[str, Any] = {}
         self._members: frozenset[str] = frozenset()
+
+    def restart(self) -> None:
+        """Replace a lighthouse that does not answer. It holds nothing that is missed: quorum ids begin anew."""
+        self.close()
+        self._start()
 
     def quorum(self, peers: Sequence[str], outer_step: int, timeout_s: float) -> Quorum:
         """A quorum that holds all of `peers`.

@@ -32,6 +32,11 @@ class Ranks:
     def any(self, flag: bool) -> bool:
         return not self.smallest([not flag])[0]
 
+    def alike(self, values: Sequence[int]) -> bool:
+        """Whether all ranks gave the same. A collective."""
+        bounds = self.smallest([*values, *(-value for value in values)])
+        return all(low == -high for low, high in zip(bounds[: len(values)], bounds[len(values) :], strict=True))
+
     def _reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> list:
         if self.size > 1:
             dist.all_reduce(values, op=operation, group=self._group)

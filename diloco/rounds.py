@@ -10,75 +10,15 @@ the first peer by name); the others join anew with its state.
 
 from __future__ import annotations
 
-from collections import Counter
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from composer_prime.errors import RunMismatchError
-from diloco.layout import TensorLayout, difference
-from diloco.wire import Beat, Header, Hello, check_body
-
-Base = tuple[str, ...]
-"""Hash of the global values of each rank."""
-
-
-@dataclass(slots=True)
-class Blob:
-    """A body on its way in; complete once all bytes are there and their hash is right."""
-
-    header: Header
-    data: bytearray
-    received: int = 0
-    complete: bool = False
-
-    def add(self, offset: int, data: bytes) -> None:
-        """Bytes that do not continue what is there are dropped: the sender learns from the answer where to go on.
-
-        Raises ChecksumError when the last byte is there and the hash is wrong; the blob is then empty again.
-        """
-        if self.complete or offset != self.received or offset + len(data) > self.header.size:
-            return
-        self.data[offset : offset + len(data)] = data
-        self.received += len(data)
-        self.finish()
-
-    def finish(self) -> None:
-        if self.received == self.header.size:
-            try:
-                check_body(self.header, self.data)
-            except Exception:
-                self.received = 0
-                raise
-            self.complete = True
-
-
-@dataclass(slots=True)
-class Peer:
-    name: str
-    ranks: int
-    settings: dict[str, str]
-    deadline_s: float
-    instances: dict[int, str] = field(default_factory=dict)
-    """Which process is which rank."""
-    layouts: dict[int, list[TensorLayout]] = field(default_factory=dict)
-    heard: dict[int, float] = field(default_factory=dict)
-    """When each rank last said something."""
-    beats: dict[int, Beat] = field(default_factory=dict)
-
-    def alive(self, now: float, timeout_s: float) -> bool:
-        """A peer with a silent rank is no peer."""
-        return len(self.heard) == self.ranks and all(now - at <= timeout_s for at in self.heard.values())
-
-    @property
-    def training(self) -> bool:
-        return len(self.beats) == self.ranks and all(beat.training for beat in self.beats.values())
-
-    @property
-    def outer_step(self) -> int:
-        return min((beat.outer_step for beat in self.beats.values()), default=-1)
-
-    @property
-    def base(self) -> Base:
-        return tuple(self.beats[rank].base_hash for rank in sorted(self.beats))
+from diloco.blob import Blob
+from diloco.layout import difference
+from diloco.peer import Base, Peer, Position, largest_party
+from diloco.wire import Header, Hello
 
 
 @dataclass(slots=True)
@@ -91,15 +31,23 @@ class Round:
     """None while it is open."""
     members: tuple[str, ...] = ()
     base: Base = ()
+    digest: str = ""
+    """Of what it closed with, on all ranks."""
 
     def contributors(self, peers: dict[str, Peer]) -> dict[str, Base]:
-        """Peers whose ranks have all delivered, and what they started from."""
+        """Peers whose ranks have all delivered parts of one delta, and what they started from."""
         whole: dict[str, Base] = {}
         for name, peer in peers.items():
             parts = [self.blobs.get((name, rank)) for rank in range(peer.ranks)]
-            if all(part is not None and part.complete for part in parts):
-                whole[name] = tuple(part.header.base_hash for part in parts if part is not None)
+            headers = [part.header for part in parts if part is not None and part.complete]
+            if len(headers) == peer.ranks and len({_delta_of(header) for header in headers}) == 1:
+                whole[name] = tuple(header.base_hash for header in headers)
         return whole
+
+    @property
+    def held(self) -> int:
+        """Bytes in memory."""
+        return sum(len(blob.data) for blob in self.blobs.values())
 
 
 class Rounds:
@@ -109,6 +57,8 @@ class Rounds:
         self.rounds: dict[int, Round] = {}
         self.newest: int | None = None
         """The last closed round; None before the first."""
+        self.settled = False
+        """A round was closed since the start, or since `go_to`: until then the highest outer step wins."""
         self._beat_timeout_s, self._keep = beat_timeout_s, keep
 
     def admit(self, hello: Hello, now: float) -> str | None:
@@ -117,18 +67,26 @@ class Rounds:
         Raises RunMismatchError when its layout or settings are not the others'.
         """
         known = self.peers.get(hello.peer)
-        restarted = known is not None and known.instances.get(hello.rank, hello.instance) != hello.instance
-        if restarted and known.alive(now, self._beat_timeout_s / 2):
-            return f"another process that is peer {hello.peer!r} to fall silent; each cluster needs its own peer_id"
+        if known is not None and known.instance != hello.instance:
+            if known.alive(now, self._beat_timeout_s / 2):
+                return f"another process that is peer {hello.peer!r} to fall silent; each cluster needs its own peer_id"
+            self._drop_open_deltas(hello.peer)
+            known = None
         for other in self.peers.values():
             if other.name != hello.peer and other.alive(now, self._beat_timeout_s):
                 _compare(hello, other)
-        if known is None or restarted or known.ranks != hello.ranks:
-            known = self.peers[hello.peer] = Peer(hello.peer, hello.ranks, hello.settings, hello.round_deadline_s)
-        known.instances[hello.rank] = hello.instance
+        if known is None or known.ranks != hello.ranks:
+            known = Peer(hello.peer, hello.ranks, hello.instance, hello.settings, hello.round_deadline_s)
+            self.peers[hello.peer] = known
         known.layouts[hello.rank] = hello.layout
-        known.heard[hello.rank] = now
+        known.note(hello.rank, Position(hello.outer_step, hello.base_hash, hello.training), now)
         return None
+
+    def _drop_open_deltas(self, peer: str) -> None:
+        """What a process brought that is gone: its successor's ranks bring their own."""
+        for each in self.rounds.values():
+            if each.quorum_id is None:
+                each.blobs = {key: blob for key, blob in each.blobs.items() if key[0] != peer}
 
     def alive(self, now: float) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.alive(now, self._beat_timeout_s)]
@@ -144,9 +102,14 @@ class Rounds:
 
     def accepts(self, outer_step: int, now: float) -> bool:
         """Whether a delta of this outer step can still enter a round."""
+        front = self.front(now)
+        return outer_step == front if self.newest is not None else outer_step >= front
+
+    def front(self, now: float) -> int:
+        """The outer step that the next round is for; after a restart that of the most advanced peer."""
         if self.newest is not None:
-            return outer_step == self.newest + 1
-        return outer_step >= max((peer.outer_step for peer in self.awaited(now)), default=0)
+            return self.newest + 1
+        return max((peer.outer_step for peer in self.awaited(now)), default=0)
 
     def delta(self, header: Header, now: float) -> Blob:
         """The blob of an acceptable delta; a new one replaces the same rank's earlier in an open round."""
@@ -154,8 +117,7 @@ class Rounds:
         key = (header.peer, header.rank)
         blob = current.blobs.get(key)
         if blob is None or blob.header.checksum != header.checksum or blob.header.base_hash != header.base_hash:
-            blob = current.blobs[key] = Blob(header, bytearray(header.size))
-            blob.finish()
+            blob = current.blobs[key] = Blob(header)
         return blob
 
     def left_s(self, current: Round, now: float) -> float:
@@ -173,10 +135,8 @@ class Rounds:
         missing = [peer.name for peer in self.awaited(now) if peer.name not in whole]
         if len(whole) < min_peers or (missing and self.left_s(current, now) > 0):
             return None
-        parties = Counter(whole.values())
-        first = {base: min(name for name in whole if whole[name] == base) for base in parties}
-        winner = min(parties, key=lambda base: (-parties[base], first[base]))
-        return {name: base for name, base in whole.items() if base == winner}
+        winners = largest_party(whole)
+        return {name: base for name, base in whole.items() if name in winners}
 
     def close(self, members: dict[str, Base], quorum_id: int) -> Round:
         current = self.open_round()
@@ -184,21 +144,38 @@ class Rounds:
         current.members, current.quorum_id = tuple(sorted(members)), quorum_id
         current.base = next(iter(members.values()))
         current.blobs = {key: blob for key, blob in current.blobs.items() if key[0] in members}
-        self.newest = current.outer_step
+        macs = [blob.header.mac for _, blob in sorted(current.blobs.items())]
+        current.digest = hashlib.blake2b("".join(macs).encode(), digest_size=16).hexdigest()
+        self.newest, self.settled = current.outer_step, True
         for step in [step for step in self.rounds if step <= self.newest - self._keep]:
             del self.rounds[step]
         for step in [step for step, each in self.rounds.items() if each.quorum_id is None and step <= self.newest]:
             del self.rounds[step]
         return current
 
-    def forget(self, now: float) -> bool:
-        """Drop all rounds when every peer has gone back behind those that are kept, as after a common resume."""
-        alive = self.alive(now)
-        oldest = min(self.rounds, default=0)
-        if self.newest is None or not alive or any(peer.outer_step >= oldest for peer in alive):
+    def go_to(self, lead: int) -> None:
+        """The run goes on from outer step `lead`: later rounds are void, those that lead up to it stay if kept."""
+        joined = self.newest is not None and lead <= self.newest + 1
+        closed = [each for each in self.rounds.values() if joined and each.quorum_id is not None]
+        self.rounds = {each.outer_step: each for each in closed if each.outer_step < lead}
+        self.newest, self.settled = (lead - 1 if lead else None), False
+
+    @property
+    def oldest(self) -> int:
+        """From this outer step on, rounds are to be had; that of the next round when none is kept."""
+        kept = [step for step, each in self.rounds.items() if each.quorum_id is not None]
+        return min(kept, default=0 if self.newest is None else self.newest + 1)
+
+    @property
+    def held(self) -> int:
+        """Bytes in memory."""
+        return sum(each.held for each in self.rounds.values())
+
+    def drop_oldest(self) -> bool:
+        """Let go of the oldest closed round but the newest; whether there was one."""
+        if self.newest is None or self.oldest >= self.newest:
             return False
-        self.rounds.clear()
-        self.newest = None
+        del self.rounds[self.oldest]
         return True
 
     def closed(self, outer_step: int) -> Round | None:
@@ -207,14 +184,20 @@ class Rounds:
 
     def party(self, now: float, but: str) -> list[Peer]:
         """Training peers that hold the most advanced, most widely held global values; `but` is not asked."""
-        training = [peer for peer in self.awaited(now) if peer.name != but]
-        top = max((peer.outer_step for peer in training), default=-1)
-        leaders = [peer for peer in training if peer.outer_step == top]
-        counts = Counter(peer.base for peer in leaders)
-        if not leaders:
-            return []
-        base = min(counts, key=lambda base: (-counts[base], min(p.name for p in leaders if p.base == base)))
-        return [peer for peer in leaders if peer.base == base]
+        return leading([peer for peer in self.awaited(now) if peer.name != but])
+
+
+def leading(peers: Sequence[Peer]) -> list[Peer]:
+    """Those of `peers` that hold the most advanced, and of these the most widely held, global values."""
+    top = max((peer.outer_step for peer in peers), default=-1)
+    bases = {peer.name: peer.base for peer in peers if peer.outer_step == top}
+    winners = largest_party(bases)
+    return [peer for peer in peers if peer.name in winners]
+
+
+def _delta_of(header: Header) -> tuple[int, str, float, int]:
+    """What the parts of one peer's delta have in common."""
+    return header.fragment, header.codec, header.weight, header.inner_steps
 
 
 def _compare(hello: Hello, other: Peer) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,13 +36,15 @@ from composer_prime.errors import CheckpointError, ChecksumError, DeadlineError
 from diloco.carry import Fate, Offer, OwnWork, Work, fate_of
 from diloco.codec import ErrorFeedback, build_codec
 from diloco.contributions import Accepted, accept
+from diloco.exchange import Arrived, Found, Left
 from diloco.fragments import Named, layout, partition
 from diloco.global_model import GlobalModel, packed, unpacked
 from diloco.keys import JointKey
 from diloco.layout import layout_hash
-from diloco.link import Arrived, Left, Link, Member
+from diloco.link import Link
 from diloco.ranks import Ranks
 from diloco.schedule import Schedule
+from diloco.session import Member
 from diloco.wire import Header, checksum
 
 logger = logging.getLogger(__name__)
@@ -80,7 +83,10 @@ class StreamingDiLoCo:
         self._codec = build_codec(config.codec)
         tensors = layout(self.fragments)
         self._layout_hash = layout_hash(tensors)
-        member = Member(rank=self.ranks.rank, ranks=self.ranks.size, layout=tensors, settings=_agreed(config))
+        member = Member(
+            rank=self.ranks.rank, ranks=self.ranks.size, instance=self.ranks.smallest([secrets.randbits(62)])[0],
+            layout=tensors, settings=_agreed(config),
+        )  # fmt: skip
         self._link = Link(config, JointKey.read(config.key_file), member)
         self._swept = [master.clone() for master in self.globals.masters]
         self._optimizer, self._hook = optimizer, None
@@ -96,8 +102,9 @@ class StreamingDiLoCo:
     def __enter__(self) -> StreamingDiLoCo:
         """Join the others; may take over their global model. Raises RunMismatchError or DeadlineError."""
         try:
-            self._link.start()
+            self._link.start(self.globals.outer_step, self.globals.hash)
             self._join()
+            self._heard = time.monotonic()
         except BaseException:
             self._link.close()
             raise
@@ -272,8 +279,12 @@ class StreamingDiLoCo:
             )
             if wanted:
                 self._serve(wanted)
-            if least == 2:
-                return result
+            if least == 2 and isinstance(result, Arrived):
+                if self.ranks.alike([result.digest]):
+                    return result
+                self._link.repeat()
+            elif least == 0 and known == 2 and self._link.outdated:  # another rank gets nothing without this one
+                self._link.repeat()
             if least == 1:
                 return result if isinstance(result, Left) else Left("another rank of this peer was left behind")
             if not in_time:
@@ -332,25 +343,37 @@ class StreamingDiLoCo:
     def _join(self) -> None:
         """Stand where the others stand: with what this peer has, or with the state of one of them. A collective."""
         self._link.position(self.globals.outer_step, self.globals.hash, training=False)
-        before, deadline = self.globals.outer_step, time.monotonic() + self.config.heal_timeout_s
-        while True:
-            left = max(0.1, deadline - time.monotonic())
-            found = self._link.fetch_state(self.globals.outer_step, self.globals.hash, left)
-            serial = found.header.serial if found.header else 0
-            low, high = self.ranks.smallest([serial, -serial])
-            if low == -high:
-                break
-        if found.header is not None:
-            self._take_over(found.header, found.body)
-        missed = self._fetch_next(found.newest)
-        while isinstance(missed, Arrived):
-            self._apply(missed, 0.0)
+        before, deadline = self.globals.hash, time.monotonic() + self.config.heal_timeout_s
+        missed: Arrived | Left | None = Left("not joined yet")
+        while isinstance(missed, Left):
+            found = self._find_state(deadline)
+            if found.header is not None:
+                self._take_over(found.header, found.body)
             missed = self._fetch_next(found.newest)
-        if found.header is not None or self.globals.outer_step != before:
+            while isinstance(missed, Arrived):
+                self._apply(missed, 0.0)
+                missed = self._fetch_next(found.newest)
+        if self.globals.hash != before:
             self._restart_interval()
         elif self._pending is not None:
             self._offer(self._pending)
         self._link.position(self.globals.outer_step, self.globals.hash, training=True)
+
+    def _find_state(self, deadline: float) -> Found:
+        """What to join with, alike on all ranks, which ask in step. A collective. Raises DeadlineError."""
+        self._link.seek(self.globals.outer_step, self.globals.hash)
+        while True:
+            found = self._link.found(_SLICE_S)
+            ready, in_time = self.ranks.smallest([found is not None, time.monotonic() < deadline])
+            if ready and found is not None:
+                if self.ranks.alike([found.serial, found.newest]):
+                    return found
+                self._link.seek(self.globals.outer_step, self.globals.hash)
+            if not in_time:
+                raise DeadlineError(
+                    f"no state to join with within diloco.heal_timeout_s = {self.config.heal_timeout_s:g} s: the "
+                    f"rendezvous waits for {self._link.waiting_for}"
+                )
 
     def _take_over(self, header: Header, body: bytearray) -> None:
         tensors, facts = unpacked(body)

@@ -6,11 +6,13 @@ are kept. A source that dies or makes no progress is replaced by another.
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from diloco.rounds import Blob, Peer
+from diloco.blob import Blob
+from diloco.peer import Peer
 from diloco.wire import Header
 
 
@@ -38,7 +40,8 @@ class Transfers:
     def __init__(self, stall_s: float) -> None:
         """`stall_s`: a source without progress for this long is given up."""
         self.current: Transfer | None = None
-        self._stall_s, self._serial = stall_s, 0
+        self._stall_s = stall_s
+        self._serial = secrets.randbits(48)  # ranks that were answered before and after a restart must notice
         self._failures: Counter[str] = Counter()
 
     def request(self, sources: Sequence[Peer], oldest_useful: int, now: float) -> Transfer | None:
@@ -57,11 +60,20 @@ class Transfers:
             self.current = Transfer(self._serial, source.name, source.ranks, now)
         return self.current
 
+    def drop(self) -> None:
+        """Let go of the state at hand or under way, which is of a time that is void."""
+        self.current = None
+
     def expire(self, oldest_useful: int) -> None:
         """Let go of a state that nobody can catch up from any more."""
         step = self.current.outer_step if self.current is not None and self.current.complete else None
         if step is not None and step < oldest_useful:
-            self.current = None
+            self.drop()
+
+    @property
+    def held(self) -> int:
+        """Bytes in memory."""
+        return sum(len(blob.data) for blob in self.current.blobs.values()) if self.current is not None else 0
 
     def _useful(self, transfer: Transfer, sources: Sequence[Peer], oldest_useful: int, now: float) -> bool:
         if transfer.complete:
@@ -79,9 +91,10 @@ class Transfers:
         current = self.current
         if current is None or header.serial != current.serial or header.peer != current.source:
             return None
+        if header.rank >= current.ranks:
+            return None
         blob = current.blobs.get(header.rank)
         if blob is None or blob.header.checksum != header.checksum:
-            blob = current.blobs[header.rank] = Blob(header, bytearray(header.size))
-            blob.finish()
+            blob = current.blobs[header.rank] = Blob(header)
         current.progress_at = now
         return blob

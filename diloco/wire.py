@@ -5,7 +5,8 @@
     Offer ------> Received | Closed | Gone     the header of a blob; its bytes may come, from this one on
     Chunk ------> Received | Gone              some of its bytes
     AskRound ---> Outcome | NotReady | Gone    whose deltas make up an outer step
-    AskState ---> Current | StateReady | NotReady    whether to join with what one has, or with another peer's state
+    AskState ---> Current | StateReady | NotReady    whether to join with what one has, or with another peer's state;
+                                               decided once all ranks of the peer have asked, for all of them
     Get --------> Piece | Gone                 some bytes of a blob that another peer offered
     (any) ------> Refused                      does not belong here; says why
 
@@ -25,7 +26,7 @@ import msgspec
 from composer_prime.errors import ChecksumError, RunMismatchError, WireError
 from diloco.layout import TensorLayout
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +64,19 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind}/{number}/{self.peer}/{self.rank}"
 
 
+class RunningChecksum:
+    """The checksum of a body whose pieces come one after the other."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=32)
+
+    def update(self, piece: bytes | bytearray | memoryview) -> None:
+        self._hash.update(piece)
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+
 def checksum(body: bytes | bytearray | memoryview) -> str:
     return hashlib.blake2b(body, digest_size=32).hexdigest()
 
@@ -83,11 +97,11 @@ def authenticate(header: Header, key: bytes, *, run: str) -> None:
         raise ChecksumError(f"the header of {header.name} was not made with this run's key, or was altered on the way")
 
 
-def check_body(header: Header, body: bytes | bytearray | memoryview) -> None:
-    """Raises ChecksumError when `body` is not what the header says."""
-    if len(body) != header.size or checksum(body) != header.checksum:
+def check_body(header: Header, size: int, found: str) -> None:
+    """Raises ChecksumError when a body of `size` bytes with checksum `found` is not what the header says."""
+    if size != header.size or found != header.checksum:
         raise ChecksumError(
-            f"{header.name}: {len(body)} bytes with hash {checksum(body)[:16]}..., its header says {header.size} bytes "
+            f"{header.name}: {size} bytes with hash {found[:16]}..., its header says {header.size} bytes "
             f"with {header.checksum[:16]}...: damaged on the way"
         )
 
@@ -106,8 +120,12 @@ class Hello(Message, tag="hello"):
     peer: str
     rank: int
     ranks: int
-    instance: str
-    """Random, one a process: a restarted peer is told from its predecessor."""
+    instance: int
+    """Random, the same on all ranks of a peer's start: a restarted peer is told from its predecessor."""
+    outer_step: int
+    base_hash: str
+    training: bool
+    """As in a beat: a rendezvous that was restarted learns from it where the run stands."""
     layout: list[TensorLayout]
     settings: dict[str, str]
     """What all peers must agree on, as text."""
@@ -117,6 +135,7 @@ class Hello(Message, tag="hello"):
 class Beat(Message, tag="beat"):
     peer: str
     rank: int
+    instance: int
     outer_step: int
     base_hash: str
     training: bool
@@ -143,6 +162,9 @@ class AskRound(Message, tag="ask_round"):
 class AskState(Message, tag="ask_state"):
     peer: str
     rank: int
+    instance: int
+    attempt: int
+    """Which of this process's joins it is for; the same on all ranks."""
     outer_step: int
     base_hash: str
 
@@ -195,6 +217,8 @@ class Outcome(Message, tag="outcome"):
     """Of the contributions, this rank's part, sorted by peer."""
     newest: int
     """The last round that is closed: more outcomes are to be had up to it."""
+    digest: str
+    """Of all ranks' headers: ranks that were told of different outcomes notice."""
 
 
 class Current(Message, tag="current"):

@@ -84,14 +84,16 @@ class DilocoConfig(BaseConfig):
     """What a peer's delta counts by: trained tokens or samples since its last, or every peer the same."""
     guard: GuardConfig = GuardConfig()
     """Which deltas are rejected. One with NaN or infinity always is."""
+    connect_timeout_s: float = Field(default=60.0, gt=0)
+    """How long the rendezvous may take to answer and to admit this peer when training starts."""
     round_deadline_s: float = Field(default=120.0, gt=0)
     """How long after the first delta of a round the others may bring theirs; a slower peer sends what it has then."""
     round_timeout_s: float = Field(default=600.0, gt=0)
     """How long a peer waits for the outcome of a round before it goes on alone and asks again at the next one."""
     offline_timeout_s: float = Field(default=3600.0, gt=0)
     """How long a peer trains on without any outcome before it gives up."""
-    heal_timeout_s: float = Field(default=1800.0, gt=0)
-    """How long a joining peer may take to receive the global state."""
+    heal_timeout_s: float = Field(default=900.0, gt=0)
+    """How long a joining peer may take to receive the global state, or to find out that its own will do."""
     rate_limit_mbit: float | None = Field(default=None, gt=0)
     """Most megabits a second that a rank of this peer sends; None has no limit."""
 

@@ -10,6 +10,7 @@ from pydantic_config import BaseConfig
 
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.config.diloco import DilocoConfig
+from composer_prime.config.diloco_waits import check_waits
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.model import ModelConfig
 from composer_prime.config.monitor import MonitorConfig
@@ -53,12 +54,7 @@ class Config(BaseConfig):
                 f"run.max_steps is {steps}, but diloco.sync_every is {period}: the last {steps % period} step(s) would "
                 f"reach no other cluster; use max_steps = {steps // period * period or period}"
             )
-        patience, wait = self.orchestrator.trainer_timeout_s, self.diloco.round_timeout_s
-        if wait >= patience:
-            raise ValueError(
-                f"diloco.round_timeout_s is {wait:g}, but the orchestrator gives the trainer up after "
-                f"orchestrator.trainer_timeout_s = {patience:g}: set round_timeout_s below it"
-            )
+        check_waits(self.diloco, self.trainer, self.orchestrator)
         return self
 
     @model_validator(mode="after")

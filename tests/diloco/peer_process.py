@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -72,9 +73,47 @@ def start_peer(
     return PeerProcess(process, lines)
 
 
+def start_ranks(
+    folder: Path,
+    name: str,
+    peer: int,
+    values: dict[str, Any],
+    *,
+    ranks: int = 2,
+    failure: tuple[int, int, int] | None = None,
+    until: int,
+) -> list[PeerProcess]:
+    """A peer of several FSDP2 ranks on gloo. `failure`: (rank, inner step, signal) that a rank sends itself."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = []
+    for rank in range(ranks):
+        lines = folder / f"{name}{rank}-{time.monotonic_ns()}.jsonl"
+        own = failure[1:] if failure is not None and failure[0] == rank else None
+        args = (str(lines), name, peer, 10_000, values, 0.03, own, until, (rank, ranks, port))
+        process = CONTEXT.Process(target=_main, args=args)
+        process.start()
+        started.append(PeerProcess(process, lines))
+    return started
+
+
+def _sharded(model: Any, rank: int, ranks: int, port: int) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
 def _main(
     lines: str, name: str, peer: int, steps: int, values: dict[str, Any], pace_s: float,
-    failure: tuple[int, int] | None, until: int | None,
+    failure: tuple[int, int] | None, until: int | None, world: tuple[int, int, int] | None = None,
 ) -> None:  # fmt: skip
     import logging
 
@@ -90,6 +129,8 @@ def _main(
     values = dict(values)
     config = settings(values.pop("rendezvous"), values.pop("key_file"), name, **values)
     model = Blocks()
+    if world is not None:
+        _sharded(model, *world)
     optimizer = adamw(model)
     with StreamingDiLoCo(model.named_parameters(), optimizer, config) as engine, open(lines, "a", buffering=1) as file:
         last = None

@@ -42,6 +42,7 @@ def test_simulate(tmp_path, capsys, monkeypatch):
         (["simulate", "--fragments", "30"], "--fragments is 30, but there are 24 layers"),
         (["lighthouse", "--run", "r", "--key-file", "none"], "key file none is missing"),
         (["lighthouse", "--run", "r", "--key-file", "none", "--min-peers", "0"], "--min-peers is 0"),
+        (["lighthouse", "--run", "r", "--key-file", "none", "--memory-gb", "0"], "--memory-gb is 0; expected a value"),
     ],
 )
 def test_wrong_input(words, message, capsys):

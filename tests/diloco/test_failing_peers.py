@@ -220,8 +220,9 @@ def test_wrong_key_gets_no_answer(make_rendezvous, tmp_path):
     async def knock():
         connection = Connection(address, other.client(), "a/0", None)
         hello = Hello(
-            run="joint", peer="a", rank=0, ranks=1, instance="i", layout=[], settings={}, round_deadline_s=1
-        )
+            run="joint", peer="a", rank=0, ranks=1, instance=1, outer_step=0, base_hash="", training=False, layout=[],
+            settings={}, round_deadline_s=1,
+        )  # fmt: skip
         with pytest.raises(DeadlineError, match=r"has not answered for 2 s .*same key file"):
             await connection.call(hello, 2)
         await connection.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,10 @@ VALUES = {"sync_every": 6, "fragments": 2, "delay": 1, "outer": {"lr": 0.7, "mom
 STEPS = 18
 
 
-def part(config, peer: int, start: int, stop: int, saved: dict[str, Any] | None) -> tuple[Trajectory, dict[str, Any]]:
-    """Inner steps start..stop, from `saved`; what was seen, and what a checkpoint after `stop` holds."""
+def part(
+    config, peer: int, start: int, stop: int, saved: dict[str, Any] | None, save_at: int | None = None
+) -> tuple[Trajectory, dict[str, Any]]:
+    """Inner steps start..stop, from `saved`; what was seen, and what a checkpoint after `save_at` (`stop`) holds."""
     model = Blocks()
     optimizer = adamw(model)
     engine = StreamingDiLoCo(model.named_parameters(), optimizer, config)
@@ -33,11 +36,12 @@ def part(config, peer: int, start: int, stop: int, saved: dict[str, Any] | None)
             engine.count(tokens=1)
             inner_step(model, optimizer, peer, step)
             record(seen, engine)
-        state = {
-            "model": copy.deepcopy(model.state_dict()),
-            "optimizer": copy.deepcopy(optimizer.state_dict()),
-            "diloco": engine.state(),
-        }
+            if step + 1 == (save_at or stop):
+                state = {
+                    "model": copy.deepcopy(model.state_dict()),
+                    "optimizer": copy.deepcopy(optimizer.state_dict()),
+                    "diloco": engine.state(),
+                }
     seen.masters = [master.clone() for master in engine.globals.masters]
     seen.residuals = [residual.clone() for residual in engine.feedback.residuals]
     return seen, state
@@ -62,6 +66,29 @@ def test_all_resume(make_rendezvous, key_file, cut):
     assert_same_globals(second[0][0], second[1][0], whole[0])
     for (seen, _), straight in zip(second, whole, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(seen.residuals, straight.residuals, strict=True))
+
+
+# The same against a rendezvous that kept running and knows rounds which the checkpoints do not: they are void, and the
+# run goes on as if uninterrupted. The peers come back one after the other, and the first waits for the second.
+@pytest.mark.parametrize("first", [0, 1])
+def test_all_resume_at_a_running_rendezvous(make_rendezvous, key_file, first):
+    address = make_rendezvous(start_peers=2).endpoint
+    whole = together(*[
+        partial(train, settings(address, key_file, name, **VALUES), peer, STEPS) for peer, name in enumerate("ab")
+    ])
+    server = make_rendezvous(start_peers=2)
+    configs = [settings(server.endpoint, key_file, name, **VALUES) for name in "ab"]
+    saved = together(*[partial(part, config, peer, 0, 14, None, 8) for peer, config in enumerate(configs)])
+    assert server.server.rounds.newest == 3
+
+    def back(peer: int) -> Trajectory:
+        deadline = time.monotonic() + 20
+        while peer != first and not server.server.answers.joins.waiting:
+            assert time.monotonic() < deadline, "the first peer does not come back"
+            time.sleep(0.01)
+        return part(configs[peer], peer, 8, STEPS, saved[peer][1])[0]
+
+    assert_same_globals(*together(partial(back, 0), partial(back, 1)), whole[0])
 
 
 # One peer is restarted from its checkpoint while the other waits for it in the next round.

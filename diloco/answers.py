@@ -1,0 +1,247 @@
+"""What the rendezvous answers to each request, from its books. No I/O here: rendezvous.py sends it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from composer_prime.errors import ChecksumError, RunMismatchError, WireError
+from diloco.blob import Blob
+from diloco.joining import Joins
+from diloco.layout import layout_hash
+from diloco.peer import Peer, Position
+from diloco.rounds import Rounds
+from diloco.transfer import Transfers
+from diloco.wire import (
+    AskRound,
+    AskState,
+    Beat,
+    BeatReply,
+    Chunk,
+    Closed,
+    FromPeer,
+    Get,
+    Gone,
+    Header,
+    Hello,
+    NotReady,
+    Offer,
+    Outcome,
+    Piece,
+    Received,
+    Refused,
+    ToPeer,
+    Welcome,
+    authenticate,
+)
+
+logger = logging.getLogger(__name__)
+_MAX_PIECE_BYTES = 1 << 22
+
+
+class RendezvousSettings(msgspec.Struct, frozen=True, kw_only=True):
+    bind: str
+    """tcp://ADDRESS:PORT; port 0 takes a free one."""
+    run: str
+    min_peers: int = 1
+    """A round needs this many contributions."""
+    start_peers: int = 1
+    """The first round waits until so many peers are training."""
+    gather_s: float = 60.0
+    """How long, after a restart of the rendezvous or of all peers, those that come first wait for start_peers."""
+    beat_timeout_s: float = 10.0
+    """A peer that is silent for longer is gone; beats come five times as often."""
+    keep_rounds: int = 16
+    """Closed rounds that late peers can catch up with, as far as max_bytes allows."""
+    max_bytes: int = 16_000_000_000
+    """Most bytes of deltas and of a state in memory."""
+
+
+class Answers:
+    def __init__(
+        self,
+        settings: RendezvousSettings,
+        header_key: bytes,
+        clock: Callable[[], float],
+        changed: Callable[[], None],
+    ) -> None:
+        """`changed` is called when something happened that requests may wait for."""
+        self.settings, self._header_key, self._clock, self._changed = settings, header_key, clock, changed
+        self.rounds = Rounds(beat_timeout_s=settings.beat_timeout_s, keep=settings.keep_rounds)
+        self.transfers = Transfers(stall_s=2 * settings.beat_timeout_s)
+        self.joins = Joins(self.rounds, self.transfers, expected=settings.start_peers, gather_s=settings.gather_s)
+
+    def to(self, request: FromPeer) -> ToPeer:
+        """Raises WireErrors for a request that does not belong here. NotReady asks the sender to come again."""
+        match request:
+            case Hello():
+                return self._hello(request)
+            case Beat():
+                return self._beat(request)
+            case Offer():
+                return self._offer(request.header)
+            case Chunk():
+                return self._chunk(request)
+            case Get():
+                return self._get(request)
+            case AskRound():
+                return self._outcome(request)
+            case AskState():
+                return self.joins.answer(request, self._clock())
+
+    def _hello(self, hello: Hello) -> ToPeer:
+        if hello.run != self.settings.run:
+            return Refused(
+                error=f"peer {hello.peer} joins run {hello.run!r}, this rendezvous serves {self.settings.run!r}: "
+                "check diloco.run and diloco.rendezvous"
+            )
+        if not 0 <= hello.rank < hello.ranks:
+            return Refused(error=f"peer {hello.peer} says hello as rank {hello.rank} of {hello.ranks}")
+        waiting = self.rounds.admit(hello, self._clock())
+        if waiting is not None:
+            return NotReady(waiting_for=waiting)
+        self._changed()
+        logger.info("peer %s rank %d said hello at outer step %d", hello.peer, hello.rank, hello.outer_step)
+        return Welcome(beat_s=self.settings.beat_timeout_s / 5)
+
+    def _beat(self, beat: Beat) -> ToPeer:
+        now = self._clock()
+        peer = self.rounds.peers.get(beat.peer)
+        if peer is None or peer.instance != beat.instance or beat.rank not in peer.layouts:
+            return BeatReply(known=False, open_round=None, left_s=None, state_wanted=0)
+        peer.note(beat.rank, Position(beat.outer_step, beat.base_hash, beat.training), now)
+        if peer.training:
+            self.joins.trains(peer.name)
+        self._changed()
+        current = self.rounds.open_round()
+        return BeatReply(
+            known=True,
+            open_round=current.outer_step if current else None,
+            left_s=self.rounds.left_s(current, now) if current else None,
+            state_wanted=self.transfers.wanted(beat.peer),
+        )
+
+    # -- bodies ----------------------------------------------------------------------------------------------------
+
+    def _offer(self, header: Header) -> ToPeer:
+        authenticate(header, self._header_key, run=self.settings.run)
+        now = self._clock()
+        peer = self.rounds.peers.get(header.peer)
+        if peer is None or header.rank not in peer.layouts:
+            return Gone(reason="say hello first")
+        self._check(header, peer)
+        peer.heard[header.rank] = now
+        if header.kind == "state":
+            return self._offered_state(header, now)
+        if self.rounds.closed(header.outer_step):
+            return Closed(outer_step=header.outer_step)
+        if not self.rounds.accepts(header.outer_step, now):
+            return Gone(
+                reason=f"peer {header.peer} brings a delta of outer step {header.outer_step}, the others are at "
+                f"{self.rounds.front(now)}"
+            )
+        # Fresher than the last beat.
+        peer.note(header.rank, Position(header.outer_step, header.base_hash, peer.positions[header.rank].training), now)
+        self._make_room(header)
+        return Received(name=header.name, size=self.rounds.delta(header, now).received)
+
+    def _check(self, header: Header, peer: Peer) -> None:
+        if header.kind not in ("delta", "state") or header.outer_step < 0 or header.size < 0:
+            raise WireError(
+                f"{header.name} of outer step {header.outer_step} with {header.size} bytes is neither a delta nor a "
+                "state"
+            )
+        expected = layout_hash(peer.layouts[header.rank])
+        if header.layout_hash != expected:
+            raise RunMismatchError(
+                f"{header.name} is of layout {header.layout_hash}, but peer {peer.name} said hello with {expected}"
+            )
+
+    def _offered_state(self, header: Header, now: float) -> ToPeer:
+        if self.transfers.wanted(header.peer) == header.serial:
+            self._make_room(header)
+        blob = self.transfers.state(header, now)
+        return Received(name=header.name, size=blob.received) if blob else Gone(reason="this state is not wanted")
+
+    def _make_room(self, header: Header) -> None:
+        """Drop the oldest rounds for a body that is to come. Raises WireError when it does not fit all the same."""
+        known = self._find(header.name)
+        if known is not None and known.header.checksum == header.checksum:
+            return
+        limit = self.settings.max_bytes
+        while self.rounds.held + self.transfers.held + header.size > limit and self.rounds.drop_oldest():
+            self.transfers.expire(self.rounds.oldest)
+        held = self.rounds.held + self.transfers.held
+        if held + header.size > limit:
+            raise WireError(
+                f"{header.name} has {header.size / 1e9:.3g} GB, and what is under way holds {held / 1e9:.3g} of the "
+                f"rendezvous' {limit / 1e9:.3g} GB: start `diloco lighthouse` with a larger --memory-gb"
+            )
+
+    def _chunk(self, chunk: Chunk) -> ToPeer:
+        blob = self._find(chunk.name)
+        if blob is None:
+            return Gone(reason=f"nothing called {chunk.name} is expected")
+        if peer := self.rounds.peers.get(blob.header.peer):
+            peer.heard[blob.header.rank] = self._clock()
+        try:
+            blob.add(chunk.offset, chunk.data)
+        except ChecksumError as error:
+            logger.warning("%s", error)
+            return Refused(error=str(error))
+        if blob.header.kind == "state" and self.transfers.current:
+            self.transfers.current.progress_at = self._clock()
+        if blob.complete:
+            self._changed()
+        return Received(name=chunk.name, size=blob.received)
+
+    def _find(self, name: str) -> Blob | None:
+        kind, _, rest = name.partition("/")
+        number, _, owner = rest.partition("/")
+        peer, _, rank = owner.rpartition("/")
+        if not (number.isdecimal() and rank.isdecimal()):
+            return None
+        if kind == "state":
+            current = self.transfers.current
+            wanted = current is not None and current.serial == int(number) and current.source == peer
+            return current.blobs.get(int(rank)) if current and wanted else None
+        found = self.rounds.rounds.get(int(number))
+        return found.blobs.get((peer, int(rank))) if found else None
+
+    def _get(self, get: Get) -> ToPeer:
+        blob = self._find(get.name)
+        if blob is None or not blob.complete:
+            return Gone(reason=f"{get.name} is not kept any more")
+        length = max(0, min(get.length, _MAX_PIECE_BYTES))
+        return Piece(name=get.name, offset=get.offset, data=bytes(blob.data[get.offset : get.offset + length]))
+
+    # -- rounds ----------------------------------------------------------------------------------------------------
+
+    def _outcome(self, ask: AskRound) -> ToPeer:
+        found = self.rounds.closed(ask.outer_step)
+        if found is not None:
+            if ask.rank >= len(found.base) or found.base[ask.rank] != ask.base_hash:
+                return Gone(
+                    reason=f"the global model of peer {ask.peer} before outer step {ask.outer_step} is not that of "
+                    f"{', '.join(found.members)}"
+                )
+            return Outcome(
+                outer_step=ask.outer_step,
+                quorum_id=found.quorum_id or 0,
+                headers=[found.blobs[name, ask.rank].header for name in found.members],
+                newest=self.rounds.newest if self.rounds.newest is not None else ask.outer_step,
+                digest=found.digest,
+            )
+        if not self.rounds.accepts(ask.outer_step, self._clock()):
+            return Gone(reason=f"round {ask.outer_step} is over and its deltas are not kept any more")
+        return NotReady(waiting_for=self._missing(ask.outer_step))
+
+    def _missing(self, outer_step: int) -> str:
+        current = self.rounds.rounds.get(outer_step)
+        brought = current.contributors(self.rounds.peers) if current else {}
+        missing = [peer.name for peer in self.rounds.awaited(self._clock()) if peer.name not in brought]
+        text = f"the deltas of {', '.join(sorted(missing))}" if missing else "the lighthouse's quorum"
+        short = self.settings.min_peers - len(brought)
+        return text + (f"; {short} more peer(s) must take part (--min-peers)" if short > len(missing) else "")

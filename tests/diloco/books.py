@@ -1,0 +1,95 @@
+"""The rendezvous' books with a clock of their own: what it answers, without sockets and without waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco.answers import Answers, RendezvousSettings
+from diloco.layout import layout_hash
+from diloco.rounds import Round
+from diloco.wire import AskState, Beat, Chunk, Header, Hello, Offer, ToPeer, checksum, sealed
+
+KEY = b"k" * 32
+BEAT_TIMEOUT_S, GATHER_S, DEADLINE_S = 10.0, 30.0, 5.0
+
+
+def base(outer_step: int, rank: int = 0, run: str = "") -> str:
+    """Hash of the global values that a healthy rank has at `outer_step`; of another `run` they differ."""
+    return f"{run}{outer_step}.{rank}"
+
+
+class Books:
+    def __init__(self, **settings: Any) -> None:
+        self.now = 100.0
+        given = {"start_peers": 2, "beat_timeout_s": BEAT_TIMEOUT_S, "gather_s": GATHER_S, **settings}
+        settings = RendezvousSettings(bind="unused", run="joint", **given)
+        self.answers = Answers(settings, KEY, lambda: self.now, lambda: None)
+        self.rounds, self.transfers = self.answers.rounds, self.answers.transfers
+
+    def hello(
+        self, peer: str, outer_step: int = 0, *, ranks: int = 1, instance: int = 1, run: str = ""
+    ) -> list[ToPeer]:
+        """From all ranks, as a process that was started a moment ago."""
+        return [
+            self.answers.to(Hello(
+                run="joint", peer=peer, rank=rank, ranks=ranks, instance=instance, outer_step=outer_step,
+                base_hash=base(outer_step, rank, run), training=False, layout=[], settings={},
+                round_deadline_s=DEADLINE_S,
+            ))
+            for rank in range(ranks)
+        ]  # fmt: skip
+
+    def beat(self, peer: str, outer_step: int, *, training: bool = True, run: str = "") -> None:
+        known = self.rounds.peers[peer]
+        for rank in range(known.ranks):
+            self.answers.to(Beat(
+                peer=peer, rank=rank, instance=known.instance, outer_step=outer_step,
+                base_hash=base(outer_step, rank, run), training=training,
+            ))  # fmt: skip
+
+    def ask(
+        self, peer: str, outer_step: int, *, rank: int = 0, attempt: int = 1, base_hash: str | None = None
+    ) -> ToPeer:
+        """What `peer` is to join with."""
+        known = self.rounds.peers[peer]
+        return self.answers.to(AskState(
+            peer=peer, rank=rank, instance=known.instance, attempt=attempt, outer_step=outer_step,
+            base_hash=base(outer_step, rank) if base_hash is None else base_hash,
+        ))  # fmt: skip
+
+    def offer(
+        self, peer: str, outer_step: int, *, kind: str = "delta", rank: int = 0, body: bytes = b"delta", **facts: Any
+    ) -> ToPeer:
+        """Announce a body, and bring it over."""
+        header = Header(
+            kind=kind, run="joint", peer=peer, rank=rank, outer_step=outer_step, base_hash=base(outer_step, rank),
+            size=len(body), checksum=checksum(body), **{"layout_hash": layout_hash([]), **facts},
+        )  # fmt: skip
+        answer = self.answers.to(Offer(header=sealed(header, KEY)))
+        self.answers.to(Chunk(name=header.name, offset=0, data=body))
+        return answer
+
+    def close(self, outer_step: int, *peers: str, body: bytes = b"delta") -> Round:
+        """A round that these peers, all ranks of them, contribute to."""
+        for peer in peers:
+            self.beat(peer, outer_step)
+            for rank in range(self.rounds.peers[peer].ranks):
+                self.offer(peer, outer_step, rank=rank, body=body)
+        members = self.rounds.closable(self.now, len(peers))
+        assert members is not None and set(members) == set(peers)
+        return self.rounds.close(members, quorum_id=1)
+
+    def serve(self, peer: str, outer_step: int) -> None:
+        """`peer` uploads the state that it is asked for."""
+        for rank in range(self.rounds.peers[peer].ranks):
+            self.offer(peer, outer_step, kind="state", rank=rank, body=b"state", serial=self.transfers.wanted(peer))
+
+    def begin(self, *peers: str, ranks: int = 1, rounds: int = 0) -> None:
+        """These peers start together and close so many rounds."""
+        for peer in peers:
+            self.hello(peer, ranks=ranks)
+            self.beat(peer, 0)
+        for outer_step in range(rounds):
+            self.close(outer_step, *peers)
+        for peer in peers:
+            self.beat(peer, rounds)

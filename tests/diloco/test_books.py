@@ -1,0 +1,77 @@
+"""The rendezvous' books: what makes a delta whole, what stays in memory, which process speaks for a peer."""
+
+from __future__ import annotations
+
+import pytest
+from books import BEAT_TIMEOUT_S, Books
+
+from composer_prime.errors import RunMismatchError, WireError
+from diloco.wire import Beat, NotReady, Welcome
+
+
+# Bodies in memory stay below the bound: the oldest rounds go first, the newest stays for those that are late.
+def test_memory_is_bounded():
+    books = Books(keep_rounds=16, max_bytes=500)
+    books.begin("a", "b")
+    for outer_step in range(9):
+        books.close(outer_step, "a", "b", body=b"x" * 50)
+        assert books.rounds.held <= 500
+    assert books.rounds.oldest == 4 and books.rounds.closed(8) is not None
+
+
+# A body that does not fit even so is refused with both figures.
+def test_a_body_beyond_the_bound():
+    books = Books(max_bytes=500)
+    books.begin("a", "b")
+    with pytest.raises(WireError, match=r"has 6e-07 GB, .* holds 0 of the rendezvous' 5e-07 GB: .*--memory-gb"):
+        books.offer("a", 0, body=b"x" * 600)
+
+
+# Ranks whose parts are not of one delta (another weight: trained on since) do not make a contribution.
+def test_parts_of_two_deltas():
+    books = Books()
+    books.begin("a", "b", ranks=2)
+    for rank, weight in enumerate([3.0, 5.0]):
+        books.offer("a", 0, rank=rank, weight=weight)
+    assert books.rounds.open_round().contributors(books.rounds.peers) == {}
+    books.offer("a", 0, rank=0, body=b"newer", weight=5.0)
+    assert list(books.rounds.open_round().contributors(books.rounds.peers)) == ["a"]
+
+
+# What a process brought to an open round goes when another takes its place.
+def test_a_successor_brings_its_own():
+    books = Books()
+    books.begin("a", "b")
+    books.offer("b", 0)
+    books.now += BEAT_TIMEOUT_S
+    books.hello("b", instance=2)
+    assert books.rounds.open_round().contributors(books.rounds.peers) == {}
+
+
+# Of two processes with one peer id the first stays; when it is silent the second takes its place on all ranks, and the
+# first is not known any more.
+def test_two_processes_with_one_name():
+    books = Books()
+    books.begin("a", ranks=2)
+    assert isinstance(books.hello("a", ranks=2, instance=2)[0], NotReady)
+    books.now += BEAT_TIMEOUT_S
+    assert [type(answer) for answer in books.hello("a", ranks=2, instance=2)] == [Welcome, Welcome]
+    late = Beat(peer="a", rank=0, instance=1, outer_step=0, base_hash="", training=True)
+    assert not books.answers.to(late).known
+    assert isinstance(books.hello("a", ranks=2, instance=1)[0], NotReady)
+
+
+# A body of another layout than its sender said hello with is refused, with both.
+def test_layout_of_a_body():
+    books = Books()
+    books.begin("a", "b")
+    with pytest.raises(RunMismatchError, match=r"delta/0/a/0 is of layout other, but peer a said hello with [0-9a-f]+"):
+        books.offer("a", 0, layout_hash="other")
+
+
+# What the books say of a peer that is not in them.
+def test_unknown_peer():
+    books = Books()
+    books.hello("a")
+    del books.rounds.peers["a"]
+    assert "hello first" in books.offer("a", 0).reason

@@ -1,0 +1,74 @@
+"""A part of a joint run fails while its other parts live: one rank of a peer, or torchft's lighthouse alone."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+
+import pytest
+from joint_run import assert_same_globals, settings, together, train
+from peer_process import start_ranks
+
+
+# One rank of a two-rank peer is killed: its other rank ends too, the other cluster goes on alone, and the cluster that
+# is started again takes over the global state on both ranks and contributes.
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_is_killed(make_rendezvous, key_file, tmp_path, rank):
+    values = {"rendezvous": make_rendezvous(start_peers=2).endpoint, "key_file": str(key_file)}
+    values |= {"sync_every": 8, "fragments": 2, "delay": 2, "outer": {"lr": 0.7, "momentum": 0.9}}
+    steady = start_ranks(tmp_path, "a", 0, values, until=70)
+    broken = start_ranks(tmp_path, "b", 1, values, failure=(rank, 23, signal.SIGKILL), until=70)
+    assert broken[rank].end(120) == -signal.SIGKILL
+    assert broken[1 - rank].end(120) not in (0, None)
+    at = max(steady[0].seen, default=0)
+    for each in steady:
+        each.wait_until(at + 3, 120)
+    again = start_ranks(tmp_path, "b", 1, values, until=65)
+    assert [each.end(120) for each in (*again, *steady)] == [0] * 4
+    for index in range(2):
+        mine, theirs = steady[index].seen, again[index].seen
+        both = mine.keys() & theirs.keys()
+        assert len(both) > 10 and all(mine[step] == theirs[step] for step in both)
+
+
+# The rendezvous is restarted twice under peers of two ranks, some of whose ranks may know a round's outcome that it has
+# forgotten: the ranks never apply different ones, and the peers find one another again.
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_rendezvous_restarts_under_ranks(make_rendezvous, key_file, tmp_path):
+    server = make_rendezvous(start_peers=2)
+    values = {"rendezvous": server.endpoint, "key_file": str(key_file), "sync_every": 4, "fragments": 2, "delay": 1}
+    peers = [start_ranks(tmp_path, name, index, values, until=60) for index, name in enumerate("ab")]
+    for outer_step in (10, 25):
+        peers[0][0].wait_until(outer_step, 120)
+        server.stop()
+        server.start()
+    assert [each.end(120) for ranks in peers for each in ranks] == [0] * 4
+    for index in range(2):
+        mine, theirs = (ranks[index].seen for ranks in peers)
+        assert max(mine) == 60 and all(mine[step] == theirs[step] for step in mine.keys() & theirs.keys())
+
+
+# torchft's lighthouse is restarted, or dies and is replaced by the rendezvous: the peers notice nothing but a wait.
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [False, True])
+def test_lighthouse_alone_restarts(make_rendezvous, key_file, dies):
+    server = make_rendezvous(start_peers=2)
+
+    def disturb(step, engine):
+        lighthouse = server.server.lighthouse
+        if step == 5 and dies:
+            lighthouse.close()
+            lighthouse._clients.clear()  # connections that are up outlive torchft's shutdown
+        elif step == 5:
+            lighthouse.restart()
+
+    waits = {"sync_every": 2, "round_timeout_s": 30, "offline_timeout_s": 40}
+    seen = together(
+        partial(train, settings(server.endpoint, key_file, "a", **waits), 0, 12, before_step=disturb),
+        partial(train, settings(server.endpoint, key_file, "b", **waits), 1, 12),
+    )
+    assert_same_globals(*seen)
+    assert max(seen[0].hashes) == 6 and seen[1].metrics[6]["diloco/participants"] == 2

@@ -1,0 +1,194 @@
+"""Which global model a peer joins with: who decides the outer step, and that all ranks of a peer are told the same."""
+
+from __future__ import annotations
+
+import pytest
+from books import BEAT_TIMEOUT_S, GATHER_S, Books
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_prime.errors import RunMismatchError
+from diloco.wire import Current, NotReady, StateReady
+
+
+# A rendezvous that was restarted knows nothing: whoever comes first waits for the others, and the highest outer step
+# wins whichever peer has it.
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_highest_step_wins_after_a_restart(first):
+    books, steps = Books(), {"a": 10, "b": 12}
+    second = "b" if first == "a" else "a"
+    books.hello(first, steps[first])
+    assert "1 more peer(s) to come" in books.ask(first, steps[first]).waiting_for
+    books.now += 5
+    books.hello(second, steps[second])
+    answers = {name: books.ask(name, steps[name]) for name in (second, first)}
+    assert answers["b"] == Current(newest=-1) and "peer b, at outer step 12" in answers["a"].waiting_for
+    books.beat("b", 12)
+    assert "the state of peer b" in books.ask("a", 10).waiting_for
+    books.serve("b", 12)
+    assert books.ask("a", 10).header.outer_step == 12
+
+
+# The wait has an end: without the others, those that are there go on.
+def test_the_wait_for_others_ends():
+    books = Books()
+    books.hello("a", 10)
+    assert isinstance(books.ask("a", 10), NotReady)
+    books.now += GATHER_S
+    books.hello("a", 10)
+    assert books.ask("a", 10) == Current(newest=-1)
+
+
+# At the start of a run nobody waits to train; the first round waits for the others.
+def test_a_new_run_does_not_wait():
+    books = Books()
+    books.hello("a")
+    assert books.ask("a", 0) == Current(newest=-1)
+
+
+# All peers were killed and resume from checkpoints, against a rendezvous that kept running: rounds beyond the highest
+# checkpoint are void, those up to it are replayed, also when the killed processes are not yet known to be dead.
+@pytest.mark.parametrize("farewell", [True, False])
+def test_resume_of_all(farewell):
+    books = Books()
+    books.begin("a", "b", rounds=6)
+    for name in "ab" if farewell else "":
+        books.beat(name, 6, training=False)
+    books.now += BEAT_TIMEOUT_S * 0.6  # the old processes count as alive for a while longer
+    books.hello("a", 2, instance=2)
+    assert isinstance(books.ask("a", 2), NotReady)
+    books.now += BEAT_TIMEOUT_S * 0.6
+    books.hello("b", 4, instance=2)
+    assert books.ask("b", 4) == Current(newest=3)
+    books.beat("b", 4)
+    assert books.ask("a", 2) == Current(newest=3)
+    assert books.rounds.closed(2) is not None and books.rounds.closed(4) is None
+    books.beat("a", 4)
+    assert books.close(4, "a", "b").members == ("a", "b")
+
+
+# A process that said hello and nothing else does not make the rendezvous forget the rounds of the others.
+def test_a_silent_newcomer_voids_nothing():
+    books = Books()
+    books.begin("a", "b", rounds=3)
+    books.now += 2 * BEAT_TIMEOUT_S
+    books.hello("c")
+    assert books.rounds.closed(2) is not None
+    books.beat("a", 3)
+    books.beat("b", 3)
+    assert isinstance(books.ask("c", 0, base_hash="other"), NotReady) and books.rounds.newest == 2
+
+
+# A peer that differs on one of its ranks only takes over the state on all of them.
+def test_one_differing_rank():
+    books = Books()
+    books.begin("a", "b", ranks=2, rounds=3)
+    books.now += 2 * BEAT_TIMEOUT_S
+    books.hello("b", 2, ranks=2, instance=2)
+    books.beat("a", 3)
+    assert "rank 1 of peer b" in books.ask("b", 2, rank=0).waiting_for
+    assert isinstance(books.ask("b", 2, rank=1, base_hash="other"), NotReady)
+    books.now += 1
+    books.beat("a", 3)
+    assert isinstance(books.ask("b", 2, rank=0), NotReady)
+    books.serve("a", 3)
+    answers = [books.ask("b", 2, rank=0), books.ask("b", 2, rank=1, base_hash="other")]
+    assert [answer.header.rank for answer in answers] == [0, 1]
+    assert len({(answer.header.serial, answer.newest) for answer in answers}) == 1
+
+
+# Rounds that close between the questions of two ranks do not make their answers differ.
+@pytest.mark.parametrize("own", [True, False])
+def test_all_ranks_are_told_the_same(own):
+    books, other = Books(), None if own else "other"
+    books.begin("a", "b", ranks=2, rounds=3)
+    books.now += 2 * BEAT_TIMEOUT_S
+    books.hello("b", 2, ranks=2, instance=2)
+    for rank in range(2):
+        books.ask("b", 2, rank=rank, base_hash=other)
+    books.beat("a", 3)
+    if not own:
+        assert isinstance(books.ask("b", 2, rank=0, base_hash=other), NotReady)
+        books.serve("a", 3)
+    first = books.ask("b", 2, rank=0, base_hash=other)
+    books.close(3, "a")
+    second = books.ask("b", 2, rank=1, base_hash=other)
+    assert isinstance(first, Current if own else StateReady) and first.newest == second.newest == 2
+
+
+# Ranks that stand at different outer steps are no peer.
+def test_ranks_at_different_steps():
+    books = Books()
+    books.hello("a", 4, ranks=2)
+    books.ask("a", 4, rank=0)
+    with pytest.raises(RunMismatchError, match=r"ranks of peer a stand at outer steps \[4, 5\].*without --resume"):
+        books.ask("a", 5, rank=1)
+
+
+# A peer ahead of a run that went on without it is never taken back: it waits until the others have passed it.
+def test_never_back():
+    books = Books(start_peers=1)
+    books.begin("a", rounds=3)
+    books.hello("c", 5)
+    books.now += 1
+    books.beat("a", 3)
+    text = books.ask("c", 5).waiting_for
+    assert "at outer step 3, to pass outer step 5 of peer c" in text and "without --resume" in text
+    for outer_step in range(3, 6):
+        books.close(outer_step, "a")
+    books.now += 1
+    books.beat("a", 6)
+    assert books.ask("c", 5) == Current(newest=5)  # its model is the others': it replays round 5
+
+
+# A request that was sent again and comes late does not make a training peer a joining one.
+def test_a_late_question():
+    books = Books()
+    books.hello("a")
+    books.ask("a", 0)
+    books.beat("a", 0)
+    books.ask("a", 0)
+    assert books.rounds.peers["a"].training
+
+
+STEPS = st.integers(0, 8)
+
+
+# Whatever checkpoints a fleet comes back with, in whatever order, on however many ranks, whether the rendezvous kept
+# running or not: it goes on from the highest step, and nobody is taken back.
+@settings(max_examples=60, deadline=None)
+@given(
+    came=st.permutations(["a", "b", "c"]),
+    steps=st.tuples(STEPS, STEPS, STEPS),
+    ranks=st.integers(1, 3),
+    closed=st.integers(0, 8),
+    keep=st.integers(1, 9),
+)
+def test_any_fleet_agrees(came, steps, ranks, closed, keep):
+    books, at = Books(start_peers=3, keep_rounds=keep), dict(zip("abc", steps, strict=True))
+    if closed:
+        books.begin("a", "b", "c", ranks=ranks, rounds=closed)
+        books.now += 2 * BEAT_TIMEOUT_S
+    for name in came:
+        books.hello(name, at[name], ranks=ranks, instance=2)
+    joined: dict[str, int] = {}
+    for _ in range(20):
+        books.now += 1
+        for name in came:
+            if name in joined:
+                books.beat(name, joined[name])
+                if books.transfers.wanted(name):
+                    books.serve(name, joined[name])
+                continue
+            answers = [books.ask(name, at[name], rank=rank) for rank in range(ranks)]
+            answers = [books.ask(name, at[name], rank=rank) for rank in range(ranks)]
+            if any(isinstance(answer, NotReady) for answer in answers):
+                continue
+            assert len({(type(answer), answer.newest) for answer in answers}) == 1
+            state = answers[0].header.outer_step if isinstance(answers[0], StateReady) else at[name]
+            joined[name] = max(state, answers[0].newest + 1)
+            books.beat(name, joined[name])
+    assert set(joined.values()) == {max(steps)} and joined.keys() == at.keys()
+    books.close(max(steps), *"abc")
+
+

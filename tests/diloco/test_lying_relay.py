@@ -1,0 +1,106 @@
+"""A relay that holds the transport's keys but not that of the headers, or replays what it saw: peers refuse it all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from composer_prime.errors import ChecksumError, RunMismatchError
+from composer_prime.wire.sockets import bind_router
+from diloco.connection import Connection
+from diloco.exchange import Exchange, Offered
+from diloco.keys import JointKey
+from diloco.layout import TensorLayout, layout_hash
+from diloco.session import Member
+from diloco.wire import Header, Outcome, Piece, StateReady, ToPeer, checksum, encode, sealed
+
+KEY = JointKey(b"k" * 32)
+LAYOUT = [TensorLayout(name="w", shape=[4], local_shape=[2], fragment=0)]
+
+
+def header(**facts: Any) -> Header:
+    """Of what rank 1 of peer b rightly sends for round 5."""
+    right = dict(
+        kind="delta", run="joint", peer="b", rank=1, outer_step=5, base_hash="base", layout_hash=layout_hash(LAYOUT),
+        size=4, checksum=checksum(b"body"),
+    )  # fmt: skip
+    return sealed(Header(**{**right, **facts}), KEY.derive("headers"))
+
+
+async def _lied_to(lie: ToPeer, ask: Callable[[Exchange], Awaitable[Any]]) -> Any:
+    server = bind_router("tcp://127.0.0.1:0", KEY.server(), [KEY.client().own.public])
+
+    async def answer_all() -> None:
+        while True:
+            identity, number, _ = await server.socket.recv_multipart()
+            await server.socket.send_multipart([identity, number, encode(lie)])
+
+    answering = asyncio.create_task(answer_all())
+    connection = Connection(server.endpoint, KEY.client(), "a/1", None)
+    member = Member(rank=1, ranks=2, instance=1, layout=LAYOUT, settings={})
+    try:
+        return await asyncio.wait_for(ask(Exchange(connection, KEY.derive("headers"), "joint", "a", member)), 20)
+    finally:
+        answering.cancel()
+        await asyncio.wait({answering})
+        await connection.close()
+        server.close()
+
+
+def lied_to(lie: ToPeer, ask: Callable[[Exchange], Awaitable[Any]]) -> Any:
+    """What `ask(exchange)` of rank 1 of peer a gives when every request is answered with `lie`."""
+    return asyncio.run(_lied_to(lie, ask))
+
+
+def outcome(*headers: Header) -> Outcome:
+    return Outcome(outer_step=5, quorum_id=1, headers=list(headers), newest=5, digest="d")
+
+
+# A delta of an earlier round, another rank, another start, another run, another model, twice the same, without the
+# key, or changed in transit is not averaged.
+@pytest.mark.parametrize(
+    ("lie", "error", "message"),
+    [
+        (outcome(header(outer_step=4)), RunMismatchError, "counts delta/4/b/1 to outer step 5 of rank 1: a replayed"),
+        (outcome(header(rank=0)), RunMismatchError, "delta/5/b/0 to outer step 5 of rank 1"),
+        (outcome(header(base_hash="other")), RunMismatchError, "a replayed or misplaced header"),
+        (outcome(header(kind="state")), RunMismatchError, "a replayed or misplaced header"),
+        (outcome(header(run="other")), RunMismatchError, "for run 'other', this is 'joint'"),
+        (outcome(header(layout_hash="0ther")), RunMismatchError, "is of layout 0ther, this rank has layout [0-9a-f]+"),
+        (outcome(header(), header()), RunMismatchError, r"lists the peers \['b', 'b'\], expected each once"),
+        (outcome(sealed(header(), b"x" * 32)), ChecksumError, "not made with this run's key"),
+    ],
+)
+def test_outcomes(lie, error, message):
+    part = Offered(outer_step=5, base_hash="base")
+    with pytest.raises(error, match=message):
+        lied_to(lie, lambda exchange: exchange.take_part(part))
+
+
+# A state that is no state, of another rank or model, without the key, or that leads to an earlier outer step than the
+# asker's is not taken over.
+@pytest.mark.parametrize(
+    ("facts", "newest", "error", "message"),
+    [
+        ({"kind": "delta"}, 6, RunMismatchError, "as the state of rank 1: a misplaced header is refused"),
+        ({"rank": 0}, 6, RunMismatchError, "gives state/0/b/0 as the state of rank 1"),
+        ({"layout_hash": "0ther"}, 6, RunMismatchError, "is of layout 0ther"),
+        ({}, 5, RunMismatchError, "leads to outer step 6, this peer is at 7: a state that would take it back"),
+    ],
+)
+def test_states(facts, newest, error, message):
+    lie = StateReady(header=header(**{"kind": "state", **facts}), newest=newest)
+    with pytest.raises(error, match=message):
+        lied_to(lie, lambda exchange: exchange.fetch_state(7, "base", attempt=1))
+
+
+# A body that is not what its header says.
+def test_altered_body():
+    async def download(exchange: Exchange) -> Any:
+        return await exchange._connection.download(header())
+
+    with pytest.raises(ChecksumError, match=r"delta/5/b/1: 4 bytes with hash .* damaged on the way"):
+        lied_to(Piece(name="delta/5/b/1", offset=0, data=b"bodx"), download)
