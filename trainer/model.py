@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from composer_prime.config import Config
-from composer_prime.errors import ModelNotFoundError
+from composer_prime.errors import ConfigError, ModelNotFoundError
 from trainer.attention import NAME, implementation
 from trainer.policy import READS, Policy
 from trainer.probe import check_packing
@@ -52,7 +52,7 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
     policy.lm.tie_weights()
     for name, buffer in policy.named_buffers():
         buffer.copy_(buffers[name])
-    _scatter(policy, _whole_state(config, folder, attention) if world.first else {}, world)
+    _scatter(policy, _whole_state(config, folder, attention, policy) if world.first else {}, world)
     if config.trainer.activation_checkpointing:
         policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
     return policy.train()
@@ -127,8 +127,11 @@ def shard(policy: Policy, world: World) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _whole_state(config: Config, folder: Path, attention: str) -> dict[str, Tensor]:
-    """Rank 0: every parameter of `folder` in float32 on the CPU, after a check that packed rows give its logprobs."""
+def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -> dict[str, Tensor]:
+    """Rank 0: every parameter of `folder` in float32 on the CPU, after a check that packed rows give its logprobs.
+
+    Raises ConfigError for a model whose folder holds more than `policy`'s parameters.
+    """
     transformers_logging.disable_progress_bar()
     on_cpu = NAME if attention == NAME else "eager"
     try:
@@ -138,8 +141,22 @@ def _whole_state(config: Config, folder: Path, attention: str) -> dict[str, Tens
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"model.path: no model can be loaded from {folder}: {error}") from None
     check_packing(lm)
+    _check_buffers(lm, policy.lm)
     _adapt(lm, config)
     return {f"lm.{name}": parameter.detach() for name, parameter in lm.named_parameters()}
+
+
+def _check_buffers(loaded: PreTrainedModel, made: PreTrainedModel) -> None:
+    """Only parameters are trained and published: a buffer must have the same value in the folder and without it."""
+    stored = loaded.state_dict().keys()
+    held = {name: buffer for name, buffer in loaded.named_buffers() if name in stored}
+    own = {name: buffer.cpu() for name, buffer in made.named_buffers()}
+    lost = [name for name, buffer in held.items() if name not in own or not torch.equal(buffer, own[name])]
+    if lost:
+        raise ConfigError(
+            f"model.path: {type(loaded).__name__} keeps weights in buffers ({', '.join(lost[:3])}, {len(lost)} in "
+            "all), which this trainer neither loads nor publishes: train another model"
+        )
 
 
 @torch.no_grad()

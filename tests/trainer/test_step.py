@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from small_runs import make_config, make_samples, row_of, rows_of
+from small_runs import VOCABULARY, make_config, make_samples, row_of, rows_of
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
@@ -112,6 +112,24 @@ def test_models_with_dropout_are_trained_without_it(tmp_path, caplog):
         config = read_config(tmp_path)
     assert config.resid_pdrop == config.embd_pdrop == config.attn_pdrop == 0.0
     assert "embd_pdrop is 0.2 and counts as 0" in caplog.text and config.layer_norm_epsilon == 1e-5
+
+
+def test_weights_outside_the_parameters_are_refused(tmp_path, world):
+    # Some experts' routers keep a trained bias in a buffer. As made it is 0 and harmless; loaded values would be lost.
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    router = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model = Glm4MoeForCausalLM(
+        Glm4MoeConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
+                      num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+                      n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1)
+    )  # fmt: skip
+    model.save_pretrained(tmp_path / "plain")
+    build_policy(make_config(tmp_path / "plain", tmp_path), tmp_path / "plain", world)
+    model.get_buffer(router).fill_(0.5)
+    model.save_pretrained(tmp_path / "biased")
+    with pytest.raises(ConfigError, match=router):
+        build_policy(make_config(tmp_path / "biased", tmp_path), tmp_path / "biased", world)
 
 
 def test_micro_batching_does_not_change_the_step(model_folder, tmp_path, world):
