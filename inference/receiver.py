@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from composer_prime.errors import CanaryError, CorruptWeightsError, WeightError
+from composer_prime.errors import CanaryError, ComposerError, CorruptWeightsError, WeightError
 from composer_prime.weights.manifest import ChunkRef, Manifest, open_signed
 from composer_prime.weights.store import verified
 from inference.chunks import ChunkSource
@@ -133,13 +133,13 @@ class Receiver:
     # -- swap ----------------------------------------------------------------------------------------------------
 
     async def _swap(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load and prove; on a failed canary go back and raise CanaryError."""
+        """Load and prove; without a proof go back and raise what prevented it."""
         self.settled.clear()
         try:
             await self._engine.load_weights(manifest.version, tensors)
             try:
                 await self._prove(manifest)
-            except WeightError:
+            except ComposerError:  # an engine that gives no scores proves nothing either
                 self.rollbacks += 1
                 await self._engine.load_weights(self.version, await self._previous())
                 raise

@@ -21,6 +21,7 @@ from composer_prime.errors import (
 from composer_prime.weights.manifest import Canary, sign
 from composer_prime.wire.node import Sampling
 from inference.chunks import FolderSource
+from inference.engines.local.engine import LocalEngine
 from inference.receiver import Receiver, tensor_sha256
 from tests.inference.publisher import CANARY, RUN_ID
 
@@ -164,6 +165,36 @@ def test_a_failed_canary_brings_the_old_weights_back(loop, engine, receiver, pub
     assert receiver.rollbacks == 3 and receiver.settled.is_set()
     install(loop, receiver, publisher, publisher.publish(2))
     assert in_use(loop, engine, reference) == 2
+
+
+class Stuck:
+    """An engine whose canary does not come back in time, once."""
+
+    def __init__(self, inner: LocalEngine) -> None:
+        self.inner, self.stuck = inner, True
+        self.load_weights = inner.load_weights
+
+    @property
+    def version(self) -> int:
+        return self.inner.version
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        if self.stuck:
+            self.stuck = False
+            raise DeadlineError("the canary's scores did not come")
+        return await self.inner.score(token_ids)
+
+
+def test_weights_that_could_not_be_proven_are_taken_out(loop, engine, publisher, folder, reference):
+    # A canary without an answer is no proof: the version before goes on, and what was sampled meanwhile is not used.
+    receiver = Receiver(Stuck(engine), FolderSource(publisher.store), folder, canary_tolerance=1e-3)
+    signed = publisher.publish(2)
+    with pytest.raises(DeadlineError):
+        install(loop, receiver, publisher, signed)
+    assert (receiver.version, engine.version, in_use(loop, engine, reference)) == (0, 0, 0)
+    assert receiver.rollbacks == 1 and receiver.settled.is_set()
+    install(loop, receiver, publisher, signed)
+    assert (receiver.version, in_use(loop, engine, reference)) == (2, 2)
 
 
 class Flaky:
