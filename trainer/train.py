@@ -107,16 +107,16 @@ class Trainer:
     def _restore(self) -> int:
         """The step to go on from: 0, or that of the newest complete checkpoint, whose state is then in place.
 
-        The weight store then ends there: versions of steps that are taken again are gone, also where none was saved.
+        Weight store and ledger then end there: steps that are taken again are gone, also where none was saved.
         """
-        start = self.run_dir.newest_checkpoint() if self.config.run.resume else 0
+        resume = self.config.run.resume
+        start = self.run_dir.newest_checkpoint() if resume else 0
         self.publisher.rewind(start)
-        if not self.config.run.resume:
-            return 0
-        self.checkpoints.load(start, self.policy, self.optimizer, self.teacher)
-        if self.world.first:
+        if resume:
+            self.checkpoints.load(start, self.policy, self.optimizer, self.teacher)
+            logger.info("resumed from the checkpoint of step %d", start)
+        if self.world.first and self.run_dir.ledger.exists():
             append_rewind(self.run_dir.ledger, start)
-        logger.info("resumed from the checkpoint of step %d", start)
         return start
 
     def _connect(self) -> StepClient:

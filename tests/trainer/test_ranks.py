@@ -81,6 +81,16 @@ def test_metrics_of_a_step(make_run):
     assert line["tokens/total"] == sum(sample.num_tokens for sample in make_samples(1))
 
 
+@pytest.mark.slow
+def test_a_trainer_started_twice_without_resume_trains_each_sample_once(make_run):
+    # As under torchrun, which restarts ranks while the orchestrator lives on: the second start begins at step 0, and
+    # the ledger no longer counts what the first one took.
+    run = make_run(run={"max_steps": 1})
+    with StepPeer(run.dir, make_samples, max_steps=1):
+        assert [run.train()[0] for _ in range(2)] == [[0], [0]]
+    assert check(run.dir.ledger) == []
+
+
 def test_kill_and_resume_on_another_number_of_ranks(make_run):
     # Killed after step 3 with a checkpoint of step 2, resumed on 1 rank instead of 2: the end is that of a run that was
     # never killed, to 1e-6; the ledger shows every sample once; stale versions are gone; a second resume on 2 ranks
