@@ -7,14 +7,19 @@ A shell variable (upper case, no space before the value) holds its value as it s
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 WORDS = ("key", "pass", "pwd", "secret", "token")
 """A name that holds none of these, in lower case, is no secret's."""
+_NAME = re.compile(
+    r"(?:api|access|auth|private|secret|account|client)[_-]?key|secret|token|passw(?:or)?d|passphrase|pass|pwd"
+)
+"""Where _NAMED may begin, in text in lower case."""
 VARIABLE = re.compile(
     r"(?<![A-Za-z])(?:API_?KEY|ACCESS_KEY|SECRET(?:_KEY)?|TOKEN|PASSWORD|PASSWD|(?<=_)(?:PASS|PWD))=(?!=)[\"']?"
     r"(?P<secret>[^\s\"'`;&|$<>(){}]{6,512})"
 )
-NAMED = re.compile(
+_NAMED = re.compile(
     r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))"
     r"(?i:(?:api|access|auth|private|secret|account|client)[_-]?key(?:_base)?|secret|token|password|passwd|passphrase"
     r"|(?<=[_-])(?:pass|pwd))"
@@ -27,7 +32,17 @@ _CODE = re.compile(rf"{_GAP}*{_WORD}(?:{_GAP}+(?:{_WORD}|\d{{1,2}}))*{_GAP}*")
 """Words with at most two digits behind each, joined: identifiers, paths, versions, names of algorithms."""
 
 
+def spans(text: str, lowered: str) -> Iterator[tuple[int, int]]:
+    """(start, end) of each value beside such a name; `lowered` is the text in lower case, of the same length."""
+    done = 0
+    for name in _NAME.finditer(lowered):
+        match = _NAMED.match(text, name.start()) if name.start() >= done else None
+        if match:
+            done = match.end()
+            yield match.span("secret")
+
+
 def is_secret(value: str) -> bool:
-    """Whether a value that was found by NAMED can only be a secret."""
+    """Whether a value that was found beside a name can only be a secret."""
     digits = sum(character.isdigit() for character in value)
     return digits >= 2 and any(map(str.isalpha, value)) and not _CODE.fullmatch(value)

@@ -5,15 +5,14 @@ does not know yet. Three choices:
 
 1. Its entropy detectors stay off: commit hashes and ids fill agent traces, and masking them would change what was done.
 2. A pattern runs only where a literal that every match must hold occurs, so that ordinary text costs almost nothing.
-3. The keyword detector reads lines, and only those that hold one of its words; a line of more than 4,000 characters is
-   read in pieces, because its patterns take quadratic time.
+3. Whatever the text holds, the time is linear in its length (keywords.py, assigned.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from detect_secrets.plugins.artifactory import ArtifactoryDetector
@@ -24,7 +23,6 @@ from detect_secrets.plugins.discord import DiscordBotTokenDetector
 from detect_secrets.plugins.github_token import GitHubTokenDetector
 from detect_secrets.plugins.gitlab_token import GitLabTokenDetector
 from detect_secrets.plugins.jwt import JwtTokenDetector
-from detect_secrets.plugins.keyword import KeywordDetector
 from detect_secrets.plugins.mailchimp import MailchimpDetector
 from detect_secrets.plugins.npm import NpmDetector
 from detect_secrets.plugins.openai import OpenAIDetector
@@ -36,11 +34,10 @@ from detect_secrets.plugins.square_oauth import SquareOAuthDetector
 from detect_secrets.plugins.stripe import StripeDetector
 from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
 
-from orchestrator.ingest import assigned
+from orchestrator.ingest import assigned, keywords
 
 Rule = tuple[str, tuple[str, ...], list[re.Pattern[str]]]
 """(kind, literals of which every match holds one, patterns). Group `secret`, where there is one, is what is masked."""
-LONGEST_LINE = 4_000
 
 _NEWER: list[Rule] = [
     (
@@ -91,7 +88,23 @@ _KNOWN: list[tuple[str, type[Any], tuple[str, ...]]] = [
     ("basic-auth", BasicAuthDetector, ("://",)),
     ("discord-token", DiscordBotTokenDetector, (".",)),
     ("github-token", GitHubTokenDetector, ("ghp_", "gho_", "ghu_", "ghs_", "ghr_")),
-    ("gitlab-token", GitLabTokenDetector, ("gl", "GR1348941")),
+    (
+        "gitlab-token",
+        GitLabTokenDetector,
+        (
+            "glpat-",
+            "gldt-",
+            "glft-",
+            "glsoat-",
+            "glrt-",
+            "GR1348941",
+            "glcbt-",
+            "glimt-",
+            "glptt-",
+            "glagent-",
+            "gloas-",
+        ),
+    ),
     ("jwt", JwtTokenDetector, ("eyJ",)),
     ("mailchimp-key", MailchimpDetector, ("-us",)),
     ("npm-token", NpmDetector, ("_authToken",)),
@@ -104,11 +117,26 @@ _KNOWN: list[tuple[str, type[Any], tuple[str, ...]]] = [
     ("stripe-key", StripeDetector, ("_live_",)),
     ("telegram-token", TelegramBotTokenDetector, (":",)),
 ]
-_RULES: list[Rule] = _NEWER + [(kind, literals, list(detector.denylist)) for kind, detector, literals in _KNOWN]
+
+
+_BOUNDS = (("=]+", "=]{1,4096}+"), (r"\/.+", r"\/.{1,512}"), ("-_]*", "-_]{0,256}"))
+"""For repetitions without end (jwt, npm, openai) that a hostile text would begin at every place."""
+
+
+def _linear(pattern: re.Pattern[str]) -> re.Pattern[str]:
+    source = pattern.pattern
+    for endless, bounded in _BOUNDS:
+        source = source.replace(endless, bounded)
+    return re.compile(source, pattern.flags)
+
+
+_RULES: list[Rule] = _NEWER + [
+    (kind, literals, [_linear(pattern) for pattern in detector.denylist]) for kind, detector, literals in _KNOWN
+]
+_LITERALS = [(literal, number) for number, (_, literals, _) in enumerate(_RULES) for literal in literals]
+"""Flat, with the rule's number: most texts hold none, and this is what they cost."""
 _PARTIAL = {"basic-auth": 1, "npm-token": 1, "aws-key": -1}
 """Patterns of detect-secrets that match more than the secret: the group that holds it, -1 for the last."""
-_KEYWORD_LINE = re.compile(r"(?i)(?:api|auth|service|account|db|database|priv|private|client)_?key|pass|pwd|secret")
-_KEYWORDS = KeywordDetector()
 _PLAIN_VALUE = re.compile(r"[A-Za-z_.\s-]*|\W*|<masked:.*")
 """Values that the keyword detector reports and that hold no secret: words, punctuation, what is masked already."""
 _EMAIL = re.compile(r"\b(?!git@)[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b")
@@ -128,14 +156,16 @@ class Masker:
         """`text` with every secret replaced by `<masked:kind>`, a home folder's owner by `user`."""
         if not self._enabled or len(text) < 6:
             return text
-        for kind, literals, patterns in _RULES:
-            if any(literal in text for literal in literals):
-                for pattern in patterns:
-                    text = pattern.sub(self._replacer(kind), text)
-        lowered = text.lower()
+        for number in sorted({number for literal, number in _LITERALS if literal in text}):
+            kind, _, patterns = _RULES[number]
+            for pattern in patterns:
+                text = pattern.sub(self._replacer(kind), text)
+        lowered = lower(text)
+        if any(stem in lowered for stem in keywords.STEMS) and any(quote in text for quote in "'\"`"):
+            text = self._mask(text, keywords.spans(text, lowered), _is_value)
+            lowered = lower(text)
         if any(word in lowered for word in assigned.WORDS):
-            text = "".join(self._keyword_line(line) for line in text.splitlines(keepends=True))
-            text = assigned.NAMED.sub(self._assigned, text)
+            text = self._mask(text, assigned.spans(text, lowered), assigned.is_secret)
         if "@" in text:
             text = _EMAIL.sub(self._replacer("email"), text)
         if "/home/" in text or "-home-" in text or "Users" in text:
@@ -164,27 +194,32 @@ class Masker:
 
         return replace
 
-    def _assigned(self, match: re.Match[str]) -> str:
-        if not assigned.is_secret(match["secret"]):
-            return match[0]
-        self.found["password"] += 1
-        return _without_group(match, "password")
+    def _mask(self, text: str, spans: Iterable[tuple[int, int]], is_secret: Callable[[str], bool]) -> str:
+        """`text` without the values at `spans` that are secrets; of two that overlap the first one goes."""
+        parts, done = [], 0
+        for start, end in sorted(spans):
+            if start >= done and is_secret(text[start:end]):
+                parts += [text[done:start], "<masked:password>"]
+                done = end
+                self.found["password"] += 1
+        return "".join([*parts, text[done:]]) if parts else text
 
     def _home(self, match: re.Match[str]) -> str:
         self.found["home-folder"] += 1
         return f"{match['root']}user"
 
-    def _keyword_line(self, line: str) -> str:
-        if len(line) > LONGEST_LINE:
-            pieces = [line[start : start + LONGEST_LINE] for start in range(0, len(line), LONGEST_LINE)]
-            return "".join(self._keyword_line(piece) for piece in pieces)
-        if not _KEYWORD_LINE.search(line):
-            return line
-        for secret in sorted(set(_KEYWORDS.analyze_string(line)), key=len, reverse=True):
-            if len(secret) >= 6 and not _PLAIN_VALUE.fullmatch(secret) and secret in line:
-                self.found["password"] += 1
-                line = line.replace(secret, "<masked:password>")
-        return line
+
+def lower(text: str) -> str:
+    """`text` in lower case, of the same length: a few letters have a longer lower case, and stay."""
+    lowered = text.lower()
+    if len(lowered) == len(text):
+        return lowered
+    return "".join(low if len(low := letter.lower()) == 1 else letter for letter in text)
+
+
+def _is_value(found: str) -> bool:
+    """Whether what the keyword detector found can be a secret."""
+    return len(found) >= 6 and not _PLAIN_VALUE.fullmatch(found)
 
 
 def _without_group(match: re.Match[str], kind: str) -> str:

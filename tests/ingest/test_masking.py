@@ -138,11 +138,26 @@ def test_masking_reaches_what_surrounds_the_messages(tmp_path: Path) -> None:
     assert states and all(text not in write_state(states[0]).decode() for text in (token, "jdoe"))
 
 
-# No pattern takes quadratic time on a long line: ten times the text may take at most thirty times as long.
-def test_long_lines_do_not_hang() -> None:
-    def seconds(count: int) -> float:
-        start = time.perf_counter()
-        masked("password=" * count + " a@" * count + "/home/" * count + "://x" * count)
-        return time.perf_counter() - start
+HOSTILE = [
+    "secret", "password=", "secret-", 'password="', "password=`x", "`", "eyJ", "=eyJ", "xsk-", "//", "//:_authToken=",
+    "authorization: ", "curl -u ", "://a:", " a@", "a@a.", "/home/", "-----BEGIN PRIVATE " + "KEY-----", "api_key\\",
+    "token: ", "secret==", "'a' == secret", "xoxa-1-", "aws", "-home-",
+]  # fmt: skip
 
-    assert seconds(20_000) < max(30 * seconds(2_000), 2.0)
+
+# Time is linear in the length, whatever a text repeats: four times the text may take at most ten times as long.
+@pytest.mark.parametrize("unit", HOSTILE)
+def test_hostile_text_takes_linear_time(unit: str) -> None:
+    def seconds(chars: int) -> float:
+        text = unit * (chars // len(unit)) + " T3BlbkFJ _authToken @ aws secret '"
+        start = time.process_time()
+        masked(text)
+        return time.process_time() - start
+
+    assert seconds(60_000) < max(10 * seconds(15_000), 0.1)
+
+
+# A secret far into a line of megabytes is found, for lines are not read in pieces.
+def test_a_secret_in_a_long_line() -> None:
+    text, found = masked("x = 1; " * 100_000 + 'password = "Tr0ub4dor&3x"; ' + "y = 2; " * 100_000)
+    assert "Tr0ub4dor" not in text and found == {"password": 1}
