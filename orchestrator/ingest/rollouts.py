@@ -49,9 +49,10 @@ def _branch(builder: TraceBuilder, turns: list[dict[str, Any]]) -> Iterator[Trac
             calls = _calls(number, turn)
             state = builder.assistant(text, calls, string(turn.get("reasoning")) or "")
         elif turn["role"] == "tool":
-            error = turn.get("error")
-            call_id = builder.unanswered() or ""
-            builder.tool_result(call_id, text, error=string(error))
+            error = string(turn.get("error"))
+            if not builder.tool_result(builder.unanswered() or "", text, error=error):
+                # The agent saw this, whoever asked for it: a tool's word on a call that was no JSON, for one.
+                state = builder.context("user", text, error=error)
         else:
             state = builder.context("system" if turn["role"] == "system" else "user", text)
         if state is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from composer_prime.traces import TraceState
 from orchestrator.ingest.blocks import objects, string, text_of
 from orchestrator.ingest.builder import Call, TraceBuilder
-from orchestrator.ingest.conversation import calls_of, readable, step
+from orchestrator.ingest.conversation import calls_of, failure, readable, step
 from orchestrator.ingest.reading import Bad, parse
 from orchestrator.ingest.sample import Sample
 
@@ -73,9 +73,19 @@ def _steps(file: TraceFile, builder: TraceBuilder, trajectory: list[Any]) -> Ite
         action, call_id = string(entry["action"]) or "", f"step_{index}"
         calls = [Call(call_id=call_id, name="bash", arguments={"command": action.strip()})] if action.strip() else []
         state = builder.assistant(text_of(entry.get("thought")), calls)
-        builder.tool_result(call_id, text_of(entry["observation"]))
         if state is not None:
             yield state
+        state = _observed(builder, call_id, text_of(entry["observation"]))
+        if state is not None:
+            yield state
+
+
+def _observed(builder: TraceBuilder, call_id: str, text: str) -> TraceState | None:
+    """The result of the step's action; where it had none (a format error), what the agent was told."""
+    error = failure(text)
+    if builder.tool_result(call_id, text, error=error) or not text.strip():
+        return None
+    return builder.context("user", text, error=error)
 
 
 def _message(entry: dict[str, Any]) -> dict[str, Any]:

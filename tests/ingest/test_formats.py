@@ -123,6 +123,18 @@ def test_swe_agent_steps_alone(tmp_path: Path) -> None:
     assert len(states) == 2 and tally.passed_over == {"nothing before it": 1}
 
 
+# What the agent was told after a step without an action is part of what it saw; a failed command is its step's error.
+def test_swe_agent_steps_without_an_action(tmp_path: Path) -> None:
+    steps = [
+        {"thought": "a", "action": "cat a", "observation": "exit code: 1"},
+        {"thought": "b", "action": "", "observation": "Your output had no command."},
+        {"thought": "c", "action": "cat c", "observation": "text"},
+    ]
+    states, _ = taken(lines(tmp_path / "t.traj", {"trajectory": steps}))
+    assert [roles(state) for state in states] == [["assistant", "tool"], ["assistant", "tool", "assistant", "user"]]
+    assert states[-1].messages[-1]["content"] == "Your output had no command."
+
+
 # mini-swe-agent tells of a failed command in the next message.
 def test_mini_swe_agent(tmp_path: Path) -> None:
     said = [
@@ -161,6 +173,15 @@ def test_own_rollouts(tmp_path: Path) -> None:
     assert tally.format == "rollouts/1" and len(states) == 2
     assert states[0].error == "Tool not found: sum" and states[0].tools == TOOLS
     assert states[0].source_family == "tiny-policy"
+
+
+# A tool's word on a call that was none stays in what the agent saw next.
+def test_own_rollouts_with_a_broken_call(tmp_path: Path) -> None:
+    turns = [{**turn, "tool_calls": []} for turn in ROLLOUT["turns"]]
+    turns[1]["text"] = "<tool_call>{sum"
+    states, _ = taken(lines(tmp_path / "r.jsonl", {**ROLLOUT, "turns": turns}))
+    assert [roles(state) for state in states] == [["user"], ["user", "assistant", "user"]]
+    assert states[0].error == "Tool not found: sum"
 
 
 # Two branches share their first turn: it is one state.
