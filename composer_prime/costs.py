@@ -42,11 +42,8 @@ class CostLedger:
     def write(self, kind: str, **values: Any) -> None:
         """Raises OSError."""
         line = json.dumps({"kind": kind, "time": time.time(), **values}, separators=(",", ":")).encode() + b"\n"
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(descriptor, line)
-        finally:
-            os.close(descriptor)
+        with self.path.open("ab") as file:
+            file.write(line)
 
 
 def read_costs(path: Path) -> Iterator[dict[str, Any]]:

@@ -82,13 +82,15 @@ class PairFile:
                 raise self._gone() from None
         return len(self)
 
-    def digest(self, count: int) -> str:
-        """Of the first `count` pairs' lines, byte for byte; "" of none."""
-        if not count:
+    def digest(self, last: int, first: int = 0) -> str:
+        """Of the lines of the pairs `first` to `last` - 1, byte for byte, as 32 hex digits; "" of none."""
+        if last <= first:
             return ""
-        length = self._offsets[count] if count < len(self) else self._end
+        start = self._offsets[first]
+        length = (self._offsets[last] if last < len(self) else self._end) - start
         digest = hashlib.blake2b(digest_size=16)
         with self._open() as file:
+            file.seek(start)
             while length and (part := file.read(min(length, 1 << 20))):
                 digest.update(part)
                 length -= len(part)

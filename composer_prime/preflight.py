@@ -14,7 +14,7 @@ from composer_prime.footprint import ModelShape
 from composer_prime.machine import check_address, check_port, module_file
 from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.pairs import resolve_pairs
-from composer_prime.pairs_gate import read_gate
+from composer_prime.pairs_gate import refusal
 from composer_prime.placement import Placement, place
 
 _EXTRAS = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboard"}
@@ -193,15 +193,16 @@ def _trackers(config: Config, found: Findings) -> None:
 
 def _density_gate(config: Config, found: Findings) -> None:
     """The density gate decides whether channel 3 may have a weight."""
-    wanted = config.orchestrator.preferences.pairs
-    if not config.channels.replay_dpo.weight or str(wanted) == "tiny":
+    weight, wanted = config.channels.replay_dpo.weight, config.orchestrator.preferences.pairs
+    if not weight:
         return
     path = resolve_pairs(wanted, config.run.directory)
-    gate = read_gate(path)
-    if gate is not None and not gate.passed:
+    if path.is_file():
+        refused = refusal(path) if wanted is not None or not config.teachers.online else None
+        if refused is not None:
+            found.problems.append(f"channels.replay_dpo.weight is {weight:g}, but {refused}, or set the weight to 0")
+    if wanted is None and config.teachers.online and not config.teachers.score:
         found.problems.append(
-            f"channels.replay_dpo.weight is {config.channels.replay_dpo.weight:g}, but {path} missed the density gate "
-            f"({'; '.join(gate.reasons)}): replay more, or set the weight to 0"
+            f"channels.replay_dpo.weight is {weight:g} on pairs that are made online, but teachers.score is false: "
+            "without the frozen base the density gate measures no margins and lets none of them through; set it to true"
         )
-    elif gate is None and wanted is not None:
-        found.notes.append(f"{path} was never measured: `composer pairs report {path}` says what it is worth")

@@ -71,8 +71,9 @@ class BudgetConfig(BaseConfig):
     """Cap of all calls on one trace's states."""
     usd_per_run: float = Field(default=50.0, gt=0)
     """Cap of all calls, over all resumes."""
-    bytes_per_token: float = Field(default=2.0, ge=1)
-    """Fewest bytes that a prompt token is taken for when a call's cost is reserved; no tokenizer goes below 1."""
+    bytes_per_token: float = Field(default=1.0, ge=1)
+    """Fewest bytes that a prompt token is taken for when a call's cost is reserved; no tokenizer goes below 1, so that
+    1 is the worst case. More lets more calls be in flight below a cap, which then holds less strictly."""
 
 
 class KillSwitchConfig(BaseConfig):
@@ -103,6 +104,15 @@ class VoiConfig(BaseConfig):
     """Votes that the prior counts as."""
     explore: float = Field(default=0.05, ge=0, le=1)
     """Share of states that are voted on whatever the estimate says: it would never be corrected otherwise."""
+
+
+class GateConfig(BaseConfig):
+    """The density gate on pairs that are made online: measured a window at a time, and trained only where it passes."""
+
+    window_pairs: int = Field(default=64, ge=16)
+    """Pairs of a window: so many wait at most until they are measured."""
+    min_pairs_a_trace: float = Field(default=5.0, gt=0)
+    """Pairs that a trace is to give; short traces cannot give five."""
 
 
 class TeachersConfig(BaseConfig):
@@ -155,6 +165,8 @@ class TeachersConfig(BaseConfig):
     """When replay stops by itself."""
     voi: VoiConfig = VoiConfig()
     """Which votes are worth their price."""
+    gate: GateConfig = GateConfig()
+    """Which of the pairs that are made online may be trained."""
 
     @field_validator("teacher")
     @classmethod

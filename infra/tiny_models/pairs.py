@@ -4,7 +4,8 @@
 2. At each state the three teachers give their own greedy answer, from the same token ids.
 3. Answers are compared in canonical form. A majority of the teachers beats the policy's answer; the policy's answer,
    where it is the majority's, beats a minority's. No majority, no pair; an answer that was cut is none.
-4. pairs.jsonl and PAIRS.md are written to the assets.
+4. pairs.jsonl, pairs.votes.jsonl (what each teacher said at every state) and PAIRS.md are written to the assets. The
+   verdict beside them is that of `composer pairs report --base tiny --min-pairs 1` on this file.
 
 Where teachers wrote the majority's answer differently, the one that the policy finds likeliest per token is taken. A
 final answer is compared as text: in toolsmith it can be right or wrong, so it is more than prose.
@@ -22,6 +23,7 @@ import torch
 from renderers.configs import Qwen3RendererConfig
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
+from composer_prime.families import family_of
 from composer_prime.pairs import Pair, State
 from infra.tiny_models.demonstrate import MAX_TURNS
 from infra.tiny_models.make import ASSETS
@@ -30,19 +32,30 @@ from orchestrator.environments.tool_loop.calls import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 from orchestrator.environments.toolsmith.episode import Episode
 from orchestrator.environments.toolsmith.tools import run_call
+from orchestrator.teachers.records import StateRecord, VoteRecord, digest
 
 TEACHERS = ("teacher_a", "teacher_b", "teacher_c")
 _BATCH = 64
+_OUTCOMES = {
+    "majority beats the policy": "overruled",
+    "the policy beats a minority": "agreed",
+    "all agree with the policy": "agreed",
+    "no majority": "no_majority",
+    "the policy's answer was cut": "refused",
+}
+"""As replay calls them."""
 _README = """# pairs.jsonl
 
 {pairs} preference pairs of toolsmith, for channel 3 before a replay of one's own traces exists
 (`orchestrator.preferences.pairs = "tiny"`). Made by
 
     python -m infra.tiny_models.pairs --seed {seed} --episodes {episodes} --most {most}
+    composer pairs report composer_prime/assets/tiny/pairs.jsonl --base tiny --min-pairs 1
 
 from the models in this folder: the policy played {episodes} training episodes (no question of the eval split), and at
-each of its {states} turns the three teachers gave their greedy answer. Nothing else went into the file. License: that
-of this repository.
+each of its {states} turns the three teachers gave their greedy answer, which pairs.votes.jsonl holds. Nothing else went
+into the files. License: that of this repository. The second line wrote the density gate's verdict (pairs.gate.json): an
+episode has one to four turns, so that a pair each is wanted instead of five.
 
 | | states |
 |---|---|
@@ -85,13 +98,16 @@ def main() -> None:
     renderer = ToolQwen3Renderer(tokenizer, Qwen3RendererConfig(thinking_retention="all"))
     models = {name: Qwen3ForCausalLM.from_pretrained(ASSETS / name).float().eval() for name in ("policy", *TEACHERS)}
     pairs: list[Pair] = []
+    records: list[StateRecord] = []
     outcomes: Counter[str] = Counter()
     episodes = draw_episodes(options.episodes, seed=options.seed)
     for start in range(0, len(episodes), _BATCH):
         numbered = list(enumerate(episodes))[start : start + _BATCH]
-        _play(models, renderer, numbered, options.seed, pairs, outcomes)
+        _play(models, renderer, numbered, options.seed, pairs, records, outcomes)
     kept = pairs[: options.most]
-    (options.out / "pairs.jsonl").write_bytes(b"".join(msgspec.json.encode(pair) + b"\n" for pair in kept))
+    last = next(index for index, record in enumerate(records) if kept[-1].pair_id in record.pairs)
+    for name, lines in (("pairs.jsonl", kept), ("pairs.votes.jsonl", records[: last + 1])):
+        (options.out / name).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     rows = "\n".join(f"| {name} | {count} |" for name, count in outcomes.most_common())
     (options.out / "PAIRS.md").write_text(
         _README.format(
@@ -119,6 +135,7 @@ def _play(
     episodes: list[tuple[int, Episode]],
     seed: int,
     pairs: list[Pair],
+    records: list[StateRecord],
     outcomes: Counter[str],
 ) -> None:
     """Plays the episodes with the policy and lets the teachers answer at each of its turns."""
@@ -134,6 +151,7 @@ def _play(
             outcome, pair = _vote(conversation, student, votes, models["policy"])
             outcomes[outcome] += 1
             pairs += [pair] if pair is not None else []
+            records.append(_record(conversation, outcome, student, votes, pair))
         live = [
             conversation
             for conversation, completion in zip(live, own, strict=True)
@@ -191,6 +209,38 @@ def _vote(
     return "all agree with the policy", None
 
 
+def _record(
+    conversation: Conversation,
+    outcome: str,
+    student: Answer | None,
+    votes: dict[str, Answer | None],
+    pair: Pair | None,
+) -> StateRecord:
+    """What `composer pairs report` reads. Nothing was paid, and the time of a state in a batch is not known."""
+    trace, own = _trace(conversation), student.canonical if student else None
+    return StateRecord(
+        trace=trace,
+        state=f"{trace}/{conversation.turn:04d}",
+        step=conversation.turn,
+        family=family_of("tiny"),
+        outcome=_OUTCOMES[outcome],
+        planned=len(TEACHERS),
+        votes=[
+            VoteRecord(
+                teacher=name, family=family_of(f"tiny/{name}"), tier="cheap", form=digest(answer.canonical),
+                agrees=answer.canonical == own, answer="", cached=False, cost_usd=0.0, seconds=0.0,
+            )
+            for name, answer in votes.items() if answer is not None
+        ],
+        student_form=None if own is None else digest(own),
+        pairs=[] if pair is None else [pair.pair_id],
+    )  # fmt: skip
+
+
+def _trace(conversation: Conversation) -> str:
+    return f"toolsmith-{conversation.number:04d}"
+
+
 def _likelihood(base: Qwen3ForCausalLM, prompt: list[int], answer: Answer) -> float:
     """Mean log-probability of the answer's tokens."""
     ids = torch.tensor([[*prompt, *answer.token_ids]])
@@ -201,7 +251,7 @@ def _likelihood(base: Qwen3ForCausalLM, prompt: list[int], answer: Answer) -> fl
 def _pair(
     conversation: Conversation, chosen: Answer, rejected: Answer, count: int, votes: dict[str, Answer | None]
 ) -> Pair:
-    trace = f"toolsmith-{conversation.number:04d}"
+    trace = _trace(conversation)
     return Pair(
         trace=trace,
         state=State(

@@ -1,9 +1,10 @@
 """Pairs for the next batch.
 
-    pairs.jsonl --order (cursor)--> pair --tokenise--> Preference     refused: counted by reason, the next is drawn
+    pairs.jsonl --order (cursor)--> pair --gate, tokenise--> Preference   refused: counted by reason, the next is drawn
 
-A batch's pairs and the cursor after them are journaled with the batch, so a batch that is served again has the same
-pairs and a resumed run goes on where it stopped.
+A pair waits until the density gate has measured it (released.py), and is refused where it missed the gate. A batch's
+pairs and the cursor after them are journaled with the batch, so a batch that is served again has the same pairs and a
+resumed run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.pairs import PairFile, resolve_pairs
 from composer_prime.wire.types import Preference
 from orchestrator.preferences.order import Cursor, PairOrder
+from orchestrator.preferences.released import Released
 from orchestrator.preferences.tokenise import PairLimits, PairTokeniser
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class PairMixer:
         """`active(step)`: whether channel 3 has a weight at that step; where it has none, no pair is drawn."""
         self._active = active
         self._file, self._tokeniser, self._per_step = file, tokeniser, per_step
-        self._order = PairOrder(seed)
+        self._order, self._released = PairOrder(seed), Released(file)
         self._refused: dict[int, str] = {}
         """Why a pair of the file can't be trained, by number."""
         self._digest: tuple[int, str] = (0, "")
@@ -67,7 +69,7 @@ class PairMixer:
 
     def draw(self, step: int) -> Drawn:
         """The next `per_step` pairs that can be trained, fewer where the file has fewer; none twice."""
-        available = self._file.refresh() if self._active(step) else 0
+        available = self._measured() if self._active(step) else 0
         drawn: dict[str, Preference] = {}
         for _ in range(2 * available):
             if len(drawn) == self._per_step or len(self._refused) + len(drawn) >= available:
@@ -78,6 +80,13 @@ class PairMixer:
                 drawn.setdefault(made.pair_id, made)
         self._warn_refused(available, len(drawn))
         return Drawn(preferences=list(drawn.values()), cursor=self._cursor(), metrics=self._metrics(len(drawn)))
+
+    def _measured(self) -> int:
+        """The first so many pairs of the file have a verdict; a new one gives those that were withheld another try."""
+        self._file.refresh()
+        if self._released.refresh():
+            self._refused = {index: reason for index, reason in self._refused.items() if reason != "gate"}
+        return self._released.measured
 
     def _cursor(self) -> Cursor:
         """The order's, with the digest of the pairs that its pass knows."""
@@ -96,6 +105,9 @@ class PairMixer:
         logger.warning("channel 3 trains nothing: all %d pairs of %s are refused (%s)", available, path, reasons)
 
     def _preference(self, index: int) -> Preference | None:
+        if not self._released.allows(index):
+            self._refused[index] = "gate"
+            return None
         try:
             made = self._tokeniser.preference(self._file.read(index))
         except ConfigError as error:
@@ -113,6 +125,7 @@ class PairMixer:
         refused = Counter(self._refused.values())
         return {
             "pairs/in_file": float(len(self._file)),
+            "pairs/measured": float(self._released.measured),
             "pairs/served": float(served),
             "pairs/pass": float(self._order.cursor.number),
             "pairs/refused": float(len(self._refused)),

@@ -3,7 +3,8 @@
     reserve (refused: CapError) ──> call ──> settle(cost)        the difference is free again
                                           └──> nothing came back    the whole reservation stays spent
 
-Sums are checked with everything in flight counted at its bound, so no order of replies can pass a cap.
+Sums are checked with everything in flight counted at its bound, so no order of replies can pass a cap. A charge above
+the bound or above the price list closes the budget: no further call is made.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +42,18 @@ class Budget:
         self._in_flight: dict[str, Reservation] = {}
         self._by_state: dict[str, float] = defaultdict(float)
         self._settled = asyncio.Event()
+        self.closed: str | None = None
+        """Why no call is made any more."""
+
+    @property
+    def by_trace(self) -> Mapping[str, float]:
+        """USD by trace, of earlier runs too."""
+        return self._by_trace
+
+    def close(self, reason: str) -> None:
+        """Refuse every further call, and those that wait to be made."""
+        self.closed = self.closed or reason
+        self._settled.set()
 
     async def reserve(self, *, trace: str, state: str, teacher: str, usd: float) -> Reservation:
         """Set `usd` aside for a call; waits where only calls in flight, which rarely cost their bound, are in the way.
@@ -59,6 +73,8 @@ class Budget:
 
     def _refusal(self, trace: str, teacher: str, usd: float, *, in_flight: bool) -> CapError | None:
         """Which cap another `usd` would pass, with what is reserved for calls in flight counted or not."""
+        if self.closed is not None:
+            return CapError(self.closed, scope="run")
         caps = self._config
         counted = list(self._in_flight.values()) if in_flight else []
         in_trace = self._by_trace[trace] + sum(each.usd for each in counted if each.trace == trace)

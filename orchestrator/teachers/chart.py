@@ -63,14 +63,14 @@ def _outline(heights: Sequence[float]) -> str:
 
 
 def _gates(density: Density) -> list[str]:
-    """A bar a gate, on a scale where the limit stands in the middle."""
+    """A bar a gate, on a scale where the limit stands in the middle; cost and time only where they are known."""
     gates = [
         ("pairs a trace", density.pairs_a_trace, density.min_pairs, density.pairs_a_trace >= density.min_pairs),
         ("$ a trace", density.usd_a_trace, MAX_USD_A_TRACE, density.usd_a_trace < MAX_USD_A_TRACE),
         ("s a step, p95", density.s_p95, MAX_S_A_STEP, density.s_p95 < MAX_S_A_STEP),
     ]
     parts, x, width = [], LEFT + PLOT_WIDTH + 50, 220
-    for index, (name, value, limit, good) in enumerate(gates):
+    for index, (name, value, limit, good) in enumerate(gates if density.votes else gates[:1]):
         y, length = TOP + 20 + 80 * index, min(value / (2 * limit), 1.0) * width
         colour = _COLOURS["real" if good else "flipped"]
         parts += [

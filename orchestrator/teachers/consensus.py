@@ -38,7 +38,13 @@ class Vote:
     """Of the answer in the cache."""
     cached: bool
     cost_usd: float
+    """Paid now; 0 from the cache."""
     seconds: float
+    """Waited now."""
+    price_usd: float
+    """Paid when it was first asked for."""
+    answer_s: float
+    """What the endpoint took then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,9 @@
     real pairs' base margin differs from label-flipped and from cross-step pairs', permutation p < .01 each
 
 The base margin of a pair is log p(chosen) - log p(rejected) a token under the frozen base, after the pair's context. A
-label-flipped pair has its sides exchanged; a cross-step pair has the rejected answer of another state. The gates are
-this project's own.
+label-flipped pair has its sides exchanged; a cross-step pair has the rejected answer of another state. Cost and time
+are those of asking: an answer from the cache counts at what it cost when it was asked for. The gates are this project's
+own.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ class Margins:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Density:
-    """What a replay found and cost."""
+    """What a replay found and cost. Without votes, what the pairs alone tell."""
 
     traces: int
+    """Replayed; without votes, those that gave a pair."""
     states: int
     pairs: int
     pairs_a_trace: float
@@ -58,13 +60,18 @@ class Density:
     agreement: Mapping[tuple[str, str], tuple[int, int]]
     """(states where both families gave the same action, states where both voted), by pair of families."""
     usd_a_trace: float
+    """As first asked."""
     usd_interval: Interval
+    paid_usd: float
+    """Paid by this replay, all traces together: nothing for answers from the cache."""
     s_a_step: float
-    """Mean over states that made a call."""
+    """As first asked; mean over states that were voted on."""
     s_interval: Interval
     s_p95: float
     epsilons: Mapping[float, int]
     margins: Margins | None = None
+    votes: bool = True
+    """Whether the votes are known; without them agreement, cost and time are not."""
     min_pairs: float = MIN_PAIRS_A_TRACE
     failures: list[str] = field(default_factory=list)
     """Gates that were missed."""
@@ -80,36 +87,44 @@ def measure(
     margins: Margins | None,
     *,
     min_pairs: float = MIN_PAIRS_A_TRACE,
+    by_trace: Mapping[str, int] | None = None,
 ) -> Density:
-    """`records` and `pairs` of one replay; without `margins` the gate cannot pass.
+    """`records` and `pairs` of one replay; without `margins` or records the gate cannot pass.
 
-    `min_pairs` a trace are wanted: short traces cannot give five.
+    `min_pairs` a trace are wanted: short traces cannot give five. `by_trace`: pairs of each trace, where `pairs` are
+    not all that these traces gave.
     """
-    traces = list(dict.fromkeys(record.trace for record in records))
-    count, usd = Counter(pair.trace for pair in pairs), defaultdict[str, float](float)
-    for record in records:  # a state that was tried twice was paid for twice, and decided once
-        usd[record.trace] += record.cost_usd
-    records = list(latest(records).values())
-    seconds = [record.seconds for record in records if record.seconds > 0]
-    by_trace = [float(count[trace]) for trace in traces]
-    costs = [usd[trace] for trace in traces]
+    count = Counter(pair.trace for pair in pairs) if by_trace is None else by_trace
+    traces = list(dict.fromkeys(record.trace for record in records)) or list(count)
+    paid, price = defaultdict[str, float](float), defaultdict[str, float](float)
+    for record in records:
+        paid[record.trace] += record.cost_usd
+    votes, records = bool(records), list(latest(records).values())
+    for record in records:
+        price[record.trace] += record.price_usd
+    seconds = [value for record in records if (value := max(record.seconds, record.vote_s)) > 0]
+    pairs_of = [float(count.get(trace, 0)) for trace in traces]
+    # A state that was tried twice was paid for twice, and decided once.
+    costs = [max(paid[trace], price[trace]) for trace in traces]
     density = Density(
         traces=len(traces),
         states=len(records),
         pairs=len(pairs),
-        pairs_a_trace=_mean(by_trace),
-        pairs_interval=bootstrap_interval(by_trace),
+        pairs_a_trace=_mean(pairs_of),
+        pairs_interval=bootstrap_interval(pairs_of),
         outcomes=Counter(record.outcome for record in records),
         dropped=sum((Counter(record.dropped) for record in records), Counter()),
         kappa=fleiss_kappa([_agreeing(record) for record in records]),
         agreement=_families(records),
         usd_a_trace=_mean(costs),
         usd_interval=bootstrap_interval(costs),
+        paid_usd=sum(paid.values()),
         s_a_step=_mean(seconds),
         s_interval=bootstrap_interval(seconds),
         s_p95=percentile(seconds, 0.95),
         epsilons=Counter(round(pair.epsilon, 4) for pair in pairs),
         margins=margins,
+        votes=votes,
         min_pairs=min_pairs,
     )
     density.failures.extend(_missed(density))
@@ -124,6 +139,8 @@ def _missed(density: Density) -> list[str]:
         missed.append(f"${density.usd_a_trace:.2f} a trace, less than ${MAX_USD_A_TRACE:g} is wanted")
     if density.s_p95 >= MAX_S_A_STEP:
         missed.append(f"{density.s_p95:.1f} s a step (p95), less than {MAX_S_A_STEP:g} is wanted")
+    if not density.votes:
+        missed.append("the votes are missing, so traces without a pair, agreement, cost and time are not known")
     if density.margins is None:
         return [*missed, "the base margins were not measured"]
     for name, p in (("label-flipped", density.margins.p_flipped), ("cross-step", density.margins.p_cross_step)):

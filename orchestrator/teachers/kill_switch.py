@@ -17,7 +17,7 @@ def percentile(values: Collection[float], share: float) -> float:
 
 @dataclass(slots=True)
 class KillSwitch:
-    """Fed after each state."""
+    """Fed after each state, those of earlier runs first."""
 
     config: KillSwitchConfig
     seconds: list[float] = field(default_factory=list)

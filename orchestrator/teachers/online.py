@@ -2,7 +2,8 @@
 
     teachers.states (a file), or the run's own rollouts/step_*.jsonl as they appear ──> Replay ──> pairs.jsonl
 
-It never holds training up. Stopped by a cap or the kill switch, or broken, it says so in the log and in metrics.jsonl;
+It never holds training up. Pairs are trained a window at a time, once the window has passed the density gate
+(running_gate.py). Stopped by a cap or the kill switch, or broken, it says so in the log and in metrics.jsonl;
 the run goes on with the pairs there are. A resumed run goes on where it was and pays nothing twice.
 """
 
@@ -49,7 +50,7 @@ class OnlineReplay:
         """
         pairs, costs = self._run_dir.root / "pairs.jsonl", self._run_dir.root / "costs.jsonl"
         try:
-            async with opened(self._config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as replay:
+            async with opened(self._config, pairs=pairs, votes=votes_beside(pairs), costs=costs, gated=True) as replay:
                 report = asyncio.create_task(self._report(replay))
                 try:
                     await replay.run(self._states())
@@ -114,6 +115,21 @@ class OnlineReplay:
                 "replay/cached": float(progress.cached),
                 "replay/failed_calls": float(progress.failed),
                 "replay/usd": progress.usd,
+                **_gate(replay),
                 "replay/stopped": float(progress.stopped is not None),
             },
         )
+
+
+def _gate(replay: Replay) -> dict[str, float]:
+    """gate/…: pairs that have a verdict, those that may be trained, and windows by verdict."""
+    if replay.gate is None:
+        return {}
+    gate = replay.gate.gate
+    passed = sum(verdict.passed for verdict in gate.verdicts)
+    return {
+        "gate/measured": float(gate.measured),
+        "gate/pairs_passed": float(gate.passed),
+        "gate/windows_passed": float(passed),
+        "gate/windows_missed": float(len(gate.verdicts) - passed),
+    }

@@ -8,37 +8,56 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from composer_prime.config import Config
+from composer_prime.config.teachers import TeachersConfig
+from composer_prime.errors import ConfigError, ModelNotFoundError
 from orchestrator.teachers.budget import Budget
 from orchestrator.teachers.local import LocalModels
 from orchestrator.teachers.pool import TeacherPool
 from orchestrator.teachers.records import Records, only_writer
 from orchestrator.teachers.replay import Replay
-from orchestrator.teachers.scoring import Scorer, ServedScorer
+from orchestrator.teachers.running_gate import RunningGate
+from orchestrator.teachers.scoring import KeptScorer, Scorer, ServedScorer
 
 
 @asynccontextmanager
-async def opened(config: Config, *, pairs: Path, votes: Path, costs: Path) -> AsyncIterator[Replay]:
-    """Raises ConfigError (price, key, another replay of `pairs`), RoleFailedError or DeadlineError (local models)."""
+async def opened(
+    config: Config, *, pairs: Path, votes: Path, costs: Path, gated: bool = False
+) -> AsyncIterator[Replay]:
+    """`gated`: measure the pairs as they come, for they are trained meanwhile.
+
+    Raises ConfigError (price, key, base, another replay of `pairs`), RoleFailedError or DeadlineError (local models).
+    """
     teachers = config.teachers
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every vote
-    models = [] if teachers.cache_only else [teacher.model for teacher in teachers.teacher if teacher.local]
+    models = [teacher.model for teacher in teachers.teacher if teacher.local]
     base = config.model.path
-    scored = teachers.score and bool(models)
+    wanted = [] if teachers.cache_only else [*models, *([base] if teachers.score else [])]
     async with AsyncExitStack() as stack:
-        addresses: dict[str, str] = {}
-        scorer: Scorer | None = None
         stack.enter_context(only_writer(pairs))  # before what was spent is read
         budget = Budget(teachers.budget, costs)
         records = Records(pairs, votes)
-        if models:
-            wanted = [*models, base] if scored else models
-            served = LocalModels(wanted, threads=teachers.local_threads, start_timeout_s=teachers.local_start_timeout_s)
-            url = await stack.enter_async_context(served)
+        addresses: dict[str, str] = {}
+        served: Scorer | None = None
+        kept = _kept(teachers, base) if teachers.score else None
+        if wanted:
+            url = await stack.enter_async_context(
+                LocalModels(wanted, threads=teachers.local_threads, start_timeout_s=teachers.local_start_timeout_s)
+            )
             addresses = dict.fromkeys(models, url)
-            if scored:
-                found = ServedScorer(url, base, teachers.timeout_s)
-                stack.push_async_callback(found.close)
-                scorer = found
+            if kept is not None:
+                served = kept.inner = ServedScorer(url, base, teachers.timeout_s)
+                stack.push_async_callback(served.close)
         pool = TeacherPool(teachers, budget, addresses)
         stack.push_async_callback(pool.close)
-        yield Replay(teachers, pool, budget, records, scorer, seed=config.run.seed)
+        gate = RunningGate(teachers.gate, records, served) if gated else None
+        yield Replay(teachers, pool, budget, records, kept, seed=config.run.seed, gate=gate)
+
+
+def _kept(teachers: TeachersConfig, base: str) -> KeptScorer:
+    try:
+        return KeptScorer(teachers.cache_dir.expanduser() / "scores", base)
+    except ModelNotFoundError as error:
+        raise ConfigError(
+            f"{error}; the frozen base chooses among agreeing answers: to take the first of them instead, set "
+            "teachers.score = false"
+        ) from None

@@ -26,7 +26,7 @@ UNDECIDED = {"refused", "failed", "budget"}
 """Outcomes that the next replay tries to better: a teacher is back, a cap is raised, a family is named."""
 
 
-class VoteRecord(msgspec.Struct, frozen=True, kw_only=True):
+class VoteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One teacher's vote, as it is written down."""
 
     teacher: str
@@ -40,10 +40,15 @@ class VoteRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Key of the answer in the cache."""
     cached: bool
     cost_usd: float
+    """Paid now; 0 from the cache."""
     seconds: float
+    price_usd: float = 0.0
+    """Paid when it was first asked for, as the cache keeps it."""
+    answer_s: float = 0.0
+    """What the endpoint took then."""
 
 
-class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
+class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What became of one state."""
 
     trace: str
@@ -57,11 +62,17 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
     votes: list[VoteRecord] = []
     student_form: str | None = None
     error: bool = False
+    entropy: float | None = None
     failed_calls: int = 0
+    """Calls of this replay that gave no vote; an answer from the cache that gives none is not one."""
     cost_usd: float = 0.0
     """Paid now, retries included."""
     seconds: float = 0.0
     """From the first call to the last answer; 0 where all came from the cache."""
+    price_usd: float = 0.0
+    """As cost_usd, with answers from the cache at what they cost when they were asked for."""
+    vote_s: float = 0.0
+    """As seconds, with answers from the cache at the time that they took then, one after another."""
     pairs: list[str] = []
     dropped: dict[str, int] = {}
     """Pairs that were not written, by reason: length, duplicate."""
@@ -94,13 +105,15 @@ class Records:
         for path in (pairs, votes):
             path.parent.mkdir(parents=True, exist_ok=True)
             _drop_torn_line(path)
-        self.done = {place for place, record in latest(read_records(votes)).items() if record.outcome not in UNDECIDED}
+        self.history = list(read_records(votes))
+        """What earlier replays wrote down."""
+        self.done = {place for place, record in latest(self.history).items() if record.outcome not in UNDECIDED}
         written = list(read_pairs(pairs))
         self.pair_ids = {pair.pair_id for pair in written}
         self.contents = {content_of(pair) for pair in written}
 
-    def add(self, record: StateRecord, pairs: list[Pair]) -> None:
-        """Raises OSError."""
+    def add(self, record: StateRecord, pairs: list[Pair]) -> int:
+        """Write both down; how many pairs the file did not hold before. Raises OSError."""
         fresh = [pair for pair in pairs if pair.pair_id not in self.pair_ids]
         _append(self.pairs_path, fresh)
         self.pair_ids.update(pair.pair_id for pair in fresh)
@@ -108,6 +121,7 @@ class Records:
         _append(self.votes_path, [record])
         if record.outcome not in UNDECIDED:
             self.done.add((record.trace, record.state))
+        return len(fresh)
 
 
 def read_records(path: Path) -> Iterator[StateRecord]:
@@ -146,12 +160,10 @@ def _without_ids(message: dict[str, Any]) -> list[Any]:
 def _append(path: Path, values: list[Any]) -> None:
     if not values:
         return
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, b"".join(msgspec.json.encode(value) + b"\n" for value in values))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with path.open("ab") as file:
+        file.write(b"".join(msgspec.json.encode(value) + b"\n" for value in values))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _read(path: Path, kind: type[T]) -> Iterator[T]:

@@ -6,8 +6,8 @@
                  candidates ── length, duplicates ── text by the base's likelihood ──> Records
                kill switch, budget ──> stop: what is in flight ends, the rest stays for the next replay
 
-A replay that was interrupted, killed or stopped goes on where it was: done states are skipped, and answers that were
-paid for come from the cache.
+A replay that was interrupted, killed or stopped goes on where it was: done states are skipped, answers that were paid
+for come from the cache, and what the kill switch and the value of information had seen is read from votes and costs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import CapError, TeacherError
@@ -38,8 +38,9 @@ from orchestrator.teachers.edits import Files
 from orchestrator.teachers.kill_switch import KillSwitch
 from orchestrator.teachers.pool import TeacherPool
 from orchestrator.teachers.records import Records, StateRecord, VoteRecord, content_of, digest
+from orchestrator.teachers.running_gate import RunningGate
 from orchestrator.teachers.scoring import Scorer, likeliest
-from orchestrator.teachers.teacher import Teacher
+from orchestrator.teachers.teacher import NotAskedError, Teacher
 from orchestrator.teachers.voi import Situation, ValueOfInformation
 
 
@@ -57,6 +58,11 @@ class Progress:
     cached: int = 0
     failed: int = 0
     usd: float = 0.0
+    """Paid now."""
+    price_usd: float = 0.0
+    """As usd, with answers from the cache at what they cost when they were asked for."""
+    with_entropy: int = 0
+    """States whose trace tells how uncertain the student was."""
     stopped: str | None = None
     """Why it stopped early."""
     refusals: Counter[str] = field(default_factory=Counter)
@@ -71,6 +77,12 @@ class _Ballot:
     planned: int
     votes: list[Vote] = field(default_factory=list)
     failed: int = 0
+    """Calls that gave no vote."""
+    blank: int = 0
+    """Teachers that gave no vote without a call: a cut answer in the cache, or none there."""
+    cached_usd: float = 0.0
+    """What answers from the cache cost when they were asked for."""
+    cached_s: float = 0.0
     first_disagreed: bool | None = None
     stopped_by: str | None = None
 
@@ -87,13 +99,19 @@ class Replay:
         budget: Budget,
         records: Records,
         scorer: Scorer | None = None,
+        *,
         seed: int = 0,
+        gate: RunningGate | None = None,
     ) -> None:
+        """`gate` measures the pairs as they come, where they are trained while the replay goes on."""
         self.config, self.progress = config, Progress()
         self._pool, self._budget, self._records, self._scorer = pool, budget, records, scorer
         self._voi = ValueOfInformation(config.voi, seed)
-        self._switch = KillSwitch(config.kill)
+        self._switch = KillSwitch(config.kill, usd_by_trace=dict(budget.by_trace))
+        self.gate = gate
         self._writing = asyncio.Lock()
+        for record in records.history:
+            self._recall(record)
 
     async def run(self, states: Iterable[TraceState] | AsyncIterator[TraceState]) -> Progress:
         """Replay until the states end or something stops it; `progress.stopped` says what.
@@ -127,10 +145,21 @@ class Replay:
             self._budget.stopped(self.progress.stopped)
         return self.progress
 
+    def _recall(self, record: StateRecord) -> None:
+        """Take in what an earlier replay saw; its costs are in the ledger."""
+        self._note(record, usd=0.0)
+        if record.outcome in ("agreed", "overruled") and record.votes:
+            before = Situation(error=record.error, entropy=record.entropy)
+            after = replace(before, cheap_disagrees=not record.votes[0].agrees)
+            for situation in (before, after):
+                self._voi.learn(situation, record.outcome == "overruled")
+
     def _begin(self, state: TraceState, running: set[asyncio.Task[None]]) -> None:
         if (state.trace_id, state.state_id) in self._records.done:
             self.progress.resumed += 1
-        else:
+            return
+        self.progress.stopped = self.progress.stopped or self._switch.tripped()
+        if self.progress.stopped is None:
             running.add(asyncio.ensure_future(self._one(state)))
 
     async def _one(self, state: TraceState) -> None:
@@ -143,6 +172,7 @@ class Replay:
             return
         pairs, dropped = await self._pairs(ballot) if ballot is not None else ([], Counter[str]())
         called = ballot is not None and (ballot.failed > 0 or any(not vote.cached for vote in ballot.votes))
+        usd, seconds = self._budget.take_state(state.state_id), time.monotonic() - start if called else 0.0
         record = StateRecord(
             trace=state.trace_id,
             state=state.state_id,
@@ -154,15 +184,22 @@ class Replay:
             votes=[_record(vote, ballot.student) for vote in ballot.votes] if ballot else [],
             student_form=digest(ballot.student) if ballot else None,
             error=state.error is not None,
+            entropy=state.entropy,
             failed_calls=ballot.failed if ballot else 0,
-            cost_usd=self._budget.take_state(state.state_id),
-            seconds=time.monotonic() - start if called else 0.0,
+            cost_usd=usd,
+            seconds=seconds,
+            price_usd=usd + (ballot.cached_usd if ballot else 0.0),
+            vote_s=seconds + (ballot.cached_s if ballot else 0.0),
             pairs=[pair.pair_id for pair in pairs],
             dropped=dict(dropped),
         )
         async with self._writing:
-            await asyncio.to_thread(self._records.add, record, pairs)
+            written = await asyncio.to_thread(self._records.add, record, pairs)
+            if self.gate is not None:
+                self.gate.note(record, written)
         self._count(record, len(pairs))
+        if self.gate is not None:
+            await self.gate.measure_when_due()
 
     async def _vote(self, state: TraceState) -> tuple[_Ballot | None, str, str | None]:
         """(votes, outcome, reason)."""
@@ -185,7 +222,7 @@ class Replay:
         form = majority(ballot.cast, ballot.planned)
         if form is None:
             alone = len({vote.family for vote in ballot.votes}) < 2
-            return ballot, "failed" if ballot.failed and alone else "no_majority", None
+            return ballot, "failed" if ballot.failed + ballot.blank and alone else "no_majority", None
         self._voi.learn(_situation(ballot, None), form != student)
         self._voi.learn(_situation(ballot, ballot.first_disagreed), form != student)
         return ballot, "agreed" if form == student else "overruled", None
@@ -222,12 +259,19 @@ class Replay:
         state = ballot.state
         try:
             asked = await self._pool.ask(teacher, state)
+        except NotAskedError:
+            ballot.blank += 1
+            return
         except TeacherError:
             ballot.failed += 1
             return
+        if asked.cached:
+            ballot.cached_usd += asked.answer.cost_usd
+            ballot.cached_s += asked.answer.seconds
         form = canonical(asked.answer.message, state.tools, Files(state.messages))
         if form is None or asked.answer.finish_reason == "length":
-            ballot.failed += 1
+            ballot.blank += asked.cached
+            ballot.failed += not asked.cached
             return
         if ballot.first_disagreed is None:
             ballot.first_disagreed = form != ballot.student
@@ -242,6 +286,8 @@ class Replay:
                 cached=asked.cached,
                 cost_usd=asked.cost_usd,
                 seconds=asked.seconds,
+                price_usd=asked.answer.cost_usd,
+                answer_s=asked.answer.seconds,
             )
         )
 
@@ -277,7 +323,7 @@ class Replay:
             rejected=candidate.rejected,
             epsilon=candidate.epsilon,
             teachers={"votes": votes, "planned": ballot.planned, "chosen_by": how},
-            cost_usd=sum(vote.cost_usd for vote in ballot.votes),
+            cost_usd=sum(vote.price_usd for vote in ballot.votes),
         )
 
     def _count(self, record: StateRecord, pairs: int) -> None:
@@ -286,17 +332,22 @@ class Replay:
         progress.outcomes[record.outcome] += 1
         progress.pairs += pairs
         progress.dropped.update(record.dropped)
-        paid = [vote for vote in record.votes if not vote.cached]
-        progress.calls += len(paid) + record.failed_calls
-        progress.cached += len(record.votes) - len(paid)
+        paid = sum(not vote.cached for vote in record.votes)
+        progress.calls += paid + record.failed_calls
+        progress.cached += len(record.votes) - paid
         progress.failed += record.failed_calls
         progress.usd += record.cost_usd
+        progress.price_usd += record.price_usd
+        progress.with_entropy += record.entropy is not None
         if record.outcome == "refused":
             progress.refusals[record.reason or ""] += 1
-        seconds = record.seconds if paid or record.failed_calls else None
-        calls = len(paid) + record.failed_calls
-        self._switch.note(record.trace, record.cost_usd, seconds, calls, record.failed_calls)
-        progress.stopped = progress.stopped or self._switch.tripped()
+        self._note(record, usd=record.cost_usd)
+        progress.stopped = progress.stopped or self._budget.closed or self._switch.tripped()
+
+    def _note(self, record: StateRecord, *, usd: float) -> None:
+        """Show the kill switch a state."""
+        calls = sum(not vote.cached for vote in record.votes) + record.failed_calls
+        self._switch.note(record.trace, usd, record.seconds if calls else None, calls, record.failed_calls)
 
 
 def _situation(ballot: _Ballot, first_disagreed: bool | None) -> Situation:
@@ -315,6 +366,8 @@ def _record(vote: Vote, student: Canonical) -> VoteRecord:
         cached=vote.cached,
         cost_usd=vote.cost_usd,
         seconds=vote.seconds,
+        price_usd=vote.price_usd,
+        answer_s=vote.answer_s,
     )
 
 

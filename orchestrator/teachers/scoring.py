@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
+import msgspec
 
 from composer_prime.errors import TeacherError
+from composer_prime.run_dir import write_atomic
 from composer_prime.traces import Message
+from orchestrator.teachers.local import weights_mark
 
 
 class Scorer(Protocol):
@@ -35,6 +41,29 @@ class ServedScorer:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+class KeptScorer:
+    """Scores on disk, by the base's weights and everything else that they depend on: a replay from the cache gives the
+    same pairs. What is not there is asked of `inner`; without one there is no score."""
+
+    def __init__(self, folder: Path, model: str, inner: Scorer | None = None) -> None:
+        """Raises ModelNotFoundError."""
+        self.inner, self._folder, self._mark = inner, folder, weights_mark(model)
+
+    async def logprob_per_token(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> float:
+        content = msgspec.json.encode([self._mark, messages, tools, answer], order="deterministic")
+        key = hashlib.blake2b(content, digest_size=16).hexdigest()
+        path = self._folder / key[:2] / f"{key}.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=float)
+        except (OSError, msgspec.DecodeError):
+            pass
+        if self.inner is None:
+            raise TeacherError(f"{self._folder} holds no score of this answer, and no base is served")
+        score = await self.inner.logprob_per_token(messages, tools, answer)
+        await asyncio.to_thread(write_atomic, path, msgspec.json.encode(score))
+        return score
 
 
 async def likeliest(

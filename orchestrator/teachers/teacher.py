@@ -41,6 +41,14 @@ _PROMPT_OVERHEAD_TOKENS = 64
 """What an endpoint's chat template may add around the messages."""
 
 
+_ROUNDING = 0.01
+"""By which share a bill may differ from the price list."""
+
+
+class NotAskedError(TeacherError):
+    """No call was made."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """An answer, and what it took this time."""
@@ -84,6 +92,8 @@ class _Choice(msgspec.Struct):
 class _Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
+    cost: float | None = None
+    """USD, where the endpoint says what it charged (OpenRouter)."""
 
 
 class _Reply(msgspec.Struct):
@@ -115,7 +125,6 @@ class Teacher:
         self._places = asyncio.Semaphore(config.max_concurrent)
         self._asking: dict[str, asyncio.Task[Asked]] = {}
         self._random = random.Random()
-        self._overcharged: str | None = None
 
     @property
     def name(self) -> str:
@@ -152,18 +161,17 @@ class Teacher:
         return self._cache.get(question.key) is not None
 
     async def ask(self, question: Question, *, trace: str, state: str) -> Asked:
-        """Raises TeacherError when there is no usable answer, CapError when the call would pass a cap."""
+        """Raises TeacherError when there is no usable answer, NotAskedError when it may not be asked for, CapError when
+        the call would pass a cap."""
         key = question.key
         stored = self._cache.get(key)
         if stored is not None:
             return Asked(answer=stored, key=key, cached=True, cost_usd=0.0, seconds=0.0)
         if self._client is None:
-            raise TeacherError(
+            raise NotAskedError(
                 f"teachers.cache_only is true, and {self._shared.cache_dir} holds no answer of {self.name} to this "
                 f"state ({key}): replay with cache_only = false once"
             )
-        if self._overcharged is not None:
-            raise TeacherError(self._overcharged)
         under_way = self._asking.get(key)
         if under_way is not None:
             asked = await asyncio.shield(under_way)
@@ -203,16 +211,12 @@ class Teacher:
         """One call, settled however it ends; its answer is kept before it is settled. Raises _Failed."""
         start, usd, status, tokens = time.monotonic(), reserved.usd, "cancelled", (0, 0)
         try:
-            # A call may have waited for its place, its pace or its money since ask() looked.
-            if self._overcharged is not None:
-                usd = 0.0
-                raise _Failed(self._overcharged, again=False)
             raw = await self._post(question)
             reply = _decoded(raw)
             tokens = (reply.usage.prompt_tokens, reply.usage.completion_tokens)
-            usd = self.price.cost_usd(*tokens)
-            status = "ok"
-            self._check_charge(usd, reserved)
+            listed = self.price.cost_usd(*tokens)
+            usd, status = max(listed, reply.usage.cost or 0.0), "ok"
+            self._check_charge(usd, listed, reserved)
             answer = _answer(reply, usd, time.monotonic() - start)
             await asyncio.to_thread(self._cache.put, key, answer)
             return answer
@@ -255,12 +259,17 @@ class Teacher:
             )
             return raw.content
 
-    def _check_charge(self, usd: float, reserved: Reservation) -> None:
-        """A teacher that charges more than the bound gets no further call: no cap could hold against it."""
+    def _check_charge(self, usd: float, listed: float, reserved: Reservation) -> None:
+        """An endpoint that charges more than the bound, or than its prices, ends the replay: no cap could hold."""
         if usd > reserved.usd:
-            self._overcharged = (
-                f"{self.name} charged ${usd:.6f} for a call that was bounded by ${reserved.usd:.6f}, and is asked no "
-                "more: lower teachers.budget.bytes_per_token, and check that the endpoint keeps to max_tokens"
+            self._budget.close(
+                f"{self.name} charged ${usd:.6f} for a call that was bounded by ${reserved.usd:.6f}: lower "
+                "teachers.budget.bytes_per_token, and check that the endpoint keeps to max_tokens"
+            )
+        elif usd > listed * (1 + _ROUNDING):
+            self._budget.close(
+                f"{self.name} charged ${usd:.6f} for a call that costs ${listed:.6f} by its prices: correct "
+                "input_usd_per_mtok and output_usd_per_mtok of the teacher"
             )
 
     def _pause_s(self, attempt: int, asked_s: float | None) -> float:

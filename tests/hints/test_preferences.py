@@ -16,10 +16,12 @@ from rollouts_made import TOOLS
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.packing import pack
 from composer_prime.pairs import Pair, PairFile, State, resolve_pairs
+from composer_prime.pairs_gate import gate_file, read_gate
 from composer_prime.wire.types import Preference, ints
 from orchestrator.preferences.mixer import PairMixer
 from orchestrator.preferences.order import Cursor, PairOrder
 from orchestrator.preferences.tokenise import PairLimits, PairTokeniser
+from tests.verdicts import release
 
 ROOMY = PairLimits(max_context=384, row_tokens=4096, max_epsilon=0.5)
 
@@ -42,7 +44,7 @@ def pair(number: int = 0, **changes: Any) -> Pair:
 def write(path: Path, pairs: list[Pair], *, more: bytes = b"") -> Path:
     with path.open("ab") as file:
         file.write(b"".join(msgspec.json.encode(each) + b"\n" for each in pairs) + more)
-    return path
+    return release(path)
 
 
 def mixer(path: Path, *, per_step: int = 4, seed: int = 0, limits: PairLimits = ROOMY) -> PairMixer:
@@ -103,6 +105,7 @@ def test_a_resumed_order_goes_on_as_if_it_had_not_stopped(seed, size, before, gr
     assert [whole.next(size + grown) for _ in range(30)] == [stopped.next(size + grown) for _ in range(30)]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 5), st.integers(2, 12))
 def test_every_pass_holds_every_pair_once_and_is_shuffled_anew(seed, size):
     order = PairOrder(seed)
@@ -203,6 +206,33 @@ def test_steps_without_weight_draw_nothing(tmp_path):
     before = mixing.draw(5)
     assert before.preferences == [] and before.cursor == Cursor()
     assert len(mixing.draw(6).preferences) == 2
+
+
+# Only what a verdict that passed covers is trained: not what was withheld, and not what no verdict has measured yet.
+def test_the_gate_lets_pairs_through(tmp_path):
+    path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(6)])
+    gate_file(path).unlink()
+    mixing = mixer(path, per_step=9)
+    drawn = mixing.draw(1)
+    assert drawn.preferences == [] and drawn.metrics["pairs/measured"] == 0 and drawn.metrics["pairs/in_file"] == 6
+    release(path, first=4)
+    drawn = mixing.draw(2)
+    assert sorted(ids(drawn.preferences)) == ["s4", "s5"] and drawn.metrics["pairs/refused/gate"] == 4
+    release(path)
+    assert len(mixing.draw(3).preferences) == 6
+
+
+# A verdict on other pairs releases none, and the log names both digests and the remedy.
+def test_a_verdict_on_another_file_releases_nothing(tmp_path, caplog):
+    path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(3)])
+    other = write(tmp_path / "other.jsonl", [pair(n + 1) for n in range(3)])
+    gate_file(path).write_bytes(gate_file(other).read_bytes())
+    assert mixer(path).draw(1).preferences == []
+    told = caplog.records[0].getMessage()
+    file = PairFile(path)
+    file.refresh()
+    digests = [read_gate(other).verdicts[0].digest, file.digest(3)]
+    assert all(digest in told for digest in digests) and "composer pairs report" in told
 
 
 def test_a_wrong_line_is_named(tmp_path):

@@ -22,6 +22,7 @@ from orchestrator.preferences.order import Cursor
 from orchestrator.resume import resume
 from orchestrator.sources import Sources
 from orchestrator.workers.protocol import RolloutReply, RunRollout, SessionRecord, ToolCall, TurnRecord
+from tests.verdicts import release
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
 PREFERENCE = Preference(
@@ -126,6 +127,7 @@ def both_channels(root, *, max_steps: int, resume_: bool = False, **orchestrator
             for state in states
         ]  # fmt: skip
         pairs.write_bytes(b"".join(msgspec.json.encode(pair) + b"\n" for pair in made))
+        release(pairs)
     values = make_config(root, max_steps=max_steps, resume=resume_, hints={}, **orchestrator).model_dump()
     values["orchestrator"]["preferences"] = {"pairs": str(pairs), "pairs_per_step": 2}
     values["channels"]["sdpo"] |= {"weight": 0.5}

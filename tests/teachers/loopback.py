@@ -39,6 +39,9 @@ class Endpoint:
     late_s: float = 2.0
     delay_s: float = 0.0
     tokens_factor: float = 1.0
+    billed_usd: float | None = None
+    """What it says that a call cost."""
+    finish_reason: str = "stop"
     in_flight: int = 0
     most_in_flight: int = 0
     url: str = ""
@@ -92,8 +95,9 @@ class Endpoint:
         usage = {
             "prompt_tokens": int(PROMPT_TOKENS * self.tokens_factor),
             "completion_tokens": int(ANSWER_TOKENS * self.tokens_factor),
+            "cost": self.billed_usd,
         }
-        return {"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}
+        return {"choices": [{"message": message, "finish_reason": self.finish_reason}], "usage": usage}
 
 
 @asynccontextmanager
@@ -140,7 +144,7 @@ def configured(tmp_path: Path, url: str, models: tuple[str, ...] = ("gpt-a", "qw
         "cache_dir": tmp_path / "cache",
         "retry_base_s": 0.01,
         "retry_max_s": 0.05,
-        "timeout_s": 1.0,
+        "timeout_s": 10.0,
         "max_tokens": 20,
         "score": False,
         "budget": {"usd_per_call": 1.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0},

@@ -14,15 +14,19 @@ import pytest
 from loopback import Endpoint, call, configured, replayed, serving, state
 
 from composer_prime.config import Config
-from composer_prime.pairs import Pair, State
-from composer_prime.pairs_gate import Gate, gate_file
+from composer_prime.config.teachers import GateConfig
+from composer_prime.errors import ConfigError
+from composer_prime.pairs import Pair, PairFile, State
+from composer_prime.pairs_gate import check_binding, gate_file, read_gate
 from composer_prime.preflight import check
 from orchestrator.teachers.chart import draw
 from orchestrator.teachers.density import Density, Margins, measure
 from orchestrator.teachers.margins import base_margins
-from orchestrator.teachers.records import StateRecord, VoteRecord
+from orchestrator.teachers.records import Records, StateRecord, VoteRecord, votes_beside
 from orchestrator.teachers.report import main, text
+from orchestrator.teachers.running_gate import RunningGate
 from orchestrator.teachers.statistics import difference_p, fleiss_kappa, sign_flip_p
+from tests.verdicts import release
 
 
 def vote(teacher: str, form: str, agrees: bool) -> VoteRecord:
@@ -122,22 +126,12 @@ def test_the_chart(changes: dict) -> None:
 
 
 # Margins are of the base: a scorer that likes "cat" gives +1 for real pairs, and cross-step pairs another's answer.
-async def _margins(pairs: list[Pair]) -> Margins:
-    class LikesCat:
-        async def logprob_per_token(self, messages, tools, answer) -> float:
-            function = answer["tool_calls"][0]["function"]
-            stranger = str(json.loads(function["arguments"])["n"]) != messages[0]["content"]
-            return 0.0 if function["name"] == "cat" else -3.0 if stranger else -1.0
-
-    return await base_margins(LikesCat(), pairs)
-
-
 def test_margins_of_real_and_cross_step_pairs() -> None:
-    margins = asyncio.run(_margins([pair("a", number) for number in range(12)]))
+    margins = asyncio.run(base_margins(Likes(), [pair("a", number) for number in range(12)]))
     assert margins.real == [1.0] * 12 and margins.cross_step == [3.0] * 12
 
 
-# The verdict of a report decides whether channel 3 may have a weight.
+# Nothing is worth a weight that was not measured, that missed the gate, or that is not what was measured.
 def test_the_verdict_holds_the_weight_at_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def run() -> None:
         async with serving(Endpoint(answers=lambda model, messages: ("cat", {"path": "a.py"}))) as endpoint:
@@ -145,17 +139,105 @@ def test_the_verdict_holds_the_weight_at_zero(tmp_path: Path, capsys: pytest.Cap
 
     asyncio.run(run())
     pairs = tmp_path / "pairs.jsonl"
+    assert "never measured" in problems(pairs, weight=0.5) and problems(pairs, weight=0.0) == ""
     assert main([str(pairs)]) == 1 and "missed: 3.00 pairs a trace" in capsys.readouterr().out
-    assert problems(pairs, weight=0.5) == [True] and problems(pairs, weight=0.0) == []
-    passed = Gate(passed=True, reasons=[], pairs=3, min_pairs_a_trace=5.0)
-    gate_file(pairs).write_bytes(msgspec.json.encode(passed))
-    assert problems(pairs, weight=0.5) == []
+    assert "missed the density gate (3.00 pairs a trace" in problems(pairs, weight=0.5)
+    measured = read_gate(release(pairs))
+    assert measured is not None and problems(pairs, weight=0.5) == ""
+    pairs.write_bytes(pairs.read_bytes().replace(b"a.py", b"b.py"))
+    found, file = problems(pairs, weight=0.5), PairFile(pairs)
+    file.refresh()
+    assert measured.verdicts[0].digest in found and file.digest(3) in found and "composer pairs report" in found
     with pytest.raises(SystemExit):
         main([str(tmp_path / "none.jsonl")])
 
 
-def problems(pairs: Path, weight: float) -> list[bool]:
-    """Whether each problem of such a run names the gate."""
+# What was appended after the verdict waits for the next one; what it covered may be trained meanwhile.
+def test_a_verdict_holds_for_what_it_measured(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_bytes(b"".join(msgspec.json.encode(pair("a", number)) + b"\n" for number in range(4)))
+    release(pairs)
+    with pairs.open("ab") as file:
+        file.write(msgspec.json.encode(pair("a", 4)) + b"\n")
+    assert problems(pairs, weight=0.5) == ""
+
+
+# Without votes the report tells what pairs alone tell, names what is missing, and gives no verdict.
+def test_a_report_without_votes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_bytes(b"".join(msgspec.json.encode(pair(name, 0)) + b"\n" for name in "abb"))
+    assert main([str(pairs)]) == 1
+    told = capsys.readouterr().out
+    assert "1.50 pairs" in told and "3 with epsilon 0.1667" in told and "missing     votes" in told
+    assert not gate_file(pairs).exists() and (tmp_path / "pairs.svg").is_file()
+
+
+class Likes:
+    """A base that likes "cat" and finds what does not belong to the state unlikely."""
+
+    async def logprob_per_token(self, messages, tools, answer) -> float:
+        function = answer["tool_calls"][0]["function"]
+        stranger = str(json.loads(function["arguments"])["n"]) != messages[0]["content"]
+        return 0.0 if function["name"] == "cat" else -3.0 if stranger else -1.0
+
+
+class Undecided:
+    async def logprob_per_token(self, messages, tools, answer) -> float:
+        return -1.0
+
+
+# While pairs are trained as they come, each window has its verdict, bound to its lines; a resumed one goes on.
+def test_the_running_gate(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    config = GateConfig(window_pairs=16, min_pairs_a_trace=2.0)
+
+    async def come(scorer, numbers: range) -> RunningGate:
+        records = Records(pairs, votes_beside(pairs))
+        gate = RunningGate(config, records, scorer)
+        for number in numbers:
+            made = pair(f"t{number // 2}", number)
+            kept = msgspec.structs.replace(record(made.trace, number, "xx"), pairs=[made.pair_id])
+            gate.note(kept, records.add(kept, [made]))
+            await gate.measure_when_due()
+        return gate
+
+    asyncio.run(come(Likes(), range(20)))
+    first = read_gate(pairs)
+    assert first is not None
+    assert [(each.first, each.last, each.passed, each.votes) for each in first.verdicts] == [(0, 16, True, 16)]
+    asyncio.run(come(Undecided(), range(20, 40)))
+    asyncio.run(come(None, range(40, 50)))
+    gate = read_gate(pairs)
+    assert gate is not None and gate.verdicts[0] == first.verdicts[0]
+    assert [(each.first, each.last, each.passed) for each in gate.verdicts[1:]] == [(16, 32, False), (32, 48, False)]
+    assert "label-flipped" in gate.verdicts[1].reasons[0] and "not measured" in gate.verdicts[2].reasons[0]
+    assert (gate.measured, gate.passed) == (48, 16)
+    check_binding(gate, PairFile(pairs))
+    pairs.write_bytes(pairs.read_bytes().replace(b"cat", b"dog", 1))
+    with pytest.raises(ConfigError, match=first.verdicts[0].digest):
+        RunningGate(config, Records(pairs, votes_beside(pairs)), None)
+
+
+# A trace that is cut by a window's end counts in the next window with all that it gave.
+def test_a_trace_over_two_windows(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+
+    async def run() -> None:
+        records = Records(pairs, votes_beside(pairs))
+        gate = RunningGate(GateConfig(window_pairs=16, min_pairs_a_trace=12.0), records, Likes())
+        for number in range(32):
+            made = pair("long" if number < 24 else "short", number)
+            kept = msgspec.structs.replace(record(made.trace, number, "xx"), pairs=[made.pair_id])
+            gate.note(kept, records.add(kept, [made]))
+            await gate.measure_when_due()
+
+    asyncio.run(run())
+    gate = read_gate(pairs)
+    assert gate is not None and [each.passed for each in gate.verdicts] == [True, True]  # 16; then (24 + 8) / 2
+
+
+def problems(pairs: Path, weight: float) -> str:
+    """What is wrong with such a run."""
     source = {"name": "t", "taskset": {"id": "orchestrator.environments.toolsmith"}}
     config = Config.model_validate(
         {
@@ -169,4 +251,4 @@ def problems(pairs: Path, weight: float) -> list[bool]:
             "channels": {"replay_dpo": {"weight": weight}},
         }
     )
-    return ["density gate" in problem for problem in check(config, gpus=0).problems]
+    return "\n".join(check(config, gpus=0).problems)

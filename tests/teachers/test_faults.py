@@ -105,30 +105,37 @@ def test_the_cap_of_a_call(tmp_path: Path) -> None:
     assert not (tmp_path / "costs.jsonl").exists()
 
 
-# An endpoint that charges more than the bound is asked no more; what it charged is on the record.
-def test_an_endpoint_that_overcharges(tmp_path: Path) -> None:
-    endpoint = Endpoint(answers=overrule, tokens_factor=50.0)
-    progress, _ = play(tmp_path, [state(number) for number in range(10)], endpoint=endpoint, concurrent_states=1)
-    assert len(endpoint.asked) == 3  # each of the three teachers once
-    assert spent(tmp_path / "costs.jsonl").usd == pytest.approx(3 * 50 * USD)
-    assert progress.outcomes["failed"] == 9
-
-
-# Calls that waited for a place when an endpoint was seen to overcharge are not made, and cost nothing.
-def test_waiting_calls_are_not_made_after_an_overcharge(tmp_path: Path) -> None:
-    endpoint = Endpoint(answers=overrule, tokens_factor=50.0, delay_s=0.05)
+# An endpoint that charges more than the bound, or than its prices, ends the replay at once: what it charged is on the
+# record, its answer is kept, and no teacher is asked again, not even one whose call waited for a place.
+@pytest.mark.parametrize(
+    ("charges", "told"),
+    [({"tokens_factor": 50.0}, "bounded by"), ({"billed_usd": 0.15}, "by its prices")],
+)
+def test_an_endpoint_that_overcharges(tmp_path: Path, charges: dict, told: str) -> None:
+    endpoint = Endpoint(answers=overrule, delay_s=0.05, **charges)
+    states = [state(number) for number in range(8)]
 
     async def run():
         async with serving(endpoint):
             teachers = configured(tmp_path, endpoint.url).teacher
             alone = [{**teacher.model_dump(), "max_concurrent": 1} for teacher in teachers]
-            config = configured(tmp_path, endpoint.url, teacher=alone)
-            return await replayed(tmp_path, config, [state(number) for number in range(8)])
+            return await replayed(tmp_path, configured(tmp_path, endpoint.url, teacher=alone), states)
 
     progress = asyncio.run(run())
-    assert len(endpoint.asked) == 3 and progress.states == 8  # each of the three teachers once
+    assert progress.stopped is not None and told in progress.stopped
+    assert len(endpoint.asked) == 1 and progress.states == 0
     total = spent(tmp_path / "costs.jsonl")
-    assert total.usd == pytest.approx(3 * 50 * USD) and total.unsettled == 0
+    assert total.usd == pytest.approx(charges.get("billed_usd", 50 * USD)) and total.unsettled == 0
+    endpoint.tokens_factor, endpoint.billed_usd = 1.0, USD
+    play(tmp_path, states, endpoint=endpoint)
+    assert len(list(read_pairs(tmp_path / "pairs.jsonl"))) == 8
+
+
+# Calls that were in flight when the first of them overcharged end; none is made after it.
+def test_an_overcharge_with_calls_in_flight(tmp_path: Path) -> None:
+    endpoint = Endpoint(answers=overrule, delay_s=0.1, tokens_factor=50.0)
+    play(tmp_path, [state(number) for number in range(20)], endpoint=endpoint, concurrent_states=4)
+    assert len(endpoint.asked) == 4 and spent(tmp_path / "costs.jsonl").unsettled == 0
 
 
 # A process that dies between reservation and settlement may have paid: it counts as spent.
@@ -159,6 +166,12 @@ def test_the_kill_switch(tmp_path: Path, kill: dict, more: dict, named: str) -> 
     assert progress.stopped is not None and named in progress.stopped
     assert 5 <= progress.states <= 7
     assert [line["reason"] for line in read_costs(tmp_path / "costs.jsonl") if line["kind"] == "stopped"]
+    # It stays stopped, for it knows what it saw: the same limits let no further call through.
+    asked = len(endpoint.asked)
+    again, _ = play(
+        tmp_path, states, endpoint=endpoint, kill={**roomy, **kill, "min_states": 5}, concurrent_states=2
+    )
+    assert again.stopped is not None and named in again.stopped and len(endpoint.asked) == asked
     progress, _ = play(tmp_path, states, endpoint=endpoint, kill={**roomy, "min_states": 99})
     assert progress.states + progress.resumed == 20 and progress.resumed >= 5
 

@@ -163,6 +163,37 @@ def test_nothing_is_paid_twice(tmp_path: Path) -> None:
     assert spent(tmp_path / "again" / "costs.jsonl").usd == 0
 
 
+# An answer from the cache keeps the price and the time of when it was asked for, beside what is paid now.
+def test_the_first_price_is_kept(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(Endpoint(answers=overrule, delay_s=0.05)) as endpoint:
+            config = configured(tmp_path, endpoint.url)
+            await replayed(tmp_path, config, [state(0)])
+            again = await replayed(tmp_path / "again", config, [state(0)])
+            assert again.usd == 0 and again.price_usd == pytest.approx(0.22)
+
+    asyncio.run(run())
+    folders = (tmp_path, tmp_path / "again")
+    once, twice = (next(read_records(votes_beside(folder / "pairs.jsonl"))) for folder in folders)
+    assert (once.cost_usd, twice.cost_usd) == (pytest.approx(0.22), 0)
+    assert once.price_usd == twice.price_usd == pytest.approx(0.22)
+    assert twice.seconds == 0 and twice.vote_s >= 0.1 and once.vote_s >= 0.1
+    assert next(read_pairs(tmp_path / "again" / "pairs.jsonl")).cost_usd == pytest.approx(0.22)
+
+
+# An answer that was cut gives no vote: where it was called for that is a failed call, where it is cached it is no call.
+def test_a_cut_answer_in_the_cache_is_no_failed_call(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(Endpoint(answers=overrule, finish_reason="length")) as endpoint:
+            config = configured(tmp_path, endpoint.url)
+            first = await replayed(tmp_path, config, [state(0)])
+            again = await replayed(tmp_path / "again", config, [state(0)])
+            assert (first.calls, first.failed) == (3, 3) and (again.calls, again.failed) == (0, 0)
+            assert first.outcomes == again.outcomes == {"failed": 1}
+
+    asyncio.run(run())
+
+
 # A crash between a state's pairs and its votes, or within a line, loses nothing and doubles nothing.
 def test_a_crash_between_the_files(tmp_path: Path) -> None:
     play(tmp_path, overrule, [state(0), state(1)])
@@ -227,3 +258,20 @@ def test_votes_that_are_not_worth_their_price(tmp_path: Path) -> None:
     progress, _ = play(tmp_path, agree, states, voi=voi, concurrent_states=1)
     assert progress.outcomes["not_worth_it"] >= 10
     assert progress.outcomes["overruled"] == 20 and progress.pairs == 20
+
+
+# What was learned of votes before an interruption counts after it: the second replay asks for none of them.
+def test_a_resumed_replay_knows_what_votes_are_worth(tmp_path: Path) -> None:
+    voi = {"enabled": True, "pair_value_usd": 1.0, "prior_disagreement": 0.5, "prior_weight": 2.0, "explore": 0.0}
+
+    def agree(model: str, messages: list[dict]) -> tuple[str, dict]:
+        return "ls", {"n": int(messages[-1]["content"].split()[1])}
+
+    def outcomes(folder: Path, first: int, last: int) -> dict[str, int]:
+        states = [state(number, trace=f"t{number}") for number in range(first, last)]
+        return play(folder, agree, states, voi=voi, concurrent_states=1)[0].outcomes
+
+    learned = outcomes(tmp_path, 0, 20)
+    assert learned["agreed"] > 0 and learned["not_worth_it"] > 0
+    assert outcomes(tmp_path, 20, 25) == {"not_worth_it": 5}
+    assert outcomes(tmp_path / "fresh", 20, 25)["agreed"] > 0

@@ -1,0 +1,112 @@
+"""The density gate on pairs that are trained while they are made: a verdict for each window of the growing file.
+
+    a state's record, its pairs ──> window ── teachers.gate.window_pairs full ──> measure ──> PAIRS.gate.json
+                                                                         (read by orchestrator/preferences/released.py)
+
+A window's figures are those of the traces that had a state in it, with all that these traces gave so far: a trace that
+goes on in the next window counts there with the whole. A window that missed the gate is never trained; the next one is
+measured anew. Where a resumed run goes on is read from votes and verdicts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+
+from composer_prime.config.teachers import GateConfig
+from composer_prime.errors import ConfigError
+from composer_prime.pairs import Pair, PairFile
+from composer_prime.pairs_gate import Gate, Verdict, check_binding, read_gate, write_gate
+from orchestrator.teachers.density import Density, Margins, measure
+from orchestrator.teachers.margins import base_margins
+from orchestrator.teachers.records import Records, StateRecord
+from orchestrator.teachers.scoring import Scorer
+
+logger = logging.getLogger(__name__)
+
+
+class RunningGate:
+    def __init__(self, config: GateConfig, records: Records, scorer: Scorer | None) -> None:
+        """Raises ConfigError when the verdicts there are on other pairs than the file holds."""
+        self._config, self._scorer = config, scorer
+        self._file = PairFile(records.pairs_path)
+        self._pairs = self._file.refresh()
+        """Pairs whose record was noted."""
+        self.gate = read_gate(self._file.path) or Gate(verdicts=[])
+        check_binding(self.gate, self._file)
+        self._votes = 0
+        self._by_trace: dict[str, list[StateRecord]] = defaultdict(list)
+        self._in_window: set[str] = set()
+        """Traces that had a state since the newest verdict."""
+        self._measuring = asyncio.Lock()
+        self._recall(records.history)
+
+    def _recall(self, history: list[StateRecord]) -> None:
+        before = self.gate.verdicts[-2].votes if len(self.gate.verdicts) > 1 else 0
+        begun = self.gate.verdicts[-1].votes if self.gate.verdicts else 0
+        kept = {record.trace for record in history[before:]}
+        for record in history:
+            if record.trace in kept:
+                self._by_trace[record.trace].append(record)
+        self._in_window = {record.trace for record in history[begun:]}
+        self._votes = len(history)
+
+    def note(self, record: StateRecord, pairs: int) -> None:
+        """A state was written down, with so many new pairs. In the order of the files."""
+        self._pairs += pairs
+        self._votes += 1
+        self._by_trace[record.trace].append(record)
+        self._in_window.add(record.trace)
+
+    async def measure_when_due(self) -> None:
+        """Give the open window its verdict once it is full. Raises OSError when that cannot be written."""
+        if self._pairs - self.gate.measured < self._config.window_pairs or self._measuring.locked():
+            return
+        async with self._measuring:
+            await self._measure(self.gate.measured, self._pairs, self._votes)
+
+    async def _measure(self, first: int, last: int, votes: int) -> None:
+        traces, self._in_window = self._in_window, set()
+        records = [record for trace in traces for record in self._by_trace[trace]]
+        given = Counter({trace: sum(len(each.pairs) for each in self._by_trace[trace]) for trace in traces})
+        pairs = await asyncio.to_thread(self._read, first, last)
+        margins, unmeasured = await self._margins(pairs)
+        density = measure(records, pairs, margins, min_pairs=self._config.min_pairs_a_trace, by_trace=given)
+        if unmeasured is not None:
+            density.failures.append(unmeasured)
+        verdict = Verdict(
+            first=first,
+            last=last,
+            digest=await asyncio.to_thread(self._file.digest, last, first),
+            passed=density.passed,
+            reasons=density.failures,
+            min_pairs_a_trace=self._config.min_pairs_a_trace,
+            votes=votes,
+        )
+        self.gate = Gate(verdicts=[*self.gate.verdicts, verdict])
+        await asyncio.to_thread(write_gate, self._file.path, self.gate)
+        self._forget(traces | self._in_window)
+        _log(verdict, density)
+
+    def _read(self, first: int, last: int) -> list[Pair]:
+        self._file.refresh()
+        return [self._file.read(index) for index in range(first, last)]
+
+    async def _margins(self, pairs: list[Pair]) -> tuple[Margins | None, str | None]:
+        """(base margins, why there are none where the base was asked)."""
+        if self._scorer is None:
+            return None, None
+        try:
+            return await base_margins(self._scorer, pairs), None
+        except ConfigError as error:
+            return None, str(error)
+
+    def _forget(self, kept: set[str]) -> None:
+        """Only what the next window may still need."""
+        self._by_trace = defaultdict(list, {trace: self._by_trace[trace] for trace in kept})
+
+
+def _log(verdict: Verdict, density: Density) -> None:
+    outcome = "passed" if verdict.passed else f"missed: {'; '.join(verdict.reasons)}"
+    logger.info("density gate, pairs %d to %d of %d traces: %s", verdict.first, verdict.last, density.traces, outcome)
