@@ -8,7 +8,7 @@ Each variant runs in a process of its own: peak memory is the rise of its reside
 processor time (which other work on the machine hardly changes) of the best of `--repeats` forward and backward passes.
 The error is the largest difference from float64 over 64 rows, of
 log-probabilities (or divergences) and of hidden states' gradients. A variant that needs more memory than is free is
-left out, and said to be.
+left out, and said to be. With a GPU, loss_head_cuda.py adds its tables.
 """
 
 from __future__ import annotations
@@ -205,6 +205,10 @@ def main() -> None:
     for vocabulary in options.vocabulary:
         for rows in options.rows:
             every(rows, vocabulary)
+    if torch.cuda.is_available():
+        from loss_head_cuda import report
+
+        report(options.rows, {vocabulary: HIDDEN.get(vocabulary, 512) for vocabulary in options.vocabulary}, 10)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from composer_prime.machine import check_address, check_port, module_file
 from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.pairs import resolve_pairs
 from composer_prime.pairs_gate import refusal
-from composer_prime.placement import Placement, place
+from composer_prime.placement import Placement, place, uses_cuda
 
 _EXTRAS = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboard"}
 
@@ -46,12 +46,22 @@ def check(config: Config, *, gpus: int) -> Findings:
             found.problems.append(str(error))
     try:
         found.placement = place(config, gpus)
-        for key, device in (("inference", config.inference.device), ("trainer", config.trainer.device)):
-            if device == "cuda" and gpus == 0:
-                found.problems.append(f"{key}.device is 'cuda', but this machine shows no CUDA GPU: set it to 'auto'")
+        _devices(config, found, gpus)
     except ConfigError as error:
         found.problems.append(str(error))
     return found
+
+
+def _devices(config: Config, found: Findings, gpus: int) -> None:
+    for key, device in (("inference", config.inference.device), ("trainer", config.trainer.device)):
+        if device == "cuda" and gpus == 0:
+            found.problems.append(f"{key}.device is 'cuda', but this machine shows no CUDA GPU: set it to 'auto'")
+    trains_here = config.trainer.address is None and config.run.max_steps > 0
+    if trains_here and config.trainer.head_kernels == "triton" and not uses_cuda(config.trainer.device, gpus):
+        found.problems.append(
+            "trainer.head_kernels is 'triton', but the trainer computes on the CPU here and the kernels need CUDA: "
+            "set it to 'auto'"
+        )
 
 
 def _model(config: Config, found: Findings) -> None:

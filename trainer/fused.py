@@ -7,19 +7,9 @@ Within a chunk the element-wise work goes over blocks of few rows that stay in t
 many rows. The last D rows have a teacher: its logits are made beside theirs, and the divergence's gradient is what
 autograd finds for it within a block. Rows whose logits fit one chunk altogether keep them instead of making them twice.
 
-What a chunk's [C, V] memory holds, in order (x: logits h W^T + b, scaled and capped; T: temperature; m: largest x / T
-of a row; Z: the row's log-sum-exp of x / T):
-
-                                keeps (all rows fit one chunk, no cap)      not keeps
-    forward   _Logits.student   x, in memory of its own                     x, in memory shared by all chunks
-              cool, _normalise  x / T - m; stays in `kept`                  x / T - m; overwritten by the next chunk
-              log_sum_R         Z - m                                       Z
-    backward  _again            a copy of x / T - m                         x, made again
-              _to_gradient      minus log_sum_R = log p, then the           cooled, minus log_sum_R = log p, then the
-                                gradient of x                               gradient of x
-
-The teacher's logits go the same way beside them, shifted where they are kept and not where they are made again: a
-divergence does not see a row's shift.
+Products, chunks and teachers are here; what is done to each logit of a block is in passes.py, in torch and in Triton.
+Logits that are kept stay as the head gave them: the backward pass works on a copy. All others lie in memory that the
+next chunk writes over.
 
 Why the gradients are not made in the forward pass, as Liger-Kernel does: what comes back per token (the gradient of
 ratios, sequence means, pair margins) is known only after all tokens' log-probabilities, and dW mixes the tokens. The
@@ -36,7 +26,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from composer_prime.footprint import CHUNK_LOGITS
+from trainer.choose_passes import choose_passes
 from trainer.head import Distillation, Head, TokenStatistics
+from trainer.passes import Incoming, Passes, wide
 
 BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits (elements) that element-wise passes work on at a time."""
@@ -50,11 +42,13 @@ def token_statistics(
     distillation: Distillation | None = None,
     *,
     chunk_rows: int | None = None,
+    passes: Passes | None = None,
 ) -> TokenStatistics:
     """Statistics of `targets_R` int64 [R] under softmax(head(hidden_RH) / temperature_R).
 
     hidden_RH is [R, H]; temperature_R float [R] or None for 1 (a teacher's logits are divided by it too). R may be 0:
-    the results then hang on the graph, empty. `chunk_rows` None takes as many as the device's budget allows.
+    the results then hang on the graph, empty. `chunk_rows` None takes as many as the device's budget allows; `passes`
+    None the faster ones (choose_passes.py).
     """
     budget = CHUNK_LOGITS.get(hidden_RH.device.type, CHUNK_LOGITS["cpu"])
     count = len(targets_R) + (distillation.rows if distillation else 0)
@@ -63,8 +57,9 @@ def token_statistics(
         targets_R=targets_R,
         temperature_R=temperature_R,
         distillation=distillation,
+        passes=passes or choose_passes("auto", hidden_RH, head.vocabulary),
         chunk_rows=chunk_rows or max(1, budget // head.vocabulary),
-        keeps=chunk_rows is None and count * head.vocabulary <= budget and head.cap is None,
+        keeps=chunk_rows is None and count * head.vocabulary <= budget,
     )
     logprobs_R, entropy_R, divergence_D, teacher_D = _FusedHead.apply(hidden_RH, head.weight_VH, head.bias_V, job)
     return TokenStatistics(
@@ -83,9 +78,10 @@ class _Job:
     targets_R: Tensor
     temperature_R: Tensor | None
     distillation: Distillation | None
+    passes: Passes
     chunk_rows: int
     keeps: bool
-    """Whether the backward pass finds the logits of the forward pass in `kept`, each row shifted to a maximum of 0."""
+    """Whether the backward pass finds the logits of the forward pass in `kept`."""
     kept: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
     @property
@@ -109,9 +105,15 @@ class _Job:
         pieces = (slice(at, min(at + step, count)) for at in range(0, count, step))
         return [(piece, slice(chunk.start + piece.start, chunk.start + piece.stop)) for piece in pieces]
 
-    def cool(self, logits_BV: Tensor, rows: slice) -> Tensor:
-        """Divide by the rows' temperatures, in place."""
-        return logits_BV if self.temperature_R is None else logits_BV.div_(self.temperature_R[rows, None])
+    def heat(self, rows: slice) -> Tensor | None:
+        """The rows' temperatures; None for 1."""
+        return None if self.temperature_R is None else self.temperature_R[rows]
+
+    def cooled(self, logits_BV: Tensor, rows: slice, *, copy: bool = False) -> Tensor:
+        """Divided by the rows' temperatures; in place unless they are kept, or a `copy` is wanted."""
+        if self.temperature_R is None:
+            return logits_BV.clone() if copy else logits_BV
+        return torch.div(logits_BV, self.temperature_R[rows, None], out=None if copy or self.keeps else logits_BV)
 
     def taught(self, rows: slice) -> slice:
         """Rows counted from the first that has a teacher."""
@@ -174,21 +176,21 @@ class _FusedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_RH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, job: _Job):
-        dtype, count = _wide(hidden_RH.dtype), len(hidden_RH)
+        dtype, count = wide(hidden_RH.dtype), len(hidden_RH)
         logprobs_R, entropy_R, log_sum_R = (hidden_RH.new_empty(count, dtype=dtype) for _ in range(3))
         divergence_D, teacher_D = (hidden_RH.new_empty(count - job.plain_rows, dtype=dtype) for _ in range(2))
         logits = _Logits(job, dtype, hidden_RH, weight_VH)
         for chunk in job.chunks():
             student_CV, teacher_CV = logits.student(chunk, bias_V), logits.teacher(chunk)
             for block, rows in job.blocks(chunk):
-                student_BV, targets_B = job.cool(student_CV[block], rows), job.targets_R[rows]
+                student_BV, heat_B, targets_B = student_CV[block], job.heat(rows), job.targets_R[rows]
                 if teacher_CV is not None:
-                    teacher_BV, taught = job.cool(teacher_CV[block], rows), job.taught(rows)
+                    student_BV, heat_B, taught = job.cooled(student_BV, rows), None, job.taught(rows)
+                    teacher_BV = job.cooled(teacher_CV[block], rows)
                     divergence_D[taught] = job.distillation.divergence(student_BV, teacher_BV, targets_B)
-                    teacher_D[taught] = _normalise(teacher_BV)[2]
-                largest_B, sum_B, entropy_R[rows] = _normalise(student_BV)
-                logprobs_R[rows] = student_BV.gather(1, targets_B[:, None]).squeeze(1) - sum_B
-                log_sum_R[rows] = sum_B if job.keeps else sum_B + largest_B
+                    _, teacher_D[taught], _ = job.passes.statistics(teacher_BV, targets_B, None, spent=not job.keeps)
+                found = job.passes.statistics(student_BV, targets_B, heat_B, spent=not job.keeps)
+                logprobs_R[rows], entropy_R[rows], log_sum_R[rows] = found
             if job.keeps:
                 job.kept.append((student_CV, teacher_CV))
         ctx.save_for_backward(hidden_RH, weight_VH, bias_V, log_sum_R, entropy_R)
@@ -242,9 +244,7 @@ class _Coming:
     log_sum_R: Tensor
 
 
-def _again(
-    job: _Job, logits: _Logits, index: int, chunk: slice, bias_V: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def _again(job: _Job, logits: _Logits, index: int, chunk: slice, bias_V: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """A chunk's logits for the backward pass: what was kept (copied, as they become the gradient), or made again."""
     if not job.keeps:
         return logits.student(chunk, bias_V), logits.teacher(chunk)
@@ -252,65 +252,24 @@ def _again(
     return student_CV.clone(), teacher_CV
 
 
-def _normalise(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Shift each row to a maximum of 0, in place: (the maximum, log-sum-exp of what is left, entropy), each [B]."""
-    largest_B1 = logits_BV.amax(-1, keepdim=True)
-    logits_BV -= largest_B1
-    weights_BV = logits_BV.exp()
-    sum_B = weights_BV.sum(-1)
-    log_sum_B = sum_B.log()
-    return largest_B1.squeeze(1), log_sum_B, log_sum_B - weights_BV.mul_(logits_BV).sum(-1) / sum_B
-
-
 def _to_gradient(job: _Job, coming: _Coming, logits_BV: Tensor, teacher_BV: Tensor | None, rows: slice) -> None:
-    """A block's logits become the gradient of h W^T + b, in place.
-
-    Of the cooled logits it is d log p_y = [j = y] - p_j, dH = -p_j (log p_j + H), and autograd's for the divergence.
-    """
-    if not job.keeps:
-        job.cool(logits_BV, rows)
-    slope, taught_BV = _slope(job, logits_BV, rows), None
+    """A block's logits become the gradient of h W^T + b, in place; autograd finds the part of a divergence."""
+    taught_BV = None
     if teacher_BV is not None and coming.divergence_D is not None:
-        if not job.keeps:
-            job.cool(teacher_BV, rows)
-        taught_BV = _divergence_grad(job, coming.divergence_D[job.taught(rows)], logits_BV, teacher_BV, rows)
-    logits_BV -= coming.log_sum_R[rows, None]
-    coming_B = coming.logprobs_R[rows]
-    if coming.entropy_R is None:
-        logits_BV.exp_().mul_(-coming_B[:, None])
-    else:
-        weights_BV = logits_BV.exp()
-        logits_BV.add_(coming.value_of_entropy_R[rows, None]).mul_(-coming.entropy_R[rows, None])
-        logits_BV.sub_(coming_B[:, None]).mul_(weights_BV)
-    logits_BV.scatter_add_(1, job.targets_R[rows, None], coming_B[:, None])
-    if taught_BV is not None:
-        logits_BV += taught_BV
-    if slope is not None:
-        logits_BV *= slope
-
-
-def _divergence_grad(job: _Job, coming_B: Tensor, logits_BV: Tensor, teacher_BV: Tensor, rows: slice) -> Tensor:
-    leaf = logits_BV.detach().clone().requires_grad_()
-    with torch.enable_grad():
-        divergence_B = job.distillation.divergence(leaf, teacher_BV, job.targets_R[rows])
-    (gradient,) = torch.autograd.grad(divergence_B, leaf, coming_B)
-    return gradient
-
-
-def _slope(job: _Job, student_BV: Tensor, rows: slice) -> Tensor | float | None:
-    """What the gradient of cooled logits is multiplied with to be that of h W^T + b; None for 1."""
-    slope: Tensor | float | None = None if job.head.scale == 1.0 else job.head.scale
-    if job.head.cap is not None:  # d tanh(x) = 1 - tanh(x)^2
-        heat = 1.0 if job.temperature_R is None else job.temperature_R[rows, None]
-        slope = (slope or 1.0) * (1.0 - (student_BV * heat / job.head.cap).square())
-    if job.temperature_R is not None:
-        slope = (1.0 if slope is None else slope) / job.temperature_R[rows, None]
-    return slope
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums and statistics are computed in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+        leaf = job.cooled(logits_BV, rows, copy=True).requires_grad_()
+        with torch.enable_grad():
+            divergence_B = job.distillation.divergence(leaf, job.cooled(teacher_BV, rows), job.targets_R[rows])
+        (taught_BV,) = torch.autograd.grad(divergence_B, leaf, coming.divergence_D[job.taught(rows)])
+    incoming = Incoming(
+        targets_B=job.targets_R[rows],
+        temperature_B=job.heat(rows),
+        log_sum_B=coming.log_sum_R[rows],
+        entropy_B=coming.value_of_entropy_R[rows],
+        logprob_grad_B=coming.logprobs_R[rows],
+        entropy_grad_B=None if coming.entropy_R is None else coming.entropy_R[rows],
+        taught_BV=taught_BV,
+    )
+    job.passes.gradient(logits_BV, incoming, job.head)
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 from composer_prime.config import Config
 from composer_prime.errors import ConfigError, ModelNotFoundError
 from trainer.attention import NAME, implementation
+from trainer.choose_passes import check_kernels
 from trainer.policy import READS, Policy
 from trainer.probe import check_packing
 from trainer.world import World
@@ -41,11 +42,18 @@ _DROPOUT = re.compile(r"dropout|pdrop|layerdrop|drop_rate|drop_path")
 def build_policy(config: Config, folder: Path, world: World) -> Policy:
     """The policy of `config`, sharded over all ranks, with the weights of `folder` as float32 masters.
 
-    Raises ModelNotFoundError (no loadable model) or ConfigError (a model that packed rows cannot train).
+    Raises ModelNotFoundError (no loadable model) or ConfigError (a model that packed rows cannot train; attention or
+    head kernels that are not to be had here).
     """
     attention = implementation(config.model.attention, world.device.type)
+    check_kernels(config.trainer.head_kernels, world.device)
     torch.manual_seed(config.run.seed)
-    policy = Policy(empty_model(folder, attention, config), attention, adapted=config.trainer.lora is not None)
+    policy = Policy(
+        empty_model(folder, attention, config),
+        attention,
+        adapted=config.trainer.lora is not None,
+        head_kernels=config.trainer.head_kernels,
+    )
     buffers = {name: buffer.to(world.device, copy=True) for name, buffer in policy.named_buffers()}
     shard(policy, world)
     policy.to_empty(device=world.device)

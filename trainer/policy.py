@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from composer_prime.config.trainer import HeadKernels
 from trainer.attention import NAME, packing_arguments
+from trainer.choose_passes import choose_passes
 from trainer.fused import token_statistics
 from trainer.head import Distillation, Divergence, Head, TeacherPart, TokenStatistics, head_of
+from trainer.passes import Passes
 from trainer.rows import PackedRow, Reading
 
 READS = ("states", "scores", "head")
@@ -33,12 +36,15 @@ class Teaching:
 class Policy(nn.Module):
     """A Hugging Face causal language model as the trainer sees it; its parameters keep their names below `lm.`."""
 
-    def __init__(self, lm: PreTrainedModel, attention: str, *, adapted: bool = False) -> None:
+    def __init__(
+        self, lm: PreTrainedModel, attention: str, *, adapted: bool = False, head_kernels: HeadKernels = "auto"
+    ) -> None:
         """`attention` is transformers' name; `adapted` says that `lm` carries low-rank adapters."""
         super().__init__()
         self.lm = lm
         self.attention = attention
         self.adapted = adapted
+        self._head_kernels: HeadKernels = head_kernels
 
     @property
     def shares_prefixes(self) -> bool:
@@ -54,7 +60,10 @@ class Policy(nn.Module):
         hidden_NH = self._hidden(row)
         head = head_of(self.lm)
         distillation = None if teaching is None else _distillation(teaching, row, hidden_NH, head)
-        return token_statistics(head, hidden_NH[row.source_R], row.targets_R, row.temperature_R, distillation)
+        hidden_RH = hidden_NH[row.source_R]
+        return token_statistics(
+            head, hidden_RH, row.targets_R, row.temperature_R, distillation, passes=self._passes(hidden_RH)
+        )
 
     def states(self, reading: Reading) -> Tensor:
         """Hidden states [R, H] that predict the reading's wanted tokens."""
@@ -63,11 +72,15 @@ class Policy(nn.Module):
     def scores(self, reading: Reading, targets_R: Tensor, temperature_R: Tensor | None = None) -> Tensor:
         """Log-probabilities [R] of `targets_R` at the reading's wanted places."""
         hidden_RH = self._hidden(reading)[reading.source_R]
-        return token_statistics(head_of(self.lm), hidden_RH, targets_R, temperature_R).logprobs_R
+        passes = self._passes(hidden_RH)
+        return token_statistics(head_of(self.lm), hidden_RH, targets_R, temperature_R, passes=passes).logprobs_R
 
     def head(self) -> Head:
         """A copy of the output layer as it is now."""
         return head_of(self.lm).detached(copy=True)
+
+    def _passes(self, hidden_RH: Tensor) -> Passes:
+        return choose_passes(self._head_kernels, hidden_RH, self.vocabulary)
 
     def _hidden(self, reading: Reading) -> Tensor:
         return self.lm.base_model(

@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
+HeadKernels = Literal["auto", "torch", "triton"]
+
 
 class OptimConfig(BaseConfig):
     type: Literal["adamw", "muon"] = "adamw"
@@ -72,6 +74,9 @@ class TrainerConfig(BaseConfig):
     """Forward and backward; masters are always float32. auto: float32 on CPU, bfloat16 on CUDA."""
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass: less memory, about a third more compute."""
+    head_kernels: HeadKernels = "auto"
+    """Element-wise work of the loss head. auto: torch on the CPU; on CUDA the faster of torch and Triton, timed once at
+    first use. Both give the same to rounding."""
     micro_batch_tokens: int = Field(default=4096, ge=16)
     """Tokens in one packed row; a step is as many micro-batches as its samples need."""
     reduce_each_micro_batch: bool | None = None

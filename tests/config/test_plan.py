@@ -87,6 +87,14 @@ def test_context_beyond_the_model_is_a_problem(tmp_path):
     assert "model.max_context is 4000" in text and "max_position_embeddings = 1024" in text
 
 
+def test_triton_without_a_gpu_is_a_problem(tmp_path):
+    # Kernels that need CUDA are refused before anything starts, unless the trainer is elsewhere.
+    words = ("--trainer.head_kernels", "triton")
+    assert "trainer.head_kernels is 'triton', but the trainer computes on the CPU" in problems(tmp_path, *words)
+    elsewhere = quickstart(tmp_path, *words, "--trainer.address", "elsewhere")
+    assert "head_kernels" not in "\n".join(check(elsewhere, gpus=0).problems)
+
+
 def test_port_in_use_is_a_problem(tmp_path):
     # A fixed port that another process holds is found before anything starts.
     with socket.socket() as holder:

@@ -1,4 +1,8 @@
-"""The fused head against dense float64 formulas: values, gradients, chunks, teachers, adapted and tied layers."""
+"""The fused head against dense float64 formulas: values, gradients, chunks, teachers, adapted and tied layers.
+
+What goes through the element-wise passes is tested on both of them: torch, and the Triton kernels in Triton's
+interpreter; with a GPU (-m gpu) both natively.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,18 @@ from composer_prime.errors import ConfigError
 from trainer import fused
 from trainer.fused import token_statistics
 from trainer.head import Distillation, Head, TeacherPart, head_of
+from trainer.passes import Passes, TorchPasses
 
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning:triton")  # 0 * -inf, which is not taken
 V, H = 19, 5
+TRITON_BLOCK = 8
+"""Logits a kernel takes at a time, so that a row has three pieces and the last is cut."""
+GPU = pytest.mark.gpu
+PATHS = pytest.mark.parametrize(
+    ("path", "device"),
+    [("torch", "cpu"), ("triton", "cpu"), pytest.param("torch", "cuda", marks=GPU),
+     pytest.param("triton", "cuda", marks=GPU)],
+)  # fmt: skip
 KINDS = {
     "jsd": SdpoConfig(weight=1),
     "forward": SdpoConfig(weight=1, beta=0),
@@ -29,18 +43,39 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 3 rows, so that chunks have several."""
-    monkeypatch.setitem(fused.BLOCK_LOGITS, "cpu", 3 * V)
+    for device in ("cpu", "cuda"):
+        monkeypatch.setitem(fused.BLOCK_LOGITS, device, 3 * V)
+
+
+def passes_of(path: str, device: str) -> Passes:
+    """torch's passes, or Triton's: compiled on a GPU, interpreted elsewhere."""
+    if path == "torch":
+        return TorchPasses()
+    pytest.importorskip("triton")
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from trainer.triton_passes import TritonPasses, gradient_kernel, statistics_kernel
+
+    if device == "cuda":
+        return TritonPasses(block=TRITON_BLOCK)
+    return TritonPasses(
+        InterpretedFunction(statistics_kernel.fn), InterpretedFunction(gradient_kernel.fn), block=TRITON_BLOCK
+    )
 
 
 class Case:
     """Random hidden states, output layers and teacher of R rows, the last D of which are taught; float64."""
 
-    def __init__(self, rows: int, taught: int, *, seed: int = 0, cap: float | None = None, kind: str = "jsd") -> None:
+    def __init__(
+        self, rows: int, taught: int, *, seed: int = 0, cap: float | None = None, kind: str = "jsd",
+        path: str = "torch", device: str = "cpu",
+    ) -> None:  # fmt: skip
         draw = torch.Generator().manual_seed(seed)
-        self.new = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64)
+        self.passes = passes_of(path, device)
+        self.new = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64).to(device)
         self.hidden, self.weight, self.bias = self.new(rows, H), self.new(V, H), self.new(V)
-        self.targets = torch.randint(0, V, (rows,), generator=draw)
-        self.temperature = torch.rand(rows, generator=draw, dtype=torch.float64) + 0.5
+        self.targets = torch.randint(0, V, (rows,), generator=draw).to(device)
+        self.temperature = torch.rand(rows, generator=draw, dtype=torch.float64).to(device) + 0.5
         self.taught, self.cap, self.config = taught, cap, KINDS[kind]
         self.states, self.other = [self.new(taught, H) for _ in range(2)], self.new(V, H)
         for tensor in (self.hidden, self.weight, self.bias):
@@ -64,8 +99,9 @@ class Case:
             measure = lambda student, teacher, targets: divergence(student, teacher, self.config, targets)
             distillation = Distillation(teacher=parts, divergence=measure)
         out = token_statistics(
-            self.head(weight, bias), hidden, self.targets, self.temperature, distillation, chunk_rows=chunk_rows
-        )
+            self.head(weight, bias), hidden, self.targets, self.temperature, distillation,
+            chunk_rows=chunk_rows, passes=self.passes,
+        )  # fmt: skip
         return (out.logprobs_R, out.entropy_R) + ((out.divergence_D,) if self.taught else ())
 
     def dense(self, hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
@@ -87,7 +123,7 @@ def worst(case: Case, chunk_rows: int | None) -> float:
     """Largest difference of values and gradients between fused and dense."""
     ours, theirs = case.fused(chunk_rows, *case.inputs()), case.dense(*case.inputs())
     draw = torch.Generator().manual_seed(1)
-    coming = [torch.randn(value.shape, generator=draw, dtype=torch.float64) for value in ours]
+    coming = [torch.randn(value.shape, generator=draw, dtype=torch.float64).to(value) for value in ours]
     found = torch.autograd.grad(ours, case.inputs(), coming)
     expected = torch.autograd.grad(theirs, case.inputs(), coming)
     pairs = zip(ours + found, theirs + expected, strict=True)
@@ -95,25 +131,82 @@ def worst(case: Case, chunk_rows: int | None) -> float:
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 256, 9, None])
-@pytest.mark.parametrize("taught", [0, 4, 9])
-def test_gradcheck(chunk_rows, taught):
+@pytest.mark.parametrize(
+    ("taught", "path", "device"),
+    [(0, "torch", "cpu"), (4, "torch", "cpu"), (9, "torch", "cpu"), (4, "triton", "cpu"),
+     pytest.param(4, "torch", "cuda", marks=GPU), pytest.param(4, "triton", "cuda", marks=GPU)],
+)  # fmt: skip
+def test_gradcheck(chunk_rows, taught, path, device):
     # float64: every gradient is that of finite differences, for chunks of 1, 7, 256, N rows and kept logits, without
-    # and with taught rows (finite differences move the student alone: the teacher's layer is a copy).
-    case = Case(9, taught)
-    assert torch.autograd.gradcheck(lambda *inputs: case.fused(chunk_rows, *inputs), case.inputs(), fast_mode=False)
+    # and with taught rows (finite differences move the student alone: the teacher's layer is a copy). In the
+    # interpreter, which is slow, along a random direction.
+    case, fast = Case(9, taught, path=path, device=device), (path, device) == ("triton", "cpu")
+    assert torch.autograd.gradcheck(lambda *inputs: case.fused(chunk_rows, *inputs), case.inputs(), fast_mode=fast)
+
+
+SHAPES = {
+    "share": st.floats(0, 1), "chunk": st.sampled_from([None, 1, 2, 7, 256]), "cap": st.sampled_from([None, 2.0]),
+    "kind": st.sampled_from([*KINDS]), "seed": st.integers(0, 99),
+}  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    rows=st.integers(0, 40), share=st.floats(0, 1), chunk=st.sampled_from([None, 1, 2, 7, 256]),
-    cap=st.sampled_from([None, 2.0]), kind=st.sampled_from([*KINDS]), seed=st.integers(0, 99),
-)  # fmt: skip
+@given(rows=st.integers(0, 40), **SHAPES)
 def test_any_shape_is_the_dense_head(rows, share, chunk, cap, kind, seed):
     # Values and gradients of hidden states, weight and bias equal the dense formulas to 1e-10: any number of rows and
     # taught rows (none too), any chunk, temperatures, scale, soft cap, every kind of divergence.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(fused.BLOCK_LOGITS, "cpu", 3 * V)
-        assert worst(Case(rows, round(share * rows), seed=seed, cap=cap, kind=kind), chunk) < 1e-10
+    assert worst(Case(rows, round(share * rows), seed=seed, cap=cap, kind=kind), chunk) < 1e-10
+
+
+@settings(max_examples=15, deadline=None)
+@given(rows=st.integers(0, 6), **SHAPES)
+def test_any_shape_in_triton_is_the_dense_head(rows, share, chunk, cap, kind, seed):
+    # The same of the Triton kernels in the interpreter.
+    assert worst(Case(rows, round(share * rows), seed=seed, cap=cap, kind=kind, path="triton"), chunk) < 1e-10
+
+
+@PATHS
+@pytest.mark.parametrize("temperature", [None, 0.7])
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_one_output_alone(wanted, temperature, path, device):
+    # Only log-probabilities or only entropies come back with a gradient, with and without a temperature, no bias,
+    # float32 temperatures beside float64 logits: as the dense formulas.
+    case = Case(5, 0, path=path, device=device)
+    heat = None if temperature is None else torch.full((5,), temperature, device=device)
+    out = token_statistics(Head(weight_VH=case.weight), case.hidden, case.targets, heat, chunk_rows=2,
+                           passes=case.passes)  # fmt: skip
+    logprobs = (case.hidden @ case.weight.T / (1.0 if heat is None else heat[:, None])).log_softmax(-1)
+    dense = (logprobs.gather(1, case.targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1))[wanted]
+    ours = (out.logprobs_R, out.entropy_R)[wanted]
+    assert torch.allclose(ours, dense, atol=1e-12)
+    found, expected = (torch.autograd.grad(value.sum(), (case.hidden, case.weight)) for value in (ours, dense))
+    assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(found, expected, strict=True))
+
+
+@PATHS
+@pytest.mark.parametrize("chunk_rows", [2, None])
+def test_masked_logits_count_for_nothing(chunk_rows, path, device):
+    # A bias of -inf takes tokens out of the vocabulary: values and gradients are those of a head without these tokens,
+    # also where a whole piece of a row is masked. NaN logits show in every statistic of their rows, and only there.
+    case = Case(4, 0, path=path, device=device)
+    open_V = torch.tensor([*range(8, 12), 17], device=device)
+    bias = torch.full((V,), float("-inf"), device=device, dtype=torch.float64).index_fill(0, open_V, 0.0)
+    at = torch.tensor([0, 4, 2, 1], device=device)
+    out = token_statistics(Head(weight_VH=case.weight, bias_V=bias), case.hidden, open_V[at], chunk_rows=chunk_rows,
+                           passes=case.passes)  # fmt: skip
+    logprobs = (case.hidden @ case.weight[open_V].T).log_softmax(-1)
+    dense = logprobs.gather(1, at[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
+    pairs = zip((out.logprobs_R, out.entropy_R), dense, strict=True)
+    assert all(torch.allclose(one, other, atol=1e-12) for one, other in pairs)
+    found = torch.autograd.grad((out.logprobs_R + 2 * out.entropy_R).sum(), (case.hidden, case.weight))
+    expected = torch.autograd.grad((dense[0] + 2 * dense[1]).sum(), (case.hidden, case.weight))
+    assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(found, expected, strict=True))
+
+    broken = case.hidden.detach().clone()
+    broken[1] = float("nan")
+    out = token_statistics(Head(weight_VH=case.weight), broken, case.targets, chunk_rows=chunk_rows, passes=case.passes)
+    for values in (out.logprobs_R, out.entropy_R):
+        assert values.isnan().tolist() == [False, True, False, False]
 
 
 def test_no_row_at_all_hangs_on_the_graph():
@@ -227,17 +320,20 @@ def test_an_output_layer_that_is_not_linear_is_refused():
         head_of(lm)
 
 
-@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("path", ["torch", "triton", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_the_head_is_that_of_the_cpu(dtype):
-    # The same rows on CUDA and on the CPU give the same statistics and gradients, to the type's rounding.
+def test_on_a_gpu_the_head_is_that_of_the_cpu(dtype, path):
+    # The same rows on CUDA (both passes, and the faster ones) and on the CPU give the same statistics and gradients, to
+    # the type's rounding.
     results = []
     for device in ("cpu", "cuda"):
         draw = torch.Generator().manual_seed(0)
         hidden = torch.randn(50, 64, generator=draw).to(device, dtype).requires_grad_()
         weight = torch.randn(1000, 64, generator=draw).to(device, dtype).requires_grad_()
         targets = torch.randint(0, 1000, (50,), generator=draw).to(device)
-        out = token_statistics(Head(weight_VH=weight, scale=0.1), hidden, targets, chunk_rows=16)
+        passes = None if path is None or device == "cpu" else passes_of(path, device)
+        out = token_statistics(Head(weight_VH=weight, scale=0.1), hidden, targets, chunk_rows=16, passes=passes)
         out.logprobs_R.sum().backward()
         results.append([t.detach().float().cpu() for t in (out.logprobs_R, out.entropy_R, hidden.grad, weight.grad)])
     for one, other in zip(*results, strict=True):
