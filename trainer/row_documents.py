@@ -9,11 +9,8 @@ import numpy as np
 
 from composer_prime.documents import check_same_turn
 from composer_prime.errors import NonFiniteError, RunMismatchError
-from composer_prime.prefixes import joined, layout
+from composer_prime.prefixes import joined
 from composer_prime.wire.types import MicroBatch, flags, floats, ints
-
-BACKWARD_FACTOR = 3
-"""Work of a token that takes part in the backward pass, in forward passes of one token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,21 +55,6 @@ class Documents:
 
     def sides(self) -> range:
         return range(self.first_side, len(self.starts) - 1)
-
-    def teacher_work(self, *, share: bool) -> tuple[int, int]:
-        """Work of a live teacher's documents in forward passes of a token: (in the samples' row, in one of their own).
-
-        In the row they share the samples' computed contexts, but go through the backward pass with them, where their
-        gradients are 0; a pass of their own has no backward, but reads the contexts again.
-        """
-        if not self.batch.turns:
-            return 0, 0
-        alone, both = (
-            sum(tree.tokens for tree in layout([self.tokens(document) for document in wanted], share=share).trees)
-            for wanted in (range(self.samples), range(self.first_side))
-        )
-        apart = layout([self.tokens(document) for document in self.teachers()], share=share).trees
-        return BACKWARD_FACTOR * (both - alone), sum(tree.tokens for tree in apart)
 
 
 def documents_of(batch: MicroBatch, vocabulary: int) -> Documents:

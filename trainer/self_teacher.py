@@ -2,7 +2,7 @@
 
     frozen start weights    reference of the KL penalty | teacher (frozen, trust region) | pairs not in the cache
     moving averages         reference of the KL penalty | teacher (ema)
-    live weights            teacher, where a pass of its own costs less than reading it in the samples' row
+    live weights            teacher, where a pass of its own costs less than the samples' row (teacher_place.py)
 
 Teachers (SDPO, arXiv 2601.20802, and its code): `live` is the policy itself; `ema` follows it, theta_T += rate *
 (theta - theta_T) after each step; `frozen` is the start; `trust_region` mixes logits, (1 - mix) * frozen + mix * live.
@@ -34,7 +34,6 @@ from composer_prime.weight_sets import AVERAGES, weight_sets
 from trainer.head import TeacherPart
 from trainer.policy import Policy, Teaching
 from trainer.reference import ReferenceLogprobs
-from trainer.row_documents import Documents
 from trainer.rows import PackedRow
 from trainer.shadow import AdaptersOff, Shadow, Weights
 from trainer.world import gather_words
@@ -150,21 +149,6 @@ class SelfTeacher:
                 student, teacher, self._channels.sdpo, targets, step=step
             ),
         )
-
-
-def teachers_in_row(
-    batches: Sequence[Documents], channels: ChannelsConfig, *, share: bool, dropout: bool = False
-) -> list[bool]:
-    """Of each row, whether a live teacher is best read in the samples' forward pass, by the work of all ranks.
-
-    Never for a teacher that other weights take part in, nor where adapters drop inputs: in the row the teacher would
-    be as noisy as the student, in a pass of its own it is not. A collective when channel 2 is on with a live teacher.
-    """
-    if channels.sdpo.weight == 0 or channels.sdpo.teacher.kind != "live" or dropout:
-        return [False] * len(batches)
-    work = [documents.teacher_work(share=share) for documents in batches]
-    saved = [apart - in_row for in_row, apart in work]
-    return [sum(words) > 0 for words in zip(*gather_words(saved), strict=True)]
 
 
 @contextmanager

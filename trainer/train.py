@@ -40,9 +40,10 @@ from trainer.publish import Publisher
 from trainer.reference import ReferenceLogprobs
 from trainer.row_documents import documents_of
 from trainer.rows import PackedRow, RowOptions, unpack
-from trainer.self_teacher import SelfTeacher, teachers_in_row
+from trainer.self_teacher import SelfTeacher
 from trainer.step import LossSettings, train_step
 from trainer.stop import StopSignal
+from trainer.teacher_place import ReadCost, teachers_in_row
 
 logger = logging.getLogger("trainer")
 STOP_GRACE_S = 8.0
@@ -58,6 +59,7 @@ class Trainer:
         self.world = worlds.join(config.trainer)
         self.policy = build_policy(config, self.folder, self.world)
         self.teacher = SelfTeacher(self.policy, config.channels, self._reference())
+        self.read_cost = ReadCost.of(self.policy.lm.config, config.trainer)
         self.optimizer = build_optimizer(self.policy, config.trainer.optim)
         self.outer = self._outer_loop()
         self.checkpoints = Checkpoints(run_dir, self.world, config.trainer.checkpoint.keep, self.outer)
@@ -183,7 +185,11 @@ class Trainer:
         found = [documents_of(batch, policy.vocabulary) for batch in reply.micro_batches]
         lora = self.config.trainer.lora
         in_row = teachers_in_row(
-            found, channels, share=policy.shares_prefixes, dropout=lora is not None and lora.dropout > 0
+            found,
+            channels,
+            self.read_cost,
+            share=policy.shares_prefixes,
+            dropout=lora is not None and lora.dropout > 0,
         )
         options = RowOptions(
             device=self.world.device,

@@ -26,7 +26,6 @@ from composer_prime.packing import pack, totals
 from composer_prime.wire.types import flags, floats, ints, pack_floats, pack_ints
 from trainer.attention import NAME
 from trainer.policy import Policy, Teaching
-from trainer.row_documents import documents_of
 from trainer.self_teacher import Aid
 from trainer.step import LossSettings, loss_of
 
@@ -243,32 +242,6 @@ def test_channels_that_are_off_leave_no_trace():
         outcomes.append((loss.detach(), gradients(MODEL, loss)))
     (one, grads), (other, expected) = outcomes
     assert torch.equal(one, other) and all(torch.equal(grads[name], expected[name]) for name in grads)
-
-
-def test_a_shared_context_pays_when_it_is_long():
-    # A live teacher is read in the samples' row where the context is long beside hint and turn, apart where it is short
-    # or cannot be shared.
-    def works(prompt: int, share: bool):
-        sample = make_hinted(1, 2)[1]
-        turn, ids = sample.distillations[0], np.random.default_rng(0).integers(0, VOCABULARY, prompt)
-        longer = np.r_[ids, ints(sample.input_ids)[turn.start : turn.end]]
-        teacher = np.r_[ids, [1, 2, 3], longer[prompt:]]
-        mask = np.r_[np.zeros(prompt), np.ones(len(longer) - prompt)]
-        moved = msgspec.structs.replace(
-            turn, start=prompt, end=len(longer), teacher_ids=pack_ints(teacher), teacher_start=prompt + 3
-        )
-        made = msgspec.structs.replace(
-            sample, input_ids=pack_ints(longer), loss_mask=mask.astype("u1").tobytes(), distillations=[moved],
-            logprobs=mask.astype("<f4").tobytes(), advantages=mask.astype("<f4").tobytes(),
-        )  # fmt: skip
-        ((batch,),) = pack([made], run_id="r", step=1, world_size=1, max_tokens=4096)
-        return documents_of(batch, VOCABULARY).teacher_work(share=share)
-
-    in_row, apart = works(400, True)
-    assert in_row < apart
-    for shape in ((20, True), (400, False)):
-        in_row, apart = works(*shape)
-        assert apart < in_row
 
 
 def test_turns_and_pairs_that_do_not_match_are_refused():

@@ -5,23 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import msgspec
-import numpy as np
 import pytest
 import torch
 from hinted_runs import make_hinted, make_pairs, three_channels
-from small_runs import VOCABULARY, make_config, rows_of
+from small_runs import make_config, rows_of
 from transformers import AutoModelForCausalLM
 
 from composer_prime.errors import NonFiniteError
-from composer_prime.packing import pack, totals
-from composer_prime.wire.types import Distillation, ints, pack_ints
+from composer_prime.packing import totals
+from composer_prime.wire.types import ints
 from trainer.gather import whole_tensors
 from trainer.model import build_policy
 from trainer.optim import build_optimizer
 from trainer.reference import ReferenceLogprobs
-from trainer.row_documents import documents_of
-from trainer.self_teacher import SelfTeacher, teachers_in_row
+from trainer.self_teacher import SelfTeacher
 from trainer.shadow import AdaptersOff, Shadow
 from trainer.step import LossSettings, train_step
 
@@ -174,22 +171,6 @@ def test_kl_reference_logprobs(model_folder, tmp_path, world):
         teacher.follow()
         distances.append(metrics["policy/reference_kl"])
     assert abs(distances[0]) < 1e-6 < distances[1]
-
-
-def test_a_live_teacher_has_no_dropout(world):
-    # Where the row is the cheaper place for its documents, a dropout of the adapters still sends them to a pass of
-    # their own, which has none.
-    prompt, turn = np.arange(400) % VOCABULARY, np.arange(5)
-    hinted = Distillation(start=400, end=405, teacher_ids=pack_ints(np.r_[prompt, [1, 2], turn]), teacher_start=402,
-                          turn=0, error="test")  # fmt: skip
-    sample = msgspec.structs.replace(
-        make_hinted(1, 1)[0], input_ids=pack_ints(np.r_[prompt, turn]), loss_mask=bytes(400) + b"\1" * 5,
-        logprobs=bytes(4 * 405), advantages=bytes(4 * 405), distillations=[hinted],
-    )  # fmt: skip
-    ((batch,),) = pack([sample], run_id="r", step=1, world_size=1, max_tokens=4096)
-    found, channels = [documents_of(batch, VOCABULARY)], three_channels()
-    assert teachers_in_row(found, channels, share=True) == [True]
-    assert teachers_in_row(found, channels, share=True, dropout=True) == [False]
 
 
 def test_reference_logprobs_are_computed_once(model_folder, tmp_path, world):

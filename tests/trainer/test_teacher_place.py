@@ -1,0 +1,90 @@
+"""Where a live teacher's documents are read: the work of both places by hand, and the choice."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import transformers
+from hinted_runs import make_hinted, three_channels
+from hypothesis import given
+from hypothesis import strategies as st
+from small_runs import VOCABULARY
+
+from composer_prime.config.trainer import TrainerConfig
+from composer_prime.packing import pack
+from composer_prime.wire.types import Distillation, pack_ints
+from trainer.model import blocks
+from trainer.row_documents import Documents, documents_of
+from trainer.teacher_place import ReadCost, Work, teachers_in_row
+
+HINT = 3
+SMALL = transformers.Qwen3Config(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8,
+)  # fmt: skip
+
+
+def one_turn(context: int, turn: int) -> Documents:
+    """A row of one sample, `turn` tokens after `context` ones, and its teacher document with a hint between them."""
+    ids = np.arange(context + turn) % VOCABULARY
+    hint = (ids[context] + 1 + np.arange(HINT)) % VOCABULARY
+    hinted = Distillation(
+        start=context, end=context + turn, teacher_ids=pack_ints(np.r_[ids[:context], hint, ids[context:]]),
+        teacher_start=context + HINT, turn=0, error="test",
+    )  # fmt: skip
+    size = 4 * len(ids)
+    sample = msgspec.structs.replace(
+        make_hinted(1, 1)[0], input_ids=pack_ints(ids), loss_mask=bytes(context) + b"\1" * turn, logprobs=bytes(size),
+        advantages=bytes(size), distillations=[hinted],
+    )  # fmt: skip
+    ((batch,),) = pack([sample], run_id="r", step=1, world_size=1, max_tokens=4096)
+    return documents_of(batch, VOCABULARY)
+
+
+def cost_of(per_token: float, per_pair: float) -> ReadCost:
+    trained = Work(per_token=3 * per_token, per_pair=3 * per_pair)
+    return ReadCost(forward=Work(per_token=per_token, per_pair=per_pair), trained=trained)
+
+
+@given(context=st.integers(20, 300), turn=st.integers(1, 60))
+def test_work_counted_by_hand(context, turn):
+    # In the row: hint and turn behind the shared context, forward and backward. Apart: the whole document, forward.
+    # With nothing shared: the whole document either way.
+    found, added, whole = one_turn(context, turn), HINT + turn, context + HINT + turn
+    assert cost_of(1, 0).of_teachers(found, share=True) == (3 * added, whole)
+    assert cost_of(0, 1).of_teachers(found, share=True) == (3 * (whole**2 - context**2), whole**2)
+    assert cost_of(2, 1).of_teachers(found, share=False) == (3 * (2 * whole + whole**2), 2 * whole + whole**2)
+
+
+def test_a_model_costs_what_its_blocks_hold():
+    # Two operations a weight of the blocks' matrices and token, none of the output layer; the backward pass is two
+    # forward passes, for adapters one, and one more where activations are computed again.
+    lm = transformers.Qwen3ForCausalLM(SMALL)
+    matrices = sum(p.numel() for block in blocks(lm) for p in block.parameters() if p.ndim == 2)
+    plain = ReadCost.of(SMALL, TrainerConfig())
+    assert plain.forward == Work(per_token=2 * matrices, per_pair=2 * 2 * 4 * 8)
+    assert plain.trained == Work(per_token=6 * matrices, per_pair=3 * 2 * 2 * 4 * 8)
+    again = ReadCost.of(SMALL, TrainerConfig(activation_checkpointing=True, lora={}))
+    assert again.trained == Work(per_token=6 * matrices, per_pair=4 * 2 * 2 * 4 * 8)
+    assert ReadCost.of(transformers.GPT2Config(), TrainerConfig()).forward == Work(per_token=1.0, per_pair=0.0)
+
+
+@pytest.mark.parametrize(
+    ("context", "turn", "share", "cost", "in_row"),
+    [(400, 10, True, cost_of(1, 0), True), (20, 30, True, cost_of(1, 0), False), (400, 10, False, cost_of(1, 0), False),
+     (400, 140, True, cost_of(1, 0), True), (400, 140, True, cost_of(0, 1), False)],
+)  # fmt: skip
+def test_the_cheaper_place_is_taken(world, context, turn, share, cost, in_row):
+    # A long context with a short turn goes into the samples' row, a short one or one that cannot be shared goes apart.
+    # A turn of a third of the context is worth it by its tokens, and not where attention is what costs.
+    assert teachers_in_row([one_turn(context, turn)], three_channels(), cost, share=share) == [in_row]
+
+
+def test_a_live_teacher_has_no_dropout(world):
+    # Where the row is the cheaper place for its documents, a dropout of the adapters still sends them to a pass of
+    # their own, which has none; so do other weights in the teacher.
+    found, cost = [one_turn(400, 10)], ReadCost.of(SMALL, TrainerConfig())
+    assert teachers_in_row(found, three_channels(), cost, share=True) == [True]
+    assert teachers_in_row(found, three_channels(), cost, share=True, dropout=True) == [False]
+    assert teachers_in_row(found, three_channels("ema"), cost, share=True) == [False]
