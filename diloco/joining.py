@@ -102,14 +102,19 @@ class Joins:
         front = max(leaders[0].outer_step, -1 if newest is None else newest + 1)
         if step > front:
             return self._ahead(peer, join, front)
-        closed = self._rounds.closed(step)
         same = any(each.outer_step == step and each.base == join.base for each in leaders)
-        if same or (closed is not None and closed.base == join.base):
+        if same or self._replayable(step, join.base):
             return self._keep(join)
         if step == front and leaders[0].outer_step < front:
             behind = ", ".join(each.name for each in leaders)
             return NotReady(waiting_for=f"the outcome of round {newest} to reach {behind}")
-        return self._state(join, leaders, rank, now)
+        sources = [each for each in training if each in leaders or self._replayable(each.outer_step, each.base)]
+        return self._state(join, sources, rank, now)
+
+    def _replayable(self, outer_step: int, base: Base) -> bool:
+        """Whether the rounds from there on are kept."""
+        closed = self._rounds.closed(outer_step)
+        return closed is not None and closed.base == base
 
     def _keep(self, join: Join) -> Current:
         join.own = Current(newest=-1 if self._rounds.newest is None else self._rounds.newest)

@@ -58,6 +58,7 @@ class Rendezvous:
     async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._server.close()
         await asyncio.to_thread(self.lighthouse.close)
 

@@ -141,6 +141,19 @@ def test_never_back():
     assert books.ask("c", 5) == Current(newest=5)  # its model is the others': it replays round 5
 
 
+# A source may be behind the front, as long as the rounds since are kept: of two it is not always the quick one.
+def test_source_behind_the_front():
+    books = Books()
+    books.begin("a", "b", rounds=3)
+    books.beat("a", 2)  # has not fetched the last outcome yet
+    books.hello("c")
+    books.ask("c", 0, base_hash="other")
+    assert books.transfers.wanted("a")
+    books.serve("a", 2)
+    answer = books.ask("c", 0, base_hash="other")
+    assert answer.header.outer_step == 2 and answer.newest == 2
+
+
 # A request that was sent again and comes late does not make a training peer a joining one.
 def test_a_late_question():
     books = Books()
