@@ -38,7 +38,8 @@ class TraceState(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     """The first error that followed the action, cut to 500 characters; None when it went well or nothing is known."""
     entropy: float | None = None
-    """Mean entropy of the action's tokens in nats, where the trace holds it."""
+    """How uncertain the student was: mean surprisal (-log p) of the action's tokens in nats, which estimates the mean
+    entropy of what they were sampled from. Own rollouts hold it; None for traces of other agents, which hold none."""
     format: str
     """The format that it was read from, with the version that the reader was written for: `claude_code/2`."""
     schema_version: int = SCHEMA_VERSION

@@ -182,8 +182,8 @@ def compile_rollout(plan: GroupPlan, reply: RolloutReply, records: Sequence[Gene
 
 
 def numbered_turns(reply: RolloutReply, records: Sequence[Generation]) -> list[TurnRecord]:
-    """The worker's messages; those that the policy sampled with the number that TurnSpan knows them by, and their
-    finish reason.
+    """The worker's messages; those that the policy sampled with the number that TurnSpan knows them by, their finish
+    reason and their surprisal.
 
     Raises RolloutError as `compile_rollout` does.
     """
@@ -198,9 +198,17 @@ def numbered_turns(reply: RolloutReply, records: Sequence[Generation]) -> list[T
         ]
         shown.sort(key=lambda index: turns[index].call or 0)
         for number, (index, record) in enumerate(zip(shown, kept, strict=False), start=first):
-            turns[index] = msgspec.structs.replace(turns[index], turn=number, finish_reason=record.finish_reason)
+            turns[index] = msgspec.structs.replace(
+                turns[index], turn=number, finish_reason=record.finish_reason, surprisal=_surprisal(record)
+            )
         first += len(kept)
     return turns
+
+
+def _surprisal(record: Generation) -> float | None:
+    """Mean of -log p over the record's tokens, nats; None where it has none, or a logprob that is no number."""
+    mean = -float(np.mean(record.logprobs)) if len(record.logprobs) else float("nan")
+    return round(max(mean, 0.0), 4) if np.isfinite(mean) else None
 
 
 def _by_session(records: Iterable[Generation]) -> dict[str, list[Generation]]:

@@ -77,6 +77,7 @@ def _turn(turn: TurnRecord) -> dict[str, Any]:
         "hint": turn.hint,
         "turn": turn.turn,
         "finish_reason": turn.finish_reason,
+        "surprisal": turn.surprisal,
         "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in turn.tool_calls],
         "reasoning": turn.reasoning,
         "call": turn.call,

@@ -68,6 +68,7 @@ class _Turn:
     results: dict[str, str] = field(default_factory=dict)
     error: str | None = None
     marks: list[str] = field(default_factory=list)
+    entropy: float | None = None
 
 
 class TraceBuilder:
@@ -106,6 +107,7 @@ class TraceBuilder:
         key: str | None = None,
         mark: str | None = None,
         model: str | None = None,
+        entropy: float | None = None,
     ) -> TraceState | None:
         """A turn, or more of the open turn when `key` is its key (one turn written as several records).
 
@@ -114,7 +116,7 @@ class TraceBuilder:
         state = None
         if self._turn is None or key is None or key != self._turn.key:
             state = self.close()
-            self._turn = _Turn(key, model or self.origin.model)
+            self._turn = _Turn(key, model or self.origin.model, entropy=entropy)
         self.origin.model = model or self.origin.model
         turn, (visible, thought) = self._turn, split_thinking(text)
         turn.text += [visible] if visible.strip() else []
@@ -245,6 +247,7 @@ class TraceBuilder:
             source_family=self.origin.family or family_of(model),
             tools=self.tools.schemas(),
             error=None if turn.error is None else self._masker.text(turn.error)[:ERROR_CHARS],
+            entropy=turn.entropy,
             format=self.origin.format,
         )
 

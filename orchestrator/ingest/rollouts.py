@@ -6,6 +6,7 @@ two branches share gives one state. The model is that of the run's config.json, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,9 @@ def _branch(builder: TraceBuilder, turns: list[dict[str, Any]]) -> Iterator[Trac
         text, state = string(turn.get("text")) or "", None
         if turn["role"] == "assistant":
             calls = _calls(number, turn)
-            state = builder.assistant(text, calls, string(turn.get("reasoning")) or "")
+            state = builder.assistant(
+                text, calls, string(turn.get("reasoning")) or "", entropy=_entropy(turn.get("surprisal"))
+            )
         elif turn["role"] == "tool":
             error = string(turn.get("error"))
             if not builder.tool_result(builder.unanswered() or "", text, error=error):
@@ -60,6 +63,11 @@ def _branch(builder: TraceBuilder, turns: list[dict[str, Any]]) -> Iterator[Trac
     state = builder.close()
     if state is not None:
         yield state
+
+
+def _entropy(surprisal: Any) -> float | None:
+    known = isinstance(surprisal, int | float) and not isinstance(surprisal, bool)
+    return float(surprisal) if known and math.isfinite(surprisal) else None
 
 
 def _calls(number: int, turn: dict[str, Any]) -> list[Call]:

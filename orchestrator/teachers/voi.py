@@ -3,8 +3,10 @@
     P(the teachers overrule the student | what is known) * value of a pair >= price of the votes that are still open
 
 P is the mean of a Beta distribution for each situation: whether the action led to an error, how uncertain the student
-was (entropy, where the trace holds it), and whether the first, cheap teacher disagreed. It starts from a prior and
-learns from every state that was voted on to the end.
+was, and whether the first, cheap teacher disagreed. It starts from a prior and learns from every state that was voted
+on to the end. How uncertain the student was (TraceState.entropy: the mean surprisal of its tokens) is known of this
+project's own rollouts. Traces of other agents hold no log-probabilities: they are situations of their own, in which the
+error and the cheap teacher's vote alone tell.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from composer_prime.config.teachers import VoiConfig
 
 _UNCERTAIN_NATS = 0.5
-"""Mean entropy from which a student counts as uncertain."""
+"""Nats a token from which a student counts as uncertain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

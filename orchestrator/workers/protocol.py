@@ -138,6 +138,9 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled turns: the number that TurnSpan and Distillation know the turn by. Set by the orchestrator."""
     finish_reason: str | None = None
     """Sampled turns: stop | length. Set by the orchestrator."""
+    surprisal: float | None = None
+    """Sampled turns: mean of -log p of its tokens, in nats, under the distribution that they were sampled from; an
+    unbiased estimate of that distribution's entropy, a token. Set by the orchestrator."""
     hint: str | None = None
     """Sampled turns that went wrong: what channel 2 put before them; `error` then is the kind of error."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from rollouts_made import PLAN, Step, play
 
 from orchestrator.compile import compile_rollout, numbered_turns
@@ -30,6 +31,13 @@ def test_turns_of_two_agents_are_numbered_through():
     [sample] = compile_rollout(PLAN, reply, records)
     assert [span.turn for span in sample.turns] == [0, 1]
     assert [span.end - span.start for span in sample.turns] == [len(record.completion_ids) for record in policy]
+
+
+# Mean surprisal in nats a token: what replay takes for how uncertain the student was.
+def test_a_turn_says_how_surprising_it_was():
+    played = play("tiny", "Add.", [Step("a", "1"), Step("b")])
+    said = [turn.surprisal for turn in played.rollout.turns if turn.turn is not None]
+    assert said == [pytest.approx(-float(record.logprobs.mean()), abs=1e-4) for record in played.records]
 
 
 def test_a_turn_says_how_it_ended():

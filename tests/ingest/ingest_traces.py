@@ -135,7 +135,13 @@ ROLLOUT = {
     "tools": TOOLS,
     "turns": [
         {"role": "user", "text": "Add 1 and 2.", "parent": None, "tool_calls": []},
-        {"role": "assistant", "text": "", "parent": 0, "tool_calls": [{"name": "sum", "arguments": '{"a": 1}'}]},
+        {
+            "role": "assistant",
+            "text": "",
+            "parent": 0,
+            "tool_calls": [{"name": "sum", "arguments": '{"a": 1}'}],
+            "surprisal": 0.75,
+        },
         {"role": "tool", "text": "Tool not found: sum", "error": "Tool not found: sum", "parent": 1},
         {"role": "assistant", "text": "3", "parent": 2, "tool_calls": []},
     ],

@@ -260,6 +260,22 @@ def test_votes_that_are_not_worth_their_price(tmp_path: Path) -> None:
     assert progress.outcomes["overruled"] == 20 and progress.pairs == 20
 
 
+# Where the trace tells how certain the student was, votes go to the uncertain: that is learned from the votes.
+def test_votes_go_to_the_uncertain(tmp_path: Path) -> None:
+    voi = {"enabled": True, "pair_value_usd": 1.0, "prior_disagreement": 0.5, "prior_weight": 2.0, "explore": 0.0}
+    states = [state(number, entropy=1.2 if number % 2 else 0.1) for number in range(40)]
+
+    def answers(model: str, messages: list[dict]) -> tuple[str, dict]:
+        number = int(messages[-1]["content"].split()[1])
+        return ("cat", {"path": "a.py"}) if number % 2 else ("ls", {"n": number})
+
+    progress, endpoint = play(tmp_path, answers, states, voi=voi, concurrent_states=1)
+    asked = {int(messages[-1]["content"].split()[1]) for messages in (body["messages"] for body in endpoint.seen)}
+    assert {number for number in asked if number % 2} == set(range(1, 40, 2))
+    assert len([number for number in asked if number % 2 == 0]) < 8
+    assert progress.with_entropy == 40 and progress.outcomes["overruled"] == 20
+
+
 # What was learned of votes before an interruption counts after it: the second replay asks for none of them.
 def test_a_resumed_replay_knows_what_votes_are_worth(tmp_path: Path) -> None:
     voi = {"enabled": True, "pair_value_usd": 1.0, "prior_disagreement": 0.5, "prior_weight": 2.0, "explore": 0.0}
