@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
 from composer_prime.config import Config
 from composer_prime.config.load import fail, resolve
 from composer_prime.errors import ComposerError, ConfigError
@@ -20,6 +24,14 @@ from orchestrator.teachers.records import votes_beside
 from orchestrator.teachers.replay import Progress
 
 STOPPED, INTERRUPTED = 3, 130
+_SHOW_S = 0.2
+_COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeRemainingColumn(),
+    TextColumn("{task.fields[found]}"),
+)
 USAGE = """\
 usage: composer replay STATES.jsonl -o PAIRS.jsonl @ FILE.toml [--teachers.key VALUE ...]
 
@@ -68,11 +80,33 @@ async def replay(arguments: Arguments) -> Progress:
     pairs = arguments.pairs
     costs = pairs.with_name(f"{pairs.stem}.costs.jsonl")
     async with opened(arguments.config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as run:
-        progress = await run.run(read_states(arguments.states))
+        with Bar(*_COLUMNS, console=Console(stderr=True), transient=True) as bar:
+            showing = asyncio.create_task(_show(bar, run.progress, _lines(arguments.states)))
+            try:
+                progress = await run.run(read_states(arguments.states))
+            finally:
+                showing.cancel()
     if progress.states and progress.outcomes["refused"] == progress.states:
         reasons = "; ".join(reason for reason, _ in progress.refusals.most_common(3))
         raise ConfigError(f"all {progress.states} states were refused: {reasons}")
     return progress
+
+
+async def _show(bar: Bar, progress: Progress, total: int) -> None:
+    task = bar.add_task("replaying", total=total, found="")
+    while True:
+        found = f"{progress.pairs} pairs, ${progress.usd:.4f}"
+        bar.update(task, completed=progress.states + progress.resumed, found=found)
+        await asyncio.sleep(_SHOW_S)
+
+
+def _lines(path: Path) -> int:
+    """States of a file. Raises ConfigError when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 20), b""))
+    except OSError as error:
+        raise ConfigError(f"the states file {path} cannot be read ({error}): make it with `composer ingest`") from None
 
 
 def summary(progress: Progress, pairs: Path) -> list[str]:
@@ -83,7 +117,9 @@ def summary(progress: Progress, pairs: Path) -> list[str]:
         f"states    {progress.states} replayed ({outcomes or 'none'}); {progress.resumed} were done before",
         f"pairs     {progress.pairs} written to {pairs}" + (f"; dropped: {dropped}" if dropped else ""),
         f"votes     {progress.calls} called, {progress.cached} from the cache, {progress.failed} failed",
-        f"cost      ${progress.usd:.4f}",
+        f"cost      ${progress.usd:.4f} paid now, ${progress.price_usd:.4f} as first asked",
+        f"entropy   known of {progress.with_entropy} of {progress.states} states; of the others, the error and the "
+        "first vote tell what a further one is worth",
     ]
     lines += [f"refused   {count}: {reason}" for reason, count in progress.refusals.most_common(3)]
     return [*lines, f"stopped   {progress.stopped}"] if progress.stopped else lines
