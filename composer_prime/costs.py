@@ -3,8 +3,10 @@
     {"kind": "reserved", "call": id, "trace": …, "usd": bound, …}     before a teacher is called
     {"kind": "settled", "call": id, "usd": cost, …}                   after: the cost by the endpoint's own token counts
     {"kind": "stopped", "reason": …}                                  replay ended early
+    {"kind": "hint", "endpoint": …, "usd": cost}                      a call that judged a turn or wrote a hint
 
 A reservation without its settlement (the process died, the reply was lost) counts as spent: it may have been paid.
+Hints have a budget of their own, so their calls are no part of what teachers spent.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ class Spent:
     by_teacher: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     unsettled: int = 0
     failed: int = 0
+    hint_usd: float = 0.0
+    """By calls for hints, which none of the other sums holds."""
+    hint_calls: int = 0
 
 
 class CostLedger:
@@ -70,6 +75,9 @@ def spent(path: Path) -> Spent:
             reserved = open_calls.pop(line["call"], line)
             total.failed += line.get("status") != "ok"
             _add(total, reserved, line["usd"])
+        elif line.get("kind") == "hint":
+            total.hint_usd += line["usd"]
+            total.hint_calls += 1
     for line in open_calls.values():
         total.unsettled += 1
         _add(total, line, line["usd"])

@@ -236,7 +236,7 @@ class Pipeline:
             chat_folder=self._folder,
             gateway_url=f"{self.gateway.http_url}/v1",
             gateway_token=os.environ.get(TOKEN_VARIABLE),
-            cache=self.run_dir.root / "hints",
+            run_root=self.run_dir.root,
             distil=config.channels.sdpo.weight > 0,
         )
         if hints is not None:

@@ -51,17 +51,18 @@ def report(run_dir: RunDir, bins: int) -> list[str]:
 
 
 def _costs(run_dir: RunDir) -> list[str]:
-    """What teachers cost, beside what `composer plan` expected."""
+    """What hints cost; what teachers cost, beside what `composer plan` expected."""
     paid = spent(run_dir.root / "costs.jsonl")
+    hints = [f"  hints        ${paid.hint_usd:,.4f} in {paid.hint_calls:,} calls"] if paid.hint_calls else []
     if not paid.calls:
-        return []
+        return hints
     try:
         expected = forecast(read(run_dir.config))
     except ConfigError:  # of another release, or its states file is gone
         expected = None
     each = ", ".join(f"{name} ${usd:,.4f}" for name, usd in sorted(paid.by_teacher.items()))
     beside = f"; the forecast was {expected.text()}" if expected else ""
-    return [f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({each}), {paid.failed} failed{beside}"]
+    return [*hints, f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({each}), {paid.failed} failed{beside}"]
 
 
 def _ledger(run_dir: RunDir) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from composer_prime.config import Config
 from composer_prime.config.hints import EndpointConfig, HintsConfig
+from composer_prime.costs import CostLedger
 from composer_prime.errors import ConfigError
 from orchestrator.hints.detect import FAILED, RuleDetector
 from orchestrator.hints.distil import DocumentLimits
@@ -25,12 +26,12 @@ _POLICY_CALLS = 4
 
 
 def build_hints(
-    config: Config, *, chat_folder: Path, gateway_url: str, gateway_token: str | None, cache: Path, distil: bool
+    config: Config, *, chat_folder: Path, gateway_url: str, gateway_token: str | None, run_root: Path, distil: bool
 ) -> HintStage | None:
     """None without [orchestrator.hints]. Loads the renderer, so call it from a thread.
 
-    `chat_folder`: tokenizer and chat template. `gateway_url`: http://host:port/v1. `cache`: folder of answers that were
-    paid for. Raises ConfigError.
+    `chat_folder`: tokenizer and chat template. `gateway_url`: http://host:port/v1. `run_root`: the run
+    directory, for answers that were paid for and what they cost. Raises ConfigError.
     """
     hints = config.orchestrator.hints
     if hints is None:
@@ -42,7 +43,7 @@ def build_hints(
     _, renderer = build_renderer(str(chat_folder), config.model.renderer)
     placer = HintPlacer(renderer, read_tokenizer(str(chat_folder)), hints.placement)
     threads = ThreadPoolExecutor(1, thread_name_prefix="hints")
-    endpoints = _endpoints(hints, gateway_url, gateway_token, cache)
+    endpoints = _endpoints(hints, gateway_url, gateway_token, run_root)
     detectors: list[ErrorDetector] = [RuleDetector(templates, hints.detect, threads)]
     detectors += [JudgeDetector(endpoints["judge"])] if "judge" in endpoints else []
     return HintStage(
@@ -70,11 +71,15 @@ def check_kinds(hints: HintsConfig, templates: Templates) -> None:
         )
 
 
-def _endpoints(hints: HintsConfig, gateway_url: str, gateway_token: str | None, cache: Path) -> dict[str, ChatEndpoint]:
-    built = {}
+def _endpoints(
+    hints: HintsConfig, gateway_url: str, gateway_token: str | None, run_root: Path
+) -> dict[str, ChatEndpoint]:
+    built, cache, ledger = {}, run_root / "hints", CostLedger(run_root / "costs.jsonl")
     for name, config in (("judge", hints.judge), ("llm", hints.llm if "llm" in hints.layers else None)):
         if config is not None:
-            built[name] = ChatEndpoint(config, name=f"orchestrator.hints.{name}", cache=cache / f"{name}.jsonl")
+            built[name] = ChatEndpoint(
+                config, name=f"orchestrator.hints.{name}", cache=cache / f"{name}.jsonl", ledger=ledger
+            )
     if "introspection" in hints.layers:
         policy = EndpointConfig(
             base_url=gateway_url,

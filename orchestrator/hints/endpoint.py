@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -24,8 +25,11 @@ import aiohttp
 import msgspec
 
 from composer_prime.config.hints import EndpointConfig
+from composer_prime.costs import CostLedger
 from composer_prime.errors import BudgetError, ConfigError, EndpointError
 from orchestrator.hints.answer_cache import AnswerCache, PaidCall
+
+logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, str]]
 _FAILED_LIMIT = 5
@@ -48,8 +52,17 @@ class _Call:
 
 
 class ChatEndpoint:
-    def __init__(self, config: EndpointConfig, *, name: str, cache: Path | None = None, key: str | None = None) -> None:
-        """`name`: the configuration key that messages name. `key`: the bearer token, where it is known here.
+    def __init__(
+        self,
+        config: EndpointConfig,
+        *,
+        name: str,
+        cache: Path | None = None,
+        key: str | None = None,
+        ledger: CostLedger | None = None,
+    ) -> None:
+        """`name`: the configuration key that messages name. `key`: the bearer token, where it is known here. `ledger`:
+        where calls that cost something are written down.
 
         Raises ConfigError when the configured key variable is not set.
         """
@@ -57,7 +70,7 @@ class ChatEndpoint:
         self._key = key or api_key(config, name)
         self._places = asyncio.Semaphore(config.max_concurrent)
         self._session: aiohttp.ClientSession | None = None
-        self._cache = AnswerCache(cache)
+        self._cache, self._ledger = AnswerCache(cache), ledger
         self._asking: dict[str, _Call] = {}
         self._reserved_usd = 0.0
         self._failed_in_row, self._resting_until = 0, 0.0
@@ -127,9 +140,19 @@ class ChatEndpoint:
         finally:
             self._reserved_usd -= worst_usd
             self.cost_usd += call.cost_usd
+            if call.cost_usd:
+                self._write_down(call.cost_usd)
             if text is not None or call.cost_usd:
                 await self._cache.add(PaidCall(key, text, call.cost_usd))
         return text
+
+    def _write_down(self, usd: float) -> None:
+        """A disk that refuses costs the line only."""
+        if self._ledger is not None:
+            try:
+                self._ledger.write("hint", endpoint=self._name, usd=usd)
+            except OSError as error:
+                logger.warning("%s: a call's cost could not be kept in %s: %s", self._name, self._ledger.path, error)
 
     def _reserve(self, messages: Messages) -> float:
         """The worst case's cost, USD, set aside. Raises BudgetError."""

@@ -10,6 +10,7 @@ import pytest
 from endpoint_peer import chat_peer
 
 from composer_prime.config.hints import HintsConfig
+from composer_prime.costs import CostLedger, spent
 from composer_prime.errors import BudgetError, ConfigError, EndpointError
 from orchestrator.hints.answer_cache import AnswerCache, PaidCall
 from orchestrator.hints.endpoint import ChatEndpoint
@@ -24,11 +25,14 @@ def test_one_question_is_asked_once(tmp_path):
     async def run():
         async with chat_peer() as peer:
             cache = tmp_path / "judge.jsonl"
-            first = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache)
+            ledger = CostLedger(tmp_path / "costs.jsonl")
+            first = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache, ledger=ledger)
             assert await asyncio.gather(first.ask(ASK), first.ask(ASK)) == ["use add"] * 2
             assert await first.ask(ASK) == "use add"
             assert (len(peer.bodies), first.calls, first.cached) == (1, 1, 1)
             assert first.cost_usd == pytest.approx(0.2)
+            paid = spent(ledger.path)
+            assert (paid.hint_calls, paid.usd, paid.calls) == (1, 0, 0) and paid.hint_usd == pytest.approx(0.2)
             await first.ask(ASK, variant="other")
             assert len(peer.bodies) == 2
             await first.close()
