@@ -30,7 +30,7 @@ money spent, hints by what was asked, reference log-probabilities by the base mo
 _STEP = re.compile(r"step_(\d{6,})$")
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes | memoryview) -> None:
     """Write `data` to `path` so that a reader sees the old content or all of the new, also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -9,11 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from composer_prime.config.diloco import OuterConfig
@@ -90,21 +87,6 @@ class GlobalModel:
             own.copy_(tensors[name])
         self.outer_step = outer_step
         self._digests = [_digest(master) for master in self.masters]
-
-
-def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
-    """A safetensors file of copies of `tensors`, with `facts` as JSON in its header."""
-    return save_safetensors(dict(tensors), metadata={"facts": json.dumps(facts)})
-
-
-def unpacked(raw: bytes | bytearray) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The reverse of `packed`. Raises CheckpointError when `raw` is no such file."""
-    try:
-        tensors = load_safetensors(bytes(raw))
-        size = int.from_bytes(raw[:8], "little")
-        return tensors, json.loads(json.loads(bytes(raw[8 : 8 + size]))["__metadata__"]["facts"])
-    except Exception as error:
-        raise CheckpointError(f"{len(raw)} bytes are no packed global state: {error}") from None
 
 
 def _digest(master_n: Tensor) -> str:

@@ -38,13 +38,14 @@ from diloco.codec import ErrorFeedback, build_codec
 from diloco.contributions import Accepted, accept
 from diloco.exchange import Arrived, Found, Left
 from diloco.fragments import Named, layout, partition
-from diloco.global_model import GlobalModel, packed, unpacked
+from diloco.global_model import GlobalModel
 from diloco.keys import JointKey
 from diloco.layout import layout_hash
 from diloco.link import Link
 from diloco.ranks import Ranks
 from diloco.schedule import Schedule
 from diloco.session import Member
+from diloco.state_file import packed, unpacked
 from diloco.wire import Header, checksum
 
 logger = logging.getLogger(__name__)
@@ -409,9 +410,9 @@ class StreamingDiLoCo:
             serial=serial,
         )
         logger.info("serving the global state of outer step %d (%.1f MB)", header.outer_step, len(body) / 1e6)
-        self._link.serve_state(header, memoryview(body))
+        self._link.serve_state(header, body)
 
-    def state(self) -> bytes:
+    def state(self) -> memoryview:
         """This rank's outer state for a checkpoint: masters, momentum, error feedback, the delta under way."""
         tensors = self.globals.tensors()
         tensors |= {f"residual.{index}": residual for index, residual in enumerate(self.feedback.residuals)}
@@ -431,7 +432,7 @@ class StreamingDiLoCo:
             tensors |= {} if offer.due_n is None else {"pending.due": offer.due_n}
         return packed(tensors, facts)
 
-    def load(self, raw: bytes) -> None:
+    def load(self, raw: bytes | memoryview) -> None:
         """Go on from `state`; before the context is entered. The parameters are restored by who saved them.
 
         Raises CheckpointError when it is of another layout or rank.
