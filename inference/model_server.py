@@ -7,7 +7,7 @@
     GET  /v1/models
 
 Each model has the local engine and its own chat template. Ends when its standard input is closed, so that it never
-outlives whoever started it.
+outlives whoever started it; with --supervised, whoever started it ends it (the launcher).
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class ModelServer:
         return self._served[name]
 
 
-async def serve(models: list[str], threads: int, port: int) -> None:
-    """Serve until standard input ends. Raises what loading a model raises."""
+async def serve(models: list[str], threads: int, port: int, *, supervised: bool) -> None:
+    """Serve until standard input ends, or until killed where `supervised`. Raises what loading a model raises."""
     import torch
 
     torch.set_num_threads(threads)
@@ -157,7 +157,7 @@ async def serve(models: list[str], threads: int, port: int) -> None:
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", port).start()
         print(json.dumps({"url": f"http://127.0.0.1:{runner.addresses[0][1]}/v1"}), flush=True)
-        await asyncio.to_thread(sys.stdin.read)
+        await (asyncio.Event().wait() if supervised else asyncio.to_thread(sys.stdin.read))
 
 
 async def _load(name: str, config: InferenceConfig) -> _Served:
@@ -236,11 +236,12 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--model", action="append", required=True, help="model folder, tiny, tiny/teacher_a, ...")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--supervised", action="store_true", help="do not end with standard input")
     options = parser.parse_args(words)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        asyncio.run(serve(options.model, options.threads, options.port))
+        asyncio.run(serve(options.model, options.threads, options.port, supervised=options.supervised))
     except (ComposerError, OSError) as error:
         print(f"model server: {error}", file=sys.stderr)
         return FAILED

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from composer_prime.config import Config
+from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.placement import place, visible
 from composer_prime.run_dir import RunDir
 
-Kind = Literal["orchestrator", "node", "rank"]
+Kind = Literal["orchestrator", "node", "rank", "teachers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +23,9 @@ class RoleCommand:
     """One process to start."""
 
     name: str
-    """Name of its log: orchestrator, node-0, trainer-0."""
+    """Name of its log: orchestrator, node-0, trainer-0, teachers."""
     kind: Kind
-    """A node may die and is started again; the end of any other ends the run."""
+    """Nodes and teachers may die and are started again; the end of any other ends the run, and of the last node."""
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)
     """On top of the launcher's environment."""
@@ -36,8 +37,12 @@ def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCom
     where = ["--run-dir", str(run_dir.root)]
     commands = []
     if config.orchestrator.address is None:
+        served = config.teachers.models_served(config.model.path) if config.teachers.online else []
+        port = free_port() if served else 0
+        commands += [_teachers(config, served, port)] if served else []
+        env = {**_threads(1), **({MODELS_VARIABLE: f"http://127.0.0.1:{port}/v1"} if served else {})}
         argv = [*console_script("orchestrator"), *where]
-        commands.append(RoleCommand(name="orchestrator", kind="orchestrator", argv=argv, env=_threads(1)))
+        commands.append(RoleCommand(name="orchestrator", kind="orchestrator", argv=argv, env=env))
     for index, devices in enumerate(placement.nodes):
         argv = [*console_script("inference"), *where, "--node-name", f"node-{index}"]
         env = {**_threads(config.inference.threads), **_devices(devices)}
@@ -45,6 +50,14 @@ def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCom
     if config.run.max_steps and config.trainer.address is None:
         commands += _ranks(config, where, placement.ranks)
     return commands
+
+
+def _teachers(config: Config, models: list[str], port: int) -> RoleCommand:
+    """Local teachers and the frozen base, on a port that stays the same when they are started again."""
+    threads = config.teachers.local_threads
+    argv = [sys.executable, "-m", "inference.model_server", "--supervised", "--port", str(port)]
+    argv += ["--threads", str(threads), *(word for model in models for word in ("--model", model))]
+    return RoleCommand(name="teachers", kind="teachers", argv=argv, env=_threads(threads))
 
 
 def _ranks(config: Config, where: list[str], devices: tuple[int, ...]) -> list[RoleCommand]:

@@ -4,7 +4,8 @@
       ├── guard                     ends everything should the launcher be killed (guard.py)
       ├── orchestrator ┐
       ├── trainer-0 .. ┘            any of these ending with an error ends the run
-      └── node-0 ..                 may die: started again after a pause, up to inference.max_restarts times
+      ├── node-0 ..                 may die: started again after a pause, up to inference.max_restarts times
+      └── teachers                  likewise; given up, the run goes on without them
 
 Each role has its own session and its own log. Nobody waits on anybody here: `poll` looks and returns. `stop` waits at
 most stop_grace_s twice: for ranks and nodes (they may still talk to the orchestrator), then for the orchestrator.
@@ -37,7 +38,8 @@ SETTLE_S = 3.0
 """After a rank failed: how long the launcher waits for the orchestrator to fail too, and then names that one first."""
 USAGE_ERROR = 2
 """Exit status of a role that refuses its configuration: starting it again cannot help."""
-_STOP_ORDER = (("rank", "node"), ("orchestrator",))
+_STOP_ORDER = (("rank", "node"), ("orchestrator",), ("teachers",))
+_MAY_DIE = ("node", "teachers")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,15 +105,15 @@ class Supervisor:
         Raises RoleFailedError when the run cannot go on; its message ends with the failing role's last log lines.
         """
         ended = [child for child in self.children if child.running and self._ended(child)]
-        needed = [child for child in self.children if child.role.kind != "node"]
+        needed = [child for child in self.children if child.role.kind not in _MAY_DIE]
         finished = bool(needed) and all(child.code == 0 for child in needed)
-        self._failed += [child for child in ended if child.role.kind != "node" and child.code != 0]
+        self._failed += [child for child in ended if child.role.kind not in _MAY_DIE and child.code != 0]
         if self._failed and self._settled():
             raise RoleFailedError(self._report(self._failed))
         if finished or (not needed and all(child.code == 0 for child in self.children)):
             return "finished"
         for child in ended:
-            if child.role.kind == "node" and child.code != 0:
+            if child.role.kind in _MAY_DIE and child.code != 0:
                 self._plan_restart(child)
         for child in self.children:
             if child.restart_at is not None and time.monotonic() >= child.restart_at:
@@ -188,16 +190,10 @@ class Supervisor:
     def _plan_restart(self, child: Child) -> None:
         if time.monotonic() - child.started > QUIET_S:
             child.restarts = 0
-        if child.code == USAGE_ERROR:
+        if child.role.kind == "node" and child.code == USAGE_ERROR:
             raise RoleFailedError(self._report([child]))
         if child.restarts >= self.max_restarts:
-            alive = [other for other in self.children if other.role.kind == "node" and other is not child]
-            if not any(other.running or other.restart_at is not None for other in alive):
-                raise RoleFailedError(
-                    f"{child.role.name} died {child.restarts + 1} times and no other node is left "
-                    f"(inference.max_restarts is {self.max_restarts})\n{self._report([child])}"
-                )
-            self.say(f"{child.role.name} {child.ending()}; given up after {child.restarts} restarts")
+            self._give_up(child)
             return
         pause = self.backoff_s * 2**child.restarts
         child.restarts += 1
@@ -206,6 +202,17 @@ class Supervisor:
             f"{child.role.name} {child.ending()}; starting it again in {pause:g} s "
             f"({child.restarts} of {self.max_restarts})"
         )
+
+    def _give_up(self, child: Child) -> None:
+        """Raises RoleFailedError when it was the last node."""
+        if child.role.kind == "node":
+            alive = [other for other in self.children if other.role.kind == "node" and other is not child]
+            if not any(other.running or other.restart_at is not None for other in alive):
+                raise RoleFailedError(
+                    f"{child.role.name} died {child.restarts + 1} times and no other node is left "
+                    f"(inference.max_restarts is {self.max_restarts})\n{self._report([child])}"
+                )
+        self.say(f"{child.role.name} {child.ending()}; given up after {child.restarts} restarts")
 
     def _report(self, failed: list[Child]) -> str:
         parts = []

@@ -10,6 +10,8 @@ from pydantic_config import BaseConfig
 
 from composer_prime.families import UNKNOWN, family_of
 
+MODELS_VARIABLE = "COMPOSER_MODELS_URL"
+"""Environment variable by which the launcher tells the orchestrator where it serves local teachers and base."""
 Tier = Literal["cheap", "mid", "frontier"]
 
 
@@ -167,6 +169,13 @@ class TeachersConfig(BaseConfig):
     """Which votes are worth their price."""
     gate: GateConfig = GateConfig()
     """Which of the pairs that are made online may be trained."""
+
+    def models_served(self, base: str) -> list[str]:
+        """What has to be served on this machine for a replay: local teachers, and the frozen base `base`."""
+        if self.cache_only:
+            return []
+        models = [teacher.model for teacher in self.teacher if teacher.local]
+        return list(dict.fromkeys([*models, base] if self.score else models))
 
     @field_validator("teacher")
     @classmethod

@@ -1,4 +1,5 @@
-"""Local teachers and the frozen base, in a process of their own (inference/model_server.py), started by name only."""
+"""Local teachers and the frozen base, in a process of their own (inference/model_server.py), started by name only: by
+the launcher of a run, or here where no launcher did."""
 
 from __future__ import annotations
 
@@ -7,12 +8,17 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
+import httpx
+
+from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.errors import DeadlineError, RoleFailedError
 from composer_prime.model_source import resolve_model, weight_files
 
 _END_S = 10.0
+_LOOK_S = 0.5
 _MARK_BYTES = 1 << 16
 
 
@@ -29,6 +35,42 @@ def weights_mark(model: str) -> str:
             file.seek(max(size - _MARK_BYTES, 0))
             digest.update(file.read())
     return digest.hexdigest()
+
+
+@asynccontextmanager
+async def models_at(models: Sequence[str], *, threads: int, start_timeout_s: float) -> AsyncIterator[str]:
+    """The base URL where `models` are served: by the launcher (MODELS_VARIABLE), else by a process that ends with this.
+
+    Raises RoleFailedError or DeadlineError.
+    """
+    url = os.environ.get(MODELS_VARIABLE)
+    if url is None:
+        async with LocalModels(models, threads=threads, start_timeout_s=start_timeout_s) as url:
+            yield url
+        return
+    await _until_served(url, set(models), start_timeout_s)
+    yield url
+
+
+async def _until_served(url: str, models: set[str], timeout_s: float) -> None:
+    """Raises DeadlineError, which says what was waited for and what was there."""
+    found = "nothing answers there"
+    try:
+        async with asyncio.timeout(timeout_s), httpx.AsyncClient(base_url=url, trust_env=False) as client:
+            while True:
+                try:
+                    listed = (await client.get("/models")).json()["data"]
+                    if models <= {model["id"] for model in listed}:
+                        return
+                    found = f"it serves {', '.join(model['id'] for model in listed)}"
+                except (httpx.HTTPError, ValueError, LookupError, TypeError):
+                    pass
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        raise DeadlineError(
+            f"waited {timeout_s:g} s for {', '.join(sorted(models))} at {url}, and {found}: see logs/teachers.log, or "
+            "raise teachers.local_start_timeout_s"
+        ) from None
 
 
 class LocalModels:

@@ -11,7 +11,7 @@ from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import ConfigError, ModelNotFoundError
 from orchestrator.teachers.budget import Budget
-from orchestrator.teachers.local import LocalModels
+from orchestrator.teachers.local import models_at
 from orchestrator.teachers.pool import TeacherPool
 from orchestrator.teachers.records import Records, only_writer
 from orchestrator.teachers.replay import Replay
@@ -29,9 +29,8 @@ async def opened(
     """
     teachers = config.teachers
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every vote
-    models = [teacher.model for teacher in teachers.teacher if teacher.local]
     base = config.model.path
-    wanted = [] if teachers.cache_only else [*models, *([base] if teachers.score else [])]
+    wanted = teachers.models_served(base)
     async with AsyncExitStack() as stack:
         stack.enter_context(only_writer(pairs))  # before what was spent is read
         budget = Budget(teachers.budget, costs)
@@ -41,9 +40,9 @@ async def opened(
         kept = _kept(teachers, base) if teachers.score else None
         if wanted:
             url = await stack.enter_async_context(
-                LocalModels(wanted, threads=teachers.local_threads, start_timeout_s=teachers.local_start_timeout_s)
+                models_at(wanted, threads=teachers.local_threads, start_timeout_s=teachers.local_start_timeout_s)
             )
-            addresses = dict.fromkeys(models, url)
+            addresses = {teacher.model: url for teacher in teachers.teacher if teacher.local}
             if kept is not None:
                 served = kept.inner = ServedScorer(url, base, teachers.timeout_s)
                 stack.push_async_callback(served.close)

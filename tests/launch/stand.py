@@ -41,7 +41,8 @@ def log(role, step, **values):
 
 
 def kind_of(name: str) -> str:
-    return "rank" if name.startswith("trainer") else "node" if name.startswith("node") else "orchestrator"
+    kinds = {"trainer": "rank", "node": "node", "teachers": "teachers"}
+    return next((kind for start, kind in kinds.items() if name.startswith(start)), "orchestrator")
 
 
 def config_file(folder: Path) -> Path:

@@ -12,6 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from stand import config_file
+
+from composer_prime.config.load import resolve
+from composer_prime.config.teachers import MODELS_VARIABLE
+from composer_prime.run_dir import RunDir
+from trainer.roles import role_commands
 
 STAND = Path(__file__).with_name("stand.py")
 STEADY = "open(f'ready-{os.getpid()}', 'w').close(); time.sleep(300)"
@@ -154,6 +160,35 @@ def test_node_with_a_wrong_configuration_is_not_retried(stand):
     # Exit status 2 (usage) of a node fails the run at once.
     status, output = stand({"orchestrator": STEADY, "node-0": "sys.exit(2)"}).finish()
     assert status == 1 and "starting it again" not in output
+
+
+def test_a_run_goes_on_without_teachers(stand):
+    # Teachers that keep dying are started again as often as a node is, and then given up; the run finishes.
+    patient = "while len(open('deaths').read()) < 2: time.sleep(0.05)\ntime.sleep(1)"
+    dying = "open('deaths', 'a').write('x'); sys.exit(2)"
+    run = stand(
+        {"teachers": f"open('deaths', 'a').close()\n{dying}", "orchestrator": "time.sleep(1)\n" + patient,
+         "node-0": STEADY, "trainer-0": TRAINS},
+        "--inference.max_restarts", "1",
+    )  # fmt: skip
+    status, output = run.finish()
+    assert status == 0, output
+    assert "teachers ended with exit status 2; given up after 1 restarts" in output and run.members() == []
+
+
+@pytest.mark.parametrize("online", [True, False])
+def test_the_launcher_serves_local_teachers(tmp_path, online):
+    # With the frozen base, on one port, which the orchestrator is told; only where a run replays online.
+    pool = Path(__file__).parents[2] / "configs" / "teachers" / "tiny.toml"
+    words = ["@", str(config_file(tmp_path)), "@", str(pool), "--teachers.online", str(online).lower()]
+    roles = {role.name: role for role in role_commands(resolve(words).config, RunDir(tmp_path / "run"), gpus=0)}
+    url = roles["orchestrator"].env.get(MODELS_VARIABLE)
+    assert ("teachers" in roles) == (url is not None) == online
+    if online:
+        argv = roles["teachers"].argv
+        served = [argv[index + 1] for index, word in enumerate(argv) if word == "--model"]
+        assert served == ["tiny/teacher_a", "tiny/teacher_b", "tiny/teacher_c", "tiny"]
+        assert url == f"http://127.0.0.1:{argv[argv.index('--port') + 1]}/v1"
 
 
 def test_ctrl_c_stops_everything_with_130(stand):

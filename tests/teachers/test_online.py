@@ -7,14 +7,17 @@ import json
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from loopback import Endpoint, configured, serving, state
 
 from composer_prime.config import Config
+from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.cost_forecast import forecast
-from composer_prime.errors import ConfigError
+from composer_prime.errors import ConfigError, DeadlineError
 from composer_prime.monitor.jsonl import MetricsFile
 from composer_prime.run_dir import RunDir
 from composer_prime.traces import write_state
+from orchestrator.teachers.local import models_at
 from orchestrator.teachers.online import OnlineReplay
 from orchestrator.teachers.opened import opened
 from orchestrator.teachers.records import read_pairs, votes_beside
@@ -137,6 +140,32 @@ def test_one_replay_of_a_file_at_a_time(tmp_path: Path) -> None:
                     pass
         async with opened(values, **places):
             pass
+
+    asyncio.run(run())
+
+
+# Where the launcher serves the models, replay waits for all of them, and says what it waited for and what was there.
+def test_models_that_the_launcher_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["tiny"]
+
+    async def models(request: web.Request) -> web.Response:
+        names.append("tiny/teacher_a")
+        return web.json_response({"data": [{"id": name} for name in names[:-1]]})
+
+    async def run() -> None:
+        app = web.Application()
+        app.add_routes([web.get("/v1/models", models)])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        monkeypatch.setenv(MODELS_VARIABLE, url)
+        async with models_at(["tiny", "tiny/teacher_a"], threads=1, start_timeout_s=30) as found:
+            assert found == url and len(names) > 2
+        with pytest.raises(DeadlineError, match=r"waited 1 s for tiny/teacher_b at .*, and it serves tiny"):
+            async with models_at(["tiny/teacher_b"], threads=1, start_timeout_s=1):
+                pass
+        await runner.cleanup()
 
     asyncio.run(run())
 
