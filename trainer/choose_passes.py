@@ -11,6 +11,7 @@ that differ train one model. A run whose last bits must not depend on a clock se
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import logging
@@ -114,6 +115,7 @@ def time_ms(passes: Passes, device: torch.device, dtype: torch.dtype, vocabulary
     return min(start.elapsed_time(end) for start, end in itertools.pairwise(marks))
 
 
+@functools.cache
 def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
