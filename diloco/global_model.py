@@ -16,7 +16,7 @@ from torch import Tensor
 from composer_prime.config.diloco import OuterConfig
 from composer_prime.errors import CheckpointError
 from diloco.fragments import Fragment
-from diloco.outer import OuterOptimizer, weighted_mean
+from diloco.outer import build_outer, weighted_mean
 
 
 class GlobalModel:
@@ -25,7 +25,7 @@ class GlobalModel:
         self.fragments = fragments
         self.masters: list[Tensor] = [fragment.read() for fragment in fragments]
         """float32 [numel] a fragment, on the CPU."""
-        self.outer = OuterOptimizer(config, [len(master) for master in self.masters])
+        self.outer = build_outer(config, [len(master) for master in self.masters])
         self.outer_step = 0
         self._digests = [_digest(master) for master in self.masters]
 

@@ -14,6 +14,7 @@ Departures:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,22 +22,46 @@ from torch import Tensor
 from composer_prime.config.diloco import OuterConfig
 
 
-class OuterOptimizer:
-    """Momentum of every fragment, and the update."""
+class OuterOptimizer(Protocol):
+    """What turns a round's mean delta into the next global values."""
 
-    def __init__(self, config: OuterConfig, sizes: Sequence[int]) -> None:
-        """`sizes`: elements of each fragment on this rank."""
-        self.lr, self.momentum = config.lr, config.momentum
-        self.velocity: list[Tensor] = [torch.zeros(size) for size in sizes] if self.momentum else []
-        """float32 [numel] a fragment; none without momentum."""
+    velocity: list[Tensor]
+    """Momentum, float32 [numel] a fragment; none where the optimizer has none."""
 
     def step(self, fragment: int, master_n: Tensor, mean_n: Tensor) -> None:
         """Update `master_n` (float32 [numel]) in place; `mean_n` is left as it is."""
+        ...
+
+
+class Averaging:
+    """The global model becomes the mean of the peers'."""
+
+    def __init__(self) -> None:
+        self.velocity: list[Tensor] = []
+
+    def step(self, fragment: int, master_n: Tensor, mean_n: Tensor) -> None:
+        master_n.sub_(mean_n)
+
+
+class Nesterov:
+    """Gradient descent with Nesterov momentum; without momentum plain steps of `lr`."""
+
+    def __init__(self, lr: float, momentum: float, sizes: Sequence[int]) -> None:
+        """`sizes`: elements of each fragment on this rank."""
+        self.lr, self.momentum = lr, momentum
+        self.velocity = [torch.zeros(size) for size in sizes] if momentum else []
+
+    def step(self, fragment: int, master_n: Tensor, mean_n: Tensor) -> None:
         direction_n = mean_n
         if self.velocity:
             velocity_n = self.velocity[fragment].mul_(self.momentum).add_(mean_n)
             direction_n = mean_n + velocity_n * self.momentum
         master_n.sub_(direction_n if self.lr == 1.0 else direction_n * self.lr)
+
+
+def build_outer(config: OuterConfig, sizes: Sequence[int]) -> OuterOptimizer:
+    """`sizes`: elements of each fragment on this rank."""
+    return Averaging() if config.type == "average" else Nesterov(config.lr, config.momentum, sizes)
 
 
 def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
