@@ -142,7 +142,10 @@ def _step(config: Config) -> Rows:
     rollouts = orchestrator.groups_per_step * orchestrator.group_size
     most = rollouts * config.model.max_context
     per_rank = -(-most // (config.trainer.micro_batch_tokens * config.trainer.ranks))
-    oldest = f"N-{1 + orchestrator.max_staleness}"
+    ages = f"(max_staleness {orchestrator.max_staleness})"
+    versions = f"step N trains on policy versions N-{1 + orchestrator.max_staleness} and newer {ages}"
+    if config.diloco is not None:
+        versions = f"a policy version is a full sweep, {config.diloco.sync_every} steps; steps use the newest {ages}"
     return [
         (
             "step",
@@ -151,8 +154,7 @@ def _step(config: Config) -> Rows:
         ),
         (
             "",
-            f"step N trains on policy versions {oldest} and newer (max_staleness {orchestrator.max_staleness}); "
-            f"{config.run.max_steps * rollouts:,} rollouts in the whole run",
+            f"{versions}; {config.run.max_steps * rollouts:,} rollouts in the whole run",
         ),
     ]
 

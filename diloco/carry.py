@@ -62,7 +62,7 @@ class Totals(msgspec.Struct, kw_only=True):
     """Since this peer began. A token counts by the share of the parameters that it concerns."""
 
     missed: int = 0
-    """Rounds that ended without this peer's work."""
+    """Rounds that ended without work that this peer had."""
     carried: float = 0.0
     """Tokens whose work an outcome left out and the next delta holds."""
     overwritten: float = 0.0
@@ -135,7 +135,7 @@ class OwnWork:
         held, share, totals = self.held[fragment], self._shares[fragment], self.totals
         kept = Work()
         if fate is Fate.MISSED:
-            totals.missed += 1
+            totals.missed += held.steps > 0
             totals.carried += held.tokens * share
             kept = held
         elif fate is Fate.COUNTED and offer is not None:

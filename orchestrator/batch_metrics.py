@@ -14,14 +14,16 @@ from orchestrator.conversation import turn_error_rate
 from orchestrator.groups import BEHAVIOUR_PART, FinishedGroup, FinishedRollout, Outcome
 
 
-def batch_metrics(step: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup]) -> dict[str, float]:
-    """Figures of batch `step`: `groups` are trained (some perhaps for channel 2 alone), `dropped` ended otherwise since
-    the last batch."""
+def batch_metrics(
+    version: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup]
+) -> dict[str, float]:
+    """Figures of a batch: `groups` are trained (some perhaps for channel 2 alone) from policy version `version` on,
+    `dropped` ended otherwise since the last batch."""
     scored = [*groups, *(group for group in dropped if group.outcome is Outcome.FILTERED)]
     everything = [*groups, *dropped]
     rollouts = [rollout for group in scored for rollout in group.rollouts if rollout.failure is None]
     metrics = _rewards(scored)
-    metrics |= _staleness(step, groups)
+    metrics |= _staleness(version, groups)
     metrics |= _shapes(groups, rollouts)
     metrics |= _tools(rollouts)
     metrics |= _hints(rollout for group in everything for rollout in group.rollouts)
@@ -54,14 +56,14 @@ def _rewards(scored: Sequence[FinishedGroup]) -> dict[str, float]:
     return metrics | {f"reward/part/{name}": fmean(values) for name, values in parts.items()}
 
 
-def _staleness(step: int, groups: Sequence[FinishedGroup]) -> dict[str, float]:
+def _staleness(version: int, groups: Sequence[FinishedGroup]) -> dict[str, float]:
     spans = [span for group in groups for sample in group.samples for span in sample.version_spans]
     tokens = sum(span.end - span.start for span in spans)
     if not tokens:
         return {}
-    ages = sum((step - 1 - span.version) * (span.end - span.start) for span in spans)
+    ages = sum((version - span.version) * (span.end - span.start) for span in spans)
     return {
-        "policy/staleness_max": float(max(step - 1 - span.version for span in spans)),
+        "policy/staleness_max": float(max(version - span.version for span in spans)),
         "policy/staleness_mean": ages / tokens,
     }
 

@@ -18,6 +18,7 @@ from composer_prime.packing import pack, totals
 from composer_prime.wire.step import StepReply
 from composer_prime.wire.types import Preference, Sample
 from orchestrator.groups import FinishedGroup
+from orchestrator.staleness import Versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,10 @@ class Batches:
         flops_per_token: float = 1.0,
         flops_per_pair: float = 0.0,
         distils: Callable[[int], bool] = lambda step: False,
+        steps_per_version: int = 1,
     ) -> None:
         """`distils(step)`: whether channel 2 has a weight at that step, so that teacher documents are needed."""
+        self.versions = Versions(period=steps_per_version)
         self._run_id, self._flops, self.distils = run_id, (flops_per_token, flops_per_pair), distils
         self._batches: dict[int, Batch] = {}
         self._packed: dict[int, tuple[Layout, asyncio.Task[list[bytes]]]] = {}
@@ -65,12 +68,15 @@ class Batches:
         self._last_layout: Layout | None = None
         self.formed = 0
         """Newest batch that has its groups."""
-        self.trained = 0
-        """Newest step that the trainer has taken; batches up to it are no longer held."""
 
-    def restore(self, *, trained: int, formed: int, batches: list[Batch]) -> None:
-        """Take up after step `trained` with the batches trained+1..formed."""
-        self.trained, self.formed = trained, formed
+    @property
+    def trained(self) -> int:
+        """Newest step that the trainer has taken; batches up to it are no longer held."""
+        return self.versions.trained
+
+    def restore(self, *, versions: Versions, formed: int, batches: list[Batch]) -> None:
+        """Take up after step `versions.trained` with the batches from the next one to `formed`."""
+        self.versions, self.formed = versions, formed
         self._batches = {batch.step: batch for batch in batches}
         self.forget_layouts()
 
@@ -89,9 +95,9 @@ class Batches:
     def get(self, step: int) -> Batch | None:
         return self._batches.get(step)
 
-    def done(self, step: int) -> None:
-        """The trainer took `step`: nothing asks for batches up to it any more."""
-        self.trained = step
+    def done(self, step: int, version: int) -> None:
+        """The trainer took `step` and stands at `version`: nothing asks for batches up to it any more."""
+        self.versions = self.versions.after(step, version)
         for old in [held for held in self._batches if held <= step]:
             del self._batches[old]
             self._packed.pop(old, None)

@@ -15,6 +15,7 @@ from composer_prime.errors import CheckpointError
 from composer_prime.run_dir import RunDir, write_atomic
 from orchestrator.groups import GroupPlan
 from orchestrator.preferences.order import Cursor
+from orchestrator.staleness import Versions
 
 FORMAT = 1
 
@@ -42,6 +43,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, int]
     pairs: Cursor | None = None
     """Where channel 3's pairs go on; None where none are mixed in."""
+    versions: Versions | None = None
+    """None: written before versions could stand for several steps; version = step."""
     format: int = FORMAT
 
 

@@ -1,6 +1,6 @@
 """Interleaved evaluation on held-out tasks.
 
-    request(step) -> nodes serve version >= step -> rollouts (evaluation lane of the permits)
+    request(step, version) -> nodes serve version or newer -> rollouts (evaluation lane of the permits)
                   -> metrics, rollouts/eval_*.jsonl
 
 One evaluation runs at a time, beside training. When the next one falls due meanwhile, it waits; of several that wait
@@ -67,25 +67,27 @@ class Evaluator:
         self._config, self._sources, self._num_tasks = config, sources, num_tasks
         self._runner, self._requests, self._run_dir, self._metrics = runner, requests, run_dir, metrics
         self._serving_version, self._changed, self._permits = serving_version, changed, permits
-        self._wanted: int | None = None
+        self._wanted: tuple[int, int] | None = None
+        """Step and policy version."""
         self.running: int | None = None
         """Step under evaluation; None while idle."""
         self._done_rollouts = self._all_rollouts = 0
         self.skipped = 0
 
     def due(self, step: int, max_steps: int) -> bool:
-        """Whether version `step` is to be evaluated: before the first step, every every_steps, after the last."""
+        """Whether to evaluate after `step`: before the first step, every every_steps, after the last."""
         every = self._config.eval.every_steps
         return bool(self._sources and every and (step % every == 0 or step == max_steps))
 
-    def request(self, step: int) -> None:
-        """Evaluate version `step` next, unless its file is there already (a resumed run)."""
+    def request(self, step: int, version: int) -> None:
+        """Evaluate `version`, the newest after `step`, unless its file is there already (a resumed run)."""
         if self._run_dir.eval_rollouts(step).exists():
             return
         if self._wanted is not None:
             self.skipped += 1
-            logger.warning("the evaluation of step %d is skipped: that of step %d is due already", self._wanted, step)
-        self._wanted = step
+            skipped = self._wanted[0]
+            logger.warning("the evaluation of step %d is skipped: that of step %d is due already", skipped, step)
+        self._wanted = step, version
         self._changed.beat()
 
     def forget_after(self, step: int) -> None:
@@ -109,19 +111,19 @@ class Evaluator:
         while True:
             while self._wanted is None:
                 await self._changed.wait(3600)
-            step, self._wanted = self._wanted, None
+            (step, version), self._wanted = self._wanted, None
             self.running = step
             try:
-                await self._evaluate(step)
+                await self._evaluate(step, version)
             finally:
                 self.running = None
                 self._changed.beat()
 
-    async def _evaluate(self, step: int) -> None:
+    async def _evaluate(self, step: int, version: int) -> None:
         self._done_rollouts = 0
         counts = {source.name: self._count(source) for source in self._sources}
         self._all_rollouts = sum(counts.values()) * self._config.eval.samples
-        await self._await_version(step)
+        await self._await_version(step, version)
         self._permits.eval_share = 1.0 if step == 0 else self._config.eval.share
         begun = time.monotonic()
         plays = [self._evaluate_source(source, step, counts[source.name]) for source in self._sources]
@@ -137,15 +139,15 @@ class Evaluator:
         available = self._num_tasks[source.name]
         return self._config.eval.tasks if available is None else min(self._config.eval.tasks, available)
 
-    async def _await_version(self, step: int) -> None:
-        """Until the nodes that serve have `step` or newer weights."""
+    async def _await_version(self, step: int, version: int) -> None:
+        """Until the nodes that serve have `version` or newer weights."""
         timeout_s = self._config.eval.version_timeout_s
         deadline = time.monotonic() + timeout_s
-        while (serving := self._serving_version()) is None or serving < step:
+        while (serving := self._serving_version()) is None or serving < version:
             if time.monotonic() >= deadline:
                 raise DeadlineError(
                     f"evaluation of step {step} waited {timeout_s:.0f} s (orchestrator.eval.version_timeout_s) for "
-                    f"nodes with policy version {step}; they serve {'nothing' if serving is None else serving}"
+                    f"nodes with policy version {version}; they serve {'nothing' if serving is None else serving}"
                 )
             await self._changed.wait(0.1)
 

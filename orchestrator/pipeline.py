@@ -6,7 +6,7 @@
     curriculum <── group ended <── advantages, filter <── compile (token ids -> samples)
                          v
     journal <── buffer ──> batch N ──> step server <──ZMQ── trainer ranks
-                 (staleness)                └── StepDone(N): publish version N, evaluate, checkpoint
+                 (staleness)                └── StepDone(N): publish its version, evaluate, checkpoint
 
 Who waits on whom: trainer ranks wait for a batch (batch_timeout_s); the batch for groups; a group for its rollouts
 (source.timeout_s each); rollouts for a permit, a worker and a node (no_node_timeout_s); new groups for the trainer's
@@ -53,6 +53,7 @@ from orchestrator.rollout import Pool, RolloutRunner
 from orchestrator.sources import Sources, eval_sources, source_spec
 from orchestrator.steering import Steering
 from orchestrator.step_server import StepServer
+from orchestrator.task_shard import WHOLE
 from orchestrator.teachers.online import OnlineReplay
 from orchestrator.vigil import Vigil, Workers
 from orchestrator.workers.pool import WorkerPool
@@ -108,9 +109,11 @@ class Pipeline:
             flops_per_token=per_token,
             flops_per_pair=per_pair,
             distils=lambda step: config.channels.sdpo.weight_at(step) > 0,
+            steps_per_version=config.diloco.sync_every if config.diloco else 1,
         )
-        start = self.state.step if self.state else 0
-        self.batches.restore(trained=start, formed=start, batches=[])
+        if self.state is not None:
+            versions = self.batches.versions.at(self.state.step, self.state.versions)
+            self.batches.restore(versions=versions, formed=self.state.step, batches=[])
         self.steering: Steering | None = None
         """None until the environments are loaded."""
         self.evaluator: Evaluator | None = None
@@ -175,7 +178,8 @@ class Pipeline:
         self._spawn(self.gateway.watch())
         self._spawn(self.vigil.report(self.server))
         if self.state is not None:
-            await self._publish(self.state.step, required=False)  # else the trainer publishes it when it attaches
+            # Without a state the trainer publishes the first version when it attaches.
+            await self._publish(self.batches.versions.newest, required=False)
         self._folder = folder
 
     async def _close_gateway(self) -> None:
@@ -196,7 +200,8 @@ class Pipeline:
             self.pools[source.name] = self._make_pool(source, spec)
         await asyncio.gather(*(pool.start() for pool in self.pools.values()))
         num_tasks = {name: pool.num_tasks() for name, pool in self.pools.items()}
-        sources = Sources(orchestrator, seed=config.run.seed, num_tasks=num_tasks)
+        shard = (config.diloco and config.diloco.task_shard) or WHOLE
+        sources = Sources(orchestrator, seed=config.run.seed, num_tasks=num_tasks, shard=shard)
         journal, entries = await asyncio.to_thread(self._journal)
         self._stack.push_async_callback(journal.close)
         self._wire(sources, journal, await self._method())
@@ -211,7 +216,7 @@ class Pipeline:
         self.vigil.loaded(self.steering, self.evaluator, self.permits)
         self._loaded.set()
         if self.evaluator.due(self.batches.trained, config.run.max_steps):
-            self.evaluator.request(self.batches.trained)
+            self.evaluator.request(self.batches.trained, self.batches.versions.newest)
         self.changed.beat()
 
     def _worker_pool(self, source: SourceConfig, spec: SourceSpec) -> WorkerPool:
@@ -345,12 +350,13 @@ class Pipeline:
     async def _step_done(self, message: StepDone) -> None:
         await self._loaded.wait()
         went_back = message.step < self.batches.trained
-        await self.steering.step_done(message.step, message.sample_ids)
+        await self.steering.step_done(message.step, message.version, message.sample_ids)
         if went_back:
             self.evaluator.forget_after(message.step)
-        await self._publish(message.version)
+        if not message.sample_ids or message.version != self.gateway.version:
+            await self._publish(message.version)
         if message.sample_ids and self.evaluator.due(message.step, self.config.run.max_steps):
-            self.evaluator.request(message.step)
+            self.evaluator.request(message.step, message.version)
         if self.vigil.all_trained and message.step in self.run_dir.complete_checkpoints():
             self.vigil.final_checkpoint = True
         self.changed.beat()

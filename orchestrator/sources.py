@@ -8,6 +8,7 @@ curriculum's choice; the seed is a hash of (run.seed, i).
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from typing import Any
 
@@ -15,14 +16,22 @@ from composer_prime.config.orchestrator import OrchestratorConfig, SourceConfig
 from composer_prime.errors import EmptyTaskSetError
 from orchestrator.curriculum import Curriculum, build_curriculum
 from orchestrator.groups import FinishedGroup, GroupPlan, derive_seed
+from orchestrator.task_shard import WHOLE, Shard
 from orchestrator.workers.protocol import EVAL, TRAIN, SourceSpec
 
 _GOLDEN = 0.6180339887498949
 
 
 class Sources:
-    def __init__(self, config: OrchestratorConfig, *, seed: int, num_tasks: dict[str, int | None]) -> None:
-        """`num_tasks`: training tasks by source name, None for an endless set.
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        *,
+        seed: int,
+        num_tasks: dict[str, int | None],
+        shard: tuple[int, int] = WHOLE,
+    ) -> None:
+        """`num_tasks`: training tasks by source name, None for an endless set. `shard`: diloco.task_shard.
 
         Raises EmptyTaskSetError for a source without a task.
         """
@@ -37,9 +46,8 @@ class Sources:
                 raise EmptyTaskSetError(
                     f"source {name!r} has an empty task set: check its taskset's settings in [[orchestrator.source]]"
                 )
-            self.curricula[name] = build_curriculum(
-                config.curriculum, num_tasks=num_tasks[name], seed=derive_seed(seed, "curriculum", name)
-            )
+            make = functools.partial(build_curriculum, config.curriculum, seed=derive_seed(seed, "curriculum", name))
+            self.curricula[name] = Shard(name, make, num_tasks[name], shard)
 
     def source_of(self, group: int) -> str:
         """The source that group number `group` draws its task from."""

@@ -34,7 +34,7 @@ from orchestrator.preferences.order import Cursor
 from orchestrator.pulse import Pulse
 from orchestrator.resume import Resumed, formed_batches
 from orchestrator.sources import Sources
-from orchestrator.staleness import oldest_accepted, places
+from orchestrator.staleness import last_batch, oldest_accepted, places
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,8 @@ class Steering:
         for group in resumed.ready.values():
             self.buffer.add(group)
         formed = max(resumed.batches, default=state.step)
-        self.batches.restore(trained=state.step, formed=formed, batches=list(resumed.batches.values()))
+        versions = self.batches.versions
+        self.batches.restore(versions=versions, formed=formed, batches=list(resumed.batches.values()))
         for step, batch in resumed.batches.items():
             if not self._run_dir.rollouts(step).exists():
                 self._unlogged.append((step, batch.groups))
@@ -120,13 +121,19 @@ class Steering:
     @property
     def oldest_version(self) -> int:
         """Oldest version that the next batch accepts."""
-        return oldest_accepted(self.batches.formed + 1, self._config.max_staleness)
+        return oldest_accepted(self.batches.formed + 1, self._config.max_staleness, self.batches.versions)
+
+    @property
+    def _newest_version(self) -> int:
+        """What the next batch is trained from, as far as it is known."""
+        return self.batches.versions.before(self.batches.formed + 1)
 
     def distils_soon(self) -> bool:
         """Whether channel 2 has a weight at a step that a group ending now may be trained in."""
         first = self.batches.formed + 1
-        last = max(first, self.batches.trained + 1 + self._config.max_staleness)
-        return any(self.batches.distils(step) for step in range(first, min(last, self._max_steps) + 1))
+        versions, staleness = self.batches.versions, self._config.max_staleness
+        last = max(first, last_batch(versions.newest, staleness, self._max_steps, versions))
+        return any(self.batches.distils(step) for step in range(first, last + 1))
 
     def _sweep(self) -> None:
         for group in self.buffer.sweep(self.oldest_version):
@@ -142,12 +149,12 @@ class Steering:
         async with self._disk:
             distilled = self.batches.distils(step)
             groups = self.buffer.take(
-                self._config.groups_per_step, self.oldest_version, step - 1, distilled=distilled
+                self._config.groups_per_step, self.oldest_version, self._newest_version, distilled=distilled
             )
             if groups is None:
                 return False
             dropped, self._dropped = self._dropped, []
-            metrics = await asyncio.to_thread(batch_metrics, step, groups, dropped)
+            metrics = await asyncio.to_thread(batch_metrics, self._newest_version, groups, dropped)
             if (share := self.buffer.filtered_share) is not None:
                 metrics["groups/filtered_share_recent"] = share
                 metrics["groups/filtered_too_many"] = float(share > self._config.max_filtered_share)
@@ -184,6 +191,7 @@ class Steering:
             groups_per_step=self._config.groups_per_step,
             max_staleness=self._config.max_staleness,
             max_steps=self._max_steps,
+            versions=self.batches.versions,
         )
         for _ in range(room):
             if self._again:
@@ -212,13 +220,13 @@ class Steering:
         self._count_failures(group)
         self._changed.beat()
 
-    async def step_done(self, step: int, sample_ids: list[str]) -> None:
-        """The trainer took `step`, or (no sample ids) says at attach that it stands there.
+    async def step_done(self, step: int, version: int, sample_ids: list[str]) -> None:
+        """The trainer took `step`, or (no sample ids) says at attach that it stands there; `version` is its newest.
 
         Raises RunMismatchError when that contradicts what was served.
         """
         if not sample_ids and step <= self.batches.trained:
-            await self._attach(step)
+            await self._attach(step, version)
             return
         batch = self.batches.get(step)
         if step != self.batches.trained + 1 or batch is None:
@@ -232,11 +240,11 @@ class Steering:
                 f"step {step} trained {len(sample_ids)} samples, its batch has {len(served)}; "
                 f"differing: {sorted(served ^ set(sample_ids))[:4]}"
             )
-        self.batches.done(step)
+        self.batches.done(step, version)
         self._note_hunger()
         self._changed.beat()
 
-    async def _attach(self, step: int) -> None:
+    async def _attach(self, step: int, version: int) -> None:
         """A trainer starts after `step`. Batches that it lost with its steps are served again as they were."""
         self.batches.forget_layouts()
         if step < self.batches.trained:
@@ -248,7 +256,10 @@ class Steering:
                     f"{self.batches.trained} and no longer has all batches in between: start both with --resume"
                 )
             logger.warning("the trainer went back from step %d to step %d", self.batches.trained, step)
-            self.batches.restore(trained=step, formed=self.batches.formed, batches=batches)
+            versions = self.batches.versions.after(step, version)
+            self.batches.restore(versions=versions, formed=self.batches.formed, batches=batches)
+        else:
+            self.batches.done(step, version)
         self._saved = None
         self._note_hunger()
         self._changed.beat()
@@ -292,12 +303,14 @@ class Steering:
             curricula=self._sources.state(),
             counters=dict(self.counters),
             pairs=self._cursor,
+            versions=self.batches.versions,
         )
 
     def waiting_for(self, step: int) -> str:
         """What batch `step` lacks, in one line."""
         wanted = self._config.groups_per_step
-        usable = len(self.buffer.usable(self.oldest_version, step - 1)) if step == self.batches.formed + 1 else 0
+        following = step == self.batches.formed + 1
+        usable = len(self.buffer.usable(self.oldest_version, self._newest_version)) if following else 0
         parts = [f"batch {step}: {usable} of {wanted} groups"]
         oldest_s = self.dispatcher.oldest_s()
         if oldest_s is None:

@@ -60,7 +60,6 @@ class Asked:
     rank: int
     world_size: int
     max_tokens: int
-    max_staleness: int
     silence_timeout_s: float
 
 
@@ -101,8 +100,10 @@ class StepClient:
         self._socket.close(linger=2000)
         self._context.term()
 
-    def batch(self, step: int) -> StepReply | RunFinished:
+    def batch(self, step: int, versions: tuple[int, int]) -> StepReply | RunFinished:
         """This rank's verified micro-batches of `step`, or the news that there are none.
+
+        `versions`: oldest and newest policy version that they may hold tokens of.
 
         Raises DeadlineError (silence), RunMismatchError, ChecksumError, WireError, or Stopped.
         """
@@ -112,17 +113,19 @@ class StepClient:
         reply = self._ask(request, f"the batch of step {step}", lambda m: _is_batch(m, step))
         if isinstance(reply, StepReply):
             for index, batch in enumerate(reply.micro_batches):
-                oldest = step - 1 - asked.max_staleness
-                verify(batch, run_id=asked.run_id, step=step, rank=asked.rank, oldest_version=oldest)
+                verify(batch, run_id=asked.run_id, step=step, rank=asked.rank, versions=versions)
                 if batch.index != index:
                     raise RunMismatchError(f"step {step}: micro-batch {index} says that it is number {batch.index}")
         return reply
 
-    def done(self, step: int, sample_ids: list[str]) -> None:
-        """Tell that version `step` is in the weight store. Nothing is awaited; later calls repeat it until noted."""
+    def done(self, step: int, version: int, sample_ids: list[str]) -> None:
+        """Tell that `version`, the newest after `step`, is in the weight store.
+
+        Nothing is awaited; later calls repeat it until noted.
+        """
         self._unnoted.append(
             StepDone(
-                run_id=self._asked.run_id, step=step, version=step, sample_ids=sample_ids, session=self._session
+                run_id=self._asked.run_id, step=step, version=version, sample_ids=sample_ids, session=self._session
             )
         )
         self._say_unnoted()
@@ -210,7 +213,9 @@ def _is_batch(message: ToTrainer, step: int) -> bool:
     return isinstance(message, RunFinished) or (isinstance(message, StepReply) and message.step == step)
 
 
-def next_batch(client: StepClient, world: World, step: int) -> StepReply | RunFinished:
+def next_batch(
+    client: StepClient, world: World, step: int, versions: tuple[int, int]
+) -> StepReply | RunFinished:
     """The batch of `step` on this rank, once all ranks have theirs and their counts fit together.
 
     Raises, on every rank, RoleFailedError or the rank's own error when any rank failed; Stopped when any was stopped.
@@ -218,7 +223,7 @@ def next_batch(client: StepClient, world: World, step: int) -> StepReply | RunFi
     reply: StepReply | RunFinished | None = None
     error: BaseException | None = None
     try:
-        reply = client.batch(step)
+        reply = client.batch(step, versions)
     except (ComposerError, Stopped) as caught:
         error = caught
     batches = reply.micro_batches if isinstance(reply, StepReply) else []

@@ -1,10 +1,11 @@
 """One trainer rank: `python -m trainer.train --run-dir DIR`, alone or under torchrun. Read `Trainer.run` first.
 
-    orchestrator --batch N--> all ranks: forward, backward, update --> rank 0: version N into the weight store
+    orchestrator --batch N--> all ranks: forward, backward, update --> rank 0: a version into the weight store
     rank 0 --ledger line, StepDone N--> orchestrator            (and a checkpoint with it, when one is due)
 
 The ranks wait for the orchestrator's batch and for one another in collectives; nobody waits for the inference nodes.
-In a joint run the optimizer's step ends in the outer loop (diloco/streaming.py), which may wait for other clusters.
+Version N is the model after step N. In a joint run the optimizer's step ends in the outer loop (diloco/streaming.py),
+which may wait for other clusters, and version V is the global model after V full sweeps, published when it is new.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class Trainer:
         self.outer = self._outer_loop()
         self.checkpoints = Checkpoints(run_dir, self.world, config.trainer.checkpoint.keep, self.outer)
         self.publisher = Publisher(config, run_dir, self.run_id, self.folder, self.world)
+        self._version, self._newest = -1, -1
+        """Of the weights published last, and the highest so far."""
         self.metrics = MetricsFile(run_dir.metrics, "trainer")
         reduce_each = config.trainer.reduce_each_micro_batch
         self.settings = LossSettings(
@@ -87,7 +90,7 @@ class Trainer:
         self._attach(client, start)
         while last < self.config.run.max_steps:
             asked = time.monotonic()
-            reply = next_batch(client, self.world, last + 1)
+            reply = next_batch(client, self.world, last + 1, self._accepted(last + 1))
             if isinstance(reply, RunFinished):
                 self._check_ending(reply, last)
                 break
@@ -101,8 +104,26 @@ class Trainer:
             return None
         return StreamingDiLoCo(self.policy.named_parameters(), self.optimizer.parts[-1], self.config.diloco)
 
-    def _publish(self, version: int) -> int:
-        """Bytes published: this cluster's model, or in a joint run the global one after the last full sweep."""
+    def _version_of(self, step: int) -> int:
+        """Of the model after `step`, which was taken last."""
+        return self.outer.sweep if self.outer else step
+
+    def _accepted(self, step: int) -> tuple[int, int]:
+        """Oldest and newest policy version that the batch of `step` may hold tokens of.
+
+        In a joint run the orchestrator alone keeps the oldest: rounds that are caught up with make several versions
+        pass between the forming of a batch and its training.
+        """
+        return (0, self._newest) if self.outer else (step - 1 - self.config.orchestrator.max_staleness, step - 1)
+
+    def _publish(self, step: int) -> int:
+        """Bytes published: this cluster's model, or in a joint run the global one when it has a full sweep more."""
+        version = self._version_of(step)
+        if version == self._version:
+            return 0
+        if version < self._version:  # took over the state of a peer that stood further back
+            self.publisher.rewind(version)
+        self._version, self._newest = version, max(version, self._newest)
         with self.outer.global_values(swept=True) if self.outer else contextlib.nullcontext():
             return self.publisher.publish(self.policy, version)
 
@@ -113,10 +134,10 @@ class Trainer:
         """
         resume = self.config.run.resume
         start = self.run_dir.newest_checkpoint() if resume else 0
-        self.publisher.rewind(start)
         if resume:
             self.checkpoints.load(start, self.policy, self.optimizer, self.teacher)
             logger.info("resumed from the checkpoint of step %d", start)
+        self.publisher.rewind(self._version_of(start))
         if self.world.first and self.run_dir.ledger.exists():
             append_rewind(self.run_dir.ledger, start)
         return start
@@ -131,7 +152,6 @@ class Trainer:
             rank=self.world.rank,
             world_size=self.world.size,
             max_tokens=trainer.micro_batch_tokens,
-            max_staleness=self.config.orchestrator.max_staleness,
             silence_timeout_s=trainer.orchestrator_timeout_s,
         )
         return StepClient(endpoint, RunKeys(self.run_dir.keys).client("trainer"), asked, self._stopping)
@@ -140,10 +160,10 @@ class Trainer:
         return self.stop.requested
 
     def _attach(self, client: StepClient, start: int) -> None:
-        """Version `start` must be in the store before the orchestrator is told that it is."""
+        """The version of `start` must be in the store before the orchestrator is told that it is."""
         self._publish(start)
         if self.world.first:
-            client.done(start, [])
+            client.done(start, self._version, [])
 
     def _take(self, client: StepClient, reply: StepReply, step: int, asked: float) -> None:
         """One step: train, publish, tell, checkpoint when due, log."""
@@ -164,7 +184,7 @@ class Trainer:
         if self.world.first:
             ids = [name for text in sample_ids for name in text.splitlines()]
             append_step(self.run_dir.ledger, step, ids)
-            client.done(step, ids)
+            client.done(step, self._version, ids)
         published = time.monotonic()
         every = config.trainer.checkpoint.every_steps
         failed = every > 0 and step % every == 0 and step < config.run.max_steps and not self._checkpoint(client, step)

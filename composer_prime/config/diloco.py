@@ -66,6 +66,8 @@ class DilocoConfig(BaseConfig):
     """This cluster's name among the peers."""
     key_file: Path
     """The joint run's key, made by `diloco keygen FILE` and copied to every cluster."""
+    task_shard: tuple[int, int] | None = None
+    """[i, n]: this cluster plays every n-th training task from the i-th (from 0). None: all, in its seed's order."""
     sync_every: int = Field(default=8, ge=1)
     """H: inner steps between two synchronisations of the same parameter."""
     fragments: int = Field(default=1, ge=1)
@@ -106,6 +108,16 @@ class DilocoConfig(BaseConfig):
                 "digits, '.', '-' and '_'"
             )
         return name
+
+    @field_validator("task_shard")
+    @classmethod
+    def _a_part(cls, shard: tuple[int, int] | None) -> tuple[int, int] | None:
+        if shard is not None and not 0 <= shard[0] < shard[1]:
+            raise ValueError(
+                f"diloco.task_shard is [{shard[0]}, {shard[1]}]; expected [i, n] with 0 <= i < n, where n is the "
+                "number of clusters and i counts them from 0"
+            )
+        return shard
 
     @field_validator("rendezvous")
     @classmethod

@@ -23,8 +23,8 @@ def sealed(batch: MicroBatch) -> MicroBatch:
     return msgspec.structs.replace(batch, checksum=checksum(batch))
 
 
-def verify(batch: MicroBatch, *, run_id: str, step: int, rank: int, oldest_version: int) -> None:
-    """Refuse a micro-batch that is not the one asked for.
+def verify(batch: MicroBatch, *, run_id: str, step: int, rank: int, versions: tuple[int, int]) -> None:
+    """Refuse a micro-batch that is not the one asked for. `versions`: oldest and newest that it may hold tokens of.
 
     Raises RunMismatchError (run, step, rank or policy versions differ) or ChecksumError (content differs from header).
     """
@@ -33,10 +33,11 @@ def verify(batch: MicroBatch, *, run_id: str, step: int, rank: int, oldest_versi
         got = getattr(batch, field)
         if got != want:
             raise RunMismatchError(f"micro-batch has {field} {got!r}, this trainer rank asked for {want!r}")
-    if batch.sample_ids and not oldest_version <= batch.version_min <= batch.version_max < step:
+    oldest, newest = versions
+    if batch.sample_ids and not oldest <= batch.version_min <= batch.version_max <= newest:
         raise RunMismatchError(
             f"micro-batch of step {step} holds policy versions {batch.version_min}..{batch.version_max}; "
-            f"allowed are {oldest_version}..{step - 1} (raise orchestrator.max_staleness to accept older rollouts)"
+            f"allowed are {oldest}..{newest} (raise orchestrator.max_staleness to accept older rollouts)"
         )
     actual = checksum(batch)
     if actual != batch.checksum:

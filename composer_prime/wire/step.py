@@ -50,7 +50,10 @@ class RunFinished(msgspec.Struct, frozen=True, kw_only=True, tag="run_finished")
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
-    """Step `step` is trained and policy version `version` (= step) is in the weight store."""
+    """Step `step` is trained and policy version `version`, the newest, is in the weight store.
+
+    version = step, but in a joint run ([diloco]) the number of full sweeps that the global model has behind it.
+    """
 
     run_id: str
     step: int

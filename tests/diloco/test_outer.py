@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from composer_prime.config import Config
 from composer_prime.config.diloco import DilocoConfig, GuardConfig, OuterConfig
 from diloco.guard import rejected, squared_norm
-from diloco.outer import OuterOptimizer, weighted_mean
+from diloco.outer import build_outer, weighted_mean
 from diloco.schedule import Schedule
 
 PEER = {"rendezvous": "tcp://127.0.0.1:1", "run": "r", "peer_id": "a", "key_file": "key"}
@@ -27,7 +27,7 @@ def test_trajectory_of_sgd(lr, momentum):
     master = torch.randn(50, generator=generator)
     reference = torch.nn.Parameter(master.double())
     sgd = torch.optim.SGD([reference], lr=lr, momentum=momentum, nesterov=momentum > 0)
-    outer = OuterOptimizer(OuterConfig(lr=lr, momentum=momentum), [50])
+    outer = build_outer(OuterConfig(lr=lr, momentum=momentum), [50])
     for _ in range(10):
         mean = torch.randn(50, generator=generator)
         reference.grad = mean.double()
@@ -41,7 +41,7 @@ def test_averaging():
     generator = torch.Generator().manual_seed(0)
     master, locals_ = torch.randn(40, generator=generator), [torch.randn(40, generator=generator) for _ in range(3)]
     mean = weighted_mean([master - each for each in locals_], [1, 1, 1])
-    OuterOptimizer(OuterConfig(type="average"), [40]).step(0, master, mean)
+    build_outer(OuterConfig(type="average"), [40]).step(0, master, mean)
     assert torch.allclose(master, torch.stack(locals_).mean(dim=0), atol=1e-6)
 
 
@@ -85,6 +85,7 @@ def test_schedule():
         ({"rendezvous": "somewhere"}, "expected tcp://HOST:PORT"),
         ({"peer_id": "../b"}, r"'../b' does not"),
         ({"codec": {"block": 9}}, "use 10"),
+        ({"task_shard": [2, 2]}, r"task_shard is \[2, 2\]; expected \[i, n\] with 0 <= i < n"),
     ],
 )
 def test_wrong_settings(values, message):

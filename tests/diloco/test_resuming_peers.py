@@ -78,7 +78,7 @@ def test_all_resume_at_a_running_rendezvous(make_rendezvous, key_file, first):
     ])
     server = make_rendezvous(start_peers=2)
     configs = [settings(server.endpoint, key_file, name, **VALUES) for name in "ab"]
-    saved = together(*[partial(part, config, peer, 0, 14, None, 8) for peer, config in enumerate(configs)])
+    saved = together(*[partial(part, config, peer, 0, 13, None, 8) for peer, config in enumerate(configs)])
     assert server.server.rounds.newest == 3
 
     def back(peer: int) -> Trajectory:

@@ -20,13 +20,19 @@ def metrics(folder: Path, role: str = "trainer") -> list[dict[str, float]]:
     return [line for line in lines if line["role"] == role]
 
 
+def tasks(folder: Path) -> set[str]:
+    """Training tasks that were played."""
+    lines = [line for path in folder.glob("rollouts/step_*.jsonl") for line in path.read_text().splitlines()]
+    return {json.loads(line)["task_id"] for line in lines}
+
+
 def same_weights(first: Path, second: Path) -> bool:
     mine, other = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
     return mine.keys() == other.keys() and all(mine[name].equal(other[name]) for name in mine)
 
 
-# Both run directories have the form of any run's, the final models are equal and not the start model, and the trainer's
-# lines tell of the outer loop.
+# Both run directories have the form of any run's, the final models are equal and not the start model, the trainer's
+# lines tell of the outer loop, versions count sweeps, and no task is played by both.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_clusters(tmp_path):
@@ -42,7 +48,8 @@ def test_two_clusters(tmp_path):
         clusters = []
         for index, peer in enumerate("ab"):
             words = {"rendezvous": address, "run": "joint", "peer_id": peer, "key_file": str(tmp_path / "joint.key"),
-                     "sync_every": "2", "fragments": "2", "codec.type": "int8"}  # fmt: skip
+                     "sync_every": "2", "fragments": "2", "codec.type": "int8",
+                     "task_shard": f"[{index}, 2]"}  # fmt: skip
             settings = [word for key, value in words.items() for word in (f"--diloco.{key}", value)]
             run = QuickRun(tmp_path, f"two-{peer}", 4, [*settings, "--run.seed", str(index)])
             clusters.append(run.start())
@@ -51,10 +58,13 @@ def test_two_clusters(tmp_path):
             assert run.wait(600) == 0, run.output()
         assert same_weights(folders[0] / "final", folders[1] / "final")
         assert not same_weights(folders[0] / "final", ROOT / "composer_prime/assets/tiny/policy")
+        assert not tasks(folders[0]) & tasks(folders[1])
         for folder in folders:
             last = metrics(folder)[-1]
             assert last["diloco/outer_step"] == 4 and last["diloco/participants"] == 2
             assert last["diloco/bytes_sent"] > 1e6
+            assert [path.name for path in sorted((folder / "weights").rglob("*.manifest"))][-1] == "v000002.manifest"
+            assert last["diloco/sweep"] == 2 and last["policy/staleness_max"] <= 1
             assert (folder / "checkpoints/step_000004/trainer/diloco-0.safetensors").is_file()
     finally:
         rendezvous.terminate()

@@ -293,7 +293,7 @@ class PeerTrainer:
             assert isinstance(reply, StepReply), reply
             for batch in reply.micro_batches:
                 oldest = max(0, step - 1 - self.max_staleness)
-                seal.verify(batch, run_id=RUN_ID, step=step, rank=rank, oldest_version=oldest)
+                seal.verify(batch, run_id=RUN_ID, step=step, rank=rank, versions=(oldest, step - 1))
         await asyncio.sleep(work_s)
         self.steps[step] = replies
         ids = sorted(sample_ids(replies))

@@ -20,7 +20,7 @@ def test_reward_mean_counts_filtered_groups_but_not_failed_or_stale_ones():
         ended(2, Outcome.FAILED, None, None),
         ended(3, Outcome.STALE, 0.0),
     ]
-    metrics = batch_metrics(5, [ready(0, 4, rewards=(0.0, 1.0))], dropped)
+    metrics = batch_metrics(4, [ready(0, 4, rewards=(0.0, 1.0))], dropped)
     assert metrics["reward/mean"] == 0.75
     assert metrics["reward/s/mean"] == 0.75
     assert metrics["groups/filtered"] == 1
@@ -31,14 +31,14 @@ def test_reward_mean_counts_filtered_groups_but_not_failed_or_stale_ones():
 
 def test_staleness_is_in_steps_behind_the_weights_that_are_trained():
     """Batch 5 trains weights 4: tokens of versions 2 and 4 are 2 and 0 steps stale; the mean is over tokens."""
-    metrics = batch_metrics(5, [ready(0, 2, 4, 4)], [])
+    metrics = batch_metrics(4, [ready(0, 2, 4, 4)], [])
     assert metrics["policy/staleness_max"] == 2
     assert metrics["policy/staleness_mean"] == pytest.approx(2 / 3)
 
 
 def test_tool_errors_are_a_share_of_tool_turns():
     """Every rollout here has one tool turn, and each reports an error."""
-    assert batch_metrics(1, [ready(0, 0)], [])["rollout/tool_error_rate"] == 1.0
+    assert batch_metrics(0, [ready(0, 0)], [])["rollout/tool_error_rate"] == 1.0
 
 
 def test_a_line_holds_what_the_contract_promises(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.staleness import last_batch, oldest_accepted, places
+from orchestrator.staleness import Versions, last_batch, oldest_accepted, places
 
 
 def room(version: int, formed: int, under_way: int, max_staleness: int, groups: int = 4, steps: int = 100) -> int:
@@ -103,3 +103,33 @@ def test_groups_that_end_in_any_order_are_never_wasted_but_for_overtaking(max_st
     assert trained == steps
     assert not flying
     assert not ready
+
+
+# Where a version stands for several steps (a joint run), the same rule holds in versions: a rollout of version V may go
+# into exactly the batches that begin with a newest version of at most V + max_staleness.
+@given(
+    period=st.integers(1, 6), since=st.integers(0, 20), over=st.integers(0, 20), newest=st.integers(0, 9),
+    max_staleness=st.integers(0, 3), age=st.integers(0, 3),
+)  # fmt: skip
+def test_versions_that_stand_for_several_steps(period, since, over, newest, max_staleness, age):
+    versions = Versions(trained=since + over, newest=newest, since=since, period=period)
+    version = max(0, newest - age)
+    last = last_batch(version, max_staleness, 10**6, versions)
+    for batch in range(versions.trained + 1, versions.trained + 30):
+        accepted = version >= oldest_accepted(batch, max_staleness, versions)
+        assert accepted == (batch <= last)
+    assert versions.before(versions.trained + 1) == newest  # also where the next version is overdue: nothing locks up
+
+
+# As steps are taken: the version of a planned batch is known as long as rounds are in time; with one step to a version
+# it is the plain rule.
+def test_versions_follow_the_steps():
+    versions = Versions(period=4)
+    for step in range(1, 41):
+        assert versions.before(step) == (step - 1) // 4
+        assert versions.before(step + 4) == (step - 1) // 4 + 1
+        versions = versions.after(step, step // 4)
+    late = versions.after(41, 10).after(42, 10).after(43, 10).after(44, 10)  # the sweep of step 44 is still to come
+    assert (late.before(45), late.before(48), late.before(49)) == (10, 10, 11)
+    assert [Versions().after(7, 7).before(batch) for batch in (8, 9)] == [7, 8]
+    assert Versions(period=4).after(0, 12).last_batch(12) == 4  # who joins late begins at the others' version

@@ -48,7 +48,7 @@ class Served:
         if message.step == 8:
             raise RunMismatchError("no such step")
         self.orders.append(f"done {message.step}")
-        self.batches.done(message.step)
+        self.batches.done(message.step, message.version)
 
     async def _checkpoint(self, step: int) -> None:
         await asyncio.sleep(0.05)
@@ -200,7 +200,7 @@ async def test_a_trained_step_is_not_served_again_unasked(serve):
     """A rank that asks for a past step waits for rank 0 to announce the restart, and hears so."""
     async with serve() as (served, trainer):
         served.form(1)
-        served.batches.done(1)
+        served.batches.done(1, 1)
         await trainer.send(request())
         answer = await trainer.receive(0, 3.0)
         assert isinstance(answer, NotReady)

@@ -63,7 +63,7 @@ def test_teachers_lie_with_their_sample_and_pairs_are_whole(samples, pair_count,
     names, wanted, found, seen_pairs = [], [], [], []
     for rank, own in enumerate(ranks):
         for batch in own:
-            verify(batch, run_id="r", step=5, rank=rank, oldest_version=3)
+            verify(batch, run_id="r", step=5, rank=rank, versions=(3, 4))
             ids, starts = ints(batch.input_ids), np.cumsum([0, *batch.lengths])
             samples_end = starts[len(batch.sample_ids)] if batch.sample_ids else 0
             assert len(ids) == starts[-1] <= budget and len(batch.temperatures) == len(batch.lengths)
