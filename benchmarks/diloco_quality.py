@@ -1,17 +1,24 @@
-"""Held-out loss of Streaming DiLoCo against data-parallel training, by codec: python benchmarks/diloco_quality.py
+"""Quality of Streaming DiLoCo against data-parallel training, by codec, at equal tokens.
 
-A small transformer learns a random second-order Markov chain. Every scheme sees the same tokens from the same start;
-what is evaluated is the global model. Peers run in turn in this process with the product's fragments, codecs, error
-feedback and outer optimizer; tests/diloco shows that a run over the wire gives the same bits. Bytes are what one peer
-sends: encoded deltas, or for data-parallel training a bfloat16 gradient every step.
+    python benchmarks/diloco_quality.py                        # supervised: minutes
+    python benchmarks/diloco_quality.py --rl                   # RL on toolsmith, 3 seeds, H in 1, 2, 4, 8: 51 runs
+    python benchmarks/diloco_quality.py --rl --steps 8 --seeds 1 --schemes fp32 --sync-every 1 4    # a part of it
+
+RL is described in diloco_quality_rl.py. Supervised: a small transformer learns a second-order Markov chain. Every
+scheme sees the same tokens from the same start; what is evaluated is the global model. Peers run in turn in this
+process with the product's fragments, codecs, error feedback and outer optimizer; tests/diloco shows that a run over the
+wire gives the same bits. Bytes are what one peer sends: encoded deltas, or for data-parallel training a bfloat16
+gradient every step.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +29,7 @@ from diloco.fragments import partition
 from diloco.global_model import GlobalModel
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 16, 48, 32, 16
+DATA_PARALLEL = "data-parallel"
 CODECS = ("fp32", "int4", "e3m0", "sparse")
 
 
@@ -93,12 +101,18 @@ def data_parallel(seed: int, peers: int, steps: int) -> Outcome:
         for peer in range(peers):
             (loss_of(model, chain.batch(step * peers + peer)) / peers).backward()
         optimizer.step()
-    count = sum(parameter.numel() for parameter in model.parameters())
-    return Outcome(held_out(model, chain), 2 * count * steps, 16.0)
+    return Outcome(held_out(model, chain), gradient_bytes(model, steps), 16.0)
 
 
-def streaming(seed: int, peers: int, steps: int, codec_type: str, words: argparse.Namespace) -> Outcome:
-    chain, codec = Chain(seed), build_codec(CodecConfig(type=codec_type))
+def gradient_bytes(model: nn.Module, steps: int) -> int:
+    """A bfloat16 gradient at each step."""
+    return 2 * sum(parameter.numel() for parameter in model.parameters()) * steps
+
+
+def streaming(seed: int, codec_type: str, every: int, words: argparse.Namespace) -> Outcome:
+    peers, steps = words.peers, words.steps
+    settings = {"type": codec_type} | ({"block": words.block} if words.block else {})
+    chain, codec = Chain(seed), build_codec(CodecConfig.model_validate(settings))
     outer = OuterConfig(lr=words.outer_lr, momentum=words.outer_momentum)
     models = [Decoder(seed) for _ in range(peers)]
     optimizers = [optimizer_of(model) for model in models]
@@ -106,7 +120,7 @@ def streaming(seed: int, peers: int, steps: int, codec_type: str, words: argpars
         GlobalModel(partition(model.named_parameters(), words.fragments, "strided"), outer) for model in models
     ]
     feedback = [ErrorFeedback([len(master) for master in copy.masters]) for copy in copies]
-    interval, sent = words.sync_every // words.fragments, 0
+    interval, sent = every // words.fragments, 0
     for step in range(steps):
         for peer, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
@@ -118,7 +132,7 @@ def streaming(seed: int, peers: int, steps: int, codec_type: str, words: argpars
         raise SystemExit("the peers' global models differ: that must not happen")
     copies[0].install_all()
     count = sum(len(master) for master in copies[0].masters)
-    return Outcome(held_out(models[0], chain), sent, sent * 8 / count / (steps / words.sync_every))
+    return Outcome(held_out(models[0], chain), sent, sent * 8 / count / (steps / every))
 
 
 def synchronise(copies: Sequence[GlobalModel], feedback: Sequence[ErrorFeedback], codec: Codec) -> int:
@@ -134,32 +148,63 @@ def synchronise(copies: Sequence[GlobalModel], feedback: Sequence[ErrorFeedback]
     return encoded[0].data.numel()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rl", action="store_true", help="real runs on toolsmith instead of the supervised task")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default 300; 24 with --rl)")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--sync-every", type=int, default=100)
-    parser.add_argument("--fragments", type=int, default=2)
-    parser.add_argument("--outer-lr", type=float, default=0.7)
-    parser.add_argument("--outer-momentum", type=float, default=0.5)
+    parser.add_argument("--sync-every", type=int, nargs="+", help="H (default 100; 1 2 4 8 with --rl)")
+    parser.add_argument("--schemes", nargs="+", choices=CODECS, default=CODECS, help="beside data-parallel")
+    supervised = parser.add_argument_group("supervised only")
+    supervised.add_argument("--peers", type=int, default=2)
+    supervised.add_argument("--block", type=int, help="parameters that share a scale (default: the product's)")
+    supervised.add_argument("--fragments", type=int, default=2)
+    supervised.add_argument("--outer-lr", type=float, default=0.7)
+    supervised.add_argument("--outer-momentum", type=float, default=0.5)
+    rl = parser.add_argument_group("with --rl only")
+    rl.add_argument("--groups", type=int, default=4, help="groups of 8 rollouts, each cluster and step (default 4)")
+    rl.add_argument("--eval-tasks", type=int, default=128, help="held-out tasks at the end (default 128)")
+    rl.add_argument("--results", type=Path, default=Path("outputs/diloco_quality_rl.jsonl"), help="finished cells")
+    rl.add_argument("--timeout-s", type=float, default=3600.0, help="of one cell")
     words = parser.parse_args()
+    if words.rl:
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+        from benchmarks import diloco_quality_rl
+
+        words.steps, words.sync_every = words.steps or 24, words.sync_every or [1, 2, 4, 8]
+        return diloco_quality_rl.run(words)
+    words.steps, words.sync_every = words.steps or 300, words.sync_every or [100]
+    for every in words.sync_every:
+        compare(words, every)
+    return 0
+
+
+def compare(words: argparse.Namespace, every: int) -> None:
+    """Run and print the supervised task at one H."""
     torch.set_num_threads(1)
     print(f"{words.peers} peers, {words.steps} steps of {BATCH * LENGTH} tokens each, {words.seeds} seeds")
-    print(f"H = {words.sync_every}, P = {words.fragments}, lr {words.outer_lr}, momentum {words.outer_momentum}\n")
-    rows = {"data-parallel": [data_parallel(seed, words.peers, words.steps) for seed in range(words.seeds)]}
-    for codec in CODECS:
-        rows[codec] = [streaming(seed, words.peers, words.steps, codec, words) for seed in range(words.seeds)]
+    print(f"H = {every}, P = {words.fragments}, lr {words.outer_lr}, momentum {words.outer_momentum}\n")
     print("scheme          loss  +- seeds  against fp32  KB sent  times fewer bytes  bits a parameter")
-    base, exact = rows["data-parallel"], statistics.mean(each.loss for each in rows["fp32"])
-    for name, outcomes in rows.items():
-        losses = [each.loss for each in outcomes]
-        mean, spread = statistics.mean(losses), statistics.stdev(losses) if len(losses) > 1 else 0.0
-        fewer = base[0].bytes_sent / outcomes[0].bytes_sent
-        gap, size = mean / exact - 1, outcomes[0].bytes_sent / 1e3
-        bits = outcomes[0].bits
-        print(f"{name:<13} {mean:6.4f}   {spread:7.4f}  {gap:+12.2%}  {size:7.0f}  {fewer:17.0f}  {bits:16.3f}")
+    seeds, exact = range(words.seeds), 0.0
+    for scheme in dict.fromkeys(("fp32", DATA_PARALLEL, *words.schemes)):
+        if scheme == DATA_PARALLEL:
+            outcomes = [data_parallel(seed, words.peers, words.steps) for seed in seeds]
+        else:
+            outcomes = [streaming(seed, scheme, every, words) for seed in seeds]
+        exact = exact or statistics.mean(each.loss for each in outcomes)
+        print(row(scheme, outcomes, exact, gradient_bytes(Decoder(0), words.steps)), flush=True)
+
+
+def row(scheme: str, outcomes: Sequence[Outcome], exact: float, plain_bytes: int) -> str:
+    """`exact`: loss with fp32; `plain_bytes`: what data-parallel sends."""
+    losses = [each.loss for each in outcomes]
+    mean, spread = statistics.mean(losses), statistics.stdev(losses) if len(losses) > 1 else 0.0
+    sent, bits = (statistics.mean(getattr(each, name) for each in outcomes) for name in ("bytes_sent", "bits"))
+    return (
+        f"{scheme:<13} {mean:6.4f}   {spread:7.4f}  {mean / exact - 1:+12.2%}  {sent / 1e3:7.0f}  "
+        f"{plain_bytes / sent:17.0f}  {bits:16.3f}"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

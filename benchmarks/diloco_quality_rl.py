@@ -1,0 +1,221 @@
+"""The RL half of diloco_quality.py: toolsmith with the tiny model, data-parallel against Streaming DiLoCo.
+
+Every cell is real: `diloco lighthouse` and two clusters over loopback, each `trainer @ configs/a1.toml @
+configs/diloco/peer.toml` with its own orchestrator, node and trainer. Data-parallel is one cluster that takes both
+clusters' rollouts at every step. All cells of a seed see the same number of rollouts a step. What is reported:
+
+    reward      held-out, of the global model at the end, and its gap to data-parallel of the same seed
+    KL, clip    policy/mismatch_kl and policy/clip_fraction, mean over steps and clusters
+    bytes       what one peer sent (diloco/bytes_sent, headers and beats included); for data-parallel a bfloat16
+                gradient every step, which is not really sent here
+
+Finished cells are kept in the results file and not run again, so an interrupted benchmark goes on. The default matrix
+(24 steps of 2 x 32 rollouts, 51 cells) should take about ten minutes a cell on two quiet cores, eight to nine hours in
+all: an estimate from configs/diloco/two-clusters.toml. It has not been run as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.rl_throughput_sides.processes import ROOT, SideFailedError, end, environment, start, watch
+from composer_prime.footprint import ModelShape
+from composer_prime.model_source import resolve_model
+from diloco.keys import JointKey
+
+DATA_PARALLEL = "data-parallel"
+GRADIENT_BITS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    scheme: str
+    every: int
+    """H; 1 for data-parallel."""
+    seed: int
+    steps: int
+    groups: int
+    """Of each cluster, a step; data-parallel's one cluster has twice as many."""
+    eval_tasks: int
+
+    @property
+    def fragments(self) -> int:
+        return min(2, self.every)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    reward: float
+    trained_reward: float
+    """Mean over the last quarter of the steps."""
+    mismatch_kl: float
+    clip_fraction: float
+    tokens: float
+    """Trained, both clusters."""
+    bytes_sent: float
+    bits: float
+    """A parameter and synchronisation of it."""
+    minutes: float
+
+
+def cells(words: argparse.Namespace) -> list[Cell]:
+    """Raises SystemExit where --steps ends between two synchronisations."""
+    if odd := [every for every in words.sync_every if words.steps % every]:
+        raise SystemExit(f"--steps {words.steps} is no multiple of --sync-every {odd[0]}: the last steps would be lost")
+    found = []
+    for seed in range(words.seeds):
+        fixed = {"seed": seed, "steps": words.steps, "groups": words.groups, "eval_tasks": words.eval_tasks}
+        found.append(Cell(scheme=DATA_PARALLEL, every=1, **fixed))
+        pairs = itertools.product(words.schemes, words.sync_every)
+        found += [Cell(scheme=scheme, every=every, **fixed) for scheme, every in pairs]
+    return found
+
+
+def run(words: argparse.Namespace) -> int:
+    done = finished(words.results)
+    todo = [cell for cell in cells(words) if cell not in done]
+    print(f"{len(todo)} cell(s) to run, {len(done)} in {words.results}", flush=True)
+    words.results.parent.mkdir(parents=True, exist_ok=True)
+    for number, cell in enumerate(todo, 1):
+        folder = Path(tempfile.mkdtemp(prefix="diloco-quality-"))
+        try:
+            outcome = play(cell, folder, words.timeout_s)
+        except SideFailedError as error:
+            print(f"{cell}: {error}\nlogs are in {folder}", file=sys.stderr)
+            return 1
+        shutil.rmtree(folder)
+        done[cell] = outcome
+        with words.results.open("a") as file:
+            file.write(json.dumps({"cell": asdict(cell), "outcome": asdict(outcome)}) + "\n")
+        words_of = f"{cell.scheme} H={cell.every} seed {cell.seed}"
+        print(f"{number}/{len(todo)} {words_of}: {outcome.minutes:.1f} min", flush=True)
+    print(table({cell: done[cell] for cell in cells(words)}))
+    return 0
+
+
+def finished(path: Path) -> dict[Cell, Outcome]:
+    """Of the results file; a line that an interruption cut short is left out."""
+    text = path.read_text() if path.is_file() else ""
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}}")]
+    return {Cell(**line["cell"]): Outcome(**line["outcome"]) for line in lines}
+
+
+def play(cell: Cell, folder: Path, timeout_s: float) -> Outcome:
+    """Run one cell in `folder`. Raises SideFailedError."""
+    began, names, cores = time.monotonic(), _names(cell), sorted(os.sched_getaffinity(0))
+    with closing(Rendezvous(cell, folder)) as rendezvous:
+        argv = {name: _trainer(cell, name, folder, rendezvous.address) for name in names}
+        logs = [folder / f"{name}.log" for name in names]
+        started = [start(argv[name], cores, log, environment()) for name, log in zip(names, logs, strict=True)]
+        watch(started, logs, role_of=lambda _: "cluster", timeout_s=timeout_s)
+    runs = [_metrics(folder / f"run/{name}" if name else folder / "run") for name in names]
+    return _outcome(cell, runs, (time.monotonic() - began) / 60)
+
+
+def _names(cell: Cell) -> Sequence[str]:
+    return ("",) if cell.scheme == DATA_PARALLEL else ("a", "b")
+
+
+class Rendezvous:
+    """`diloco lighthouse` of one cell; data-parallel has none."""
+
+    def __init__(self, cell: Cell, folder: Path) -> None:
+        """Raises SideFailedError when it does not come up."""
+        self.address, self._process = "", None
+        if cell.scheme == DATA_PARALLEL:
+            return
+        JointKey.create(folder / "joint.key")
+        argv = [sys.executable, "-m", "diloco.main", "lighthouse", "--run", "quality", "--start-peers", "2",
+                "--min-peers", "2", "--bind", "tcp://127.0.0.1:0", "--key-file", str(folder / "joint.key")]  # fmt: skip
+        with (folder / "rendezvous.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                argv, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        line = self._process.stdout.readline()
+        self.address = line.rpartition(" at ")[2].strip()
+        if not self.address:
+            raise SideFailedError((folder / "rendezvous.log").read_text())
+
+    def close(self) -> None:
+        if self._process is not None:
+            end([self._process])
+
+
+def _trainer(cell: Cell, name: str, folder: Path, rendezvous: str) -> list[str]:
+    clusters = 1 if cell.scheme == DATA_PARALLEL else 2
+    argv = [sys.executable, "-m", "trainer.main", "@", "configs/a1.toml"]
+    values: dict[str, object] = {
+        "run.name": "run", "run.output_dir": folder, "run.max_steps": cell.steps,
+        "run.seed": 2 * cell.seed + (name == "b"), "orchestrator.groups_per_step": cell.groups * 2 // clusters,
+        "orchestrator.eval.every_steps": 0 if name == "b" else cell.steps, "orchestrator.eval.tasks": cell.eval_tasks,
+        "orchestrator.filter_zero_advantage": False, "trainer.checkpoint.every_steps": 0, "monitor.view": "plain",
+        "trainer.schedule.warmup_steps": cell.steps // 8,
+    }  # fmt: skip
+    if name:
+        argv += ["@", "configs/diloco/peer.toml"]
+        values |= {
+            "diloco.rendezvous": rendezvous, "diloco.run": "quality", "diloco.peer-id": name, "diloco.delay": 0,
+            "diloco.key-file": folder / "joint.key", "diloco.sync-every": cell.every,
+            "diloco.fragments": cell.fragments, "diloco.codec.type": cell.scheme,
+        }  # fmt: skip
+    return argv + [word for key, value in values.items() for word in (f"--{key}", str(value).lower()
+                   if isinstance(value, bool) else str(value))]  # fmt: skip
+
+
+def _metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _outcome(cell: Cell, runs: Sequence[list[dict]], minutes: float) -> Outcome:
+    steps = [[line for line in run if "loss/total" in line] for run in runs]
+    every = [line for lines in steps for line in lines]
+    late = [line["reward/mean"] for line in every if line["step"] > cell.steps * 3 // 4]
+    scores = [line["eval/toolsmith/reward_mean"] for line in runs[0] if "eval/toolsmith/reward_mean" in line]
+    parameters = ModelShape.read(resolve_model("tiny")).parameters
+    sent = steps[0][-1].get("diloco/bytes_sent", parameters * GRADIENT_BITS / 8 * cell.steps)
+    return Outcome(
+        reward=scores[-1],
+        trained_reward=statistics.mean(late),
+        mismatch_kl=statistics.mean(line["policy/mismatch_kl"] for line in every),
+        clip_fraction=statistics.mean(line["policy/clip_fraction"] for line in every),
+        tokens=sum(line["tokens/trained"] for line in every),
+        bytes_sent=sent,
+        bits=sent * 8 / parameters / (cell.steps / cell.every),
+        minutes=minutes,
+    )
+
+
+def table(outcomes: dict[Cell, Outcome]) -> str:
+    """One row a scheme and H, means over seeds; the gap to data-parallel is paired by seed."""
+    lines = ["scheme         H  held-out reward   gap +- seeds      trained  mismatch KL  clipped    Mtok"
+             "   MB sent  times fewer   bits"]  # fmt: skip
+    base = {cell.seed: outcome for cell, outcome in outcomes.items() if cell.scheme == DATA_PARALLEL}
+    kinds = list(dict.fromkeys((cell.scheme, cell.every) for cell in outcomes))
+    for scheme, every in kinds:
+        rows = {cell.seed: each for cell, each in outcomes.items() if (cell.scheme, cell.every) == (scheme, every)}
+        gaps = [each.reward - base[seed].reward for seed, each in rows.items()]
+        spread = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
+
+        def mean(name: str, rows: dict[int, Outcome] = rows) -> float:
+            return statistics.mean(getattr(each, name) for each in rows.values())
+
+        fewer = statistics.mean(each.bytes_sent for each in base.values()) / mean("bytes_sent")
+        lines.append(
+            f"{scheme:<13} {every:2d}  {mean('reward'):15.3f}  {statistics.mean(gaps):+.3f} +- {spread:.3f}  "
+            f"{mean('trained_reward'):11.3f}  {mean('mismatch_kl'):11.2e}  {mean('clip_fraction'):7.2%}  "
+            f"{mean('tokens') / 1e6:6.3f}  {mean('bytes_sent') / 1e6:8.2f}  {fewer:11.1f}  {mean('bits'):5.2f}"
+        )
+    return "\n".join(lines)
