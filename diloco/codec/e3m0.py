@@ -19,8 +19,8 @@ from diloco.codec.base import SCALE, Codec, as_bytes, from_bytes, in_blocks, pac
 
 STARTS = 4
 _LEVELS = torch.tensor([0.0] + [2.0 ** (code - 7) for code in range(1, 8)])
-_MIDDLES = (_LEVELS[1:] + _LEVELS[:-1]) / 2
-"""A magnitude above the i-th belongs to code i + 1 or higher."""
+_EXPONENT_BITS, _EXPONENT_OF_ZERO = 23, 127 - 7
+"""Where float32 keeps its exponent, and what it is there for 2^-7: one below code 1."""
 
 
 class E3M0Codec(Codec):
@@ -51,8 +51,17 @@ class E3M0Codec(Codec):
 
 
 def _codes(magnitudes: Tensor) -> Tensor:
-    """The nearest level's code of each magnitude, the scale being 1."""
-    return torch.bucketize(magnitudes, _MIDDLES, out_int32=True)
+    """int32, the nearest level's code of each magnitude, the scale being 1.
+
+    2^k is nearest from 3/4 2^k to 3/2 2^k, so the exponent of 4/3 x says it; but from 2^-7 on 0 is farther than 2^-6.
+    """
+    codes = ((magnitudes * (4 / 3)).view(torch.int32) >> _EXPONENT_BITS) - _EXPONENT_OF_ZERO
+    return codes.clamp_(0, 7).maximum((magnitudes > 2.0**-7).to(torch.int32))
+
+
+def _levels(codes: Tensor) -> Tensor:
+    """float32: 2^(code - 7), put together from its bits, and 0 for code 0."""
+    return ((codes + _EXPONENT_OF_ZERO) << _EXPONENT_BITS).view(torch.float32) * (codes > 0)
 
 
 def _fitted(magnitudes: Tensor) -> Tensor:
@@ -62,9 +71,9 @@ def _fitted(magnitudes: Tensor) -> Tensor:
     """
     best, explained = torch.ones(len(magnitudes), 1), torch.full((len(magnitudes), 1), -1.0)
     for start in range(STARTS):
-        levels = _LEVELS[_codes(magnitudes * 2.0 ** (start / STARTS))]
+        levels = _levels(_codes(magnitudes * 2.0 ** (start / STARTS)))
         product = (magnitudes * levels).sum(dim=1, keepdim=True)
-        scale = product / (levels * levels).sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        scale = product / levels.square().sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         better = product * scale > explained
         best, explained = torch.where(better, scale, best), torch.where(better, product * scale, explained)
     return best

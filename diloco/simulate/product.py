@@ -4,8 +4,8 @@
     link                        | up | round closes at the rendezvous | down (N - 1 deltas) |
                          busy_s      handling_s                                              busy_s
 
-Constants measured on one x86-64 core of a shared machine with benchmarks/diloco_link.py, which also says how far the
-simulator is off. A machine with faster or more cores is quicker than this.
+The constants are CPU times measured on one x86-64 core: a machine with faster or more cores is quicker than this, a
+busy one slower. benchmarks/diloco_link.py measures its machine's own and says how far the simulator is off with them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from diloco.simulate.utilisation import Scheme, Workload, exposed_s, utilisation
 
 FRAMING = 1.047
 """Bytes on the wire over bytes of a delta: Ethernet, IP and TCP headers, 66 of 1514 bytes; ZMQ adds next to nothing."""
-ENCODE_NS = {"fp32": 8.0, "bf16": 9.0, "int8": 15.0, "int4": 17.0, "e3m0": 45.0, "sparse": 30.0}
-"""Seconds of 1e-9 a parameter: delta, error feedback, codec and checksum."""
-DECODE_NS = 8.0
+ENCODE_NS = {"fp32": 25.0, "bf16": 25.0, "int8": 18.0, "int4": 8.0, "e3m0": 48.0, "sparse": 12.0}
+"""1e-9 s of one core a parameter: delta, error feedback, codec and checksum (2 M parameters at a time)."""
+DECODE_NS = 10.0
 """A parameter and peer: decode, guard, mean."""
-INSTALL_NS = 6.0
+INSTALL_NS = 4.0
 """A parameter: outer step, hash of the global model, copy into the parameters."""
-ROUND_S = 0.15
-"""Until a whole round is closed: requests, the rendezvous' tick, torchft's quorum."""
-HANDLING_NS = 12.0
-"""A byte of a delta, on its way up or down: encryption, copies, checksums."""
+ROUND_S = 0.08
+"""Until a round of next to nothing is closed: requests, the rendezvous' tick, torchft's quorum."""
+RELAY_NS = 4.6
+"""1e-9 s of the rendezvous a byte that goes through it: encryption, checksums, copies."""
 SCALE_BITS = 16
 _CODE_BITS = {"int8": 7.46, "int4": 3.32, "e3m0": 3.55}
 """A code's, after entropy coding, where deltas are normally distributed and 256 share a scale."""
@@ -71,7 +71,8 @@ class JointRun:
     def net(self, gbit: float, latency_s: float = 0.0, relay_gbit: float | None = None) -> Net:
         """A link, with what handling a fragment takes on this package's constants."""
         busy_ns = ENCODE_NS[self.codec.type] + self.peers * DECODE_NS + INSTALL_NS
-        handling_s = ROUND_S + self.peers * self.size * codec_bits(self.codec) / 8 * HANDLING_NS * 1e-9
+        relayed = self.peers**2 * self.size * codec_bits(self.codec) / 8
+        handling_s = ROUND_S + relayed * RELAY_NS * 1e-9
         return Net(
             peers=self.peers, gbit_s=gbit, latency_s=latency_s, relay_gbit_s=relay_gbit,
             busy_s=self.size * busy_ns * 1e-9, handling_s=handling_s,
