@@ -123,7 +123,7 @@ async def savings(path: Path, count: int) -> None:
     states = list(islice(read_states(path), count))
     models = list(USD_PER_MTOK)
     with tempfile.TemporaryDirectory() as folder:
-        async with LocalModels(models, threads=1, start_timeout_s=300.0) as url:
+        async with LocalModels(models, threads=1, start_timeout_s=900.0) as url:
             teachers = [
                 {"name": model[-1], "model": model, "local": True, "tier": tier}
                 | dict(zip(("input_usd_per_mtok", "output_usd_per_mtok"), USD_PER_MTOK[model], strict=True))

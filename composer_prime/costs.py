@@ -4,6 +4,8 @@
     {"kind": "settled", "call": id, "usd": cost, …}                   after: the cost by the endpoint's own token counts
     {"kind": "stopped", "reason": …}                                  replay ended early
     {"kind": "hint", "endpoint": …, "usd": cost}                      a call that judged a turn or wrote a hint
+    {"kind": "seconds", "role": …, "seconds": …, "gpu_seconds": …}    a process of the run, when the launcher ends
+    {"kind": "bytes", "link": …, "bytes": …}                          what went over a link, likewise
 
 A reservation without its settlement (the process died, the reply was lost) counts as spent: it may have been paid.
 Hints have a budget of their own, so their calls are no part of what teachers spent.
@@ -34,6 +36,10 @@ class Spent:
     hint_usd: float = 0.0
     """By calls for hints, which none of the other sums holds."""
     hint_calls: int = 0
+    process_s: float = 0.0
+    """Of all processes of the run together."""
+    gpu_s: float = 0.0
+    link_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
 class CostLedger:
@@ -78,6 +84,11 @@ def spent(path: Path) -> Spent:
         elif line.get("kind") == "hint":
             total.hint_usd += line["usd"]
             total.hint_calls += 1
+        elif line.get("kind") == "seconds":
+            total.process_s += line["seconds"]
+            total.gpu_s += line["gpu_seconds"]
+        elif line.get("kind") == "bytes":
+            total.link_bytes[line["link"]] += line["bytes"]
     for line in open_calls.values():
         total.unsettled += 1
         _add(total, line, line["usd"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from composer_prime.config import Config
+from composer_prime.costs import CostLedger
 from composer_prime.errors import RoleFailedError
 from composer_prime.machine import visible_gpus
 from composer_prime.monitor.jsonl import MetricsFile
@@ -37,6 +39,7 @@ SAME_PRESS_S = 0.3
 """One Ctrl-C can arrive twice: from the terminal and from `uv run`, which passes it on."""
 INTERRUPTED = 130
 FAILED = 1
+LINKS = ("weights/bytes", "diloco/bytes_sent", "diloco/bytes_received")
 Commands = Callable[[Config, RunDir], list[RoleCommand]]
 
 
@@ -67,6 +70,7 @@ def launch(config: Config, commands: Commands | None = None) -> int:
     )
     with signals:
         status, failure = _run(session, supervisor)
+    _account(session, supervisor)
     _close(session, status, failure)
     return status
 
@@ -99,6 +103,17 @@ def _run(session: _Session, supervisor: Supervisor) -> tuple[int, str | None]:
     return (session.signals.status if session.signals.count else 0), None
 
 
+def _account(session: _Session, supervisor: Supervisor) -> None:
+    """What this start of the run used, into costs.jsonl. A disk that refuses costs the lines only."""
+    with suppress(OSError):
+        ledger = CostLedger(session.prepared.run_dir.root / "costs.jsonl")
+        for child in supervisor.children:
+            lived_s = round(child.lived_s, 1)
+            ledger.write("seconds", role=child.role.name, seconds=lived_s, gpu_seconds=lived_s * child.role.gpus)
+        for link, count in sorted(session.link_bytes.items()):
+            ledger.write("bytes", link=link, bytes=int(count))
+
+
 def _close(session: _Session, status: int, failure: str | None) -> None:
     session.view.close()
     for feeder in session.feeders:
@@ -120,6 +135,8 @@ class _Session:
     feeders: list[Feeder] = field(default_factory=list)
     peak_bytes: int = 0
     """Most memory that all processes held together."""
+    link_bytes: Counter[str] = field(default_factory=Counter)
+    """Since this start, by what trainer lines report: weights/bytes, diloco/bytes_sent, diloco/bytes_received."""
     _tail: Tail | None = None
     _metrics: MetricsFile | None = None
     _measured: float = 0.0
@@ -147,6 +164,8 @@ class _Session:
     def tick(self, supervisor: Supervisor) -> None:
         lines = self._tail.read() if self._tail else []
         fresh = self.progress.update(lines)
+        for line in lines:
+            self.link_bytes.update({name: int(line[name]) for name in LINKS if isinstance(line.get(name), int | float)})
         for line in lines if self.feeders else []:
             for feeder in self.feeders:
                 feeder.put(line["step"], numbers_of(line))

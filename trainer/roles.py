@@ -29,6 +29,8 @@ class RoleCommand:
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)
     """On top of the launcher's environment."""
+    gpus: int = 0
+    """That it has for itself."""
 
 
 def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCommand]:
@@ -46,7 +48,7 @@ def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCom
     for index, devices in enumerate(placement.nodes):
         argv = [*console_script("inference"), *where, "--node-name", f"node-{index}"]
         env = {**_threads(config.inference.threads), **_devices(devices)}
-        commands.append(RoleCommand(name=f"node-{index}", kind="node", argv=argv, env=env))
+        commands.append(RoleCommand(name=f"node-{index}", kind="node", argv=argv, env=env, gpus=len(devices)))
     if config.run.max_steps and config.trainer.address is None:
         commands += _ranks(config, where, placement.ranks)
     return commands
@@ -76,7 +78,11 @@ def _ranks(config: Config, where: list[str], devices: tuple[int, ...]) -> list[R
     argv = [sys.executable, "-m", "trainer.train", *where]
     return [
         RoleCommand(
-            name=f"trainer-{rank}", kind="rank", argv=argv, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            name=f"trainer-{rank}",
+            kind="rank",
+            argv=argv,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            gpus=1 if devices else 0,
         )
         for rank in range(world)
     ]

@@ -54,6 +54,8 @@ class Child:
     restarts: int = 0
     restart_at: float | None = None
     """When a dead node is to be started again; None while it runs or for good."""
+    lived_s: float = 0.0
+    """Over all starts that ended."""
     code: int | None = None
     """Exit status of the last end; negative for a signal."""
 
@@ -148,6 +150,7 @@ class Supervisor:
             _signal_group(child, signal.SIGKILL)
             if child.running and child.process is not None:
                 child.code = child.process.wait()
+                child.lived_s += time.monotonic() - child.started
 
     def _spawn(self, child: Child) -> None:
         log = self.run_dir.log(child.role.name)
@@ -174,8 +177,10 @@ class Supervisor:
                 self._guard.stdin.flush()
 
     def _ended(self, child: Child) -> bool:
-        if child.process is not None:
+        if child.process is not None and child.code is None:
             child.code = child.process.poll()
+            if child.code is not None:
+                child.lived_s += time.monotonic() - child.started
         return child.code is not None
 
     def _settled(self) -> bool:

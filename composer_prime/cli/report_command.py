@@ -51,18 +51,21 @@ def report(run_dir: RunDir, bins: int) -> list[str]:
 
 
 def _costs(run_dir: RunDir) -> list[str]:
-    """What hints cost; what teachers cost, beside what `composer plan` expected."""
+    """What hints, processes and links cost; what teachers cost, beside what `composer plan` expected."""
     paid = spent(run_dir.root / "costs.jsonl")
-    hints = [f"  hints        ${paid.hint_usd:,.4f} in {paid.hint_calls:,} calls"] if paid.hint_calls else []
+    text = [f"  hints        ${paid.hint_usd:,.4f} in {paid.hint_calls:,} calls"] if paid.hint_calls else []
+    if paid.process_s:
+        links = "".join(f", {name} {count:,}" for name, count in sorted(paid.link_bytes.items()))
+        text.append(f"  compute      {paid.gpu_s:,.0f} GPU s, {paid.process_s:,.0f} process s{links}")
     if not paid.calls:
-        return hints
+        return text
     try:
         expected = forecast(read(run_dir.config))
     except ConfigError:  # of another release, or its states file is gone
         expected = None
     each = ", ".join(f"{name} ${usd:,.4f}" for name, usd in sorted(paid.by_teacher.items()))
     beside = f"; the forecast was {expected.text()}" if expected else ""
-    return [*hints, f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({each}), {paid.failed} failed{beside}"]
+    return [*text, f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({each}), {paid.failed} failed{beside}"]
 
 
 def _ledger(run_dir: RunDir) -> list[str]:

@@ -16,6 +16,7 @@ from stand import config_file
 
 from composer_prime.config.load import resolve
 from composer_prime.config.teachers import MODELS_VARIABLE
+from composer_prime.costs import spent
 from composer_prime.run_dir import RunDir
 from trainer.roles import role_commands
 
@@ -168,11 +169,13 @@ def test_a_run_goes_on_without_teachers(stand):
     dying = "open('deaths', 'a').write('x'); sys.exit(2)"
     run = stand(
         {"teachers": f"open('deaths', 'a').close()\n{dying}", "orchestrator": "time.sleep(1)\n" + patient,
-         "node-0": STEADY, "trainer-0": TRAINS},
+         "node-0": STEADY, "trainer-0": TRAINS.replace("**{", "**{'weights/bytes': 7, ")},
         "--inference.max_restarts", "1",
     )  # fmt: skip
     status, output = run.finish()
     assert status == 0, output
+    used = spent(run.run_dir / "costs.jsonl")
+    assert used.process_s > 2 and used.gpu_s == 0 and used.link_bytes == {"weights/bytes": 21}
     assert "teachers ended with exit status 2; given up after 1 restarts" in output and run.members() == []
 
 
