@@ -11,9 +11,10 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 
@@ -40,6 +41,7 @@ SAME_PRESS_S = 0.3
 INTERRUPTED = 130
 FAILED = 1
 LINKS = ("weights/bytes", "diloco/bytes_sent", "diloco/bytes_received")
+"""Metrics that tell what went over a link: of one publication; the others since their connection was made."""
 Commands = Callable[[Config, RunDir], list[RoleCommand]]
 
 
@@ -136,7 +138,8 @@ class _Session:
     peak_bytes: int = 0
     """Most memory that all processes held together."""
     link_bytes: Counter[str] = field(default_factory=Counter)
-    """Since this start, by what trainer lines report: weights/bytes, diloco/bytes_sent, diloco/bytes_received."""
+    """Since this start, by link."""
+    _link_totals: dict[str, int] = field(default_factory=dict)
     _tail: Tail | None = None
     _metrics: MetricsFile | None = None
     _measured: float = 0.0
@@ -165,12 +168,22 @@ class _Session:
         lines = self._tail.read() if self._tail else []
         fresh = self.progress.update(lines)
         for line in lines:
-            self.link_bytes.update({name: int(line[name]) for name in LINKS if isinstance(line.get(name), int | float)})
+            self._count_links(line)
         for line in lines if self.feeders else []:
             for feeder in self.feeders:
                 feeder.put(line["step"], numbers_of(line))
         self._measure(supervisor, fresh_step=fresh[-1].step if fresh else None)
         self.view.refresh(self.progress, fresh, self._memory_bytes)
+
+    def _count_links(self, line: Mapping[str, Any]) -> None:
+        for name in LINKS:
+            count, before = line.get(name), self._link_totals.get(name, 0)
+            if not isinstance(count, int | float):
+                continue
+            if name.startswith("diloco/"):
+                self._link_totals[name] = int(count)
+                count -= before if count >= before else 0
+            self.link_bytes[name] += int(count)
 
     def _measure(self, supervisor: Supervisor, fresh_step: int | None) -> None:
         if time.monotonic() - self._measured >= MEMORY_EVERY_S:

@@ -27,6 +27,7 @@ for step in (1, 2, 3):
     log('trainer', step, **{'loss/total': 0.1, 'reward/mean': step / 10, 'time/step_s': 0.1, 'tokens/trained': 50})
     time.sleep(0.2)
 """
+LINKED = "**{'weights/bytes': 7, 'diloco/bytes_sent': 10 * step, "
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STEADY
 GRANDCHILD = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], start_new_session=True)\n"
 
@@ -169,13 +170,16 @@ def test_a_run_goes_on_without_teachers(stand):
     dying = "open('deaths', 'a').write('x'); sys.exit(2)"
     run = stand(
         {"teachers": f"open('deaths', 'a').close()\n{dying}", "orchestrator": "time.sleep(1)\n" + patient,
-         "node-0": STEADY, "trainer-0": TRAINS.replace("**{", "**{'weights/bytes': 7, ")},
+         "node-0": STEADY, "trainer-0": TRAINS.replace("**{", LINKED)},
         "--inference.max_restarts", "1",
     )  # fmt: skip
     status, output = run.finish()
     assert status == 0, output
     used = spent(run.run_dir / "costs.jsonl")
-    assert used.process_s > 2 and used.gpu_s == 0 and used.link_bytes == {"weights/bytes": 21}
+    assert used.process_s > 2 and used.gpu_s == 0 and used.link_bytes == {
+        "weights/bytes": 21,
+        "diloco/bytes_sent": 30,
+    }
     assert "teachers ended with exit status 2; given up after 1 restarts" in output and run.members() == []
 
 
