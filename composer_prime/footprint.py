@@ -16,8 +16,8 @@ from typing import Any
 from composer_prime.config import Config
 from composer_prime.errors import ModelNotFoundError
 from composer_prime.weight_sets import AVERAGES, weight_sets
+from composer_prime.wording import GIB
 
-GIB = 1 << 30
 _RUNTIME_BYTES = {"rank": int(0.55 * GIB), "node": int(0.55 * GIB), "orchestrator": int(0.15 * GIB)}
 """Resident size of a process with torch, transformers and its libraries loaded, before any tensor."""
 _WORKER_BYTES = int(0.25 * GIB)

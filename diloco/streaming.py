@@ -22,7 +22,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -97,6 +97,8 @@ class StreamingDiLoCo:
         self._step_s, self._stepped, self._heard = 0.0, time.monotonic(), time.monotonic()
         self.metrics: dict[str, float] = {}
         """Figures of the last completed outer step."""
+        self.stopping: Callable[[], bool] = lambda: False
+        """Turning true ends the wait for a round in mid-training: its delta stays on offer and in `state`."""
 
     # -- as a context --------------------------------------------------------------------------------------------
 
@@ -141,7 +143,7 @@ class StreamingDiLoCo:
     def finish(self) -> None:
         """Take the outcome of a round that is still under way, so that no delta is left behind."""
         if self._pending is not None:
-            self._complete()
+            self._complete(heed_stop=False)
         if left := self.work.tokens_held():
             logger.info("the global model is without the last work on %.0f tokens, which no round was due for", left)
 
@@ -212,14 +214,15 @@ class StreamingDiLoCo:
         self._pending = pending
         self._link.begin(pending.header.outer_step, pending.header.base_hash, pending.header, pending.body)
 
-    def _complete(self) -> bool:
+    def _complete(self, *, heed_stop: bool = True) -> bool:
         """Take the outcome of the round that is under way, and of those that were closed meanwhile.
 
         Whether one of them ended without this peer.
         """
         began, missed = time.monotonic(), self.work.totals.missed
         late = self._pending is not None and self._pending.offer.due is not None
-        arrived = self._await(0.0 if late else self.config.round_timeout_s)
+        stopping = self.stopping if heed_stop else lambda: False
+        arrived = self._await(0.0 if late else self.config.round_timeout_s, stopping)
         if arrived is None:
             self._go_on_alone()
             return False
@@ -269,14 +272,14 @@ class StreamingDiLoCo:
             step = self.globals.outer_step
             logger.warning("outer step %d is not complete after %.0f s: training goes on", step, silent_s)
 
-    def _await(self, timeout_s: float) -> Arrived | Left | None:
+    def _await(self, timeout_s: float, stopping: Callable[[], bool] = lambda: False) -> Arrived | Left | None:
         """How the round ended, alike on all ranks: Left when one of them must join anew. A collective."""
         deadline = time.monotonic() + timeout_s
         while True:
             result = self._link.wait(min(_SLICE_S, timeout_s))
             known = {Arrived: 2, Left: 1}.get(type(result), 0)
             least, wanted, in_time = self.ranks.smallest(
-                [known, self._link.state_wanted, time.monotonic() < deadline]
+                [known, self._link.state_wanted, time.monotonic() < deadline and not stopping()]
             )
             if wanted:
                 self._serve(wanted)

@@ -42,6 +42,8 @@ from composer_prime.wire.types import MicroBatch, flags
 from trainer.world import World, gather_texts, gather_words
 
 REPEAT_S = 5.0
+SAY_S = 30.0
+"""How often the log says again what a wait is for."""
 _SLICE_S = 0.2
 _READY, _FINISHED, _STOPPED, _FAILED = range(4)
 _COUNTED = ("trained tokens", "distilled tokens", "preference pairs")
@@ -83,7 +85,7 @@ def find_endpoint(path: Path, timeout_s: float, stopping: Callable[[], bool]) ->
 
 
 class StepClient:
-    """One DEALER to the step server. `stopping` is looked at several times a second while waiting."""
+    """One DEALER to the step server. `stopping` is looked at several times a second while waiting for a batch."""
 
     def __init__(self, endpoint: str, keys: ClientKeys, asked: Asked, stopping: Callable[[], bool]) -> None:
         self._endpoint, self._asked, self._stopping = endpoint, asked, stopping
@@ -94,7 +96,6 @@ class StepClient:
         self._unnoted: list[StepDone] = []
         self._said_at = 0.0
         """When `_unnoted` was last sent, monotonic seconds."""
-        self.waiting_for = "the orchestrator"
 
     def close(self) -> None:
         self._socket.close(linger=2000)
@@ -131,21 +132,26 @@ class StepClient:
         self._say_unnoted()
 
     def checkpoint(self, step: int) -> CheckpointSaved:
-        """Have the orchestrator write its part of checkpoint `step`. Raises as `batch` does."""
+        """Have the orchestrator write its part of checkpoint `step`, also while this rank is being stopped.
+
+        Raises as `batch` does, but never Stopped: a checkpoint that was begun is finished.
+        """
         self._until_noted()
         request = CheckpointRequest(run_id=self._asked.run_id, step=step)
         wanted = f"the orchestrator's part of checkpoint {step}"
-        return self._ask(request, wanted, lambda m: isinstance(m, CheckpointSaved) and m.step == step)
+        return self._ask(
+            request, wanted, lambda m: isinstance(m, CheckpointSaved) and m.step == step, stopping=_never
+        )
 
     def _send(self, message: FromTrainer | None) -> None:
         if message is not None:
             self._socket.send(msgspec.msgpack.encode(message))
 
     def _until_noted(self) -> None:
-        """Wait until the orchestrator knows of every step that was taken. Raises as `batch` does."""
+        """Wait until the orchestrator knows of every step that was taken. Raises as `checkpoint` does."""
         if self._unnoted:
             wanted = f"the orchestrator to note step {self._unnoted[-1].step}"
-            self._ask(None, wanted, lambda _: not self._unnoted)
+            self._ask(None, wanted, lambda _: not self._unnoted, stopping=_never)
 
     def _say_unnoted(self) -> None:
         """All of them, in order: the orchestrator refuses a step whose predecessor it does not know."""
@@ -153,13 +159,21 @@ class StepClient:
         for message in self._unnoted:
             self._send(message)
 
-    def _ask(self, request: FromTrainer | None, wanted: str, accept: Callable[[ToTrainer], bool]):
+    def _ask(
+        self,
+        request: FromTrainer | None,
+        wanted: str,
+        accept: Callable[[ToTrainer], bool],
+        stopping: Callable[[], bool] | None = None,
+    ):
         """Send `request`, if any, and wait for what `accept` takes; older or repeated answers are dropped."""
-        self.waiting_for = wanted
+        stopping = stopping or self._stopping
         started = heard = time.monotonic()
         self._send(request)
-        repeat = heard + REPEAT_S
+        repeat, say_at = heard + REPEAT_S, heard
         while True:
+            if stopping():
+                raise Stopped
             message = self._receive()
             now = time.monotonic()
             if self._unnoted and now - self._said_at > REPEAT_S:
@@ -171,7 +185,9 @@ class StepClient:
                 if accept(message):
                     return message
                 if isinstance(message, NotReady) and isinstance(request, StepRequest) and message.step == request.step:
-                    self._note(wanted, message.waiting_for, now - started)
+                    if now >= say_at:
+                        say_at = now + SAY_S
+                        logger.info("waiting for %s (%.0f s): %s", wanted, now - started, message.waiting_for)
                     self._send(request)
             elif now - heard > self._asked.silence_timeout_s:
                 raise DeadlineError(
@@ -183,15 +199,8 @@ class StepClient:
                 repeat = now + REPEAT_S
                 self._send(request)
 
-    def _note(self, wanted: str, missing: str, waited_s: float) -> None:
-        if missing != self.waiting_for:
-            logger.info("waiting for %s (%.0f s): %s", wanted, waited_s, missing)
-        self.waiting_for = missing
-
     def _receive(self) -> ToTrainer | None:
         """The next message; None after a fraction of a second without one."""
-        if self._stopping():
-            raise Stopped
         if not self._socket.poll(_SLICE_S * 1000):
             return None
         raw = self._socket.recv()
@@ -205,6 +214,10 @@ class StepClient:
         if isinstance(message, StepNoted):
             self._unnoted = [said for said in self._unnoted if said.step > message.step]
         return message
+
+
+def _never() -> bool:
+    return False
 
 
 def _is_batch(message: ToTrainer, step: int) -> bool:

@@ -67,6 +67,7 @@ def launch(config: Config, commands: Commands | None = None) -> int:
         run_dir=prepared.run_dir,
         roles=roles,
         grace_s=prepared.config.run.stop_grace_s,
+        save_s=prepared.config.trainer.checkpoint.stop_timeout_s,
         max_restarts=prepared.config.inference.max_restarts,
         say=view.event,
     )
@@ -97,7 +98,7 @@ def _run(session: _Session, supervisor: Supervisor) -> tuple[int, str | None]:
         session.view.event(failure.partition("\n")[0].partition(";")[0] + ": stopping the run")
     finally:
         if session.signals.count:
-            session.view.event("stopping (again Ctrl-C kills at once)")
+            session.view.event(_stopping_text(supervisor))
         supervisor.stop(hurry=lambda: session.signals.count > 1)
         session.tick(supervisor)
     if failure is not None:
@@ -114,6 +115,15 @@ def _account(session: _Session, supervisor: Supervisor) -> None:
             ledger.write("seconds", role=child.role.name, seconds=lived_s, gpu_seconds=lived_s * child.role.gpus)
         for link, count in sorted(session.link_bytes.items()):
             ledger.write("bytes", link=link, bytes=int(count))
+
+
+def _stopping_text(supervisor: Supervisor) -> str:
+    if not any(child.role.kind == "rank" and child.running for child in supervisor.children):
+        return "stopping (again Ctrl-C kills at once)"
+    return (
+        f"stopping: the step at hand may end and a checkpoint be written, at most {supervisor.save_s:g} s "
+        "(again Ctrl-C kills at once, without one)"
+    )
 
 
 def _close(session: _Session, status: int, failure: str | None) -> None:

@@ -6,6 +6,8 @@ from composer_prime.footprint import GIB
 from composer_prime.intervals import difference_interval, mean_interval
 from composer_prime.monitor.progress import Progress, sparkline
 from composer_prime.monitor.rollouts import eval_scores
+from composer_prime.run_dir import RunDir
+from composer_prime.wording import counted
 from trainer.prepare import Prepared
 from trainer.view import eval_text
 
@@ -26,7 +28,7 @@ def summary(prepared: Prepared, progress: Progress, status: int, peak_bytes: int
     if run_dir.final.is_dir() and status == 0 and config.run.max_steps:
         lines.append(f"  model       {run_dir.final} (Hugging Face format)")
     lines.append(f"  everything  {run_dir.root}")
-    return "\n".join(lines + _next(prepared, status))
+    return "\n".join(lines + _next(prepared, status, taken))
 
 
 def _rewards(progress: Progress) -> list[str]:
@@ -57,15 +59,22 @@ def _evaluations(prepared: Prepared, progress: Progress) -> list[str]:
     return lines
 
 
-def _next(prepared: Prepared, status: int) -> list[str]:
+def _next(prepared: Prepared, status: int, taken: int) -> list[str]:
     where = prepared.config.run.directory
     lines = ["", "next:"]
-    if status != 0 and prepared.run_dir.complete_checkpoints():
-        lines.append("  the same command with --resume        go on from the newest complete checkpoint")
-    elif status != 0:
-        every = prepared.config.trainer.checkpoint.every_steps
-        lines.append("  the same command with --resume        start over: no checkpoint was complete yet")
-        lines.append(f"  --trainer.checkpoint.every_steps N    write them more often (it is {every})")
+    if status != 0 and prepared.config.run.max_steps:
+        lines.append(f"  the same command with --resume   {_resume_text(prepared.run_dir, taken)}")
     lines.append(f"  uv run composer report {where}")
     lines.append(f"  uv run composer rollouts {where}")
     return lines
+
+
+def _resume_text(run_dir: RunDir, taken: int) -> str:
+    """Where a resume would start; `taken` is the last step that was trained."""
+    saved = (run_dir.complete_checkpoints() or [None])[-1]
+    if saved is None:
+        return "start over: " + (
+            f"no checkpoint holds the {counted(taken, 'step')} taken" if taken else "nothing was trained yet"
+        )
+    again = f"; {counted(taken - saved, 'step')} after it must be taken again" if taken > saved else ""
+    return f"go on after step {saved}{again}"

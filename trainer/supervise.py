@@ -8,7 +8,8 @@
       └── teachers                  likewise; given up, the run goes on without them
 
 Each role has its own session and its own log. Nobody waits on anybody here: `poll` looks and returns. `stop` waits at
-most stop_grace_s twice: for ranks and nodes (they may still talk to the orchestrator), then for the orchestrator.
+most stop_grace_s for each kind in turn: ranks, which make a checkpoint with the orchestrator while the rest still works and
+get save_s more for it; nodes; the orchestrator; teachers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import psutil
 from composer_prime.errors import RoleFailedError
 from composer_prime.run_dir import RunDir
 from trainer import guard
-from trainer.roles import RoleCommand
+from trainer.roles import Kind, RoleCommand
 
 QUIET_S = 600.0
 """A node that lived this long has its restarts forgotten."""
@@ -38,7 +39,7 @@ SETTLE_S = 3.0
 """After a rank failed: how long the launcher waits for the orchestrator to fail too, and then names that one first."""
 USAGE_ERROR = 2
 """Exit status of a role that refuses its configuration: starting it again cannot help."""
-_STOP_ORDER = (("rank", "node"), ("orchestrator",), ("teachers",))
+_STOP_ORDER: tuple[Kind, ...] = ("rank", "node", "orchestrator", "teachers")
 _MAY_DIE = ("node", "teachers")
 
 
@@ -76,6 +77,8 @@ class Supervisor:
     run_dir: RunDir
     roles: list[RoleCommand]
     grace_s: float
+    save_s: float
+    """What ranks get on top of grace_s, for a checkpoint."""
     max_restarts: int
     say: Callable[[str], None]
     """Where events go (a restart, a stop): one line each."""
@@ -125,8 +128,8 @@ class Supervisor:
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> None:
         """End every process of the run; `hurry()` turning true kills what is left at once."""
         self._remember_descendants()
-        for kinds in _STOP_ORDER:
-            self._stop_kind(kinds, hurry)
+        for kind in _STOP_ORDER:
+            self._stop_kind(kind, hurry)
         leftovers = [process for process in self._descendants.values() if process.is_running()]
         leftovers += guard.members(self._mark, {child.process.pid for child in self.children if child.process})
         own_guard = self._guard.pid if self._guard else None
@@ -134,16 +137,18 @@ class Supervisor:
         guard.end([process for process in leftovers if process.pid != own_guard], pause_s)
         self._dismiss_guard()
 
-    def _stop_kind(self, kinds: tuple[str, ...], hurry: Callable[[], bool]) -> None:
-        group = [child for child in self.children if child.role.kind in kinds and child.running]
+    def _stop_kind(self, kind: Kind, hurry: Callable[[], bool]) -> None:
+        group = [child for child in self.children if child.role.kind == kind and child.running]
+        at_once = kind == "rank" and not self._can_save()
         for child in group:
-            _signal_group(child, signal.SIGKILL if hurry() else signal.SIGTERM)
-        deadline = time.monotonic() + self.grace_s
+            _signal_group(child, signal.SIGKILL if at_once or hurry() else signal.SIGTERM)
+        grace_s = self.grace_s + (self.save_s if kind == "rank" else 0)
+        deadline = time.monotonic() + grace_s
         while any(child.running and not self._ended(child) for child in group):
             if hurry() or time.monotonic() > deadline:
                 if not hurry():
                     names = ", ".join(child.role.name for child in group if child.running)
-                    self.say(f"{names} did not end within {self.grace_s:g} s: killing it")
+                    self.say(f"{names} did not end within {grace_s:g} s: killing it")
                 break
             time.sleep(0.02)
         for child in group:
@@ -151,6 +156,10 @@ class Supervisor:
             if child.running and child.process is not None:
                 child.code = child.process.wait()
                 child.lived_s += time.monotonic() - child.started
+
+    def _can_save(self) -> bool:
+        """Whether all who make a checkpoint are alive; else ranks would only wait, for one another or in vain."""
+        return all(child.running for child in self.children if child.role.kind not in _MAY_DIE)
 
     def _spawn(self, child: Child) -> None:
         log = self.run_dir.log(child.role.name)

@@ -2,6 +2,7 @@
 
     orchestrator --batch N--> all ranks: forward, backward, update --> rank 0: a version into the weight store
     rank 0 --ledger line, StepDone N--> orchestrator            (and a checkpoint with it, when one is due)
+    SIGTERM, SIGINT: the step at hand ends, a checkpoint of it is written (trainer.checkpoint.stop_timeout_s), and out
 
 The ranks wait for the orchestrator's batch and for one another in collectives; nobody waits for the inference nodes.
 Version N is the model after step N. In a joint run the optimizer's step ends in the outer loop (diloco/streaming.py),
@@ -43,11 +44,10 @@ from trainer.row_documents import documents_of
 from trainer.rows import PackedRow, RowOptions, unpack
 from trainer.self_teacher import SelfTeacher
 from trainer.step import LossSettings, train_step
-from trainer.stop import StopSignal
+from trainer.stop import LEAVE_S, StopSignal
 from trainer.teacher_place import ReadCost, teachers_in_row
 
 logger = logging.getLogger("trainer")
-STOP_GRACE_S = 8.0
 
 
 class Trainer:
@@ -56,6 +56,8 @@ class Trainer:
     def __init__(self, run_dir: RunDir, config: Config, stop: StopSignal) -> None:
         self.run_dir, self.config, self.stop = run_dir, config, stop
         self.run_id = read_run_id(run_dir)
+        self._saved = 0
+        """Step of the newest checkpoint that holds what was trained; the start of the run is as good as one."""
         self.folder = resolve_model(config.model.path)
         self.world = worlds.join(config.trainer)
         self.policy = build_policy(config, self.folder, self.world)
@@ -77,7 +79,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train every step that the orchestrator has a batch for, then write final/."""
-        start = self._restore()
+        start = self._saved = self._restore()
         client = self._connect()
         try:
             with self.outer or contextlib.nullcontext():
@@ -90,7 +92,11 @@ class Trainer:
         self._attach(client, start)
         while last < self.config.run.max_steps:
             asked = time.monotonic()
-            reply = next_batch(client, self.world, last + 1, self._accepted(last + 1))
+            try:
+                reply = next_batch(client, self.world, last + 1, self._accepted(last + 1))
+            except Stopped:
+                self._save_before_leaving(client, last)
+                raise
             if isinstance(reply, RunFinished):
                 self._check_ending(reply, last)
                 break
@@ -102,7 +108,9 @@ class Trainer:
         """The loop across clusters; None when this cluster trains alone."""
         if self.config.diloco is None:
             return None
-        return StreamingDiLoCo(self.policy.named_parameters(), self.optimizer.parts[-1], self.config.diloco)
+        outer = StreamingDiLoCo(self.policy.named_parameters(), self.optimizer.parts[-1], self.config.diloco)
+        outer.stopping = self._stopping
+        return outer
 
     def _version_of(self, step: int) -> int:
         """Of the model after `step`, which was taken last."""
@@ -185,6 +193,7 @@ class Trainer:
             ids = [name for text in sample_ids for name in text.splitlines()]
             append_step(self.run_dir.ledger, step, ids)
             client.done(step, self._version, ids)
+        self.stop.patience_s = max(config.trainer.checkpoint.stop_timeout_s, LEAVE_S)
         published = time.monotonic()
         every = config.trainer.checkpoint.every_steps
         failed = every > 0 and step % every == 0 and step < config.run.max_steps and not self._checkpoint(client, step)
@@ -232,9 +241,17 @@ class Trainer:
         try:
             self.checkpoints.save(step, self.policy, self.optimizer, self.teacher, client)
         except CheckpointError as error:
-            logger.warning("training goes on without checkpoint %d: %s", step, error)
+            logger.warning("going on without checkpoint %d: %s", step, error)
             return False
+        self._saved, self.stop.patience_s = step, LEAVE_S
         return True
+
+    def _save_before_leaving(self, client: StepClient, last: int) -> None:
+        """On a stop: a checkpoint of what was trained since the newest one. A collective: all ranks stop together."""
+        if last == self._saved or self.config.trainer.checkpoint.stop_timeout_s == 0:
+            return
+        if self._checkpoint(client, last):
+            logger.info("stopped after step %d: its checkpoint is written", last)
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         """Write rank 0's line; figures that differ between ranks are summed (tokens) or the largest (memory)."""
@@ -269,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.train", description="One trainer rank of a prepared run.")
     parser.add_argument("--run-dir", type=Path, required=True, help="run directory that the launcher prepared")
     run_dir = RunDir(parser.parse_args(argv).run_dir)
-    stop = StopSignal(STOP_GRACE_S)
+    stop = StopSignal()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stdout)
     try:
         Trainer(run_dir, load.read(run_dir.config), stop).run()

@@ -51,7 +51,10 @@ class LoraConfig(BaseConfig):
 
 class CheckpointConfig(BaseConfig):
     every_steps: int = Field(default=50, ge=0)
-    """Write a checkpoint after every this many steps and after the last; 0 only after the last."""
+    """Write a checkpoint after every this many steps, after the last, and when the run is stopped; 0 only then."""
+    stop_timeout_s: float = Field(default=60.0, ge=0)
+    """After Ctrl-C or SIGTERM: how long the step at hand and a checkpoint of what was trained since the newest one may
+    take together; 0 leaves without a checkpoint."""
     keep: int = Field(default=2, ge=1)
     """Newest complete checkpoints that stay on disk."""
 

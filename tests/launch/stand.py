@@ -29,6 +29,8 @@ taskset = { id = "orchestrator.environments.toolsmith" }
 eval_taskset = { split = "eval" }
 [orchestrator.sampling]
 max_tokens = 64
+[trainer.checkpoint]
+stop_timeout_s = 1.0
 [monitor]
 view = "plain"
 """

@@ -208,6 +208,43 @@ def test_ctrl_c_stops_everything_with_130(stand):
     assert run.members() == []
 
 
+SAVES = """
+def save(*_):
+    if not any(name.startswith('told-') for name in os.listdir()):
+        os.makedirs('checkpoints/step_000002'); open('checkpoints/step_000002/COMPLETE', 'w').close()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+for step in (1, 2):
+    log('trainer', step, **{'loss/total': 0.1})
+"""
+TOLD = """
+def told(*_):
+    open(f'told-{os.getpid()}', 'w').close(); sys.exit(143)
+signal.signal(signal.SIGTERM, told)
+"""
+
+
+def test_ranks_save_before_anything_else_is_stopped(stand):
+    # The rank's checkpoint is written while orchestrator and node still work; the summary says where --resume goes on.
+    run = stand({"orchestrator": TOLD + STEADY, "node-0": TOLD + STEADY, "trainer-0": SAVES + STEADY})
+    run.wait_for_roles(3)
+    run.process.send_signal(signal.SIGTERM)
+    status, output = run.finish()
+    assert status == 143 and "a checkpoint be written, at most 1 s" in output, output
+    assert "--resume   go on after step 2\n" in output and len(list(run.run_dir.glob("told-*"))) == 2, output
+
+
+def test_ranks_are_not_waited_for_where_no_checkpoint_can_be_made(stand):
+    # With the orchestrator dead, a rank that would try is killed at once; the summary says what a resume must repeat.
+    failing = "while not any(name.startswith('ready-') for name in os.listdir()): time.sleep(0.05)\n"
+    logged = "log('trainer', 1, **{'loss/total': 0.1})\n"
+    words = ("--trainer.checkpoint.stop_timeout_s", "900")
+    run = stand({"orchestrator": failing + "sys.exit(1)", "trainer-0": logged + STUBBORN}, *words)
+    status, output = run.finish()
+    assert status == 1 and "start over: no checkpoint holds the 1 step taken" in output, output
+    assert run.members() == []
+
+
 def test_second_ctrl_c_kills_at_once(stand):
     # A second Ctrl-C does not wait for the grace period.
     run = stand({"orchestrator": STUBBORN, "trainer-0": STUBBORN}, "--run.stop_grace_s", "250")

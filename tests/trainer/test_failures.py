@@ -133,7 +133,7 @@ def test_a_failed_checkpoint_does_not_stop_the_run(make_run):
     with StepPeer(run.dir, make_samples, max_steps=2) as peer:
         codes, outputs = run.train(2, file_limit_bytes=100_000)
     assert codes == [1, 1], outputs
-    assert "training goes on without checkpoint 1" in outputs[0] and "File too large" in outputs[0], outputs
+    assert "going on without checkpoint 1" in outputs[0] and "File too large" in outputs[0], outputs
     assert "CheckpointError: checkpoint" in outputs[0] and "Free some space there" in outputs[0]
     assert [done.step for done in peer.done] == [0, 1, 2] and peer.checkpoints == [1, 2]
     assert list(run.dir.checkpoints.iterdir()) == [] and (run.dir.final / "model.safetensors").is_file()
@@ -166,34 +166,6 @@ def test_damaged_and_missing_checkpoints(make_run):
         codes, outputs = run.train()
     assert codes == [1] and "step_000001/trainer cannot be loaded" in outputs[0], outputs
     assert "Remove that folder to resume from the one before it" in outputs[0]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_waiting_ranks_at_once(make_run, number):
-    # Ranks that wait for a batch leave in order within two seconds, with 128 + signal number.
-    run = make_run()
-    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
-        peer.quiet_from = 2
-        ranks = run.start(2)
-        ranks[0].wait_for("step 1:")
-        started = time.monotonic()
-        [os.kill(rank.pid, number) for rank in ranks]
-        assert [rank.wait(20) for rank in ranks] == [128 + number] * 2
-    assert time.monotonic() - started < 6 and run.dir.complete_checkpoints() == []
-
-
-def test_a_rank_alone_in_a_collective_ends_after_the_grace_time(make_run):
-    # Rank 1 is stopped (not dead), rank 0 waits for it in a collective: SIGTERM still ends rank 0, after stop's grace.
-    run = make_run()
-    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
-        peer.quiet_from = 2
-        ranks = run.start(2)
-        ranks[0].wait_for("step 1:")
-        os.kill(ranks[1].pid, signal.SIGSTOP)
-        os.kill(ranks[0].pid, signal.SIGTERM)
-        assert ranks[0].wait(30) == 128 + signal.SIGTERM
-        os.kill(ranks[1].pid, signal.SIGKILL)
-        ranks[1].wait(10)
 
 
 def test_the_death_of_one_rank_ends_the_other(make_run):

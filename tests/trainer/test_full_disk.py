@@ -54,7 +54,7 @@ def test_a_full_disk_at_a_checkpoint(small_disk, make_run):
     with StepPeer(run.dir, make_samples, max_steps=3, answer=answer) as peer:
         codes, outputs = run.train()
     assert codes == [0], outputs
-    assert "training goes on without checkpoint 1" in outputs[0] and "No space left on device" in outputs[0], outputs
+    assert "going on without checkpoint 1" in outputs[0] and "No space left on device" in outputs[0], outputs
     assert run.dir.complete_checkpoints() == [2, 3] and not run.dir.checkpoint(1).exists()
     assert [done.step for done in peer.done] == [0, 1, 2, 3] and list(effective(run.dir.ledger)) == [1, 2, 3]
 

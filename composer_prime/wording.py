@@ -1,0 +1,18 @@
+"""Sizes and counts as people read them."""
+
+from __future__ import annotations
+
+GIB = 1 << 30
+
+
+def gib(count: int) -> str:
+    """Bytes in GiB, whatever their size, so that two figures can be compared at a glance."""
+    size = count / GIB
+    if 0 < size < 0.005:
+        return "<0.01 GiB"
+    return f"{size:.2f} GiB" if size < 10 else f"{size:,.0f} GiB"
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """`1 step`, `2 steps`; `plural` where it is not the noun with an s."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"

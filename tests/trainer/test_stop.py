@@ -1,0 +1,89 @@
+"""Stopping trainer ranks on purpose: what was trained is in a checkpoint, within a deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from small_runs import make_samples
+from step_peer import StepPeer
+
+from composer_prime.ledger import check, effective
+
+
+def stop_after(run, peer: StepPeer, step: int, number: int = signal.SIGTERM, count: int = 1) -> tuple[list[int], str]:
+    """Signal ranks that have trained `step` and wait for the next batch; their exit codes and rank 0's output."""
+    peer.quiet_from = step + 1
+    ranks = run.start(count)
+    ranks[0].wait_for(f"step {step}:")
+    for rank in ranks:
+        os.kill(rank.pid, number)
+    return [rank.wait(20) for rank in ranks], ranks[0].output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_waiting_ranks_with_a_checkpoint_that_is_gone_on_from(make_run, number):
+    # Two ranks, no checkpoint due: after the signal step 1 is saved, and a resume trains steps 2 and 3 only.
+    run = make_run(trainer={"checkpoint": {"every_steps": 0}})
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        codes, output = stop_after(run, peer, 1, number, count=2)
+        assert codes == [128 + number] * 2 and "stopped after step 1: its checkpoint is written" in output, output
+        assert run.dir.complete_checkpoints() == [1]
+        peer.quiet_from = None
+        resumed = run.config.run.model_copy(update={"resume": True})
+        again = run.write(run.config.model_copy(update={"run": resumed}))
+        assert again.train(2)[0] == [0, 0]
+    assert check(run.dir.ledger) == [] and list(effective(run.dir.ledger)) == [1, 2, 3]
+
+
+def test_what_is_saved_already_is_not_saved_again(make_run):
+    # A stop right after a due checkpoint leaves at once.
+    run = make_run(trainer={"checkpoint": {"every_steps": 1}})
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        codes, _ = stop_after(run, peer, 1)
+    assert codes == [143] and peer.checkpoints == [1] == run.dir.complete_checkpoints()
+
+
+def test_before_the_first_step_there_is_nothing_to_save(make_run):
+    # A rank that waits for batch 1 leaves without a checkpoint.
+    run = make_run()
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        peer.quiet_from = 1
+        (rank,) = run.start()
+        deadline = time.monotonic() + 60
+        while not peer.requests:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(rank.pid, signal.SIGTERM)
+        assert rank.wait(20) == 143
+    assert peer.checkpoints == [] == run.dir.complete_checkpoints()
+
+
+@pytest.mark.parametrize("case", ["silent", "refused", "switched off"])
+def test_a_checkpoint_that_cannot_be_written_does_not_hold_up_the_stop(make_run, case):
+    # The orchestrator is silent or cannot save, or no checkpoint is wanted: the rank leaves in time, and says so.
+    timeout_s = 0 if case == "switched off" else 3.5
+    run = make_run(trainer={"checkpoint": {"every_steps": 0, "stop_timeout_s": timeout_s}})
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        peer.quiet_checkpoints = case == "silent"
+        peer.refuse_checkpoint = "no space left on its disk" if case == "refused" else None
+        codes, output = stop_after(run, peer, 1)
+    said = {"silent": "no checkpoint within 4 s", "refused": "no space left on its disk", "switched off": "stopping"}
+    assert codes == [143] and said[case] in output and "is written" not in output, output
+    assert run.dir.complete_checkpoints() == []
+
+
+def test_a_rank_alone_in_a_collective_ends_in_time(make_run):
+    # Rank 1 is stopped (not dead), rank 0 waits for it in a collective: SIGTERM still ends rank 0 within its patience.
+    run = make_run(trainer={"checkpoint": {"stop_timeout_s": 1}})
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        peer.quiet_from = 2
+        ranks = run.start(2)
+        ranks[0].wait_for("step 1:")
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        os.kill(ranks[0].pid, signal.SIGTERM)
+        assert ranks[0].wait(30) == 128 + signal.SIGTERM
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        ranks[1].wait(10)
