@@ -15,6 +15,7 @@ import numpy as np
 
 from composer_prime.errors import ConfigError, RunMismatchError
 from composer_prime.wire.types import Distillation, Preference, Sample, flags, ints
+from composer_prime.wording import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +119,8 @@ def _check_room(unit: Unit, max_tokens: int) -> None:
             f"{unit.name} has {len(unit.documents[0])} tokens, {limit} the longest sample (model.max_context)"
         )
     raise ConfigError(
-        f"{unit.name} and its {len(unit.distillations)} teacher document(s) have {unit.tokens} tokens and must share a "
-        f"row, {limit} {unit.tokens}, or hint fewer turns of a rollout"
+        f"{unit.name} and its {counted(len(unit.distillations), 'teacher document')} have {unit.tokens} tokens "
+        f"and must share a row, {limit} {unit.tokens}, or hint fewer turns of a rollout"
     )
 
 

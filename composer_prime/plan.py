@@ -9,12 +9,14 @@ from composer_prime.config import Config
 from composer_prime.cost_forecast import forecast
 from composer_prime.costs import spent
 from composer_prime.errors import ConfigError
-from composer_prime.footprint import GIB, ModelShape, Need, disk_bytes, node_need, orchestrator_need, rank_need
+from composer_prime.footprint import ModelShape, Need, disk_bytes, node_need, orchestrator_need, rank_need
 from composer_prime.machine import Machine, free_bytes, look
 from composer_prime.placement import uses_cuda
 from composer_prime.preflight import Findings, check
 from composer_prime.prices import price_of
-from composer_prime.run_dir import PAID_ENTRIES, RunDir
+from composer_prime.run_dir import RunDir
+from composer_prime.run_folder import folder_state
+from composer_prime.wording import counted, gib
 
 Rows = list[tuple[str, str]]
 
@@ -28,37 +30,43 @@ class Plan:
     problems: list[str]
     """Why the run cannot start here; empty when it can."""
     notes: list[str]
+    where: str = "here"
 
     def text(self) -> str:
         lines = [f"{label:<9} {text}" for label, text in self.rows]
         lines += [f"{'note':<9} {note}" for note in self.notes]
         if self.problems:
-            lines += ["", f"{len(self.problems)} problem(s) keep this run from starting here:"]
+            keep = "keeps" if len(self.problems) == 1 else "keep"
+            lines += ["", f"{counted(len(self.problems), 'problem')} {keep} this run from starting {self.where}:"]
             lines += [f"  - {problem}" for problem in self.problems]
         return "\n".join(lines)
 
 
-def build(config: Config, machine: Machine | None = None) -> Plan:
-    """Check `config` against this machine (or `machine`) and say what a run of it would be."""
+def build(config: Config, machine: Machine | None = None, *, folder: bool = True) -> Plan:
+    """Check `config` against this machine (or `machine`) and say what a run of it would be.
+
+    `folder`: whether the launcher could start in the run directory is looked at too (on this machine).
+    """
     machine = machine or look()
-    found = check(config, gpus=len(machine.gpus))
+    found = check(config, gpus=len(machine.gpus), folder=folder and not machine.imagined)
     rows = [*_run(config), *_model(config, found), *_roles(config, found), *_step(config), *_eval(config)]
     rows += _teachers(config, found)
     found.notes += channel_notes(config)
-    if found.shape is not None:
+    if found.shape is None:
+        rows.append(("memory", f"no estimate of memory and disk: {found.unknown_shape}"))
+    else:
         rows += _memory(config, found.shape, machine, found)
         rows += _disk(config, found.shape, machine, found)
     _cores(config, machine, found)
-    if not (config.run.resume or config.run.overwrite) and directory_state(RunDir(config.run.directory)) != "new":
-        found.notes.append(f"{config.run.directory} exists: a start will need --resume or --run.overwrite true")
-    return Plan(rows=rows, problems=found.problems, notes=found.notes)
+    where = "on this machine (the plan is for another)" if machine.imagined else "here"
+    return Plan(rows=rows, problems=found.problems, notes=found.notes, where=where)
 
 
 def _run(config: Config) -> Rows:
     run = config.run
     sources = ", ".join(f"{source.name} ({source.weight:g})" for source in config.orchestrator.source)
     length = f"{run.max_steps} steps" if run.max_steps else "evaluation only"
-    state = directory_state(RunDir(run.directory))
+    state = folder_state(RunDir(run.directory))
     return [
         ("run", f"{run.name}: {length}, seed {run.seed}, in {run.directory} ({state})"),
         ("sources", sources),
@@ -78,16 +86,6 @@ def _further_channels(config: Config) -> Rows:
         pairs = config.orchestrator.preferences.pairs_per_step
         rows.append(("", f"+ {replay.weight:g} x replay_dpo ({replay.loss}), {pairs} pairs a step"))
     return rows
-
-
-def directory_state(run_dir: RunDir) -> str:
-    """What is in the run directory, in a few words."""
-    if not run_dir.root.exists() or {path.name for path in run_dir.root.iterdir()} <= PAID_ENTRIES:
-        return "new"
-    if not (run_dir.root / "run_id").exists():
-        return "exists, and is no run directory"
-    steps = run_dir.complete_checkpoints()
-    return f"exists; newest checkpoint: step {steps[-1]}" if steps else "exists; no checkpoint yet"
 
 
 def _model(config: Config, found: Findings) -> Rows:
@@ -123,8 +121,8 @@ def _roles(config: Config, found: Findings) -> Rows:
         rows.append(("", f"trainer ranks elsewhere, at {trainer.address}"))
     else:
         where = _place(found.placement.ranks if found.placement else None, trainer.threads)
-        rows.append(("", f"trainer here: {trainer.ranks} rank(s), FSDP2, {where}"))
-    if found.placement and found.placement.shared:
+        rows.append(("", f"trainer here: {counted(trainer.ranks, 'rank')}, FSDP2, {where}"))
+    if found.placement and found.placement.shared and inference.engine == "vllm":
         found.notes.append("inference and trainer share a GPU: lower inference.vllm.gpu_memory_utilization accordingly")
     return rows
 
@@ -132,7 +130,7 @@ def _roles(config: Config, found: Findings) -> Rows:
 def _place(gpus: tuple[int, ...] | None, threads: int) -> str:
     if gpus is None:
         return "GPUs that this machine lacks"
-    return f"GPU {', '.join(map(str, gpus))}" if gpus else f"CPU, {threads} thread(s)"
+    return f"GPU {', '.join(map(str, gpus))}" if gpus else f"CPU, {counted(threads, 'thread')}"
 
 
 def _step(config: Config) -> Rows:
@@ -150,7 +148,8 @@ def _step(config: Config) -> Rows:
         (
             "step",
             f"{orchestrator.groups_per_step} groups x {orchestrator.group_size} rollouts = {rollouts} rollouts; "
-            f"at most {most:,} tokens in {per_rank} micro-batch(es) of {config.trainer.micro_batch_tokens:,} a rank",
+            f"at most {most:,} tokens in {counted(per_rank, 'micro-batch', 'micro-batches')} of "
+            f"{config.trainer.micro_batch_tokens:,} a rank",
         ),
         (
             "",
@@ -204,7 +203,7 @@ def _memory(config: Config, shape: ModelShape, machine: Machine, found: Findings
         times = f" x {count}" if count > 1 else ""
         size = f"{gib(need.device_bytes)} GPU + {gib(need.host_bytes)}" if need.device_bytes else gib(need.host_bytes)
         largest = sorted(need.parts.items(), key=lambda part: -part[1])[:4]
-        parts = ", ".join(f"{name} {gib(value)}" for name, value in largest)
+        parts = ", ".join(f"{name} {gib(value)}" for name, value in largest if value)
         rows.append(("" if rows else "memory", f"about {size} {need.role}{times} ({parts})"))
         if need.device_bytes and machine.gpus and need.device_bytes > min(machine.gpus):
             found.notes.append(f"{need.role} may need {gib(need.device_bytes)} of a GPU's {gib(min(machine.gpus))}")
@@ -243,8 +242,3 @@ def _cores(config: Config, machine: Machine, found: Findings) -> None:
             f"nodes and ranks compute on {wanted} CPU threads, this machine has {machine.cores} cores: "
             "lower inference.threads or trainer.threads"
         )
-
-
-def gib(count: int) -> str:
-    """Bytes for people."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.0f} MiB"

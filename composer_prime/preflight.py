@@ -16,6 +16,8 @@ from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.pairs import resolve_pairs
 from composer_prime.pairs_gate import refusal
 from composer_prime.placement import Placement, place, uses_cuda
+from composer_prime.run_dir import RunDir
+from composer_prime.run_folder import check_folder
 
 _EXTRAS = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboard"}
 
@@ -31,13 +33,17 @@ class Findings:
     model_folder: Path | None = None
     shape: ModelShape | None = None
     """None while the model folder is not there."""
+    unknown_shape: str = ""
+    """Why it is not known."""
     placement: Placement | None = None
     """None when the machine has too few GPUs."""
 
 
-def check(config: Config, *, gpus: int) -> Findings:
-    """Run every check; none stops the others."""
+def check(config: Config, *, gpus: int, folder: bool = True) -> Findings:
+    """Run every check; none stops the others. `folder`: also whether the launcher can start in the run directory."""
     found = Findings()
+    if folder:
+        _folder(config, found)
     steps = (_model, _modules, _engine, _addresses, _remote_roles, _trackers, _hints, _pairs, _density_gate, _joint_key)
     for step in steps:
         try:
@@ -64,16 +70,25 @@ def _devices(config: Config, found: Findings, gpus: int) -> None:
         )
 
 
+def _folder(config: Config, found: Findings) -> None:
+    try:
+        found.notes += check_folder(RunDir(config.run.directory), config)
+    except ConfigError as error:
+        found.problems.append(str(error))
+
+
 def _model(config: Config, found: Findings) -> None:
     template = config.model.chat_template
     if template is not None and not template.is_file():
         found.problems.append(f"model.chat_template is {template}, but there is no such file")
     listed = Path(config.model.path).expanduser() / "config.json"
+    found.unknown_shape = f"{listed} is not there (that file is enough, weights are not needed)"
     if listed.is_file():
         found.shape = ModelShape.read(listed.parent)
     todo = model_ready(config.model.path)
     if todo is not None:
         found.notes.append(f"first: {todo}")
+        found.unknown_shape = f"{config.model.path!r} has no config.json until it is converted"
         return
     found.model_folder = resolve_model(config.model.path)
     found.shape = ModelShape.read(found.model_folder)

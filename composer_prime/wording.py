@@ -10,7 +10,7 @@ def gib(count: int) -> str:
     size = count / GIB
     if 0 < size < 0.005:
         return "<0.01 GiB"
-    return f"{size:.2f} GiB" if size < 10 else f"{size:,.0f} GiB"
+    return f"{size:,.{2 if size < 10 else 1 if size < 100 else 0}f} GiB"
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

@@ -24,6 +24,7 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ConfigError
 from composer_prime.keys import ClientKeys, RunKeys
 from composer_prime.run_dir import RunDir
+from composer_prime.wording import counted
 
 TOKEN_VARIABLE = "COMPOSER_JOIN_TOKEN"
 
@@ -173,7 +174,7 @@ def describe(assignment: Assignment) -> str:
     return "\n".join(
         [
             f"node      {assignment.node_name}: {inference.engine} engine on {inference.device}, "
-            f"{inference.threads} thread(s), {inference.max_concurrent} requests at a time",
+            f"{counted(inference.threads, 'thread')}, {inference.max_concurrent} requests at a time",
             f"model     {assignment.model}, context {assignment.max_context or 'as the model has it'}",
             f"weights   {where or 'pulled over the link'}",
         ]

@@ -40,17 +40,21 @@ def main() -> int:
             command = load.parse(words)
             config, run_dir = command.config, RunDir(command.config.run.directory.absolute())
             if command.dry_run:
-                return _dry_run(config)
+                return _dry_run(config, run_dir)
             _prepare(config, run_dir)
         return _run(config, run_dir)
     except ConfigError as error:
         load.fail(error)
 
 
-def _dry_run(config: Config) -> int:
+def _dry_run(config: Config, run_dir: RunDir) -> int:
     from composer_prime.plan import build
 
-    plan = build(config)
+    plan = build(config, folder=False)
+    try:
+        _used(config, run_dir)
+    except ConfigError as error:
+        plan.problems.append(str(error))
     print(plan.text())
     return load.EXIT_USAGE if plan.problems else 0
 
@@ -61,8 +65,8 @@ def _given(words: list[str]) -> RunDir:
     return RunDir(Path(words[1]).absolute())
 
 
-def _prepare(config: Config, run_dir: RunDir) -> None:
-    """What the launcher does for its roles, for an orchestrator that is started on its own."""
+def _used(config: Config, run_dir: RunDir) -> list[Path]:
+    """What an earlier run wrote. Raises ConfigError when that is neither to be continued nor to be emptied."""
     if config.run.resume and config.run.overwrite:
         raise ConfigError("run.resume and run.overwrite are both on: one continues the run, the other deletes it")
     written = [run_dir.metrics, run_dir.journal, run_dir.checkpoints, run_dir.rollouts(0).parent]
@@ -73,6 +77,12 @@ def _prepare(config: Config, run_dir: RunDir) -> None:
             f"the run directory {run_dir.root} exists already: continue it with --resume, empty it with "
             "--run.overwrite true, or choose another run.name"
         )
+    return used
+
+
+def _prepare(config: Config, run_dir: RunDir) -> None:
+    """What the launcher does for its roles, for an orchestrator that is started on its own."""
+    used = _used(config, run_dir)
     for path in used if config.run.overwrite else []:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     run_dir.endpoints.unlink(missing_ok=True)

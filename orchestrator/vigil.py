@@ -14,6 +14,7 @@ from typing import Protocol
 from composer_prime.config import Config
 from composer_prime.errors import DeadlineError
 from composer_prime.monitor.jsonl import MetricsFile
+from composer_prime.wording import counted
 from orchestrator.batches import Batches
 from orchestrator.evals import Evaluator
 from orchestrator.gateway import Gateway
@@ -73,14 +74,23 @@ class Vigil:
     def waiting_for(self, step: int) -> str:
         """Why batch `step` is not there yet."""
         if self._steering is None:
-            loading = [name for name, pool in self._pools.items() if not pool.pids] or list(self._pools)
-            return f"batch {step}: the environment workers of {', '.join(loading) or 'all sources'} are loading"
-        serving = len(self._gateway.router.serving())
-        nodes = f"served by {serving} node{'s' if serving > 1 else ''}"
-        if not serving:
-            nodes = f"no node serves: {self._gateway.router.why_no_node()}"
+            return f"batch {step}: {'; '.join([self._environments(), self._nodes()])}"
         evaluation = self._evaluator.waiting_for() if self._evaluator else None
-        return "; ".join([self._steering.waiting_for(step), nodes, *([evaluation] if evaluation else [])])
+        return "; ".join([self._steering.waiting_for(step), self._nodes(), *([evaluation] if evaluation else [])])
+
+    def _environments(self) -> str:
+        loading = [name for name, pool in self._pools.items() if not pool.pids]
+        if loading:
+            return f"the environment workers of {', '.join(loading)} are loading"
+        return "tasks and tokenizers are loading" if self._pools else "the orchestrator is starting"
+
+    def _nodes(self) -> str:
+        router = self._gateway.router
+        if serving := len(router.serving()):
+            return f"served by {counted(serving, 'node')}"
+        if self._config.inference.nodes and not list(router.nodes):
+            return "no inference node has connected yet: it loads its model first (logs/node-*.log)"
+        return f"no node serves: {router.why_no_node()}"
 
     def _trainer_owes(self) -> str:
         if self.all_trained:
@@ -108,7 +118,7 @@ class Vigil:
 
     def log(self, server: StepServer) -> None:
         figures: dict[str, float | str | None] = {
-            "waiting_for": self._now(),
+            "waiting_for": self._now() or "",
             "step_server/garbage": server.garbage,
             "step_server/refused": server.refused,
             "workers/restarts": sum(pool.restarts for pool in self._pools.values()),

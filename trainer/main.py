@@ -8,11 +8,16 @@ from __future__ import annotations
 import dataclasses
 import sys
 
+from composer_prime.broken_pipe import until_the_reader_leaves
 from composer_prime.config.load import EXIT_USAGE, arguments, fail, parse
 from composer_prime.errors import ConfigError
 
 
 def main() -> int:
+    return until_the_reader_leaves(_main)
+
+
+def _main() -> int:
     command = parse(arguments())
     from composer_prime.plan import build
     from diloco.simulate.forecast import link_rows

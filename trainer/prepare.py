@@ -20,10 +20,8 @@ from composer_prime.errors import ConfigError
 from composer_prime.keys import RunKeys
 from composer_prime.monitor.rollouts import rollout_files
 from composer_prime.run_dir import PAID_ENTRIES, RunDir, write_atomic
-from trainer.continuation import check_continuation
+from composer_prime.run_folder import check_folder, is_run_directory
 
-_BROUGHT = {"keys", "run_id"}
-"""What a run directory may hold before its first start besides pairs: keys copied from a remote orchestrator's run."""
 _KEPT_ON_RESTART = {"keys", "run_id", "logs", ".launcher.lock"} | PAID_ENTRIES
 
 
@@ -45,12 +43,13 @@ class Prepared:
 def prepare(config: Config) -> Prepared:
     """Make the run directory ready. Raises ConfigError when it cannot be used as asked."""
     run_dir = RunDir(config.run.directory.absolute())
-    _check_folder(run_dir, config)
+    changes = check_folder(run_dir, config)
+    _make(run_dir.root)
     lock = _lock(run_dir)
     notes: list[str] = []
     start_step = 0
     if config.run.resume:
-        start_step, notes = _resume(run_dir, config)
+        start_step, notes = _resume(run_dir, changes)
         if start_step == 0:
             config = config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
     elif config.run.overwrite and is_run_directory(run_dir.root):
@@ -65,41 +64,11 @@ def prepare(config: Config) -> Prepared:
     return Prepared(run_dir=run_dir, config=config, start_step=start_step, notes=tuple(notes), lock=lock)
 
 
-def _check_folder(run_dir: RunDir, config: Config) -> None:
-    root, run = run_dir.root, config.run
-    if root.exists() and not root.is_dir():
-        raise ConfigError(f"{root} is a file: set run.name or run.output_dir to another place")
-    entries = {path.name for path in root.iterdir()} - {".launcher.lock"} if root.exists() else set()
-    if entries <= PAID_ENTRIES | (_BROUGHT if run_dir.keys.is_dir() else set()):
-        entries = set()
-    if entries and not is_run_directory(root):
-        raise ConfigError(
-            f"{root} is not empty and is no run directory, so nothing is written or deleted there: "
-            "set run.name or run.output_dir to another place"
-        )
-    if entries and not (run.resume or run.overwrite):
-        steps = run_dir.complete_checkpoints()
-        state = f"a checkpoint of step {steps[-1]}" if steps else "no complete checkpoint"
-        raise ConfigError(
-            f"the run directory {root} exists already, with {state}: continue it with --resume, empty it with "
-            "--run.overwrite true, or choose another run.name"
-        )
-    if run.resume and run.overwrite:
-        raise ConfigError("run.resume and run.overwrite are both on: one continues the run, the other deletes it")
-    if run.resume and not entries:
-        raise ConfigError(
-            f"--resume: there is no run in {root}; start without --resume, or set run.name and run.output_dir to the "
-            "run that is to go on"
-        )
+def _make(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"the run directory {root} cannot be made: {error.strerror}; set run.output_dir") from None
-
-
-def is_run_directory(root: Path) -> bool:
-    """Whether the launcher made this folder."""
-    return (root / "run_id").is_file() or ((root / "config.json").is_file() and (root / "keys").is_dir())
 
 
 def _lock(run_dir: RunDir) -> IO[bytes]:
@@ -122,16 +91,15 @@ def _lock(run_dir: RunDir) -> IO[bytes]:
     return file
 
 
-def _resume(run_dir: RunDir, config: Config) -> tuple[int, list[str]]:
+def _resume(run_dir: RunDir, changes: list[str]) -> tuple[int, list[str]]:
     """The step to go on from and what changed since; empties the directory where nothing was saved yet."""
-    notes = check_continuation(load.read(run_dir.config), config) if run_dir.config.is_file() else []
     steps = run_dir.complete_checkpoints()
     if steps:
         _drop_later_evaluations(run_dir, steps[-1])
-        return steps[-1], [f"resuming after step {steps[-1]}", *notes]
+        return steps[-1], [f"resuming after step {steps[-1]}", *changes]
     _empty(run_dir, keep=_KEPT_ON_RESTART)
     kept = "keys, logs and what was paid for"
-    return 0, [f"no complete checkpoint yet: starting over from step 0 ({kept} are kept)", *notes]
+    return 0, [f"no complete checkpoint yet: starting over from step 0 ({kept} are kept)", *changes]
 
 
 def _drop_later_evaluations(run_dir: RunDir, step: int) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from composer_prime.errors import NonFiniteError
 from composer_prime.model_source import weight_files
 from composer_prime.run_dir import write_atomic
+from composer_prime.wording import counted
 from trainer.policy import Policy
 from trainer.rows import PairsRow, reading_of
 from trainer.world import World, gather_texts, gather_words
@@ -150,5 +151,6 @@ def _parse(lines: list[str]) -> dict[str, float]:
         except (ValueError, KeyError, TypeError):
             damaged += 1
     if damaged:
-        logger.warning("%d damaged line(s) of cached reference log-probabilities are computed again", damaged)
+        text = counted(damaged, "damaged line")
+        logger.warning("%s of cached reference log-probabilities: computed again", text)
     return values

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from composer_prime.footprint import GIB
+from statistics import fmean
+
 from composer_prime.intervals import difference_interval, mean_interval
-from composer_prime.monitor.progress import Progress, sparkline
+from composer_prime.monitor.progress import Progress, ends, sparkline
 from composer_prime.monitor.rollouts import eval_scores
 from composer_prime.run_dir import RunDir
-from composer_prime.wording import counted
+from composer_prime.wording import counted, gib
 from trainer.prepare import Prepared
 from trainer.view import eval_text
-
-FIRST, LAST = 5, 10
 
 
 def summary(prepared: Prepared, progress: Progress, status: int, peak_bytes: int) -> str:
@@ -24,7 +23,7 @@ def summary(prepared: Prepared, progress: Progress, status: int, peak_bytes: int
     lines += _rewards(progress)
     lines += _evaluations(prepared, progress)
     if peak_bytes:
-        lines.append(f"  memory      {peak_bytes / GIB:.1f} GiB at most, all processes together")
+        lines.append(f"  memory      {gib(peak_bytes)} at most, all processes together")
     if run_dir.final.is_dir() and status == 0 and config.run.max_steps:
         lines.append(f"  model       {run_dir.final} (Hugging Face format)")
     lines.append(f"  everything  {run_dir.root}")
@@ -33,12 +32,12 @@ def summary(prepared: Prepared, progress: Progress, status: int, peak_bytes: int
 
 def _rewards(progress: Progress) -> list[str]:
     rewards = progress.rewards()
-    if not rewards:
-        return []
-    first, last = rewards[:FIRST], rewards[-LAST:]
+    first, last = ends(rewards)
+    if not first:
+        return [f"  reward      {rewards[0]:.3f}"] if rewards else []
     return [
-        f"  reward      first {len(first)} steps {sum(first) / len(first):.3f}, "
-        f"last {len(last)} steps {sum(last) / len(last):.3f}  {sparkline(rewards)}"
+        f"  reward      first {counted(len(first), 'step')} {fmean(first):.3f}, "
+        f"last {counted(len(last), 'step')} {fmean(last):.3f}  {sparkline(rewards)}"
     ]
 
 

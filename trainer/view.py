@@ -7,9 +7,10 @@ import time
 from collections import deque
 from typing import Protocol
 
+from composer_prime.broken_pipe import silence
 from composer_prime.config import Config
-from composer_prime.footprint import GIB
 from composer_prime.monitor.progress import Progress, Step, sparkline
+from composer_prime.wording import gib
 
 FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 30.0
 """Without a step for so long, the plain view says who waits for what: first, and then again each so often."""
@@ -41,7 +42,11 @@ class PlainView:
         self._say_wait_at = time.time() + FIRST_WAIT_S
 
     def event(self, text: str) -> None:
-        print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+        try:
+            print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+        except BrokenPipeError:
+            silence()
+            print("trainer: nobody reads this output any more; the run goes on, its logs are in logs/", file=sys.stderr)
 
     def refresh(self, progress: Progress, fresh: list[Step], memory_bytes: int | None) -> None:
         for step in fresh:
@@ -116,7 +121,7 @@ def panel_rows(
     if last is not None:
         rows.append(("step", step_line(last, config.run.max_steps)))
     if memory_bytes:
-        rows.append(("memory", f"{memory_bytes / GIB:.1f} GiB in all processes{_peaks(progress)}"))
+        rows.append(("memory", f"{gib(memory_bytes)} in all processes{_peaks(progress)}"))
     now = time.time()
     for role, waiting in progress.waiting.items():
         rows.append((f"{role}", f"waits {now - waiting.since:.0f} s for {waiting.what}"))
@@ -136,7 +141,7 @@ def _progress_text(config: Config, progress: Progress, started: float) -> str:
 
 
 def _peaks(progress: Progress) -> str:
-    return "".join(f", {role} peak {peak / GIB:.1f} GiB" for role, peak in sorted(progress.peak_bytes.items()))
+    return "".join(f", {role} peak {gib(int(peak))}" for role, peak in sorted(progress.peak_bytes.items()))
 
 
 def step_line(step: Step, max_steps: int) -> str:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 from composer_prime.errors import ComposerError
-from composer_prime.footprint import GIB
 from composer_prime.machine import free_bytes, look, module_file
 from composer_prime.model_source import model_ready
+from composer_prime.wording import GIB, counted
 
 Level = Literal["ok", "note", "bad"]
 
@@ -41,7 +41,7 @@ def run(words: list[str]) -> int:
     for check in checks(options.output_dir, quick=options.quick):
         bad += check.level == "bad"
         print(f"{check.level:<5} {check.name:<12} {check.text}", flush=True)
-    print(f"{bad} problem(s)" if bad else "ready: try uv run trainer @ configs/a1.toml")
+    print(counted(bad, "problem") if bad else "ready: try uv run trainer @ configs/a1.toml")
     return 1 if bad else 0
 
 

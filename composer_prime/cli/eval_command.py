@@ -1,7 +1,8 @@
 """`composer eval MODEL [MODEL ...] @ file.toml`: held-out scores with confidence intervals.
 
 Each model is evaluated by the same roles as in training: `trainer` with run.max_steps = 0 in a run directory of its own
-below outputs/evals. All models meet the same tasks with the same seeds, so two of them are compared task by task.
+below outputs/evals; an earlier evaluation keeps its directory, and the new one gets a number. All models meet the same
+tasks with the same seeds, so two of them are compared task by task.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 from composer_prime.config import Config
@@ -19,12 +21,15 @@ from composer_prime.intervals import difference_interval, mean_interval
 from composer_prime.model_source import resolve_model
 from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores
 from composer_prime.run_dir import RunDir
+from composer_prime.wording import counted
 
 USAGE = """\
 usage: composer eval MODEL [MODEL ...] @ FILE.toml [--section.key VALUE ...]
 
 MODEL is a model folder, a run directory (its final/ is taken), tiny, or smollm2. The configuration's sources with an
-eval_taskset are evaluated. Useful overrides: --orchestrator.eval.tasks 256 --orchestrator.eval.samples 4"""
+eval_taskset are evaluated; each evaluation keeps its rollouts in OUTPUT_DIR/evals/NAME-MODEL[-NUMBER].
+Useful overrides: --orchestrator.eval.tasks 256 --orchestrator.eval.samples 4; --run.overwrite true replaces the
+evaluation of the same name instead of numbering."""
 
 
 def run(words: list[str]) -> int:
@@ -69,17 +74,18 @@ def evaluation_config(words: list[str]) -> Config:
 def evaluate(model: str, words: list[str], config: Config) -> Scores:
     """Scores of one model by task. Raises RoleFailedError when the evaluation run failed."""
     folder = model_folder(model)
-    name = f"{config.run.name}-{_plain(model)}"
+    evals, name = config.run.output_dir / "evals", f"{config.run.name}-{_plain(model)}"
+    if not config.run.overwrite:
+        name = unused(evals, name)
     argv = [
         *_trainer(),
         *words,
         *_evaluation_only(words),
         *("--model.path", folder, "--run.name", name),
-        *("--run.output_dir", str(config.run.output_dir / "evals")),
-        *("--run.overwrite", "true", "--run.resume", "false", "--monitor.view", "plain"),
+        *("--run.output_dir", str(evals), "--run.resume", "false", "--monitor.view", "plain"),
     ]
-    print(f"evaluating {model} (run directory {config.run.output_dir / 'evals' / name})", flush=True)
-    run_dir = RunDir(config.run.output_dir / "evals" / name)
+    print(f"evaluating {model} (run directory {evals / name})", flush=True)
+    run_dir = RunDir(evals / name)
     status = _follow(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
     if status != 0:
         raise RoleFailedError(f"the evaluation of {model} ended with exit status {status}; see {run_dir.root / 'logs'}")
@@ -88,6 +94,12 @@ def evaluate(model: str, words: list[str], config: Config) -> Scores:
         raise RoleFailedError(f"the evaluation of {model} wrote no {path}")
     _say_failures(path)
     return scores(path)
+
+
+def unused(folder: Path, name: str) -> str:
+    """`name`, or with the first number behind it that no earlier evaluation has: `a0-tiny-2`."""
+    numbered = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(each for each in numbered if not (folder / each).exists())
 
 
 def _follow(process: subprocess.Popen[str]) -> int:
@@ -101,6 +113,10 @@ def _follow(process: subprocess.Popen[str]) -> int:
     except KeyboardInterrupt:
         process.wait()
         raise SystemExit(130) from None
+    except BrokenPipeError:
+        process.terminate()
+        process.wait()
+        raise
 
 
 def table(found: dict[str, Scores]) -> list[str]:
@@ -157,4 +173,5 @@ def _trainer() -> list[str]:
 def _say_failures(path: Path) -> None:
     failures = [text for rollout in read_rollouts(path) if (text := failure_text(rollout))]
     if failures:
-        print(f"{len(failures)} rollout(s) failed and are left out, the first with: {failures[0]}", flush=True)
+        failed = counted(len(failures), "rollout")
+        print(f"{failed} failed and left out, the first with: {failures[0]}", flush=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 
+from composer_prime.broken_pipe import until_the_reader_leaves
 from composer_prime.config.load import fail
 from composer_prime.errors import ComposerError
 
@@ -25,6 +26,10 @@ COMMANDS = {
 
 
 def main() -> int:
+    return until_the_reader_leaves(_main)
+
+
+def _main() -> int:
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
@@ -36,8 +41,6 @@ def main() -> int:
         return command.run(words[1:])
     except ComposerError as error:
         fail(error)
-    except BrokenPipeError:
-        return 0
 
 
 def usage() -> str:

@@ -1,7 +1,4 @@
-"""`composer plan @ file.toml [overrides] [--gpus 8x80]`: what a run would be, here or on a machine with such GPUs.
-
-Without --gpus the same as `trainer @ file.toml --dry-run`.
-"""
+"""`composer plan @ file.toml [overrides] [--gpus 8x80]`: what a run would be, here or on a machine with such GPUs."""
 
 from __future__ import annotations
 
@@ -9,16 +6,31 @@ import dataclasses
 import re
 
 from composer_prime.cli.link_rows import link_rows
-from composer_prime.config.load import EXIT_USAGE, parse
+from composer_prime.config.load import EXIT_USAGE, resolve
 from composer_prime.errors import ConfigError
-from composer_prime.footprint import GIB
 from composer_prime.machine import Machine, look
 from composer_prime.plan import build
+from composer_prime.wording import GIB
+
+USAGE = """\
+usage: composer plan @ FILE.toml [@ OVERLAY.toml ...] [--section.key VALUE ...] [--gpus COUNTxGIB] [--resume]
+
+Checks a configuration and says what a run of it would be: roles and where they run, what a step is, memory, disk, what
+teachers would cost, what a link to other clusters allows. Nothing is started and nothing is written. All that is wrong is listed at once.
+
+  --gpus 8x80    as if this machine had 8 GPUs of 80 GiB each; without it, for this machine as it is
+  --resume       check that the run in its folder can go on with this configuration
+
+`trainer @ FILE.toml --dry-run` does the same for this machine; `trainer --help` lists every key.
+Exit status: 0 the run can start here, 2 it cannot."""
 
 
 def run(words: list[str]) -> int:
+    if not words or {"-h", "--help"} & set(words):
+        print(USAGE)
+        return 0 if words else EXIT_USAGE
     machine, words = imagined(words)
-    config = parse(words).config
+    config = resolve(words).config
     plan = build(config, machine)
     plan = dataclasses.replace(plan, rows=[*plan.rows, *link_rows(config, words)])
     print(plan.text())
@@ -30,12 +42,15 @@ def imagined(words: list[str]) -> tuple[Machine | None, list[str]]:
 
     Raises ConfigError for a value of another form.
     """
-    if "--gpus" not in words:
+    place = next((index for index, word in enumerate(words) if word.partition("=")[0] == "--gpus"), None)
+    if place is None:
         return None, words
-    place = words.index("--gpus")
-    value = words[place + 1] if place + 1 < len(words) else ""
+    _, equals, value = words[place].partition("=")
+    if not equals:
+        value = words[place + 1] if place + 1 < len(words) else ""
     match = re.fullmatch(r"(\d+)x(\d+)", value)
     if match is None:
         raise ConfigError(f"--gpus is {value!r}; give their number and memory in GiB, for example --gpus 8x80")
     gpus = (int(match[2]) * GIB,) * int(match[1])
-    return dataclasses.replace(look(), gpus=gpus, imagined=True), words[:place] + words[place + 2 :]
+    rest = words[:place] + words[place + (1 if equals else 2) :]
+    return dataclasses.replace(look(), gpus=gpus, imagined=True), rest

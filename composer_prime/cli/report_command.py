@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 
 from composer_prime.config.load import read
 from composer_prime.cost_forecast import forecast
 from composer_prime.costs import spent
 from composer_prime.errors import ConfigError
-from composer_prime.footprint import GIB
 from composer_prime.intervals import difference_interval, mean_interval
 from composer_prime.ledger import check, effective
-from composer_prime.monitor.progress import Progress, number, sparkline
+from composer_prime.monitor.progress import Progress, ends, number, sparkline
 from composer_prime.monitor.rollouts import eval_scores, open_run
 from composer_prime.monitor.tail import Line, history
 from composer_prime.run_dir import RunDir
+from composer_prime.wording import gib
 
 
 def run(words: list[str]) -> int:
@@ -46,7 +46,7 @@ def report(run_dir: RunDir, bins: int) -> list[str]:
         text += _curve(trained, progress, bins) + _speed(trained, progress) + _health(trained)
     total = [value for line in lines if (value := number(line, "memory/total_bytes")) is not None]
     if total:
-        text.append(f"  memory       {max(total) / GIB:.2f} GiB at most in all processes")
+        text.append(f"  memory       {gib(int(max(total)))} at most in all processes")
     return text + _ledger(run_dir) + _costs(run_dir) + _evaluations(run_dir)
 
 
@@ -84,8 +84,8 @@ def _curve(trained: list[Line], progress: Progress, bins: int) -> list[str]:
     steps = sorted(latest)
     rewards = progress.rewards()
     text = [f"  steps        {len(steps)}", f"  reward       {sparkline(rewards)}"]
-    if len(rewards) >= 2:
-        first, last = rewards[:5], rewards[-10:]
+    first, last = ends(rewards)
+    if first:
         text.append(f"               first {len(first)} {fmean(first):.3f}   last {len(last)} {fmean(last):.3f}")
     text.append("      steps         reward     loss  entropy  mismatch_kl  staleness  filtered")
     count = max(1, min(bins, len(steps)))
@@ -106,19 +106,19 @@ def _curve(trained: list[Line], progress: Progress, bins: int) -> list[str]:
 
 def _speed(trained: list[Line], progress: Progress) -> list[str]:
     text = []
-    pace = progress.seconds_a_step(window=len(trained))
+    pace = progress.seconds_a_step(window=None)
     if pace is not None:
-        text.append(f"  pace         {pace:.2f} s from step to step")
+        text.append(f"  pace         {pace:.2f} s from step to step (median)")
     shares = []
     for name, label in (("time/wait_s", "waiting for a batch"), ("time/forward_backward_s", "forward and backward")):
         values = [value for line in trained if (value := number(line, name)) is not None]
         if values:
-            shares.append(f"{label} {fmean(values):.2f} s")
+            shares.append(f"{label} {median(values):.2f} s")
     if shares:
-        text.append(f"  a step       {', '.join(shares)}")
-    tokens = [step.tokens_per_s for step in progress.steps.values() if step.tokens_per_s is not None]
-    if tokens:
-        text.append(f"  throughput   {fmean(tokens):,.0f} trained tokens/s")
+        text.append(f"  a step       {', '.join(shares)} (medians)")
+    rate = progress.tokens_per_s()
+    if rate is not None:
+        text.append(f"  throughput   {rate:,.0f} trained tokens/s, waiting included")
     return text
 
 

@@ -10,13 +10,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from composer_prime.config.diloco import DilocoConfig
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.config.trainer import TrainerConfig
 
 
-def check_waits(diloco: DilocoConfig, trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> None:
-    """Raises ValueError, naming both values, when a wait would be cut off by the one around it."""
+def wrong_waits(
+    diloco: DilocoConfig, trainer: TrainerConfig, orchestrator: OrchestratorConfig
+) -> Iterator[str]:
+    """One sentence, naming both values, for each wait that would be cut off by the one around it."""
     waits = [
         ("diloco.round_deadline_s", diloco.round_deadline_s, "diloco.round_timeout_s", diloco.round_timeout_s,
          "a peer would stop waiting before any round with a late peer can close"),
@@ -30,6 +34,4 @@ def check_waits(diloco: DilocoConfig, trainer: TrainerConfig, orchestrator: Orch
     ]  # fmt: skip
     for inner, inner_s, outer, outer_s, why in waits:
         if inner_s >= outer_s:
-            raise ValueError(
-                f"{inner} is {inner_s:g}, but {outer} is {outer_s:g}: {why}; lower the first or raise the second"
-            )
+            yield f"{inner} is {inner_s:g}, but {outer} is {outer_s:g}: {why}; lower the first or raise the second"

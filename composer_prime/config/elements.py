@@ -12,6 +12,7 @@ from typing import Any
 
 from composer_prime.config.overlays import Overlay
 from composer_prime.errors import ConfigError
+from composer_prime.wording import counted
 
 
 def fold_elements(words: list[str], overlays: list[Overlay]) -> list[str]:
@@ -66,7 +67,8 @@ def _current(keys: list[str], overlays: list[Overlay], flag: str) -> list[Any]:
 def _assign(elements: list[Any], keys: list[str], value: Any, flag: str) -> None:
     position = int(keys[0])
     if position >= len(elements):
-        raise ConfigError(f"{flag}: the list has {len(elements)} element(s), counted from 0, so none at {position}")
+        held = counted(len(elements), "element")
+        raise ConfigError(f"{flag}: the list has {held}, counted from 0, so none at {position}")
     if len(keys) == 1:
         elements[position] = value
         return

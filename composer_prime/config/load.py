@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,15 +64,18 @@ def resolve(argv: list[str]) -> CommandLine:
     layers = [*overlays, command_line(words)]
     if not any(layer.values for layer in layers):
         raise ConfigError(f"no configuration given; start with `{program()} @ configs/a1.toml` (--help lists the keys)")
-    misspelled = misspelled_flags(words)
-    if misspelled:
-        raise ConfigError(_join(misspelled))
+    wrong, words = misspelled_flags(words)
     try:
         config = cli(Config, args=[spelled(word) for word in fold_elements(words, overlays)])
     except ConfigFileError as error:
-        raise ConfigError(_explain(error, layers)) from None
+        raise ConfigError(_join([*wrong, *_explain(error, layers)])) from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"a value on the command line starts like JSON but is not: {error}") from None
+        wrong.append(f"a value on the command line starts like JSON but is not: {error}")
+        raise ConfigError(_join(wrong)) from None
+    except ConfigError as error:
+        raise ConfigError(_join([*wrong, str(error)])) from None
+    if wrong:
+        raise ConfigError(_join(wrong))
     return CommandLine(
         config=config, dry_run="--dry-run" in argv, files=tuple(overlay.origin for overlay in overlays)
     )
@@ -110,9 +114,10 @@ def arguments() -> list[str]:
 
 
 def program() -> str:
-    """What the user typed to get here, for messages."""
-    name = os.path.basename(sys.argv[0] or "trainer")
-    return name.removesuffix(".py") if name != "__main__.py" else "trainer"
+    """What the user typed to get here, for messages: `trainer`, `composer plan`."""
+    name = os.path.basename(sys.argv[0] or "trainer").removesuffix(".py")
+    named = name == "composer" and sys.argv[1:] and re.fullmatch("[a-z]+", sys.argv[1])
+    return f"composer {sys.argv[1]}" if named else name if name != "__main__" else "trainer"
 
 
 def _help() -> NoReturn:
@@ -137,11 +142,9 @@ def _refuse_stray_files(words: list[str]) -> None:
             raise ConfigError(f"{word}: a configuration file stands after an @ sign: {program()} @ {word}")
 
 
-def _explain(error: ConfigFileError, layers: list[Overlay]) -> str:
+def _explain(error: ConfigFileError, layers: list[Overlay]) -> list[str]:
     cause = error.__cause__
-    if isinstance(cause, ValidationError):
-        return _join(describe(cause, layers))
-    return error.message
+    return describe(cause, layers) if isinstance(cause, ValidationError) else [error.message]
 
 
 def _join(sentences: list[str]) -> str:

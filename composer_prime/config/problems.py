@@ -10,6 +10,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from composer_prime.config.agreement import DisagreementError
 from composer_prime.config.overlays import Overlay
 from composer_prime.config.root import Config
 
@@ -21,21 +22,27 @@ def describe(error: ValidationError, layers: Sequence[Overlay]) -> list[str]:
     merged: dict[Location, list[Any]] = {}
     for problem in error.errors():
         merged.setdefault(_real_location(problem["loc"]), []).append(problem)
-    return [_sentence(location, problems, layers) for location, problems in merged.items()]
+    return [each for location, problems in merged.items() for each in _sentences(location, problems, layers)]
 
 
-def misspelled_flags(words: Sequence[str]) -> list[str]:
-    """One sentence for each `--flag` that names no key."""
-    sentences = []
+def misspelled_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """One sentence for each `--flag` that names no key, and the other words: without such flags and their values."""
+    sentences: list[str] = []
+    kept: list[str] = []
+    value_of_unknown = False
     for word in words:
-        if not word.startswith("--"):
-            continue
-        name = word[2:].split("=", 1)[0]
-        location = tuple(name.replace("-", "_").split("."))
-        bare = tuple(name.removeprefix("no-").replace("-", "_").split("."))
-        if not (_known(location) or _known(bare)):
-            sentences.append(f"unknown option --{name}{_suggestion(location, '--')}")
-    return sentences
+        if word.startswith("--"):
+            name = word[2:].split("=", 1)[0]
+            location = tuple(name.replace("-", "_").split("."))
+            bare = tuple(name.removeprefix("no-").replace("-", "_").split("."))
+            value_of_unknown = not (_known(location) or _known(bare))
+            if value_of_unknown:
+                sentences.append(f"unknown option --{name}{_suggestion(location, '--')}")
+        elif word == "@":
+            value_of_unknown = False
+        if not value_of_unknown:
+            kept.append(word)
+    return sentences, kept
 
 
 def spelled(word: str) -> str:
@@ -56,6 +63,11 @@ def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
         if inner is not None:
             keys += known_keys(inner, f"{prefix}{name}.")
     return keys
+
+
+def _sentences(location: Location, problems: list[Any], layers: Sequence[Overlay]) -> list[str]:
+    cause = problems[0].get("ctx", {}).get("error")
+    return cause.sentences if isinstance(cause, DisagreementError) else [_sentence(location, problems, layers)]
 
 
 def _sentence(location: Location, problems: list[Any], layers: Sequence[Overlay]) -> str:

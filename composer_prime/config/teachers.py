@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.families import UNKNOWN, family_of
+from composer_prime.wording import counted
 
 MODELS_VARIABLE = "COMPOSER_MODELS_URL"
 """Environment variable by which the launcher tells the orchestrator where it serves local teachers and base."""
@@ -191,8 +192,8 @@ class TeachersConfig(BaseConfig):
         families = sorted({teacher.known_family for teacher in self.teacher})
         if self.teacher and len(families) < 2:
             raise ValueError(
-                f"teachers.teacher has {len(self.teacher)} teacher(s), all of family {families[0]!r}: agreement within "
-                "one family says little; add a teacher of another family"
+                f"teachers.teacher has {counted(len(self.teacher), 'teacher')}, all of family {families[0]!r}: "
+                "agreement within one family says little; add a teacher of another family"
             )
         if self.online and not self.teacher:
             raise ValueError("teachers.online is true, but there is no [[teachers.teacher]]: add at least two")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 
 from composer_prime.monitor.tail import Line
 
@@ -70,13 +71,7 @@ class Progress:
     def _take(self, line: Line) -> Step | None:
         role = str(line.get("role", "?"))
         self.latest[role] = {**self.latest.get(role, {}), **line}
-        what = line.get("waiting_for")
-        if isinstance(what, str) and what:
-            held = self.waiting.get(role)
-            since = held.since if held else line.get("time", time.time())
-            self.waiting[role] = Waiting(what=what, since=since)
-        else:
-            self.waiting.pop(role, None)
+        self._take_waiting(role, line)
         peak = number(line, "memory/peak_bytes")
         if peak is not None:
             self.peak_bytes[role] = max(peak, self.peak_bytes.get(role, 0.0))
@@ -84,6 +79,18 @@ class Progress:
         if figures:
             self.evals.setdefault(line["step"], {}).update(figures)
         return _step(line) if "loss/total" in line else None
+
+    def _take_waiting(self, role: str, line: Line) -> None:
+        """A wait lasts until the role waits for something else (the words before the colon) or for nothing ("")."""
+        what = line.get("waiting_for")
+        if not isinstance(what, str):
+            return
+        held = self.waiting.pop(role, None)
+        if what:
+            since = line.get("time", time.time())
+            if held is not None and held.what.partition(":")[0] == what.partition(":")[0]:
+                since = held.since
+            self.waiting[role] = Waiting(what=what, since=since)
 
     @property
     def last(self) -> Step | None:
@@ -94,10 +101,20 @@ class Progress:
         ordered = (self.steps[step].reward for step in sorted(self.steps))
         return [reward for reward in ordered if reward is not None]
 
-    def seconds_a_step(self, window: int = 10) -> float | None:
-        """Mean wall-clock time between the last steps."""
-        times = [self.steps[step].time for step in sorted(self.steps)[-window - 1 :]]
-        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+    def seconds_a_step(self, window: int | None = 10) -> float | None:
+        """Median wall-clock time from step to step, over the last `window` or all: pauses and evaluations weigh little.
+
+        None before the second step.
+        """
+        times = [self.steps[step].time for step in sorted(self.steps)]
+        gaps = [after - before for before, after in pairwise(times)]
+        return median(gaps[-window:] if window else gaps) if gaps else None
+
+    def tokens_per_s(self) -> float | None:
+        """All trained tokens over the time of the steps that trained them; None where no step says both."""
+        told = [(step.tokens, step.step_s) for step in self.steps.values() if step.tokens is not None and step.step_s]
+        seconds = sum(step_s for _, step_s in told)
+        return sum(tokens for tokens, _ in told) / seconds if seconds else None
 
 
 def number(line: Line, name: str) -> float | None:
@@ -119,6 +136,12 @@ def _step(line: Line) -> Step:
         staleness=number(line, "policy/staleness_max"),
         mismatch_kl=number(line, "policy/mismatch_kl"),
     )
+
+
+def ends(values: list[float], first: int = 5, last: int = 10) -> tuple[list[float], list[float]]:
+    """The first and the last of `values`, up to so many each and never one in both: of few values about half each."""
+    head = min(first, len(values) // 2)
+    return values[:head], values[max(head, len(values) - last) :]
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from composer_prime.broken_pipe import until_the_reader_leaves
 from composer_prime.config.load import fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.pairs import Pair, PairFile, resolve_pairs
@@ -145,4 +146,4 @@ def _interval(interval: Interval, shape: str) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(until_the_reader_leaves(main))

@@ -66,9 +66,9 @@ def output(capsys, command, *words: str) -> str:
 
 
 def test_report_shows_curve_evaluations_and_change(run_dir, capsys):
-    # Reward bins, the first and last means, held-out intervals with the paired change.
+    # Reward bins, the means of the first and last steps (none in both), held-out intervals with the paired change.
     text = output(capsys, report_command, str(run_dir), "--bins", "3")
-    assert "first 5 0.300   last 6 0.350" in text and "5 - 6" in text
+    assert "first 3 0.200   last 3 0.500" in text and "5 - 6" in text
     assert "after     6 steps  0.500" in text and "change +0.500" in text
 
 
@@ -138,12 +138,54 @@ def test_eval_splits_models_from_the_configuration():
             eval_command.split_models(words)
 
 
-def test_plan_command_imagines_gpus():
+@pytest.mark.parametrize("flag", [["--gpus", "8x80"], ["--gpus=8x80"]])
+def test_plan_command_imagines_gpus(flag):
     # --gpus plans for another machine; a malformed value is refused.
-    machine, words = plan_command.imagined(["@", "f.toml", "--gpus", "8x80"])
+    machine, words = plan_command.imagined(["@", *flag, "f.toml"])
     assert machine is not None and len(machine.gpus) == 8 and words == ["@", "f.toml"]
     with pytest.raises(ConfigError, match="8x80"):
         plan_command.imagined(["--gpus", "eight"])
+
+
+def test_plan_has_a_usage_of_its_own(capsys):
+    # --help tells of plan's flags, not of the trainer's keys; an empty command line is a usage error.
+    text = output(capsys, plan_command, "--help")
+    assert text.startswith("usage: composer plan") and "--gpus 8x80" in text
+    assert plan_command.run([]) == 2
+
+
+def test_plan_says_what_it_cannot_know(tmp_path, capsys):
+    # Without the model's config.json there is no estimate, and the missing file is named. With it (and without weights
+    # or vLLM) there is one.
+    words = ["@", str(ROOT / "configs/qwen3-8b/a1.toml"), "--gpus", "8x80", "--model.path", str(tmp_path)]
+    assert plan_command.run(words) == 2
+    text = capsys.readouterr().out
+    assert f"no estimate of memory and disk: {tmp_path / 'config.json'} is not there" in text
+    assert "keep this run from starting on this machine (the plan is for another)" in text
+    (tmp_path / "config.json").write_text((ROOT / "composer_prime/assets/tiny/policy/config.json").read_text())
+    plan_command.run(words)
+    assert "inference node x 4" in (text := capsys.readouterr().out) and "MiB" not in text
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback(run_dir):
+    # `composer rollouts RUN | head -1`, with or without 2>&1: no message; the status is that of a closed pipe.
+    write(run_dir, "step_000006", [rollout(6, f"g{index}", 0.5) for index in range(5000)])
+    command = [sys.executable, "-m", "composer_prime.cli.main", "rollouts", str(run_dir), "--limit", "5000"]
+    for errors in (subprocess.PIPE, subprocess.STDOUT):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT)
+        assert process.stdout.readline().split()[:2] == [b"step", b"rollout"]
+        process.stdout.close()
+        assert process.wait(60) == 141
+        assert errors == subprocess.STDOUT or process.stderr.read() == b""
+
+
+def test_an_evaluation_never_replaces_an_earlier_one(tmp_path):
+    # The second and third evaluation of one name get numbers.
+    names = []
+    for _ in range(3):
+        names.append(eval_command.unused(tmp_path, "a0-tiny"))
+        (tmp_path / names[-1]).mkdir()
+    assert names == ["a0-tiny", "a0-tiny-2", "a0-tiny-3"]
 
 
 def test_doctor_reports_each_part(capsys, tmp_path):

@@ -86,7 +86,7 @@ def test_one_element_of_a_list_can_be_overridden(base):
 
 def test_missing_element_is_named_with_the_count(base):
     # Overriding element 5 of 2 says how many there are.
-    assert "has 2 element(s), counted from 0, so none at 5" in refused("@", base, "--orchestrator.source.5.weight", "2")
+    assert "has 2 elements, counted from 0, so none at 5" in refused("@", base, "--orchestrator.source.5.weight", "2")
 
 
 def test_unknown_key_in_a_file_gets_a_suggestion_and_its_file(base, tmp_path):
@@ -129,6 +129,14 @@ def test_wrong_values_name_key_value_place_and_expectation(base, tmp_path):
     assert f"trainer.optim.lr = 'fast' ({wrong}): expected a valid number" in text
     assert "run.max_steps = '-3' (the command line): expected a value greater than or equal to 0" in text
     assert "expected 'adamw' or 'muon'" in text
+
+
+def test_independent_rules_and_unknown_options_are_listed_together(base):
+    # A misspelled option and two broken rules: all in one message.
+    broken = ["--trainer.micro_batch_tokens", "64", "--orchestrator.group_size", "99"]
+    text = refused("@", base, "--run.nmae", "x", *broken)
+    assert "3 things are wrong" in text and "did you mean --run.name?" in text
+    assert "trainer.micro_batch_tokens is 64" in text and "orchestrator.group_size = 99" in text
 
 
 def test_missing_required_key_says_how_to_set_it(tmp_path):

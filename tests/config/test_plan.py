@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from composer_prime.config import Config
-from composer_prime.config.load import resolve
+from composer_prime.config.load import dump, resolve
 from composer_prime.footprint import GIB, ModelShape
 from composer_prime.machine import Machine, module_file
 from composer_prime.model_source import resolve_model
@@ -49,7 +49,7 @@ def test_plan_of_the_quickstart_has_no_problem(tmp_path):
     text = plan.text()
     assert plan.problems == []
     assert "4 groups x 8 rollouts = 32 rollouts" in text
-    for part in ("orchestrator here", "inference node-0 here", "trainer here: 1 rank(s)", "max_staleness", "disk"):
+    for part in ("orchestrator here", "inference node-0 here", "trainer here: 1 rank,", "max_staleness", "disk"):
         assert part in text
 
 
@@ -67,6 +67,22 @@ def test_evaluation_only_starts_no_trainer(tmp_path):
     config = resolve(["@", str(ROOT / "configs/a0.toml"), "--run.output_dir", str(tmp_path)]).config
     text = build(config, LAPTOP).text()
     assert "no trainer" in text and "evaluation only" in text and "trainer rank" not in text
+
+
+def test_the_run_directory_is_looked_at(tmp_path):
+    # A dry run refuses what a start would: a run that is there, a resume of none, a resume under other settings.
+    config = quickstart(tmp_path)
+    assert f"there is no run in {config.run.directory}" in problems(tmp_path, "--resume")
+    config.run.directory.mkdir(parents=True)
+    (config.run.directory / "config.json").write_text(dump(config))
+    (config.run.directory / "run_id").write_text("one")
+    assert "exists already, with no complete checkpoint: continue it with --resume" in problems(tmp_path)
+    assert problems(tmp_path, "--run.overwrite", "true") == ""
+    text = problems(tmp_path, "--resume", "--run.seed", "7", "--orchestrator.group_size", "4")
+    assert "run.seed was 0, now 7" in text and "orchestrator.group_size was 8, now 4" in text
+    assert "changed: trainer.optim.lr was" in "\n".join(
+        build(quickstart(tmp_path, "--resume", "--trainer.optim.lr", "0.5"), LAPTOP).notes
+    )
 
 
 def test_missing_model_folder_is_a_problem(tmp_path):

@@ -97,7 +97,7 @@ def test_finished_run_stops_nodes_and_leaves_nothing(stand):
     status, output = run.finish()
     assert status == 0, output
     assert "step 3/3" in output and "stand finished after 3 of 3 steps" in output
-    assert "first 3 steps 0.200" in output
+    assert "first 1 step 0.100, last 2 steps 0.250" in output
     assert run.members() == []
 
 
@@ -243,6 +243,15 @@ def test_ranks_are_not_waited_for_where_no_checkpoint_can_be_made(stand):
     status, output = run.finish()
     assert status == 1 and "start over: no checkpoint holds the 1 step taken" in output, output
     assert run.members() == []
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(stand):
+    # `trainer @ f.toml 2>&1 | head -1`: the run goes on to its end without output.
+    trains = "time.sleep(1)" + TRAINS + "open('trained', 'w').close()\n"
+    run = stand({"orchestrator": "while not os.path.exists('trained'): time.sleep(0.05)", "trainer-0": trains})
+    assert "starting" in run.process.stdout.readline()
+    run.process.stdout.close()
+    assert run.process.wait(150) == 0 and (run.run_dir / "trained").exists()
 
 
 def test_second_ctrl_c_kills_at_once(stand):

@@ -10,8 +10,8 @@ import pytest
 from composer_prime.config import Config
 from composer_prime.config.load import read
 from composer_prime.errors import ConfigError
-from composer_prime.plan import directory_state
 from composer_prime.run_dir import RunDir
+from composer_prime.run_folder import folder_state
 from trainer.prepare import prepare
 
 
@@ -129,7 +129,7 @@ def test_a_run_starts_beside_pairs_that_were_replayed_before(tmp_path):
     with pytest.raises(ConfigError, match="no run directory"):
         prepare(config(tmp_path))
     (tmp_path / "one" / "thesis.tex").unlink()
-    assert directory_state(RunDir(tmp_path / "one")) == "new"
+    assert folder_state(RunDir(tmp_path / "one")) == "new"
     start(config(tmp_path, overwrite=True))
     assert all((tmp_path / "one" / name).read_text() == f"{name} was paid for" for name in PAID)
 

@@ -45,7 +45,7 @@ def test_panel_shows_progress_pace_and_who_waits():
     assert "step 2/4" in rows["progress"] and "1m 05s" in rows["progress"] and "0m 02s left" in rows["progress"]
     assert "0.300  first 0.100" in rows["reward"]
     assert rows["eval"] == "after step 2: a/reward_mean 0.500 [0.400, 0.600]"
-    assert rows["memory"].startswith("2.0 GiB") and rows["orchestrator"] == "waits 7 s for batch 3: 1 of 8 groups"
+    assert rows["memory"].startswith("2.00 GiB") and rows["orchestrator"] == "waits 7 s for batch 3: 1 of 8 groups"
 
 
 def test_eval_text_names_failures_only_when_there_are_some():

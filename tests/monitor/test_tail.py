@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from composer_prime.config import Config
 from composer_prime.monitor.jsonl import MetricsFile
-from composer_prime.monitor.progress import Progress, sparkline
+from composer_prime.monitor.progress import Progress, ends, sparkline
 from composer_prime.monitor.tail import Tail, history
 from composer_prime.monitor.trackers import Feeder, numbers_of, start_trackers
 
@@ -69,17 +69,21 @@ def test_resume_takes_back_later_steps(tmp_path):
 
 
 def test_progress_knows_who_waits_since_when(tmp_path):
-    # A role waits from its first line with waiting_for until its next line without one.
-    metrics = MetricsFile(tmp_path / "m.jsonl", "trainer")
+    # Lines that say nothing of waits leave them; another batch is another wait; "" ends it.
+    metrics = MetricsFile(tmp_path / "m.jsonl", "orchestrator")
     tail, progress = Tail(metrics.path), Progress()
     metrics.log(1, {"waiting_for": "batch 1: 3 of 64 rollouts"})
     progress.update(tail.read())
-    since = progress.waiting["trainer"].since
+    since = progress.waiting["orchestrator"].since
     time.sleep(0.01)
+    metrics.log(1, {"eval/a/reward_mean": 0.5})
     metrics.log(1, {"waiting_for": "batch 1: 40 of 64 rollouts"})
     progress.update(tail.read())
-    assert progress.waiting["trainer"].since == since and "40 of 64" in progress.waiting["trainer"].what
-    metrics.log(1, trained(1, 0.5))
+    assert progress.waiting["orchestrator"].since == since and "40 of 64" in progress.waiting["orchestrator"].what
+    metrics.log(1, {"waiting_for": "batch 2: 1 of 64 rollouts"})
+    progress.update(tail.read())
+    assert progress.waiting["orchestrator"].since > since
+    metrics.log(1, {"waiting_for": ""} | trained(1, 0.5))
     progress.update(tail.read())
     assert progress.waiting == {} and progress.last is not None and progress.last.tokens_per_s == 200
 
@@ -104,6 +108,15 @@ def test_other_roles_numbers_stand_below_their_role():
 def test_sparkline_has_one_block_a_value_up_to_its_width(values, width):
     # Never longer than asked, never an index error, whatever the values.
     assert len(sparkline(values, width)) == min(len(values), width)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=40))
+def test_no_value_is_among_the_first_and_the_last(values):
+    # At most 5 and 10, in order, none in both; from 2 values on neither is empty.
+    first, last = ends(values)
+    assert len(first) <= 5 and len(last) <= 10 and len(first) + len(last) <= len(values)
+    assert first == values[: len(first)] and last == values[len(values) - len(last) :]
+    assert len(values) < 2 or (first and last)
 
 
 class Broken:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 
-from orch_peers import PeerTrainer, ScriptedPool, make_config, sample_ids
+from orch_peers import RUN_ID, PeerTrainer, ScriptedPool, make_config, sample_ids
 
 from composer_prime import ledger
 from composer_prime.errors import CheckpointError, DeadlineError
-from composer_prime.wire.step import Refused, RunFinished
+from composer_prime.wire.step import Refused, RunFinished, StepRequest
 
 
 async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir, tmp_path):
@@ -132,6 +132,38 @@ async def test_not_ready_says_what_the_batch_waits_for(open_run, run_dir, tmp_pa
         assert re.fullmatch(said, trainer.waits[0])
 
 
+class LoadingPool(ScriptedPool):
+    """Workers that are ready when the test says so."""
+
+    pids = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready = asyncio.Event()
+
+    async def start(self) -> None:
+        await super().start()
+        await self.ready.wait()
+        self.pids = (1,)
+
+
+async def test_a_starting_run_says_what_is_really_missing(open_run, run_dir, tmp_path):
+    """Workers that load and a node that has not come are named; workers that are ready are not."""
+    pool = LoadingPool()
+    request = StepRequest(run_id=RUN_ID, step=1, rank=0, world_size=1, max_tokens=512)
+    no_node = "no inference node has connected yet: it loads its model first (logs/node-*.log)"
+    waits = []
+    config = make_config(tmp_path)
+    async with open_run(config, pool, node=False) as run, PeerTrainer(run_dir, run.step_endpoint) as peer:
+        async with asyncio.timeout(20):
+            while "0 of 2 groups" not in "".join(waits[-1:]):
+                await peer.send(request)
+                waits.append((await peer.receive()).waiting_for)
+                pool.ready.set()
+    assert waits[0] == f"batch 1: the environment workers of s are loading; {no_node}"
+    assert all(said.endswith(no_node) for said in waits) and "workers" not in "".join(waits[1:])
+
+
 async def test_a_batch_that_never_fills_ends_the_run_with_its_reason(open_run, tmp_path):
     """Without a node the run fails at its deadline, and says that there is no node."""
     config = make_config(tmp_path, batch_timeout_s=1.0)
@@ -140,4 +172,4 @@ async def test_a_batch_that_never_fills_ends_the_run_with_its_reason(open_run, t
             result = (await asyncio.gather(run.task, return_exceptions=True))[0]
         assert isinstance(result, DeadlineError)
         assert "batch 1: 0 of 2 groups" in str(result)
-        assert "none has connected" in str(result)
+        assert "no inference node has connected yet" in str(result)

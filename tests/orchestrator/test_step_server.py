@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -142,6 +143,20 @@ async def test_garbage_is_counted_and_dropped(serve):
         assert isinstance(await trainer.receive(), StepReply)
         assert served.server.garbage == 6
         assert served.orders == []
+
+
+async def test_raw_bytes_on_the_port_do_no_harm(serve):
+    """An HTTP client, random bytes and a connection without a word on the ZMQ port are ignored."""
+    async with serve() as (served, trainer):
+        served.form(1)
+        host, port = served.endpoint.removeprefix("tcp://").split(":")
+        for junk in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b""):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(junk)
+            writer.close()
+        await trainer.send(request(world_size=1))
+        assert isinstance(await trainer.receive(), StepReply)
+        assert served.server.garbage == 0 and served.orders == []
 
 
 async def test_a_stranger_gets_no_word_in(serve, run_dir):

@@ -105,7 +105,7 @@ def test_averages_and_cached_references_survive_a_kill(make_run):
     with StepPeer(run.dir, make_hinted, pairs_of=make_pairs, max_steps=5):
         codes, outputs = resumed.train(1)
     assert codes == [0], outputs
-    assert "1 damaged line(s)" in outputs[0] and "starts from the policy's weights" not in outputs[0]
+    assert "1 damaged line of" in outputs[0] and "starts from the policy's weights" not in outputs[0]
     assert difference(whole, run) < 1e-5
     values = [{entry["key"]: entry["logprob"] for entry in map(json.loads, folder.reference.read_text().splitlines())}
               for folder in (whole.dir, run.dir)]  # fmt: skip
