@@ -60,11 +60,14 @@ def test_a_killed_launcher_takes_its_roles_along(run):
 
 
 def test_ctrl_c_stops_everything_and_resume_goes_on_with_two_ranks(run):
-    """Ctrl-C leaves no process; the checkpoint of one rank continues on two."""
+    """Ctrl-C before any checkpoint is due leaves no process and one of all that was trained; two ranks continue it."""
+    run.settings += ["--trainer.checkpoint.every_steps", "0"]
     run.start().wait_for_step(3)
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130
+    assert run.wait(100) == 130
     run.wait_until_gone()
+    (saved,) = run.run_dir.complete_checkpoints()
+    assert saved == max(line["step"] for line in run.trainer_lines()) and f"go on after step {saved}\n" in run.output()
     run.settings += ["--trainer.ranks", "2"]
     assert run.start("--resume").wait() == 0, run.output()[-3000:]
     assert_trained_exactly_once(run)
