@@ -57,10 +57,12 @@ class PlainView:
                 self.event(f"eval after step {step}: {eval_text(figures)}")
         if fresh:
             self._say_wait_at = time.time() + NEXT_WAIT_S
-        elif time.time() > self._say_wait_at and progress.waiting:
-            self._say_wait_at = time.time() + NEXT_WAIT_S
+        elif time.time() > self._say_wait_at:
             for role, waiting in progress.waiting.items():
-                self.event(f"{role} has waited {time.time() - waiting.since:.0f} s for {waiting.what}")
+                waited_s = time.time() - waiting.since
+                if waited_s >= FIRST_WAIT_S:
+                    self._say_wait_at = time.time() + NEXT_WAIT_S
+                    self.event(f"{role} has waited {waited_s:.0f} s for {waiting.what}")
 
     def close(self) -> None:
         sys.stdout.flush()
