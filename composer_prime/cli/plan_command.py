@@ -16,7 +16,8 @@ USAGE = """\
 usage: composer plan @ FILE.toml [@ OVERLAY.toml ...] [--section.key VALUE ...] [--gpus COUNTxGIB] [--resume]
 
 Checks a configuration and says what a run of it would be: roles and where they run, what a step is, memory, disk, what
-teachers would cost, what a link to other clusters allows. Nothing is started and nothing is written. All that is wrong is listed at once.
+teachers would cost, what the link to other clusters allows. Nothing is started and nothing is written. All that is
+wrong is listed at once.
 
   --gpus 8x80    as if this machine had 8 GPUs of 80 GiB each; without it, for this machine as it is
   --resume       check that the run in its folder can go on with this configuration
