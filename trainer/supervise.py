@@ -8,8 +8,8 @@
       └── teachers                  likewise; given up, the run goes on without them
 
 Each role has its own session and its own log. Nobody waits on anybody here: `poll` looks and returns. `stop` waits at
-most stop_grace_s for each kind in turn: ranks, which make a checkpoint with the orchestrator while the rest still works and
-get save_s more for it; nodes; the orchestrator; teachers.
+most stop_grace_s for each kind in turn: ranks, which make a checkpoint with the orchestrator while the rest works
+on and get save_s more for it; nodes; the orchestrator; teachers.
 """
 
 from __future__ import annotations
