@@ -36,7 +36,7 @@ class Endpoint:
     answered: list[tuple[str, str]] = field(default_factory=list)
     """(model, question) of every request that got an answer."""
     seen: list[dict] = field(default_factory=list)
-    late_s: float = 2.0
+    late_s: float = 30.0
     delay_s: float = 0.0
     tokens_factor: float = 1.0
     billed_usd: float | None = None

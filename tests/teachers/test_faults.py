@@ -33,7 +33,7 @@ def play(tmp_path: Path, states, script=None, endpoint: Endpoint | None = None, 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "not_found"])
 def test_a_fault_costs_a_retry(tmp_path: Path, fault: str) -> None:
     late = fault == "late"
-    progress, endpoint = play(tmp_path, [state(0)], {"gpt-a": [fault, fault]}, timeout_s=0.4 if late else 5.0)
+    progress, endpoint = play(tmp_path, [state(0)], {"gpt-a": [fault, fault]}, timeout_s=2.0 if late else 30.0)
     assert progress.pairs == 1 and progress.failed == 0
     assert len(set(endpoint.answered)) == 2 and (late or len(endpoint.answered) == 2)
     settled = [line for line in read_costs(tmp_path / "costs.jsonl") if line["kind"] == "settled"]
