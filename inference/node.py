@@ -211,8 +211,7 @@ class Node:
 
     def _attach(self, welcome: Welcome) -> None:
         self._detach()
-        if self._welcome is None or not self._attached:
-            logger.info("attached to run %s at %s as %s", welcome.run_id, self._link.endpoint, self._id)
+        logger.info("attached to run %s at %s as %s", welcome.run_id, self._link.endpoint, self._id)
         self._welcome, self._attached = welcome, True
         self._heartbeat_s = min(welcome.heartbeat_s, self._config.heartbeat_s)
         self._report()

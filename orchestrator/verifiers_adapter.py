@@ -32,7 +32,7 @@ from verifiers.v1.utils import loaders
 from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError
 from orchestrator import verifiers_compat
 from orchestrator.verifiers_reply import failed, task_id_of, to_reply
-from orchestrator.workers.protocol import RolloutReply, RunRollout, SourceSpec, TaskInfo
+from orchestrator.workers.protocol import RolloutReply, RunRollout, SourceSpec
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,10 @@ class Environment:
         """None for a task set that never ends."""
         return self._tasks.count
 
-    def describe(self, first: int, count: int) -> list[TaskInfo]:
-        """Raises IndexError past the end."""
-        tasks = [(index, self._tasks[index]) for index in range(first, first + count)]
-        return [TaskInfo(task_index=i, task_id=task_id_of(t, i), prompt=t.data.prompt_text) for i, t in tasks]
+    def describe(self, index: int) -> tuple[str, str]:
+        """Id and prompt of a task. Raises IndexError past the end."""
+        task = self._tasks[index]
+        return task_id_of(task, index), task.data.prompt_text
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

@@ -9,7 +9,7 @@ only wait inside the engines and grow stale there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from orchestrator.gateway.nodes import Node
@@ -64,11 +64,10 @@ class Load:
 class AdaptiveLimit:
     """The current limit; `observe` moves it, at most one move a call."""
 
-    def __init__(self, *, floor: int, ceiling: int, on_rise: Callable[[], None] = lambda: None) -> None:
-        """`floor`: never below (a group must fit). `on_rise` is called after each increase."""
+    def __init__(self, *, floor: int, ceiling: int) -> None:
+        """`floor`: never below (a group must fit)."""
         if not 1 <= floor <= ceiling:
             raise ValueError(f"floor is {floor} and ceiling {ceiling}: need 1 <= floor <= ceiling")
-        self.on_rise = on_rise
         self._floor, self._ceiling = floor, ceiling
         self._limit = float(min(ceiling, max(floor, _START)))
         self._probing = True
@@ -89,8 +88,5 @@ class AdaptiveLimit:
             self.decreases += 1
             self._limit = max(self._floor, min(self._limit, max(in_use, self._floor)) * _DECREASE)
         elif load.has_room and in_use >= _USED_SHARE * self.limit():
-            before = self.limit()
             step = self._limit if self._probing else max(1.0, 0.05 * self._limit)
             self._limit = min(float(self._ceiling), self._limit + step)
-            if self.limit() > before:
-                self.on_rise()

@@ -26,8 +26,6 @@ from composer_prime.errors import ComposerError, DeadlineError, EnvironmentWorke
 from orchestrator.workers.frames import Frames
 from orchestrator.workers.protocol import (
     Cancel,
-    Describe,
-    Described,
     FromWorker,
     Heartbeat,
     Ready,
@@ -68,7 +66,6 @@ class Child:
         """Resolves with the reason once the process is gone and no request waits any more."""
         self._process, self._frames, self._life = process, frames, life
         self._rollouts: dict[str, asyncio.Future[RolloutReply]] = {}
-        self._describes: dict[str, asyncio.Future[Described]] = {}
         self._stderr: collections.deque[str] = collections.deque(maxlen=_STDERR_LINES)
         self._seen = time.monotonic()
         self._killed_for: str | None = None
@@ -183,16 +180,6 @@ class Child:
         self._frames.send(Cancel(rollout_id=rollout_id))
         return True
 
-    async def describe(self, request: Describe) -> Described:
-        if self.ended.done():
-            return Described(request_id=request.request_id, tasks=[], error=self.ended.result())
-        future = self._describes[request.request_id] = asyncio.get_running_loop().create_future()
-        self._frames.send(request)
-        try:
-            return await future
-        finally:
-            self._describes.pop(request.request_id, None)
-
     async def stop(self, grace_s: float) -> None:
         """Lets the worker abort its rollouts and clean up for `grace_s`, then kills it."""
         self._killed_for = self._killed_for or "the pool was closed"
@@ -230,8 +217,6 @@ class Child:
             case RolloutReply():
                 self.completed += message.error is None
                 _resolve(self._rollouts, message.rollout_id, message)
-            case Described():
-                _resolve(self._describes, message.request_id, message)
             case Heartbeat():
                 self.heartbeat = message
             case Ready() | StartFailed():
@@ -291,9 +276,6 @@ class Child:
         for rollout_id, future in self._rollouts.items():
             if not future.done():
                 future.set_result(_lost(rollout_id, self._why_gone()))
-        for request_id, described in self._describes.items():
-            if not described.done():
-                described.set_result(Described(request_id=request_id, tasks=[], error=reason))
 
     def _why_gone(self) -> RolloutFailure:
         return RolloutFailure(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,13 +19,10 @@ from composer_prime.errors import ComposerError, ConfigError, DeadlineError, Env
 from orchestrator.workers.child import Child
 from orchestrator.workers.protocol import (
     TRAIN,
-    Describe,
-    Heartbeat,
     Ready,
     RolloutReply,
     RunRollout,
     SourceSpec,
-    TaskInfo,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,7 +58,6 @@ class WorkerPool:
         self._changed = asyncio.Condition()
         self._failure: ComposerError | None = None
         self._ready: Ready | None = None
-        self._numbers = itertools.count()
         self.restarts = 0
         """Workers started again since `start`."""
 
@@ -103,11 +98,6 @@ class WorkerPool:
         return sum(child.running for child in self._children.values())
 
     @property
-    def health(self) -> dict[int, Heartbeat | None]:
-        """The last heartbeat of every live worker, by number; None before the first."""
-        return {number: child.heartbeat for number, child in self._children.items()}
-
-    @property
     def pids(self) -> list[int]:
         return [child.pid for child in self._children.values()]
 
@@ -122,15 +112,6 @@ class WorkerPool:
     def cancel(self, rollout_id: str) -> bool:
         """Aborts a rollout and its inference; its `run` then returns an error of kind `cancelled`."""
         return any(child.cancel(rollout_id) for child in self._children.values())
-
-    async def describe(self, taskset: str = TRAIN, first: int = 0, count: int = 1) -> list[TaskInfo]:
-        """Ids and prompts of `count` tasks. Raises EnvironmentWorkerError for tasks that do not exist."""
-        child = await self._least_busy()
-        request_id = f"describe-{next(self._numbers)}"
-        described = await child.describe(Describe(request_id=request_id, taskset=taskset, first=first, count=count))
-        if described.error is not None:
-            raise EnvironmentWorkerError(f"source {self.spec.name!r}: {described.error}")
-        return described.tasks
 
     async def close(self) -> None:
         """Ends every worker; rollouts in flight get an error reply."""

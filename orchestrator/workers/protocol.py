@@ -1,8 +1,8 @@
 """Messages between the orchestrator's worker pool and one environment worker (msgpack, over a private socket pair).
 
     pool   --Start--> worker --Ready | StartFailed--> pool          once
-    pool   --RunRollout | Cancel | Describe--> worker
-    worker --RolloutReply | Described | Heartbeat--> pool
+    pool   --RunRollout | Cancel--> worker
+    worker --RolloutReply | Heartbeat--> pool
 
 A reply carries text and numbers only: token ids, logprobs and version spans are in the gateway's record of the
 rollout's session, so they cross one process boundary, not two.
@@ -88,25 +88,6 @@ class RunRollout(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
     rollout_id: str
-
-
-class Describe(msgspec.Struct, frozen=True, kw_only=True, tag="describe"):
-    request_id: str
-    taskset: str = TRAIN
-    first: int = 0
-    count: int = 1
-
-
-class TaskInfo(msgspec.Struct, frozen=True, kw_only=True):
-    task_index: int
-    task_id: str
-    prompt: str
-
-
-class Described(msgspec.Struct, frozen=True, kw_only=True, tag="described"):
-    request_id: str
-    tasks: list[TaskInfo]
-    error: str | None = None
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,5 +178,5 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     rss_bytes: int
 
 
-ToWorker = Start | RunRollout | Cancel | Describe
-FromWorker = Ready | StartFailed | RolloutReply | Described | Heartbeat
+ToWorker = Start | RunRollout | Cancel
+FromWorker = Ready | StartFailed | RolloutReply | Heartbeat

@@ -33,8 +33,6 @@ from orchestrator.workers.cpu import CpuShares, rss_bytes
 from orchestrator.workers.frames import Frames
 from orchestrator.workers.protocol import (
     Cancel,
-    Describe,
-    Described,
     Heartbeat,
     Ready,
     RolloutFailure,
@@ -105,8 +103,6 @@ class Worker:
             case Cancel():
                 if task := self._running.get(message.rollout_id):
                     task.cancel()
-            case Describe():
-                self._describe(message)
             case Start():
                 logger.warning("a second Start was ignored")
 
@@ -133,15 +129,6 @@ class Worker:
 
     def _refuse(self, request: RunRollout, why: str) -> None:
         self._frames.send(_failed(request, "request", why, retryable=False))
-
-    def _describe(self, request: Describe) -> None:
-        try:
-            tasks = self._environments[request.taskset].describe(request.first, request.count)
-        except (KeyError, IndexError) as error:
-            problem = f"no such task set or task: {type(error).__name__}: {error}"
-            self._frames.send(Described(request_id=request.request_id, tasks=[], error=problem))
-        else:
-            self._frames.send(Described(request_id=request.request_id, tasks=tasks))
 
     async def _heartbeats(self) -> None:
         loop = asyncio.get_running_loop()

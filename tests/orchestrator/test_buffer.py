@@ -78,15 +78,21 @@ class Rollouts:
         return asyncio.create_task(play(), name=name)
 
 
+async def settle() -> None:
+    """Let the event loop run everything that is ready, and what that makes ready."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 async def test_permits_keep_the_limit_and_go_to_the_lowest_order_first():
     """Two at a time; of those that wait, the lowest group number goes first."""
     permits = Permits(lambda: 2, eval_share=0.5)
     rollouts = Rollouts(permits)
     tasks = [rollouts.start(f"t{order}", Lane.TRAIN, order) for order in (5, 4, 3, 2)]
-    await asyncio.sleep(0.01)
+    await settle()
     assert rollouts.begun == ["t5", "t4"]
     rollouts.leave["t5"].set()
-    await asyncio.sleep(0.01)
+    await settle()
     assert rollouts.begun == ["t5", "t4", "t2"]
     for event in rollouts.leave.values():
         event.set()
@@ -102,14 +108,14 @@ async def test_evaluation_takes_its_share_and_all_that_training_leaves():
     tasks += [rollouts.start(f"g{at}", Lane.TRAIN, 0) for at in range(7)]
     tasks += [rollouts.start(f"e{at}", Lane.EVAL, at) for at in range(10)]
     tasks += [rollouts.start(f"t{at}", Lane.TRAIN, at) for at in range(10)]
-    await asyncio.sleep(0.01)
+    await settle()
     for at in range(7):
         rollouts.leave[f"g{at}"].set()
-    await asyncio.sleep(0.01)
+    await settle()
     assert permits.running == {Lane.TRAIN: 6, Lane.EVAL: 2}
     for at in range(10):
         rollouts.leave[f"t{at}"].set()
-    await asyncio.sleep(0.01)
+    await settle()
     assert permits.running == {Lane.TRAIN: 1, Lane.EVAL: 7}
     for event in rollouts.leave.values():
         event.set()
@@ -122,18 +128,18 @@ async def test_a_cancelled_waiter_takes_no_permit_and_a_raised_limit_is_used():
     permits = Permits(lambda: limit, eval_share=1.0)
     rollouts = Rollouts(permits)
     first, second, third = (rollouts.start(name, Lane.TRAIN, 0) for name in ("a", "b", "c"))
-    await asyncio.sleep(0.01)
+    await settle()
     second.cancel()
     rollouts.leave["a"].set()
-    await asyncio.sleep(0.01)
+    await settle()
     assert rollouts.begun == ["a", "c"]
     fourth = rollouts.start("d", Lane.TRAIN, 0)
-    await asyncio.sleep(0.01)
+    await settle()
     limit = 2
     permits.grant()
     # Granted, but cancelled before it ran.
     fourth.cancel()
-    await asyncio.sleep(0.01)
+    await settle()
     assert permits.running[Lane.TRAIN] == 1
     third.cancel()
     await asyncio.gather(first, second, third, fourth, return_exceptions=True)
@@ -147,7 +153,7 @@ async def test_a_pulse_wakes_every_waiter_and_a_condition_that_holds_needs_none(
     assert await pulse.wait_for(lambda: True, 0.0)
     waiters = [asyncio.create_task(pulse.wait_for(lambda: len(seen) > 1, 1.0)) for _ in range(3)]
     for _ in range(2):
-        await asyncio.sleep(0.01)
+        await settle()
         seen.append(1)
         pulse.beat()
     assert await asyncio.gather(*waiters) == [True] * 3

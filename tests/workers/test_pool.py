@@ -90,15 +90,6 @@ def test_rollouts_of_two_workers_and_task_sets(played: Played) -> None:
     runner.run(scenario())
 
 
-def test_tasks_can_be_listed(played: Played) -> None:
-    """Ids and prompts of a task set, and an error beyond its end."""
-    runner, pool = played
-    described = runner.run(pool.describe("eval", first=1, count=2))
-    assert [(task.task_id, task.prompt) for task in described] == [("count-1", "held 1"), ("count-2", "held 2")]
-    with pytest.raises(EnvironmentWorkerError, match="no such"):
-        runner.run(pool.describe("eval", first=2, count=2))
-
-
 def test_a_turn_extends_the_tokens_of_the_last(played: Played) -> None:
     """The prompt of turn two is turn one's prompt and sampled ids, then the new message: nothing is re-tokenised."""
     runner, pool = played

@@ -124,7 +124,7 @@ def test_one_turn_through_the_tool_loop() -> None:
             reply = await environment.run(request)
         assert reply.error is None
         assert [turn.role for turn in reply.turns] == ["system", "user", "assistant"]
-        assert reply.turns[1].text == environment.describe(1, 1)[0].prompt
+        assert reply.turns[1].text == environment.describe(1)[1]
         assert (reply.reward, reply.metrics["has_answer"]) == (0.0, 0.0)
         assert reply.parts == {"correct": 0.0}
         assert len(peer.sessions["r"]) == 1
