@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 from quick_run import QuickRun
@@ -33,6 +35,15 @@ def test_each_step_has_one_trainer_line_with_the_promised_keys(finished):
     for line in lines:
         missing = {key for key in TRAINER_KEYS if not isinstance(line.get(key), int | float)}
         assert not missing
+
+
+def test_every_metric_is_described(finished):
+    """docs/metrics.md names every key of every role's lines; `<x>` there stands for a name, estimates have bounds."""
+    words = re.findall(r"`([a-z]\S*?)`", (Path(__file__).parents[2] / "docs" / "metrics.md").read_text())
+    known = re.compile("|".join(re.sub("<[^>]+>", ".+", word) + "(_low|_high)?" for word in words))
+    lines = [json.loads(line) for line in finished.run_dir.metrics.read_text().splitlines()]
+    assert {line["role"] for line in lines} == {"launcher", "orchestrator", "trainer"}
+    assert not {key for line in lines for key in line if not known.fullmatch(key)}
 
 
 def test_rollouts_are_written_one_object_a_line(finished):
