@@ -148,7 +148,7 @@ def _peak() -> int:
 
 def run(task: str, name: str, rows: int, vocabulary: int, options: argparse.Namespace) -> dict[str, float] | str:
     """One variant in a process of its own, or why it was not run."""
-    copies = (4 if task == "logprobs" else 10) if name == "dense" else 1  # of [N, V] at the worst
+    copies = (3.1 if task == "logprobs" else 10) if name == "dense" else 1  # of [N, V] at once
     wanted = copies * 4 * rows * vocabulary + 2 * GIB
     free = psutil.virtual_memory().available
     if wanted > free:
