@@ -15,7 +15,7 @@ from pydantic_config import BaseConfig
 
 
 class CodecConfig(BaseConfig):
-    type: Literal["fp32", "bf16", "int8", "int4", "e3m0", "sparse"] = "e3m0"
+    type: Literal["fp32", "bf16", "int8", "int4", "e3m0", "sparse"] = "int4"
     """How a pseudo-gradient travels: 32, 16, about 7.5, 3.4, 3.6 bits a parameter, or the largest entries only."""
     block: int = Field(default=256, ge=8)
     """Parameters that share one scale (int8, int4, e3m0)."""

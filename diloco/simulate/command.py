@@ -44,7 +44,7 @@ def parser(add: argparse._SubParsersAction) -> None:
     words.add_argument("--sync-every", type=int, default=100, help="H (default 100)")
     words.add_argument("--fragments", type=int, default=8, help="P (default 8)")
     words.add_argument("--delay", type=float, default=1.0, help="tau, inner steps (default 1)")
-    words.add_argument("--codec", choices=sorted(ENCODE_NS), default="e3m0")
+    words.add_argument("--codec", choices=sorted(ENCODE_NS), default="int4")
     words.add_argument("--peers", type=int, nargs="+", default=[2, 8, 64, 512])
     words.add_argument("--gbit", type=float, default=1.0, help="each peer's link, Gbit/s (default 1)")
     words.add_argument("--latency-ms", type=float, default=100.0, help="one way (default 100)")
