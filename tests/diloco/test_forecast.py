@@ -55,4 +55,4 @@ def test_composer_plan(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run([*FILES, "--run.output_dir", str(tmp_path)])
     shown = capsys.readouterr().out
-    assert shown.index("disk ") < shown.index("link ") < shown.index("keep this run from starting")
+    assert shown.index("disk ") < shown.index("link ") < shown.index("this run from starting")
