@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _head(found: list[Arm], steps: int) -> list[str]:
-    text = [f"{len(found)} arms at {steps} steps"]
+    text = [f"{len(found)} arm{'s' if len(found) > 1 else ''} at {steps} steps"]
     for arm in found:
         text.append(f"  {arm.name:<14} seeds {', '.join(map(str, sorted(arm.runs)))}")
         text += [f"  {'':<14} {line}" for line in (differing(found[0], arm) if arm is not found[0] else [])]

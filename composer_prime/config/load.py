@@ -81,9 +81,10 @@ def resolve(argv: list[str]) -> CommandLine:
     )
 
 
-def fail(error: Exception) -> NoReturn:
-    """Print a wrong input's message to stderr, without a traceback, and exit with status 2."""
-    print(f"{program()}: {error}", file=sys.stderr)
+def fail(error: Exception, *, command: str | None = None) -> NoReturn:
+    """Print a wrong input's message to stderr, without a traceback, and exit with status 2. `command`: what the user
+    typed, where the name of the process does not tell."""
+    print(f"{command or program()}: {error}", file=sys.stderr)
     raise SystemExit(EXIT_USAGE)
 
 

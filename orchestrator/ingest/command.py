@@ -34,7 +34,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         return run(options)
     except ComposerError as error:
-        fail(error)
+        fail(error, command="composer ingest")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -58,7 +58,7 @@ def main(words: list[str] | None = None) -> int:
         print("interrupted: repeat the command to go on", file=sys.stderr)
         return INTERRUPTED
     except ComposerError as error:
-        fail(error)
+        fail(error, command="composer replay")
     print("\n".join(summary(progress, arguments.pairs)))
     return STOPPED if progress.stopped else 0
 

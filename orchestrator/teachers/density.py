@@ -134,7 +134,7 @@ def measure(
 def _missed(density: Density) -> list[str]:
     missed = []
     if density.pairs_a_trace < density.min_pairs:
-        missed.append(f"{density.pairs_a_trace:.2f} pairs a trace, at least {density.min_pairs:g} are wanted")
+        missed.append(f"{density.pairs_a_trace:.2f} pairs a trace, {density.min_pairs:g} are wanted (--min-pairs)")
     if density.usd_a_trace >= MAX_USD_A_TRACE:
         missed.append(f"${density.usd_a_trace:.2f} a trace, less than ${MAX_USD_A_TRACE:g} is wanted")
     if density.s_p95 >= MAX_S_A_STEP:

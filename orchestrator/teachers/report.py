@@ -14,10 +14,10 @@ from composer_prime.broken_pipe import until_the_reader_leaves
 from composer_prime.config.load import fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.pairs import Pair, PairFile, resolve_pairs
-from composer_prime.pairs_gate import Gate, Verdict, gate_file, write_gate
+from composer_prime.pairs_gate import Gate, Verdict, gate_file, read_gate, write_gate
 from composer_prime.run_dir import write_atomic
 from orchestrator.teachers.chart import draw
-from orchestrator.teachers.density import Density, Interval, Margins, measure
+from orchestrator.teachers.density import MIN_PAIRS_A_TRACE, Density, Interval, Margins, measure
 from orchestrator.teachers.local import LocalModels
 from orchestrator.teachers.margins import base_margins
 from orchestrator.teachers.records import only_writer, read_pairs, read_records, votes_beside
@@ -32,7 +32,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         return report(options)
     except ComposerError as error:
-        fail(error)
+        fail(error, command="composer pairs report")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,7 +40,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("pairs", type=Path, help="pairs.jsonl of a replay or a run, or tiny")
     parser.add_argument("--base", help="model folder, tiny or smollm2: the frozen base that measures margins")
     parser.add_argument("--margin-pairs", type=int, default=400, help="pairs to measure margins of (default 400)")
-    parser.add_argument("--min-pairs", type=float, default=5.0, help="pairs a trace that are wanted (default 5)")
+    parser.add_argument(
+        "--min-pairs", type=float, help=f"pairs a trace that are wanted (as last time, or {MIN_PAIRS_A_TRACE:g})"
+    )
     parser.add_argument("--chart", type=Path, help="SVG file to draw (PAIRS.svg by default)")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="for loading the base, and for each score")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the base")
@@ -49,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
 
 def report(options: argparse.Namespace) -> int:
     path, shipped = resolve_pairs(options.pairs, Path()), str(options.pairs) == "tiny"
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: name a pairs.jsonl that `composer replay` wrote")
     pairs, votes = list(read_pairs(path)), votes_beside(path)
     records = list(read_records(votes))
     if not pairs and not records:
@@ -56,7 +60,7 @@ def report(options: argparse.Namespace) -> int:
     file = PairFile(path)
     file.refresh()
     margins = asyncio.run(_margins(options, pairs)) if options.base and pairs else None
-    density = measure(records, pairs, margins, min_pairs=options.min_pairs)
+    density = measure(records, pairs, margins, min_pairs=_wanted(options, path))
     chart = options.chart or (Path("tiny-pairs.svg") if shipped else path.with_suffix(".svg"))
     write_atomic(chart, draw(density).encode())
     if not density.votes:
@@ -65,6 +69,14 @@ def report(options: argparse.Namespace) -> int:
         verdict = f"{gate_file(path)}, as shipped" if shipped else _verdict(file, density, len(records))
     print("\n".join([*text(density), f"chart       {chart}", f"verdict     {verdict}"]))
     return 0 if density.passed else MISSED
+
+
+def _wanted(options: argparse.Namespace, path: Path) -> float:
+    """Pairs a trace: what the user says, else what the last verdict on the file asked for."""
+    if options.min_pairs is not None:
+        return options.min_pairs
+    gate = read_gate(path)
+    return gate.verdicts[-1].min_pairs_a_trace if gate and gate.verdicts else MIN_PAIRS_A_TRACE
 
 
 def _verdict(file: PairFile, density: Density, votes: int) -> str:
