@@ -20,6 +20,9 @@ import numpy as np
 
 MIN_SAVED = 16
 """A fork must save at least this many tokens: each costs one more call of the attention kernel in every layer."""
+MAX_NESTED = 64
+"""Forks below one another; what forks deeper is computed apart. Bounds the recursion here and in the trainer, which
+would fail at some 300, for the rare row of hundreds of documents that each leave the others a little later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +60,7 @@ def layout(documents: Sequence[np.ndarray], *, share: bool = True) -> Layout:
     """Trees over `documents` (token ids, each [T_i], T_i >= 1); `share` off keeps each document alone."""
     builder = _Builder(documents)
     members = list(range(len(documents)))
-    trees = builder.forest(members, 0) if share else [builder.document(member, 0) for member in members]
+    trees = builder.forest(members, 0, MAX_NESTED if share else 0)
     return Layout(trees=tuple(trees), kept=joined(builder.kept), where=joined(builder.where))
 
 
@@ -78,25 +81,27 @@ class _Builder:
         self.kept: list[np.ndarray] = []
         self.where = [np.zeros(len(document), dtype=np.int64) for document in documents]
 
-    def forest(self, members: list[int], depth: int) -> list[Tree]:
-        """Trees of documents that are equal up to `depth`, from there on."""
-        return [tree for part in self._parts(members, depth) for tree in self._grown(part, depth)]
+    def forest(self, members: list[int], depth: int, levels: int) -> list[Tree]:
+        """Trees of documents that are equal up to `depth`, from there on, with at most `levels` forks nested."""
+        if levels == 0:
+            return [self._document(member, depth) for member in members]
+        return [tree for part in self._parts(members, depth) for tree in self._grown(part, depth, levels)]
 
-    def document(self, member: int, depth: int) -> Tree:
+    def _document(self, member: int, depth: int) -> Tree:
         """The rest of one document as an end."""
         end = len(self._documents[member])
         self._compute([member], depth, end)
         return Tree(run=end - depth)
 
-    def _grown(self, members: list[int], depth: int) -> list[Tree]:
-        if len(members) == 1:
-            return [self.document(members[0], depth)]
+    def _grown(self, members: list[int], depth: int, levels: int) -> list[Tree]:
+        if len(members) == 1 or levels == 0:
+            return [self._document(member, depth) for member in members]
         first = self._documents[members[0]]
         fork = min(common_prefix(first, self._documents[member]) for member in members[1:])
         if (fork - depth) * (len(members) - 1) < MIN_SAVED:  # too little in common for all; smaller parts may have more
-            return [tree for part in self._parts(members, fork) for tree in self._grown(part, depth)]
+            return [tree for part in self._parts(members, fork) for tree in self._grown(part, depth, levels - 1)]
         self._compute(members, depth, fork)
-        return [Tree(run=fork - depth, branches=tuple(self.forest(members, fork)))]
+        return [Tree(run=fork - depth, branches=tuple(self.forest(members, fork, levels - 1)))]
 
     def _parts(self, members: list[int], at: int) -> list[list[int]]:
         """Documents by their token at `at`; one that ends there stays alone."""

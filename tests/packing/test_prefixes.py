@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_packing import sample
 
 from composer_prime.packing import pack
-from composer_prime.prefixes import MIN_SAVED, Tree, common_prefix, layout
+from composer_prime.prefixes import MAX_NESTED, MIN_SAVED, Tree, common_prefix, layout
 
 pieces = st.sampled_from([[1] * 3, [2] * 20, [3] * 40, [4], [5, 6, 7]])
 documents = st.lists(
@@ -80,6 +80,21 @@ def test_equal_documents_keep_a_token_of_their_own():
     assert common_prefix(same, same) == 39 and common_prefix(same, same[:30]) == 29
     assert layout([same] * 3).trees == (Tree(run=39, branches=(Tree(run=1),) * 3),)
     assert layout([same, same[:30]]).trees == (Tree(run=29, branches=(Tree(run=11), Tree(run=1))),)
+
+
+def nested(tree: Tree) -> int:
+    return 1 + max(map(nested, tree.branches)) if tree.branches else 0
+
+
+def test_forks_nest_so_deep_and_no_deeper():
+    # 600 documents, each leaving the rest one token later: the first forks are shared, what is deeper stays apart, and
+    # every token is still stood for by an equal one.
+    ladder = [np.array([7] * (20 + step) + [100 + step]) for step in range(600)]
+    plan = layout(ladder)
+    row = np.concatenate(ladder)
+    assert np.array_equal(row[plan.kept][plan.where], row)
+    assert max(map(nested, plan.trees)) == MAX_NESTED
+    assert sorted(leaves(plan.trees)) == sorted(map(len, ladder))
 
 
 def test_the_packer_puts_siblings_in_one_row():
