@@ -164,6 +164,7 @@ class _Session:
         self._tail = Tail(path)
         self.progress.update(self._tail.read())
         self.progress.waiting.clear()
+        self.view.begin(self.progress)
         for note in self.prepared.notes:
             self.view.event(note)
 

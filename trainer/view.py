@@ -19,6 +19,9 @@ FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 30.0
 class View(Protocol):
     """What the launcher's loop calls."""
 
+    def begin(self, progress: Progress) -> None:
+        """Called once, before the first refresh: `progress` is what earlier starts of the run have shown already."""
+
     def event(self, text: str) -> None:
         """Something happened: a restart, a warning."""
 
@@ -40,6 +43,9 @@ class PlainView:
         self._max_steps = config.run.max_steps
         self._evals_shown: dict[int, int] = {}
         self._say_wait_at = time.time() + FIRST_WAIT_S
+
+    def begin(self, progress: Progress) -> None:
+        self._evals_shown = {step: len(figures) for step, figures in progress.evals.items()}
 
     def event(self, text: str) -> None:
         try:
@@ -80,6 +86,9 @@ class LiveView:
         self._drawn = 0.0
         self._live = Live(auto_refresh=False, transient=False)
         self._live.start()
+
+    def begin(self, progress: Progress) -> None:
+        """Nothing to leave out: the panel shows the whole run."""
 
     def event(self, text: str) -> None:
         self._events.append(f"{time.strftime('%H:%M:%S')} {text}")

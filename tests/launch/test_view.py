@@ -13,7 +13,7 @@ from pathlib import Path
 
 from composer_prime.config import Config
 from composer_prime.monitor.progress import Progress
-from trainer.view import clock, eval_text, panel_rows, step_line
+from trainer.view import PlainView, clock, eval_text, panel_rows, step_line
 
 CONFIG = {
     "run": {"name": "one", "max_steps": 4},
@@ -46,6 +46,18 @@ def test_panel_shows_progress_pace_and_who_waits():
     assert "0.300  first 0.100" in rows["reward"]
     assert rows["eval"] == "after step 2: a/reward_mean 0.500 [0.400, 0.600]"
     assert rows["memory"].startswith("2.00 GiB") and rows["orchestrator"] == "waits 7 s for batch 3: 1 of 8 groups"
+
+
+def test_a_resumed_run_shows_only_what_is_new(capsys):
+    # Evaluations of earlier starts were shown then; the next one is news.
+    view, progress = PlainView(Config.model_validate(CONFIG)), Progress()
+    progress.update([{"step": 0, "time": 1.0, "role": "orchestrator", "eval/a/reward_mean": 0.25}])
+    view.begin(progress)
+    view.refresh(progress, [], None)
+    assert capsys.readouterr().out == ""
+    progress.update([{"step": 2, "time": 2.0, "role": "orchestrator", "eval/a/reward_mean": 0.75}])
+    view.refresh(progress, [], None)
+    assert capsys.readouterr().out.count("eval after step") == 1
 
 
 def test_eval_text_names_failures_only_when_there_are_some():
