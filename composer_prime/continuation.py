@@ -39,16 +39,17 @@ def check_continuation(before: Config, now: Config) -> list[str]:
         if was != is_now:
             broken += _differences(key, was, is_now)
     for key in NOT_LOWER:
-        if _value(new, key) < _value(old, key):
-            was, is_now = _value(old, key), _value(new, key)
-            broken.append(f"{key} was {was}, now {is_now}: batches formed under it must still fit")
+        was, is_now = _value(old, key), _value(new, key)
+        if is_now < was:
+            broken += [f"{line} (batches formed under it must still fit)" for line in _differences(key, was, is_now)]
     if broken:
-        listed = "\n".join(f"  - {line}" for line in broken)
+        listed = "\n".join(f"  {line}" for line in broken)
         raise ConfigError(
             "--resume cannot continue this run, because its saved state was made under other settings:\n"
-            f"{listed}\nset them back, or start a new run under another run.name"
+            f"{listed}\n"
+            f"set {'it' if len(broken) == 1 else 'them'} back, or start a new run under another run.name"
         )
-    return [f"changed: {line}" for line in _differences("", old, new) if not line.startswith(_SILENT)]
+    return [f"changed {line}" for line in _differences("", old, new) if not line.startswith(_SILENT)]
 
 
 def _value(values: dict[str, Any], key: str) -> Any:
@@ -71,6 +72,7 @@ def _bare(value: Any) -> Any:
 
 
 def _differences(key: str, was: Any, is_now: Any) -> list[str]:
+    """`setting: was X, now Y` for each setting at or below `key` that is not the same."""
     if was == is_now:
         return []
     if isinstance(was, dict) and isinstance(is_now, dict):
@@ -83,4 +85,4 @@ def _differences(key: str, was: Any, is_now: Any) -> list[str]:
         for index, (one, other) in enumerate(zip(was, is_now, strict=True)):
             lines += _differences(f"{key}.{index}", one, other)
         return lines
-    return [f"{key} was {was!r}, now {is_now!r}"]
+    return [f"{key}: was {was!r}, now {is_now!r}"]

@@ -16,7 +16,7 @@ from composer_prime.preflight import Findings, check
 from composer_prime.prices import price_of
 from composer_prime.run_dir import RunDir
 from composer_prime.run_folder import folder_state
-from composer_prime.wording import counted, gib
+from composer_prime.wording import bulleted, counted, gib
 
 Rows = list[tuple[str, str]]
 
@@ -38,7 +38,7 @@ class Plan:
         if self.problems:
             keep = "keeps" if len(self.problems) == 1 else "keep"
             lines += ["", f"{counted(len(self.problems), 'problem')} {keep} this run from starting {self.where}:"]
-            lines += [f"  - {problem}" for problem in self.problems]
+            lines.append(bulleted(self.problems))
         return "\n".join(lines)
 
 

@@ -1,6 +1,8 @@
-"""Sizes and counts as people read them."""
+"""Sizes, counts and lists as people read them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 GIB = 1 << 30
 
@@ -16,3 +18,13 @@ def gib(count: int) -> str:
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """`1 step`, `2 steps`; `plural` where it is not the noun with an s."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def what_is_wrong(sentences: list[str]) -> str:
+    """The one sentence, or how many there are and the list of them."""
+    return sentences[0] if len(sentences) == 1 else f"{len(sentences)} things are wrong:\n{bulleted(sentences)}"
+
+
+def bulleted(entries: Iterable[str]) -> str:
+    """A line for each of `entries`; where one has several, they stand below its first."""
+    return "\n".join("  - " + entry.replace("\n", "\n    ") for entry in entries)

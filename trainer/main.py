@@ -11,6 +11,7 @@ import sys
 from composer_prime.broken_pipe import until_the_reader_leaves
 from composer_prime.config.load import EXIT_USAGE, arguments, fail, parse
 from composer_prime.errors import ConfigError
+from composer_prime.wording import what_is_wrong
 
 
 def main() -> int:
@@ -27,7 +28,7 @@ def _main() -> int:
         print(dataclasses.replace(plan, rows=[*plan.rows, *link_rows(command.config)]).text())
         return EXIT_USAGE if plan.problems else 0
     if plan.problems:
-        fail(ConfigError("\n".join(["the run cannot start:", *(f"  - {problem}" for problem in plan.problems)])))
+        fail(ConfigError(f"the run cannot start: {what_is_wrong(plan.problems)}"))
     for note in plan.notes if not command.config.run.resume else []:
         print(f"note: {note}", file=sys.stderr)
     from composer_prime.model_source import resolve_model

@@ -24,6 +24,7 @@ from composer_prime.config.overlays import Overlay, command_line, read_overlays
 from composer_prime.config.problems import describe, misspelled_flags, spelled
 from composer_prime.config.root import Config
 from composer_prime.errors import ConfigError
+from composer_prime.wording import what_is_wrong
 
 EXIT_USAGE = 2
 """Exit status of every wrong configuration."""
@@ -68,14 +69,14 @@ def resolve(argv: list[str]) -> CommandLine:
     try:
         config = cli(Config, args=[spelled(word) for word in fold_elements(words, overlays)])
     except ConfigFileError as error:
-        raise ConfigError(_join([*wrong, *_explain(error, layers)])) from None
+        raise ConfigError(what_is_wrong([*wrong, *_explain(error, layers)])) from None
     except json.JSONDecodeError as error:
         wrong.append(f"a value on the command line starts like JSON but is not: {error}")
-        raise ConfigError(_join(wrong)) from None
+        raise ConfigError(what_is_wrong(wrong)) from None
     except ConfigError as error:
-        raise ConfigError(_join([*wrong, str(error)])) from None
+        raise ConfigError(what_is_wrong([*wrong, str(error)])) from None
     if wrong:
-        raise ConfigError(_join(wrong))
+        raise ConfigError(what_is_wrong(wrong))
     return CommandLine(
         config=config, dry_run="--dry-run" in argv, files=tuple(overlay.origin for overlay in overlays)
     )
@@ -102,7 +103,7 @@ def read(path: Path) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_join(describe(error, [Overlay(origin=str(path), values=values)]))) from None
+        raise ConfigError(what_is_wrong(describe(error, [Overlay(origin=str(path), values=values)]))) from None
 
 
 def dump(config: Config) -> str:
@@ -146,12 +147,6 @@ def _refuse_stray_files(words: list[str]) -> None:
 def _explain(error: ConfigFileError, layers: list[Overlay]) -> list[str]:
     cause = error.__cause__
     return describe(cause, layers) if isinstance(cause, ValidationError) else [error.message]
-
-
-def _join(sentences: list[str]) -> str:
-    if len(sentences) == 1:
-        return sentences[0]
-    return "\n".join([f"{len(sentences)} things are wrong:", *(f"  - {sentence}" for sentence in sentences)])
 
 
 _DESCRIPTION = """\

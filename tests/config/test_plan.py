@@ -79,8 +79,11 @@ def test_the_run_directory_is_looked_at(tmp_path):
     assert "exists already, with no complete checkpoint: continue it with --resume" in problems(tmp_path)
     assert problems(tmp_path, "--run.overwrite", "true") == ""
     text = problems(tmp_path, "--resume", "--run.seed", "7", "--orchestrator.group_size", "4")
-    assert "run.seed was 0, now 7" in text and "orchestrator.group_size was 8, now 4" in text
-    assert "changed: trainer.optim.lr was" in "\n".join(
+    assert "\n  run.seed: was 0, now 7\n  orchestrator.group_size: was 8, now 4\nset them back" in text
+    text = build(quickstart(tmp_path, "--resume", "--run.seed", "7"), LAPTOP).text()
+    assert "\n  - --resume cannot continue this run, because its saved state was made under other settings:\n" in text
+    assert text.endswith("\n      run.seed: was 0, now 7\n    set it back, or start a new run under another run.name")
+    assert "changed trainer.optim.lr: was" in "\n".join(
         build(quickstart(tmp_path, "--resume", "--trainer.optim.lr", "0.5"), LAPTOP).notes
     )
 

@@ -89,7 +89,7 @@ def test_resume_takes_the_newest_complete_checkpoint(tmp_path):
     assert again.start_step == 2 and again.config.run.resume
     assert (again.run_dir.keys / "server.curve").read_bytes() == keys
     assert not again.run_dir.endpoints.exists()
-    assert "changed: run.max_steps was 4, now 9" in again.notes
+    assert "changed run.max_steps: was 4, now 9" in again.notes
 
 
 def test_resume_before_the_first_checkpoint_starts_over(tmp_path):
@@ -142,7 +142,7 @@ def test_resume_under_other_sources_is_refused_naming_both(tmp_path):
     with pytest.raises(ConfigError) as caught:
         prepare(other)
     text = str(caught.value)
-    assert "run.seed was 0, now 5" in text and "orchestrator.source.0.taskset.id was 'x', now 'y'" in text
+    assert "run.seed: was 0, now 5" in text and "orchestrator.source.0.taskset.id: was 'x', now 'y'" in text
 
 
 def test_resume_without_a_run_is_refused(tmp_path):
