@@ -66,10 +66,13 @@ class EvalConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _enough_samples(self) -> EvalConfig:
-        if self.pass_k and not 1 <= min(self.pass_k) <= max(self.pass_k) <= self.samples:
+        if not all(1 <= k <= self.samples for k in self.pass_k):
+            most = max(1, *self.pass_k)
+            fitting = [k for k in self.pass_k if 1 <= k <= self.samples] or [1]
             raise ValueError(
                 f"orchestrator.eval.pass_k is {self.pass_k}, but orchestrator.eval.samples is {self.samples}: pass@k "
-                f"needs 1 <= k <= samples; set samples >= {max(self.pass_k)} or leave out larger k"
+                f"needs 1 <= k <= samples; set --orchestrator.eval.pass_k {' '.join(map(str, fitting))}"
+                + (f", or --orchestrator.eval.samples {most}" if most > self.samples else "")
             )
         return self
 

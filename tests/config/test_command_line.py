@@ -150,7 +150,10 @@ def test_cross_field_rules_are_plain_sentences(base):
     text = refused("@", base, "--trainer.micro_batch_tokens", "64")
     assert text.startswith("trainer.micro_batch_tokens is 64") and "model.max_context = 512" in text
     text = refused("@", base, "--orchestrator.eval.pass_k", "1", "8")
-    assert "pass_k" in text and "samples is 1" in text
+    assert "orchestrator.eval.pass_k is [1, 8], but orchestrator.eval.samples is 1" in text
+    assert text.endswith("set --orchestrator.eval.pass_k 1, or --orchestrator.eval.samples 8")
+    text = refused("@", base, "--orchestrator.eval.pass_k", "0", "1")
+    assert text.endswith("set --orchestrator.eval.pass_k 1")
 
 
 def test_missing_file_lists_its_neighbours(base):
