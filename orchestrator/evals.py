@@ -71,6 +71,8 @@ class Evaluator:
         """Step and policy version."""
         self.running: int | None = None
         """Step under evaluation; None while idle."""
+        self._lacking: int | None = None
+        """Policy version that nodes still have to load for it."""
         self._done_rollouts = self._all_rollouts = 0
         self.skipped = 0
 
@@ -97,14 +99,25 @@ class Evaluator:
                 path.unlink(missing_ok=True)
 
     @property
+    def step(self) -> int | None:
+        """Of the evaluation under way, else of the one that is due; None while idle."""
+        return self._wanted[0] if self.running is None and self._wanted is not None else self.running
+
+    @property
     def idle(self) -> bool:
-        return self._wanted is None and self.running is None
+        return self.step is None
 
     def waiting_for(self) -> str | None:
         """Progress in words; None while idle."""
-        if self.running is None:
+        if self.step is None:
             return None
-        return f"evaluation of step {self.running}: {self._done_rollouts} of {self._all_rollouts} rollouts"
+        if self.running is None:
+            state = "about to start"
+        elif self._lacking is not None:
+            state = f"the nodes do not have policy version {self._lacking} yet"
+        else:
+            state = f"{self._done_rollouts} of {self._all_rollouts} rollouts"
+        return f"evaluation of step {self.step}: {state}"
 
     async def run(self) -> None:
         """Serve requests until cancelled. Raises EnvironmentWorkerError, or DeadlineError (no node has the version)."""
@@ -123,7 +136,9 @@ class Evaluator:
         self._done_rollouts = 0
         counts = {source.name: self._count(source) for source in self._sources}
         self._all_rollouts = sum(counts.values()) * self._config.eval.samples
+        self._lacking = version
         await self._await_version(step, version)
+        self._lacking = None
         self._permits.eval_share = 1.0 if step == 0 else self._config.eval.share
         begun = time.monotonic()
         plays = [self._evaluate_source(source, step, counts[source.name]) for source in self._sources]

@@ -19,6 +19,7 @@ from orchestrator.batches import Batches
 from orchestrator.evals import Evaluator
 from orchestrator.gateway import Gateway
 from orchestrator.permits import Lane, Permits
+from orchestrator.pulse import Pulse
 from orchestrator.steering import Steering
 from orchestrator.step_server import StepServer
 
@@ -52,12 +53,14 @@ class Vigil:
         self._steering: Steering | None = None
         self._evaluator: Evaluator | None = None
         self._permits: Permits | None = None
+        self._news = Pulse()
         self.final_checkpoint = config.run.max_steps == 0
         """Whether the last checkpoint is written (or none is to be expected)."""
 
     def loaded(self, steering: Steering, evaluator: Evaluator, permits: Permits) -> None:
         """From now on there is more to tell than that the environments are loading."""
         self._steering, self._evaluator, self._permits = steering, evaluator, permits
+        self._news.beat()
 
     @property
     def all_trained(self) -> bool:
@@ -98,12 +101,14 @@ class Vigil:
         return f"train step {self._batches.trained + 1}"
 
     def _now(self) -> str | None:
-        """What the orchestrator itself waits for at this moment."""
-        batches = self._batches
-        if self._steering is None or (batches.formed == batches.trained and not self.all_trained):
+        """What the orchestrator itself waits for at this moment, `subject: how far that is`; None while all work."""
+        if self._steering is None or self._evaluator is None:
+            return f"the environments: {self._environments()}; {self._nodes()}"
+        batches, evaluation = self._batches, self._evaluator.waiting_for()
+        if evaluation is not None and (self.all_trained or self._evaluator.step == 0):  # training waits for step 0's
+            return f"{evaluation}; {self._nodes()}"
+        if batches.formed == batches.trained and not self.all_trained:
             return self.waiting_for(batches.formed + 1)
-        if self.all_trained and self._evaluator is not None and self._evaluator.running is not None:
-            return self._evaluator.waiting_for()
         if not self._steering.dispatcher.flights and not (self.all_trained and self.final_checkpoint):
             return f"the trainer to {self._trainer_owes()}"
         return None
@@ -111,10 +116,10 @@ class Vigil:
     # -- as lines ------------------------------------------------------------------------------------------------
 
     async def report(self, server: StepServer) -> None:
-        """A line every few seconds, until cancelled."""
+        """A line every few seconds, and at once when the environments are loaded; until cancelled."""
         while True:
             self.log(server)
-            await asyncio.sleep(_REPORT_S)
+            await self._news.wait(_REPORT_S)
 
     def log(self, server: StepServer) -> None:
         figures: dict[str, float | str | None] = {

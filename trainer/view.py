@@ -13,7 +13,8 @@ from composer_prime.monitor.progress import Progress, Step, sparkline
 from composer_prime.wording import gib
 
 FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 30.0
-"""Without a step for so long, the plain view says who waits for what: first, and then again each so often."""
+"""Without a step for so long, the plain view says who waits for what: first, and then again each so often, or as soon
+as another wait that lasts has followed the one it told of."""
 
 
 class View(Protocol):
@@ -43,6 +44,8 @@ class PlainView:
         self._max_steps = config.run.max_steps
         self._evals_shown: dict[int, int] = {}
         self._say_wait_at = time.time() + FIRST_WAIT_S
+        self._said: dict[str, str] = {}
+        """By role: the wait that was told of since the last step."""
 
     def begin(self, progress: Progress) -> None:
         self._evals_shown = {step: len(figures) for step, figures in progress.evals.items()}
@@ -62,13 +65,18 @@ class PlainView:
                 self._evals_shown[step] = len(figures)
                 self.event(f"eval after step {step}: {eval_text(figures)}")
         if fresh:
-            self._say_wait_at = time.time() + NEXT_WAIT_S
-        elif time.time() > self._say_wait_at:
-            for role, waiting in progress.waiting.items():
-                waited_s = time.time() - waiting.since
-                if waited_s >= FIRST_WAIT_S:
-                    self._say_wait_at = time.time() + NEXT_WAIT_S
-                    self.event(f"{role} has waited {waited_s:.0f} s for {waiting.what}")
+            self._say_wait_at, self._said = time.time() + NEXT_WAIT_S, {}
+        self._waits(progress)
+
+    def _waits(self, progress: Progress) -> None:
+        now = time.time()
+        due = now >= self._say_wait_at
+        for role, waiting in progress.waiting.items():
+            another = self._said.get(role, waiting.subject) != waiting.subject
+            if (due or another) and now - waiting.since >= FIRST_WAIT_S:
+                self._say_wait_at = now + NEXT_WAIT_S
+                self._said[role] = waiting.subject
+                self.event(f"{role} has waited {now - waiting.since:.0f} s for {waiting.what}")
 
     def close(self) -> None:
         sys.stdout.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
@@ -38,8 +38,14 @@ class Waiting:
     """A role that waits."""
 
     what: str
+    """`subject: how far that is`."""
     since: float
     """Seconds since the epoch."""
+
+    @property
+    def subject(self) -> str:
+        """What is waited for, which stays the same while it comes nearer."""
+        return self.what.partition(":")[0]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,16 +87,16 @@ class Progress:
         return _step(line) if "loss/total" in line else None
 
     def _take_waiting(self, role: str, line: Line) -> None:
-        """A wait lasts until the role waits for something else (the words before the colon) or for nothing ("")."""
+        """A wait lasts until the role waits for another subject or for nothing ("")."""
         what = line.get("waiting_for")
         if not isinstance(what, str):
             return
         held = self.waiting.pop(role, None)
         if what:
-            since = line.get("time", time.time())
-            if held is not None and held.what.partition(":")[0] == what.partition(":")[0]:
-                since = held.since
-            self.waiting[role] = Waiting(what=what, since=since)
+            now = Waiting(what=what, since=line.get("time", time.time()))
+            if held is not None and held.subject == now.subject:
+                now = replace(now, since=held.since)
+            self.waiting[role] = now
 
     @property
     def last(self) -> Step | None:

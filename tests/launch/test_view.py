@@ -60,6 +60,18 @@ def test_a_resumed_run_shows_only_what_is_new(capsys):
     assert capsys.readouterr().out.count("eval after step") == 1
 
 
+def test_a_wait_that_follows_the_one_told_of_is_said_too(capsys, monkeypatch):
+    # A new subject is said at once; how far the same one has come only after a pause.
+    monkeypatch.setattr("trainer.view.FIRST_WAIT_S", 0.0)
+    view, progress = PlainView(Config.model_validate(CONFIG)), Progress()
+    for what in ("the environments: loading", "evaluation of step 0: 1 of 8", "evaluation of step 0: 2 of 8"):
+        progress.update([{"step": 0, "time": time.time() - 7, "role": "orchestrator", "waiting_for": what}])
+        view.refresh(progress, [], None)
+    said = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
+    waited = ("the environments: loading", "evaluation of step 0: 1 of 8")
+    assert said == [f"orchestrator has waited 7 s for {what}" for what in waited]
+
+
 def test_eval_text_names_failures_only_when_there_are_some():
     # Rollouts that failed are left out of the mean, so they must be visible.
     assert eval_text({"a/reward_mean": 0.5, "a/failed": 0.0}) == "a/reward_mean 0.500"
