@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from composer_prime.channel_notes import channel_notes
 from composer_prime.config import Config
 from composer_prime.cost_forecast import forecast
 from composer_prime.costs import spent
@@ -16,6 +15,7 @@ from composer_prime.preflight import Findings, check
 from composer_prime.prices import price_of
 from composer_prime.run_dir import RunDir
 from composer_prime.run_folder import folder_state
+from composer_prime.setting_notes import setting_notes
 from composer_prime.wording import bulleted, counted, gib
 
 Rows = list[tuple[str, str]]
@@ -51,7 +51,7 @@ def build(config: Config, machine: Machine | None = None, *, folder: bool = True
     found = check(config, gpus=len(machine.gpus), folder=folder and not machine.imagined)
     rows = [*_run(config), *_model(config, found), *_roles(config, found), *_step(config), *_eval(config)]
     rows += _teachers(config, found)
-    found.notes += channel_notes(config)
+    found.notes += setting_notes(config)
     if found.shape is None:
         rows.append(("memory", f"no estimate of memory and disk: {found.unknown_shape}"))
     else:

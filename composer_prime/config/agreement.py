@@ -106,15 +106,6 @@ def _channels_have_what_they_learn_from(config: Config) -> Iterator[str]:
         )
 
 
-def _warmup_ends(config: Config) -> Iterator[str]:
-    warmup, steps = config.trainer.schedule.warmup_steps, config.run.max_steps
-    if steps and warmup >= steps:
-        yield (
-            f"trainer.schedule.warmup_steps is {warmup}, but run.max_steps is {steps}: the learning rate would "
-            f"never reach its peak; set warmup_steps < {steps}"
-        )
-
-
 def _concurrency_covers_a_group(config: Config) -> Iterator[str]:
     ceiling, group = config.orchestrator.max_concurrent, config.orchestrator.group_size
     if ceiling < group:
@@ -132,6 +123,5 @@ _RULES = (
     _evaluation_only,
     _something_to_evaluate,
     _channels_have_what_they_learn_from,
-    _warmup_ends,
     _concurrency_covers_a_group,
 )

@@ -33,7 +33,7 @@ class ScheduleConfig(BaseConfig):
     type: Literal["constant", "cosine"] = "constant"
     """Shape after warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Linear rise from 0 to the peak."""
+    """Linear rise from 0 to the peak; a shorter run ends on the way."""
     final_ratio: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the last step, relative to the peak (cosine)."""
 

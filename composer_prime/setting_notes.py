@@ -1,13 +1,24 @@
-"""What the settings of channels 2 and 3 would quietly do: not wrong, but seldom meant. For the plan."""
+"""What settings would quietly do: not wrong, but seldom meant. For the plan."""
 
 from __future__ import annotations
 
 from composer_prime.config import Config
 
 
-def channel_notes(config: Config) -> list[str]:
+def setting_notes(config: Config) -> list[str]:
     """One sentence each, with the key, its value, what follows from it and the remedy."""
-    return [*_never_begins(config), *_short_rows(config), *_near_an_end(config)]
+    return [*_all_warm_up(config), *_never_begins(config), *_short_rows(config), *_near_an_end(config)]
+
+
+def _all_warm_up(config: Config) -> list[str]:
+    """A short trial of a configuration that is made for long runs: the same steps as the long run's first ones."""
+    warmup, steps = config.trainer.schedule.warmup_steps, config.run.max_steps
+    if not 0 < steps <= warmup:
+        return []
+    return [
+        f"run.max_steps is {steps} and trainer.schedule.warmup_steps is {warmup}: all steps are warm-up, the learning "
+        f"rate ends at {steps / warmup:.0%} of its peak; for more set --trainer.schedule.warmup_steps 0"
+    ]
 
 
 def _never_begins(config: Config) -> list[str]:

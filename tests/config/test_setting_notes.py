@@ -1,4 +1,4 @@
-"""Settings of channels 2 and 3 that are allowed, but seldom meant, are notes of the plan."""
+"""Settings that are allowed, but seldom meant, are notes of the plan."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def notes(folder: Path, *words: str) -> str:
 @pytest.mark.parametrize(
     ("quiet", "loud", "said"),
     [
+        (
+            ("--trainer.schedule.warmup_steps", "7"),
+            ("--trainer.schedule.warmup_steps", "10"),
+            "run.max_steps is 8 and trainer.schedule.warmup_steps is 10: all steps are warm-up, the learning rate ends "
+            "at 80% of its peak",
+        ),
         (
             (*ON, "--channels.sdpo.schedule.start_step", "8"),
             (*ON, "--channels.sdpo.schedule.start_step", "9"),
