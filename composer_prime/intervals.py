@@ -15,14 +15,14 @@ from composer_prime.estimates import bootstrap_interval
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A mean over tasks and where it may lie (95 %)."""
+    """A mean over tasks, or over seeds, and where it may lie (95 %)."""
 
     mean: float
     low: float | None
-    """None where one task is all there is."""
+    """None where one task (or seed) is all there is."""
     high: float | None
-    tasks: int
-    """Tasks that the figures come from."""
+    count: int
+    """Tasks (or seeds) that the figures come from."""
 
     def text(self, *, sign: bool = False) -> str:
         """`0.312 [0.250, 0.375]`; with `sign`, differences keep their plus."""
@@ -55,4 +55,4 @@ def difference_interval(first: Mapping[str, Sequence[float]], second: Mapping[st
 
 def _interval(figures: list[float]) -> Interval:
     low, high = bootstrap_interval(figures) or (None, None)
-    return Interval(mean=fmean(figures), low=low, high=high, tasks=len(figures))
+    return Interval(mean=fmean(figures), low=low, high=high, count=len(figures))

@@ -10,13 +10,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
-import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 from composer_prime.errors import ConfigError
+from composer_prime.intervals import Interval
 from composer_prime.monitor.progress import number
 from composer_prime.monitor.tail import history
 from composer_prime.run_dir import RunDir
@@ -51,23 +51,6 @@ class Arm:
     settings: Settings
     runs: dict[int, Run] = field(default_factory=dict)
     """By seed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeedInterval:
-    """A mean over seeds and its 95 % Student t interval."""
-
-    mean: float
-    low: float | None
-    """None for a single seed."""
-    high: float | None
-    seeds: int
-
-    def text(self, shape: str) -> str:
-        """`0.31 [0.25, 0.37]`; without an interval for a single seed."""
-        if self.low is None or self.high is None:
-            return format(self.mean, shape)
-        return f"{format(self.mean, shape)} [{format(self.low, shape)}, {format(self.high, shape)}]"
 
 
 def load(run_dir: RunDir) -> Run:
@@ -127,16 +110,16 @@ def level(run: Run, metric: str, steps: Iterable[int]) -> float | None:
     return fmean(values) if values else None
 
 
-def over_seeds(values: Mapping[int, float | None]) -> SeedInterval | None:
+def over_seeds(values: Mapping[int, float | None]) -> Interval | None:
     """Mean and Student t interval of one figure a seed; None when no seed has it."""
-    known = np.array([value for value in values.values() if value is not None], dtype=np.float64)
-    if not len(known):
+    known = [value for value in values.values() if value is not None]
+    if not known:
         return None
-    mean = float(known.mean())
+    mean = fmean(known)
     if len(known) == 1:
-        return SeedInterval(mean=mean, low=None, high=None, seeds=1)
-    half = float(stats.t.ppf(0.975, len(known) - 1) * stats.sem(known))
-    return SeedInterval(mean=mean, low=mean - half, high=mean + half, seeds=len(known))
+        return Interval(mean=mean, low=None, high=None, count=1)
+    half = float(stdtrit(len(known) - 1, 0.975)) * stdev(known) / len(known) ** 0.5
+    return Interval(mean=mean, low=mean - half, high=mean + half, count=len(known))
 
 
 def differences(base: Mapping[int, float | None], other: Mapping[int, float | None]) -> dict[int, float]:

@@ -49,7 +49,7 @@ def _evaluations(prepared: Prepared, progress: Progress) -> list[str]:
         return [f"  eval        after step {step}: {eval_text(figures)}" for step, figures in shown]
     first, last = min(scored), max(scored)
     before = mean_interval(scored[first])
-    lines = [f"  eval        after step {first}: {before.text()} over {before.tasks} held-out tasks"]
+    lines = [f"  eval        after step {first}: {before.text()} over {before.count} held-out tasks"]
     if last != first:
         lines.append(f"              after step {last}: {mean_interval(scored[last]).text()}")
         if scored[first].keys() & scored[last].keys():

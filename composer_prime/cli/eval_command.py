@@ -132,7 +132,7 @@ def table(found: dict[str, Scores]) -> list[str]:
         if len(found) == 2:
             (first, before), (second, after) = found.items()
             change = difference_interval(_of(before, source), _of(after, source))
-            lines.append(f"{source}: {second} - {first} = {change.text(sign=True)}, paired over {change.tasks} tasks")
+            lines.append(f"{source}: {second} - {first} = {change.text(sign=True)}, paired over {change.count} tasks")
     return lines
 
 

@@ -11,6 +11,7 @@ import argparse
 from composer_prime.errors import ConfigError
 from composer_prime.ladder import Arm, arms, differences, differing, level, load, over_seeds, windows
 from composer_prime.monitor.rollouts import open_run
+from composer_prime.wording import counted
 
 _METRICS = ("reward/mean", "rollout/turn_error_rate", "sdpo/turns", "sdpo/turn_jsd", "dpo/accuracy")
 
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _head(found: list[Arm], steps: int) -> list[str]:
-    text = [f"{len(found)} arm{'s' if len(found) > 1 else ''} at {steps} steps"]
+    text = [f"{counted(len(found), 'arm')} at {counted(steps, 'step')}"]
     for arm in found:
         text.append(f"  {arm.name:<14} seeds {', '.join(map(str, sorted(arm.runs)))}")
         text += [f"  {'':<14} {line}" for line in (differing(found[0], arm) if arm is not found[0] else [])]
@@ -78,8 +79,8 @@ def _cells(found: list[Arm], figures: list[dict[int, float | None]]) -> str:
     cells = []
     for arm, values in zip(found, figures, strict=True):
         interval = over_seeds(values)
-        cells.append(f"{arm.name} {interval.text('.3f') if interval else '-'}")
+        cells.append(f"{arm.name} {interval.text() if interval else '-'}")
     for arm, values in zip(found[1:], figures[1:], strict=True):
         interval = over_seeds(differences(figures[0], values))
-        cells.append(f"{arm.name} - {found[0].name} {interval.text('+.3f') if interval else '-'}")
+        cells.append(f"{arm.name} - {found[0].name} {interval.text(sign=True) if interval else '-'}")
     return "   ".join(cells)

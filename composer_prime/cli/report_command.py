@@ -148,7 +148,7 @@ def _evaluations(run_dir: RunDir) -> list[str]:
         if step != min(scored) and first.keys() & scores.keys():
             change = f"   change {difference_interval(first, scores).text(sign=True)}"
         interval = mean_interval(scores)
-        text.append(f"      after {step:>5} steps  {interval.text()}   {interval.tasks} tasks{change}")
+        text.append(f"      after {step:>5} steps  {interval.text()}   {interval.count} tasks{change}")
     return text
 
 

@@ -110,7 +110,7 @@ def test_eval_table_compares_two_models_task_by_task():
     second = {name: [value[0] + 0.25] for name, value in first.items()}
     text = "\n".join(eval_command.table({"base": first, "final": second}))
     assert "final - base = +0.250 [+0.250, +0.250], paired over 40 tasks" in text
-    assert mean_interval(first).mean == 0.5 and difference_interval(first, second).tasks == 40
+    assert mean_interval(first).mean == 0.5 and difference_interval(first, second).count == 40
 
 
 def test_eval_refuses_a_configuration_without_held_out_tasks(tmp_path):

@@ -47,7 +47,7 @@ def test_interval_over_seeds() -> None:
     assert interval is not None and interval.low is not None
     assert interval.low == pytest.approx(2 - 4.30265 / 3**0.5, abs=1e-4)
     single = over_seeds({0: 1.0, 1: None})
-    assert single is not None and single.text(".1f") == "1.0"
+    assert single is not None and single.text() == "1.000"
     assert over_seeds({0: None}) is None
 
 
