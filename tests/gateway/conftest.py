@@ -1,9 +1,7 @@
-"""A gateway on loopback around a test. Coroutine tests run in an event loop of their own."""
+"""A gateway on loopback around a test."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -17,15 +15,6 @@ from composer_prime.weights.store import WeightStore
 from orchestrator.gateway import Gateway
 
 OpenGateway = Callable[..., AbstractAsyncContextManager[Gateway]]
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True
 
 
 @pytest.fixture

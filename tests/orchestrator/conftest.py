@@ -1,9 +1,8 @@
-"""A whole orchestrator on loopback around a test, with a node; coroutine tests run in an event loop of their own."""
+"""A whole orchestrator on loopback around a test, with a node."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -17,15 +16,6 @@ from composer_prime.config import Config
 from composer_prime.keys import RunKeys
 from composer_prime.run_dir import RunDir
 from orchestrator.pipeline import Pipeline
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True
 
 
 @dataclass(slots=True, kw_only=True)
