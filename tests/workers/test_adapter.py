@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +215,25 @@ def test_what_cannot_load_says_why(model_path: str, changes: dict[str, Any], err
     """Each wrong setting of a source has its own error, which names the source and the remedy."""
     with pytest.raises(error, match=says):
         environment(model_path, **changes)
+
+
+def block(language: str) -> str:
+    """The first block of docs/environments.md in `language`."""
+    document = Path(__file__).parents[2] / "docs" / "environments.md"
+    found = re.search(rf"```{language}\n(.*?)```", document.read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize(("reply", "reward"), [("It is {}", 1.0), ("no idea", 0.0)])
+def test_the_documented_task_set_is_played_and_scored(tmp_path, monkeypatch, reply, reward) -> None:
+    """The module and its settings as they stand in docs/environments.md."""
+    (tmp_path / "my_sums.py").write_text(block("python"))
+    monkeypatch.syspath_prepend(tmp_path)
+    (source,) = tomllib.loads(block("toml"))["orchestrator"]["source"]
+    tasksets = {"train": source["taskset"], "eval": source["taskset"] | source["eval_taskset"]}
+    env = environment(TINY, tasksets=tasksets, harness=TOOL_LOOP)
+    assert env.num_tasks == 512
+    first, second = map(int, re.findall(r"\d+", env.describe(0)[1]))
+    played = play(env, Scripted(TINY, [reply.format(first + second)]))
+    assert played.error is None and played.reward == reward and played.parts == {"correct": reward}
