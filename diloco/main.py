@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from composer_prime.config.load import EXIT_USAGE
+from composer_prime.console import EXIT_USAGE
 from composer_prime.errors import ComposerError, ConfigError
 from diloco.simulate import command as simulate
 

@@ -11,6 +11,7 @@ import os
 import sys
 
 from composer_prime.config import load
+from composer_prime.console import EXIT_USAGE, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import model_ready, resolve_model
 from inference.assignment import Assignment, describe, from_config, from_join, from_run_dir, usage
@@ -19,7 +20,7 @@ FAILED = 1
 
 
 def main() -> int:
-    words = load.arguments()
+    words = sys.argv[1:]
     try:
         assignment, dry_run = _assigned(words)
         if dry_run:
@@ -28,7 +29,7 @@ def main() -> int:
             return 0
         return _run(assignment)
     except ConfigError as error:
-        load.fail(error)
+        fail(error)
 
 
 def _assigned(words: list[str]) -> tuple[Assignment, bool]:
@@ -37,7 +38,7 @@ def _assigned(words: list[str]) -> tuple[Assignment, bool]:
         return from_join(words[1:])
     if not words or words in (["--help"], ["-h"]):
         print(usage())
-        raise SystemExit(0 if words else load.EXIT_USAGE)
+        raise SystemExit(0 if words else EXIT_USAGE)
     if any(word.split("=")[0] == "--run-dir" for word in words):
         dry_run = "--dry-run" in words
         return from_run_dir([word for word in words if word != "--dry-run"]), dry_run

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from composer_prime import run_id
 from composer_prime.config import Config, load
+from composer_prime.console import EXIT_USAGE, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.keys import RunKeys
 from composer_prime.run_dir import RunDir, write_atomic
@@ -30,7 +31,7 @@ _USAGE = "usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--sectio
 
 
 def main() -> int:
-    words = load.arguments()
+    words = sys.argv[1:]
     try:
         if words[:1] == ["--run-dir"]:
             run_dir = _given(words)
@@ -44,7 +45,7 @@ def main() -> int:
             _prepare(config, run_dir)
         return _run(config, run_dir)
     except ConfigError as error:
-        load.fail(error)
+        fail(error)
 
 
 def _dry_run(config: Config, run_dir: RunDir) -> int:
@@ -56,7 +57,7 @@ def _dry_run(config: Config, run_dir: RunDir) -> int:
     except ConfigError as error:
         plan.problems.append(str(error))
     print(plan.text())
-    return load.EXIT_USAGE if plan.problems else 0
+    return EXIT_USAGE if plan.problems else 0
 
 
 def _given(words: list[str]) -> RunDir:

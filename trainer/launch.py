@@ -38,7 +38,6 @@ MEMORY_EVERY_S = 5.0
 TRACKER_CLOSE_S = 30.0
 SAME_PRESS_S = 0.3
 """One Ctrl-C can arrive twice: from the terminal and from `uv run`, which passes it on."""
-INTERRUPTED = 130
 FAILED = 1
 LINKS = ("weights/bytes", "diloco/bytes_sent", "diloco/bytes_received")
 """Metrics that tell what went over a link: of one publication; the others since their connection was made."""
@@ -230,7 +229,8 @@ class _Signals:
 
     @property
     def status(self) -> int:
-        return INTERRUPTED if self.number == signal.SIGINT else 128 + self.number
+        """As a shell reports it: 130 for Ctrl-C."""
+        return 128 + self.number
 
     def __enter__(self) -> _Signals:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

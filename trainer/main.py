@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from composer_prime.broken_pipe import until_the_reader_leaves
-from composer_prime.config.load import EXIT_USAGE, arguments, fail, parse
+from composer_prime.config.load import parse
+from composer_prime.console import EXIT_USAGE, fail, until_the_reader_leaves
 from composer_prime.errors import ConfigError
 from composer_prime.wording import what_is_wrong
 
@@ -19,12 +19,13 @@ def main() -> int:
 
 
 def _main() -> int:
-    command = parse(arguments())
+    command = parse(sys.argv[1:])
     from composer_prime.plan import build
-    from diloco.simulate.forecast import link_rows
 
     plan = build(command.config)
     if command.dry_run:
+        from diloco.simulate.forecast import link_rows
+
         print(dataclasses.replace(plan, rows=[*plan.rows, *link_rows(command.config)]).text())
         return EXIT_USAGE if plan.problems else 0
     if plan.problems:

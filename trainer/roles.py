@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import MODELS_VARIABLE
+from composer_prime.console import console_script
 from composer_prime.placement import place, visible
 from composer_prime.run_dir import RunDir
 
@@ -86,17 +85,6 @@ def _ranks(config: Config, where: list[str], devices: tuple[int, ...]) -> list[R
         )
         for rank in range(world)
     ]
-
-
-def console_script(name: str) -> list[str]:
-    """The installed script `name` beside this interpreter, or the same entry point by module."""
-    found = Path(sys.executable).parent / name
-    if found.is_file() and os.access(found, os.X_OK):
-        return [str(found)]
-    on_path = shutil.which(name)
-    if on_path:
-        return [on_path]
-    return [sys.executable, "-c", f"import sys; from {name}.main import main; sys.exit(main())"]
 
 
 def free_port() -> int:

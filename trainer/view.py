@@ -7,8 +7,8 @@ import time
 from collections import deque
 from typing import Protocol
 
-from composer_prime.broken_pipe import silence
 from composer_prime.config import Config
+from composer_prime.console import silence
 from composer_prime.monitor.progress import Progress, Step, sparkline
 from composer_prime.wording import gib
 

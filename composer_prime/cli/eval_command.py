@@ -8,14 +8,13 @@ tasks with the same seeds, so two of them are compared task by task.
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
-import sys
 from itertools import count
 from pathlib import Path
 
 from composer_prime.config import Config
 from composer_prime.config.load import resolve
+from composer_prime.console import INTERRUPTED, console_script
 from composer_prime.errors import ConfigError, RoleFailedError
 from composer_prime.intervals import difference_interval, mean_interval
 from composer_prime.model_source import resolve_model
@@ -78,7 +77,7 @@ def evaluate(model: str, words: list[str], config: Config) -> Scores:
     if not config.run.overwrite:
         name = unused(evals, name)
     argv = [
-        *_trainer(),
+        *console_script("trainer"),
         *words,
         *_evaluation_only(words),
         *("--model.path", folder, "--run.name", name),
@@ -112,7 +111,7 @@ def _follow(process: subprocess.Popen[str]) -> int:
         return process.wait()
     except KeyboardInterrupt:
         process.wait()
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
         process.terminate()
         process.wait()
@@ -151,23 +150,13 @@ def _of(scored: Scores, source: str) -> Scores:
 
 
 def _evaluation_only(words: list[str]) -> list[str]:
-    every = [] if any(word.startswith("--orchestrator.eval.every") for word in words) else ["1"]
-    return ["--run.max_steps", "0", *(["--orchestrator.eval.every_steps", *every] if every else [])]
+    given = any(word.startswith("--orchestrator.eval.every") for word in words)
+    return ["--run.max_steps", "0", *([] if given else ["--orchestrator.eval.every_steps", "1"])]
 
 
 def _plain(model: str) -> str:
     parts = [part for part in Path(model).parts if part not in ("/", "..", "outputs")]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts[-3:])).strip("-") or "model"
-
-
-def _trainer() -> list[str]:
-    beside = Path(sys.executable).parent / "trainer"
-    if beside.is_file():
-        return [str(beside)]
-    found = shutil.which("trainer")
-    if found is None:
-        raise ConfigError("the console script `trainer` is not installed: run `uv sync`")
-    return [found]
 
 
 def _say_failures(path: Path) -> None:

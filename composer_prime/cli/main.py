@@ -8,8 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from composer_prime.broken_pipe import until_the_reader_leaves
-from composer_prime.config.load import fail
+from composer_prime.console import fail, until_the_reader_leaves
 from composer_prime.errors import ComposerError
 
 COMMANDS = {

@@ -3,7 +3,7 @@ process of its own)."""
 
 from __future__ import annotations
 
-from composer_prime.cli.ingest_command import run_module
+from composer_prime.console import run_module
 from composer_prime.errors import ConfigError
 
 USAGE = "usage: composer pairs report PAIRS.jsonl --base MODEL [--chart FILE.svg]   (composer pairs report --help)"

@@ -6,7 +6,8 @@ import dataclasses
 import re
 
 from composer_prime.cli.link_rows import link_rows
-from composer_prime.config.load import EXIT_USAGE, resolve
+from composer_prime.config.load import resolve
+from composer_prime.console import EXIT_USAGE
 from composer_prime.errors import ConfigError
 from composer_prime.machine import Machine, look
 from composer_prime.plan import build

@@ -3,7 +3,7 @@ work, so in a process of its own)."""
 
 from __future__ import annotations
 
-from composer_prime.cli.ingest_command import run_module
+from composer_prime.console import run_module
 
 
 def run(words: list[str]) -> int:

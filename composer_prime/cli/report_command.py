@@ -6,8 +6,6 @@ import argparse
 from itertools import pairwise
 from statistics import fmean, median
 
-from composer_prime.config.load import read
-from composer_prime.cost_forecast import forecast
 from composer_prime.costs import spent
 from composer_prime.errors import ConfigError
 from composer_prime.intervals import difference_interval, mean_interval
@@ -59,6 +57,9 @@ def _costs(run_dir: RunDir) -> list[str]:
         text.append(f"  compute      {paid.gpu_s:,.0f} GPU s, {paid.process_s:,.0f} process s{links}")
     if not paid.calls:
         return text
+    from composer_prime.config.load import read  # a second of CPU time, for runs with teachers only
+    from composer_prime.cost_forecast import forecast
+
     try:
         expected = forecast(read(run_dir.config))
     except ConfigError:  # of another release, or its states file is gone

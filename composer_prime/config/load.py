@@ -9,9 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import os
-import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -23,11 +20,9 @@ from composer_prime.config.elements import fold_elements
 from composer_prime.config.overlays import Overlay, command_line, read_overlays
 from composer_prime.config.problems import describe, misspelled_flags, spelled
 from composer_prime.config.root import Config
+from composer_prime.console import fail, program
 from composer_prime.errors import ConfigError
 from composer_prime.wording import what_is_wrong
-
-EXIT_USAGE = 2
-"""Exit status of every wrong configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +32,6 @@ class CommandLine:
     config: Config
     dry_run: bool
     """Print the plan and stop."""
-    files: tuple[str, ...] = ()
-    """Overlays in order, as they were written."""
 
 
 def parse(argv: list[str]) -> CommandLine:
@@ -77,16 +70,7 @@ def resolve(argv: list[str]) -> CommandLine:
         raise ConfigError(what_is_wrong([*wrong, str(error)])) from None
     if wrong:
         raise ConfigError(what_is_wrong(wrong))
-    return CommandLine(
-        config=config, dry_run="--dry-run" in argv, files=tuple(overlay.origin for overlay in overlays)
-    )
-
-
-def fail(error: Exception, *, command: str | None = None) -> NoReturn:
-    """Print a wrong input's message to stderr, without a traceback, and exit with status 2. `command`: what the user
-    typed, where the name of the process does not tell."""
-    print(f"{command or program()}: {error}", file=sys.stderr)
-    raise SystemExit(EXIT_USAGE)
+    return CommandLine(config=config, dry_run="--dry-run" in argv)
 
 
 def read(path: Path) -> Config:
@@ -109,17 +93,6 @@ def read(path: Path) -> Config:
 def dump(config: Config) -> str:
     """`config` as indented JSON. Holds no secrets: these live in key files and the environment only."""
     return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
-
-
-def arguments() -> list[str]:
-    return sys.argv[1:]
-
-
-def program() -> str:
-    """What the user typed to get here, for messages: `trainer`, `composer plan`."""
-    name = os.path.basename(sys.argv[0] or "trainer").removesuffix(".py")
-    named = name == "composer" and sys.argv[1:] and re.fullmatch("[a-z]+", sys.argv[1])
-    return f"composer {sys.argv[1]}" if named else name if name != "__main__" else "trainer"
 
 
 def _help() -> NoReturn:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from composer_prime.config.load import fail
+from composer_prime.console import fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.traces import write_state
 from orchestrator.ingest import openhands

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer_prime.broken_pipe import until_the_reader_leaves
+from composer_prime.console import until_the_reader_leaves
 from orchestrator.teachers.command import main
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from composer_prime.config import Config
-from composer_prime.config.load import fail, resolve
+from composer_prime.config.load import resolve
+from composer_prime.console import fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.traces import read_states
 from orchestrator.teachers.opened import opened

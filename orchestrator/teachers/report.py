@@ -10,8 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from composer_prime.broken_pipe import until_the_reader_leaves
-from composer_prime.config.load import fail
+from composer_prime.console import fail, until_the_reader_leaves
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.pairs import Pair, PairFile, resolve_pairs
 from composer_prime.pairs_gate import Gate, Verdict, gate_file, read_gate, write_gate
