@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.config import Config
@@ -40,6 +40,7 @@ def test_only_new_whole_lines_are_read(tmp_path):
     assert tail.read() == [] and tail.broken == 1
 
 
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(1, 30), max_size=20), count=st.integers(0, 12))
 def test_any_cut_into_writes_reads_the_same_lines(tmp_path_factory, cuts, count):
     # However the bytes arrive, each line is read exactly once and whole.
