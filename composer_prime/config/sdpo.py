@@ -47,7 +47,8 @@ class SdpoConfig(BaseConfig):
     """Where the entropy of the target (the teacher; during taid_steps the mix of student and teacher that takes its
     place) is above this many nats, use KL(target || student); None nowhere."""
     taid_steps: int = Field(default=0, ge=0)
-    """Steps over which the target moves from the student's logits to the teacher's; 0 takes the teacher's at once."""
+    """Steps, from schedule.start_step on, over which the target moves from the student's logits to the teacher's; 0
+    takes the teacher's at once."""
     taid_start: float = Field(default=0.2, ge=0, lt=1)
     """Share of the teacher's logits in the target before the first step."""
     teacher: SelfTeacherConfig = SelfTeacherConfig()
@@ -61,7 +62,8 @@ class SdpoConfig(BaseConfig):
         """Share of the teacher's logits in the target at `step` (from 1), in 0..1."""
         if self.taid_steps == 0:
             return 1.0
-        return self.taid_start + (1.0 - self.taid_start) * min(1.0, step / self.taid_steps)
+        taken = max(0, step - self.schedule.start_step + 1)
+        return self.taid_start + (1.0 - self.taid_start) * min(1.0, taken / self.taid_steps)
 
     @model_validator(mode="after")
     def _sampled_is_reverse(self) -> SdpoConfig:

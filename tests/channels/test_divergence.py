@@ -143,6 +143,13 @@ def test_taid_moves_the_target_from_the_student_to_the_teacher():
     assert torch.equal(divergence(student, teacher, config, targets), plain)
 
 
+def test_taid_begins_with_the_channel():
+    # A channel that starts at step 100 moves its target over its own first steps, not over those before it.
+    config = SdpoConfig(taid_steps=10, taid_start=0.2, schedule={"start_step": 100})
+    assert config.teacher_share(104) == pytest.approx(0.6) and config.teacher_share(1) == pytest.approx(0.2)
+    assert config.teacher_share(108) < 1.0 and config.teacher_share(109) == 1.0
+
+
 def test_an_unsure_teacher_is_matched_forward():
     # Tokens where the teacher's entropy is above the threshold take KL(T || S), the others the configured divergence.
     student, teacher, targets = logits(7)
