@@ -10,7 +10,7 @@ from orchestrator.conversation import answers
 from orchestrator.groups import FinishedRollout
 from orchestrator.hints.error_turn import ErrorTurn
 from orchestrator.hints.schema import violation
-from orchestrator.hints.templates import Templates
+from orchestrator.hints.templates import OTHER, Templates
 
 FAILED = "failed"
 
@@ -46,6 +46,8 @@ class RuleDetector:
             if rollout.turns[answer].error is not None and "tool_error" in self._detect:
                 kind = self._templates.kind_of(text)
             kind = kind or self._templates.detected(text, self._detect)
+            if kind == OTHER and (broken := self._called(rollout, index)) is not None:
+                return broken  # no template knows the tool's words, but the call itself shows what is wrong
             if kind is not None:
                 tool = calls[number].name if number < len(calls) else None
                 return _error(rollout, index, kind, text, tool)

@@ -112,6 +112,21 @@ def test_a_tool_that_takes_a_broken_call_does_not_hide_it():
     assert errors([step, Step("3")], ["tool_error"]) == []
 
 
+def test_an_error_that_no_template_knows_is_named_by_the_call_that_caused_it():
+    # The environment's own words for a missing tool and for a wrong type; the schema knows better, so there is a hint.
+    missing = Step("x", "KeyError: 'plus'", error=True, calls=[("plus", "{}")])
+    typed = Step("x", "add() refused its input", error=True, calls=[("add", '{"a": "1", "b": 2}')])
+    found = errors([missing, typed, Step("3")])
+    assert [error.kind for error in found] == ["tool_not_found", "argument_type"]
+    assert [TEMPLATES.fill(error) for error in found] == [
+        "Reminder: Available tools are: add, minus",
+        "Reminder: The arguments of add are: a (integer), b (integer)",
+    ]
+    assert [error.kind for error in errors([missing, Step("3")], ["tool_error"])] == ["tool_error"]
+    sound = Step("x", "the disk is on fire", error=True, calls=[("add", '{"a": 1, "b": 2}')])
+    assert [error.text for error in errors([sound, Step("3")])] == ["the disk is on fire"]
+
+
 def test_the_last_turn_of_a_failed_rollout_is_wrong_where_that_is_asked_for():
     # Not of one that got a reward, whatever its effort cost, and not beside an error that the turn has anyway.
     assert errors([GOOD, Step("9")]) == []
