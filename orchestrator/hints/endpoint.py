@@ -211,19 +211,25 @@ class ChatEndpoint:
         return self._read(call, content)
 
     def _read(self, call: _Call, content: bytes) -> str:
-        """The text. An answer without a count of its tokens costs what was reserved."""
+        """The text without thinking. An answer without a count of its tokens costs what was reserved."""
         try:
             reply = msgspec.json.decode(content)
-            text = reply["choices"][0]["message"]["content"] or ""
+            said = reply["choices"][0]["message"]["content"] or ""
             usage = reply.get("usage") or {}
         except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
             start = content[:120].decode(errors="replace")
             raise EndpointError(f"{self._name}: the answer is no chat completion; it starts with {start!r}") from None
-        if not isinstance(text, str):
-            raise EndpointError(f"{self._name}: the answer's content is {type(text).__name__}, expected text")
+        if not isinstance(said, str):
+            raise EndpointError(f"{self._name}: the answer's content is {type(said).__name__}, expected text")
         tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if all(isinstance(count, int) for count in tokens):
             call.cost_usd = self._cost_usd(*tokens)
+        text = without_thinking(said)
+        if not text:
+            raise EndpointError(
+                f"{self._name}: the answer holds no text beside the model's thinking; its limit is "
+                f"{self._config.max_tokens} tokens: raise it, or have the endpoint not think"
+            )
         return text
 
     def _cost_usd(self, prompt_tokens: int, answer_tokens: int) -> float:
@@ -241,6 +247,15 @@ class ChatEndpoint:
 
 
 _JSON = {"Content-Type": "application/json"}
+
+
+def without_thinking(text: str) -> str:
+    """What an answer says after its thinking, which some servers leave in the content; "" where it never got there.
+
+    The opening tag may be missing: some chat templates put it into the prompt.
+    """
+    said = text.rpartition("</think>")[2].strip()
+    return "" if said.startswith("<think>") else said
 
 
 async def _content(reply: aiohttp.ClientResponse) -> bytes:

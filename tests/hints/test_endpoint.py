@@ -101,6 +101,38 @@ def test_a_bad_endpoint_is_an_error_in_time(mode, said, cost_usd, tmp_path):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    "said", ["<think>\nplus? add!\n</think>\n\nuse add", "plus? add!\n</think>\n\nuse add", " use add\n"]
+)
+def test_thinking_is_no_part_of_the_answer(said):
+    # Servers without a reasoning parser leave it in the content; the template may have put its opening tag into the
+    # prompt. A hint would hold the thinking alone, as it is cut after max_hint_chars.
+    async def run():
+        async with chat_peer(answer=lambda body: said) as peer:
+            endpoint = ChatEndpoint(peer.config(), name="orchestrator.hints.llm")
+            assert await endpoint.ask(ASK) == "use add"
+            await endpoint.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("said", ["<think>\nFirst, let me see what", "<think>why?</think>", "", None])
+def test_an_answer_of_thinking_alone_is_an_error_that_names_the_limit(said, tmp_path):
+    # The limit cut the model before it said anything: paid for by its count of tokens, and not kept as an answer.
+    async def run():
+        async with chat_peer(answer=lambda body: said) as peer:
+            cache = tmp_path / "llm.jsonl"
+            endpoint = ChatEndpoint(peer.config(**PRICES), name="orchestrator.hints.llm", cache=cache)
+            with pytest.raises(EndpointError, match=r"hints\.llm: the answer holds no text .* 20 tokens: raise"):
+                await endpoint.ask(ASK)
+            assert endpoint.cost_usd == pytest.approx(0.2)
+            peer.answer = lambda body: "use add"
+            assert await endpoint.ask(ASK) == "use add" and len(peer.bodies) == 2
+            await endpoint.close()
+
+    asyncio.run(run())
+
+
 def test_an_endpoint_that_is_not_there_is_an_error():
     async def run():
         async with chat_peer() as peer:
