@@ -58,9 +58,9 @@ class Progress:
     cached: int = 0
     failed: int = 0
     usd: float = 0.0
-    """Paid now."""
-    price_usd: float = 0.0
-    """As usd, with answers from the cache at what they cost when they were asked for."""
+    """Paid now, also on states that were not finished."""
+    cached_usd: float = 0.0
+    """What answers from the cache cost when they were asked for."""
     with_entropy: int = 0
     """States whose trace tells how uncertain the student was."""
     stopped: str | None = None
@@ -69,6 +69,13 @@ class Progress:
 
 
 @dataclass(slots=True)
+    without_vote: Counter[str] = field(default_factory=Counter)
+    """Why teachers gave no vote."""
+
+    @property
+    def price_usd(self) -> float:
+        """As usd, with answers from the cache at their first price."""
+        return self.usd + self.cached_usd
 class _Ballot:
     """Votes on one state while they come in."""
 
@@ -109,6 +116,7 @@ class Replay:
         self._voi = ValueOfInformation(config.voi, seed)
         self._switch = KillSwitch(config.kill, usd_by_trace=dict(budget.by_trace))
         self.gate = gate
+        self._spent_before_usd = budget.spent_usd
         self._writing = asyncio.Lock()
         for record in records.history:
             self._recall(record)
@@ -144,6 +152,7 @@ class Replay:
         if self.progress.stopped is not None:
             self._budget.stopped(self.progress.stopped)
         return self.progress
+            self.progress.usd = self._budget.spent_usd - self._spent_before_usd
 
     def _recall(self, record: StateRecord) -> None:
         """Take in what an earlier replay saw; its costs are in the ledger."""
@@ -336,8 +345,8 @@ class Replay:
         progress.calls += paid + record.failed_calls
         progress.cached += len(record.votes) - paid
         progress.failed += record.failed_calls
-        progress.usd += record.cost_usd
-        progress.price_usd += record.price_usd
+        progress.usd = self._budget.spent_usd - self._spent_before_usd
+        progress.cached_usd += record.price_usd - record.cost_usd
         progress.with_entropy += record.entropy is not None
         if record.outcome == "refused":
             progress.refusals[record.reason or ""] += 1

@@ -6,7 +6,8 @@
 
 Each attempt has a reservation of its own. What came back with token counts costs what they say; what came back as an
 error status costs nothing, but for those that end a wait for an answer (408, 504, 520 to 524); these, and what came
-back unreadable, cut short or not at all, keep their reservation spent, for the endpoint may have charged for it.
+back unreadable, cut short or not at all, keep their reservation spent, for the endpoint may have charged for it. Where
+no connection came about, nothing was asked, and nothing is spent.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from orchestrator.teachers.pace import Pace
 
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
 _MAYBE_CHARGED = {408, 504, *range(520, 525)}
+_NEVER_SENT = (httpx.ConnectError, httpx.UnsupportedProtocol)
+"""The question did not leave: nobody can have charged for it."""
 """A proxy gave up on the endpoint, which may have answered, and charged, all the same."""
 _PROMPT_OVERHEAD_TOKENS = 64
 """What an endpoint's chat template may add around the messages."""
-
-
 _ROUNDING = 0.01
 """By which share a bill may differ from the price list."""
 
@@ -229,8 +230,10 @@ class Teacher:
             status = "deadline"
             raise _Failed(f"no reply within {self._shared.timeout_s:g} s", again=True) from None
         except (openai.APIConnectionError, httpx.HTTPError) as error:
-            status = "connection"
-            raise _Failed(f"connection lost: {_brief(error)}", again=True) from None
+            cause, status = error.__cause__ or error, "connection"
+            sent = not isinstance(cause, _NEVER_SENT)
+            usd = reserved.usd if sent else 0.0
+            raise _Failed(f"{'connection lost' if sent else 'no connection'}: {_brief(cause)}", again=True) from None
         except _Failed as failed:
             status = str(failed)
             raise
@@ -248,9 +251,11 @@ class Teacher:
     async def _post(self, question: Question) -> bytes:
         """The body of a reply with status 200. The deadline covers the whole attempt, a dripping body too."""
         assert self._client is not None
+        # The client imports this part of itself on first use: seconds on a busy machine, which are not the endpoint's.
+        create = self._client.chat.completions.with_raw_response.create
         options: dict[str, Any] = {"tools": question.tools} if question.tools else {}
         async with asyncio.timeout(self._shared.timeout_s):
-            raw = await self._client.chat.completions.with_raw_response.create(
+            raw = await create(
                 model=question.model,
                 messages=question.messages,  # pyright: ignore[reportArgumentType]
                 temperature=question.temperature,
@@ -331,5 +336,5 @@ def _retry_after(response: httpx.Response) -> float | None:
         return None
 
 
-def _brief(error: Exception) -> str:
-    return json.dumps(str(error))[1:201]
+def _brief(error: BaseException) -> str:
+    return json.dumps(str(error) or type(error).__name__)[1:-1][:200]

@@ -29,20 +29,66 @@ def play(tmp_path: Path, states, script=None, endpoint: Endpoint | None = None, 
     return asyncio.run(run()), played
 
 
+def settled_calls(tmp_path: Path) -> list[tuple[dict, dict]]:
+    """(reservation, settlement) of every call: each has been settled, and once."""
+    written = list(read_costs(tmp_path / "costs.jsonl"))
+    reserved = {line["call"]: line for line in written if line["kind"] == "reserved"}
+    settled = [line for line in written if line["kind"] == "settled"]
+    assert sorted(line["call"] for line in settled) == sorted(reserved)
+    assert spent(tmp_path / "costs.jsonl").usd == pytest.approx(sum(line["usd"] for line in settled))
+    return [(reserved[line["call"]], line) for line in settled]
+
+
 # Each fault is met by a retry; the state gets its pair, and every answer was given once.
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "not_found"])
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("late", "not_found")])
 def test_a_fault_costs_a_retry(tmp_path: Path, fault: str) -> None:
-    late = fault == "late"
-    progress, endpoint = play(tmp_path, [state(0)], {"gpt-a": [fault, fault]}, timeout_s=2.0 if late else 30.0)
+    progress, endpoint = play(tmp_path, [state(0)], {"gpt-a": [fault, fault]})
     assert progress.pairs == 1 and progress.failed == 0
-    assert len(set(endpoint.answered)) == 2 and (late or len(endpoint.answered) == 2)
-    settled = [line for line in read_costs(tmp_path / "costs.jsonl") if line["kind"] == "settled"]
-    assert len(settled) == 4 and sum(line["status"] == "ok" for line in settled) == 2
-    total = spent(tmp_path / "costs.jsonl")
+    assert len(endpoint.answered) == len(set(endpoint.answered)) == 2
+    calls = settled_calls(tmp_path)
+    assert len(calls) == len(endpoint.asked) == 4
+    assert [settled["usd"] for _, settled in calls if settled["status"] == "ok"] == [pytest.approx(USD)] * 2
     # An error status is free; what may have been charged (a lost reply, a proxy that gave up) is counted at its bound.
-    lost = [line["usd"] for line in settled if line["status"] != "ok"]
-    assert all(usd == 0 for usd in lost) == (fault in ("429", "500"))
-    assert total.usd == pytest.approx(2 * USD + sum(lost)) and total.unsettled == 0
+    free = fault in ("429", "500")
+    lost = [(reserved, settled) for reserved, settled in calls if settled["status"] != "ok"]
+    assert all(settled["usd"] == (0 if free else reserved["usd"]) for reserved, settled in lost)
+
+
+# An answer that would come 30 s late is given up at the deadline, counted at its bound, and asked for anew. A busy
+# machine may miss the short deadline more often than the endpoint is late; nothing else may differ then.
+def test_an_answer_that_is_late(tmp_path: Path) -> None:
+    progress, endpoint = play(tmp_path, [state(0)], {"gpt-a": ["late", "late"]}, timeout_s=0.5, max_retries=60)
+    assert progress.pairs == 1 and progress.failed == 0 and len(set(endpoint.answered)) == 2
+    calls = settled_calls(tmp_path)
+    lost = [(reserved, settled) for reserved, settled in calls if settled["status"] != "ok"]
+    assert len(lost) == len(calls) - 2 >= 2
+    assert all(settled["status"] == "deadline" and settled["usd"] == reserved["usd"] for reserved, settled in lost)
+
+
+# An answer and the deadline at the same instant: whichever wins, the call is settled once, at its price where the
+# answer was taken (and kept: it is never asked for again), at its bound where it was given up, and the cap holds.
+def test_an_answer_at_the_deadline(tmp_path: Path) -> None:
+    endpoint = Endpoint(answers=overrule, delay_s=0.08)
+    states = [state(number, trace=f"t{number}") for number in range(16)]
+    budget = {"usd_per_call": 1.0, "usd_per_trace": 100.0, "usd_per_run": 12.0}
+    play(tmp_path, states, endpoint=endpoint, timeout_s=0.1, max_retries=1, budget=budget)
+    calls = settled_calls(tmp_path)
+    for reserved, settled in calls:
+        taken = settled["status"] == "ok"
+        assert taken or settled["status"] == "deadline"
+        assert settled["usd"] == (pytest.approx(USD) if taken else reserved["usd"])
+    taken = sum(settled["status"] == "ok" for _, settled in calls)
+    assert len(list((tmp_path / "cache").glob("*/*.json"))) == taken
+    assert spent(tmp_path / "costs.jsonl").usd <= 12.0
+
+
+# A call that found no endpoint costs nothing: a wrong address must not use up the caps.
+def test_an_endpoint_that_is_not_there(tmp_path: Path) -> None:
+    config = configured(tmp_path, "http://127.0.0.1:9/v1", max_retries=1)
+    progress = asyncio.run(replayed(tmp_path, config, [state(0)]))
+    assert progress.outcomes == {"failed": 1} and progress.usd == 0
+    calls = settled_calls(tmp_path)
+    assert len(calls) == 6 and {settled["status"] for _, settled in calls} == {"connection"}
 
 
 # A teacher that never answers is replaced by the next one; the state is not lost.
@@ -124,6 +170,7 @@ def test_an_endpoint_that_overcharges(tmp_path: Path, charges: dict, told: str) 
     progress = asyncio.run(run())
     assert progress.stopped is not None and told in progress.stopped
     assert len(endpoint.asked) == 1 and progress.states == 0
+    assert progress.usd == pytest.approx(charges.get("billed_usd", 50 * USD))  # though no state was finished
     total = spent(tmp_path / "costs.jsonl")
     assert total.usd == pytest.approx(charges.get("billed_usd", 50 * USD)) and total.unsettled == 0
     endpoint.tokens_factor, endpoint.billed_usd = 1.0, USD
@@ -168,9 +215,7 @@ def test_the_kill_switch(tmp_path: Path, kill: dict, more: dict, named: str) -> 
     assert [line["reason"] for line in read_costs(tmp_path / "costs.jsonl") if line["kind"] == "stopped"]
     # It stays stopped, for it knows what it saw: the same limits let no further call through.
     asked = len(endpoint.asked)
-    again, _ = play(
-        tmp_path, states, endpoint=endpoint, kill={**roomy, **kill, "min_states": 5}, concurrent_states=2
-    )
+    again, _ = play(tmp_path, states, endpoint=endpoint, kill={**roomy, **kill, "min_states": 5}, concurrent_states=2)
     assert again.stopped is not None and named in again.stopped and len(endpoint.asked) == asked
     progress, _ = play(tmp_path, states, endpoint=endpoint, kill={**roomy, "min_states": 99})
     assert progress.states + progress.resumed == 20 and progress.resumed >= 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.prices import price_of
 from orchestrator.teachers.budget import Budget
 from orchestrator.teachers.cache import Answer, AnswerCache, Question
+from orchestrator.teachers.pace import Pace
 
 
 def teacher(**values) -> TeacherConfig:
@@ -62,6 +64,16 @@ def test_no_rest_of_rounding_stays_reserved(tmp_path: Path) -> None:
             await budget.reserve(trace="t", state="s", teacher="x", usd=0.01)
 
     asyncio.run(run())
+
+
+# A rate limit spaces calls, whoever asks: the last of four has waited three intervals.
+def test_calls_are_spaced() -> None:
+    async def run() -> float:
+        pace, start = Pace(per_minute=600), time.monotonic()
+        await asyncio.gather(*(pace.wait() for _ in range(4)))
+        return time.monotonic() - start
+
+    assert asyncio.run(run()) >= 0.299
 
 
 # The key depends on everything an answer depends on, and on nothing else; a damaged file is a miss.
