@@ -102,7 +102,7 @@ class VoiConfig(BaseConfig):
     pair_value_usd: float = Field(default=0.02, gt=0)
     """What a preference pair is worth."""
     prior_disagreement: float = Field(default=0.3, gt=0, lt=1)
-    """How often teachers are expected to overrule the student, before any vote has been seen."""
+    """How often the votes on a state are expected to disagree and so give a pair, before any has been seen."""
     prior_weight: float = Field(default=4.0, gt=0)
     """Votes that the prior counts as."""
     explore: float = Field(default=0.05, ge=0, le=1)

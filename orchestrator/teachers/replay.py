@@ -43,6 +43,9 @@ from orchestrator.teachers.scoring import Scorer, likeliest
 from orchestrator.teachers.teacher import NotAskedError, Teacher
 from orchestrator.teachers.voi import Situation, ValueOfInformation
 
+MAX_REASONS = 50
+"""Endpoints word their errors as they like: so many are told apart."""
+
 
 @dataclass(slots=True)
 class Progress:
@@ -66,9 +69,6 @@ class Progress:
     stopped: str | None = None
     """Why it stopped early."""
     refusals: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(slots=True)
     without_vote: Counter[str] = field(default_factory=Counter)
     """Why teachers gave no vote."""
 
@@ -76,6 +76,9 @@ class Progress:
     def price_usd(self) -> float:
         """As usd, with answers from the cache at their first price."""
         return self.usd + self.cached_usd
+
+
+@dataclass(slots=True)
 class _Ballot:
     """Votes on one state while they come in."""
 
@@ -84,14 +87,14 @@ class _Ballot:
     planned: int
     votes: list[Vote] = field(default_factory=list)
     failed: int = 0
-    """Calls that gave no vote."""
-    blank: int = 0
-    """Teachers that gave no vote without a call: a cut answer in the cache, or none there."""
+    """Calls that gave no vote; an answer from the cache that gives none is not one."""
     cached_usd: float = 0.0
     """What answers from the cache cost when they were asked for."""
     cached_s: float = 0.0
     first_disagreed: bool | None = None
     stopped_by: str | None = None
+    without_vote: str | None = None
+    """Why the last teacher that gave no vote gave none."""
 
     @property
     def cast(self) -> list[Cast]:
@@ -113,10 +116,10 @@ class Replay:
         """`gate` measures the pairs as they come, where they are trained while the replay goes on."""
         self.config, self.progress = config, Progress()
         self._pool, self._budget, self._records, self._scorer = pool, budget, records, scorer
+        self._spent_before_usd = budget.spent_usd
         self._voi = ValueOfInformation(config.voi, seed)
         self._switch = KillSwitch(config.kill, usd_by_trace=dict(budget.by_trace))
         self.gate = gate
-        self._spent_before_usd = budget.spent_usd
         self._writing = asyncio.Lock()
         for record in records.history:
             self._recall(record)
@@ -149,6 +152,7 @@ class Replay:
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
+            self.progress.usd = self._budget.spent_usd - self._spent_before_usd
         if self.progress.stopped is not None:
             self._budget.stopped(self.progress.stopped)
         return self.progress
@@ -157,11 +161,17 @@ class Replay:
     def _recall(self, record: StateRecord) -> None:
         """Take in what an earlier replay saw; its costs are in the ledger."""
         self._note(record, usd=0.0)
-        if record.outcome in ("agreed", "overruled") and record.votes:
-            before = Situation(error=record.error, entropy=record.entropy)
-            after = replace(before, cheap_disagrees=not record.votes[0].agrees)
-            for situation in (before, after):
-                self._voi.learn(situation, record.outcome == "overruled")
+        self._learn(record)
+
+    def _learn(self, record: StateRecord) -> None:
+        """Whether the votes on a state, if they came to an end, gave a pair."""
+        if record.outcome not in ("agreed", "overruled", "no_majority") or not record.votes:
+            return
+        minority = record.outcome == "agreed" and any(not vote.agrees for vote in record.votes)
+        before = Situation(error=record.error, entropy=record.entropy)
+        after = replace(before, cheap_disagrees=not record.votes[0].agrees)
+        for situation in (before, after):
+            self._voi.learn(situation, minority or record.outcome == "overruled")
 
     def _begin(self, state: TraceState, running: set[asyncio.Task[None]]) -> None:
         if (state.trace_id, state.state_id) in self._records.done:
@@ -231,9 +241,8 @@ class Replay:
         form = majority(ballot.cast, ballot.planned)
         if form is None:
             alone = len({vote.family for vote in ballot.votes}) < 2
-            return ballot, "failed" if ballot.failed + ballot.blank and alone else "no_majority", None
-        self._voi.learn(_situation(ballot, None), form != student)
-        self._voi.learn(_situation(ballot, ballot.first_disagreed), form != student)
+            failed = alone and ballot.without_vote is not None
+            return ballot, "failed" if failed else "no_majority", ballot.without_vote if failed else None
         return ballot, "agreed" if form == student else "overruled", None
 
     async def _sequence(self, ballot: _Ballot, voters: list[Teacher]) -> None:
@@ -247,8 +256,8 @@ class Replay:
                 price = sum(self._pool.price_usd(each, ballot.state) for each in voters[index : index + left])
             situation = _situation(ballot, ballot.first_disagreed)
             if not self._voi.worth(situation, price):
-                chance = self._voi.disagreement(situation)
-                ballot.stopped_by = f"P(overruled) = {chance:.3f} is not worth votes for ${price:.5f}"
+                chance = self._voi.chance(situation)
+                ballot.stopped_by = f"P(pair) = {chance:.3f} is not worth votes for ${price:.5f}"
                 return
             await self._ask(ballot, teacher)
 
@@ -268,19 +277,19 @@ class Replay:
         state = ballot.state
         try:
             asked = await self._pool.ask(teacher, state)
-        except NotAskedError:
-            ballot.blank += 1
+        except NotAskedError as error:
+            self._no_vote(ballot, str(error), called=False)
             return
-        except TeacherError:
-            ballot.failed += 1
+        except TeacherError as error:
+            self._no_vote(ballot, str(error), called=True)
             return
         if asked.cached:
             ballot.cached_usd += asked.answer.cost_usd
             ballot.cached_s += asked.answer.seconds
         form = canonical(asked.answer.message, state.tools, Files(state.messages))
         if form is None or asked.answer.finish_reason == "length":
-            ballot.blank += asked.cached
-            ballot.failed += not asked.cached
+            what = "is empty" if form is None else f"was cut at teachers.max_tokens = {self.config.max_tokens}"
+            self._no_vote(ballot, f"an answer of {teacher.name} {what}", called=not asked.cached)
             return
         if ballot.first_disagreed is None:
             ballot.first_disagreed = form != ballot.student
@@ -304,6 +313,12 @@ class Replay:
         """The pairs that are kept, and why others are not."""
         kept: list[Pair] = []
         dropped: Counter[str] = Counter()
+    def _no_vote(self, ballot: _Ballot, reason: str, *, called: bool) -> None:
+        ballot.failed += called
+        ballot.without_vote = reason
+        reasons = self.progress.without_vote
+        reasons[reason if reason in reasons or len(reasons) < MAX_REASONS else "other reasons"] += 1
+
         student = visible(ballot.state.student_action)
         for candidate in candidates(ballot.votes, student, ballot.student, ballot.planned):
             pair = await self._pair(ballot, candidate)
@@ -355,6 +370,7 @@ class Replay:
 
     def _note(self, record: StateRecord, *, usd: float) -> None:
         """Show the kill switch a state."""
+        self._learn(record)
         calls = sum(not vote.cached for vote in record.votes) + record.failed_calls
         self._switch.note(record.trace, usd, record.seconds if calls else None, calls, record.failed_calls)
 

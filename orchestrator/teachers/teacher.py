@@ -171,7 +171,7 @@ class Teacher:
         if self._client is None:
             raise NotAskedError(
                 f"teachers.cache_only is true, and {self._shared.cache_dir} holds no answer of {self.name} to this "
-                f"state ({key}): replay with cache_only = false once"
+                "state: replay with cache_only = false once"
             )
         under_way = self._asking.get(key)
         if under_way is not None:

@@ -1,12 +1,13 @@
 """Value of information: is a vote worth its price?
 
-    P(the teachers overrule the student | what is known) * value of a pair >= price of the votes that are still open
+    P(the votes give a pair | what is known) * value of a pair >= price of the votes that are still open
 
-P is the mean of a Beta distribution for each situation: whether the action led to an error, how uncertain the student
-was, and whether the first, cheap teacher disagreed. It starts from a prior and learns from every state that was voted
-on to the end. How uncertain the student was (TraceState.entropy: the mean surprisal of its tokens) is known of this
-project's own rollouts. Traces of other agents hold no log-probabilities: they are situations of their own, in which the
-error and the cheap teacher's vote alone tell.
+They give one where they overrule the student, and where they agree with it against a minority. P is the mean of a Beta
+distribution for each situation: whether the action led to an error, how uncertain the student was, and whether the
+first, cheap teacher disagreed. It starts from a prior and learns from every state that was voted on to the end. How
+uncertain the student was (TraceState.entropy: the mean surprisal of its tokens) is known of this project's own
+rollouts. Traces of other agents hold no log-probabilities: they are situations of their own, in which the error and the
+cheap teacher's vote alone tell.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class ValueOfInformation:
         self._config, self._random = config, random.Random(seed)
         self._seen: dict[tuple[object, ...], tuple[int, int]] = {}
 
-    def disagreement(self, situation: Situation) -> float:
-        """P(the teachers overrule the student)."""
-        overruled, seen = self._seen.get(situation.bucket, (0, 0))
+    def chance(self, situation: Situation) -> float:
+        """P(the votes give a pair)."""
+        gave, seen = self._seen.get(situation.bucket, (0, 0))
         config = self._config
-        return (overruled + config.prior_disagreement * config.prior_weight) / (seen + config.prior_weight)
+        return (gave + config.prior_disagreement * config.prior_weight) / (seen + config.prior_weight)
 
     def worth(self, situation: Situation, price_usd: float) -> bool:
         """Whether votes that cost `price_usd` together are to be asked for."""
@@ -54,8 +55,8 @@ class ValueOfInformation:
             return True
         if self._random.random() < self._config.explore:
             return True
-        return self.disagreement(situation) * self._config.pair_value_usd >= price_usd
+        return self.chance(situation) * self._config.pair_value_usd >= price_usd
 
-    def learn(self, situation: Situation, overruled: bool) -> None:
+    def learn(self, situation: Situation, gave_pair: bool) -> None:
         count, seen = self._seen.get(situation.bucket, (0, 0))
-        self._seen[situation.bucket] = (count + overruled, seen + 1)
+        self._seen[situation.bucket] = (count + gave_pair, seen + 1)

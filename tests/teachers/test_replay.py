@@ -260,6 +260,19 @@ def test_votes_that_are_not_worth_their_price(tmp_path: Path) -> None:
     assert progress.outcomes["overruled"] == 20 and progress.pairs == 20
 
 
+# A state on which the teachers uphold the student against one of them gives a pair too: its votes stay worth asking.
+def test_a_minority_is_worth_its_votes(tmp_path: Path) -> None:
+    voi = {"enabled": True, "pair_value_usd": 1.0, "prior_disagreement": 0.5, "prior_weight": 2.0, "explore": 0.0}
+
+    def against_one(model: str, messages: list[dict]) -> tuple[str, dict]:
+        number = int(messages[-1]["content"].split()[1])
+        return ("rm", {"n": number}) if model == "gpt-a" else ("ls", {"n": number})
+
+    states = [state(number) for number in range(20)]
+    progress, _ = play(tmp_path, against_one, states, voi=voi, concurrent_states=1)
+    assert progress.outcomes == {"agreed": 20} and progress.pairs == 20
+
+
 # Where the trace tells how certain the student was, votes go to the uncertain: that is learned from the votes.
 def test_votes_go_to_the_uncertain(tmp_path: Path) -> None:
     voi = {"enabled": True, "pair_value_usd": 1.0, "prior_disagreement": 0.5, "prior_weight": 2.0, "explore": 0.0}
