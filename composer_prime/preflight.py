@@ -226,8 +226,11 @@ def _density_gate(config: Config, found: Findings) -> None:
         refused = refusal(path) if wanted is not None or not config.teachers.online else None
         if refused is not None:
             found.problems.append(f"channels.replay_dpo.weight is {weight:g}, but {refused}, or set the weight to 0")
-    if wanted is None and config.teachers.online and not config.teachers.score:
+    teachers = config.teachers
+    if wanted is None and teachers.online and (teachers.cache_only or not teachers.score):
+        why = "teachers.cache_only is true" if teachers.cache_only else "teachers.score is false"
         found.problems.append(
-            f"channels.replay_dpo.weight is {weight:g} on pairs that are made online, but teachers.score is false: "
-            "without the frozen base the density gate measures no margins and lets none of them through; set it to true"
+            f"channels.replay_dpo.weight is {weight:g} on pairs that are made online, but {why}: without the frozen "
+            "base the density gate measures no margins and lets none of them through; change that, or set the weight "
+            "to 0"
         )

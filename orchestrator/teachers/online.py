@@ -115,21 +115,23 @@ class OnlineReplay:
                 "replay/cached": float(progress.cached),
                 "replay/failed_calls": float(progress.failed),
                 "replay/usd": progress.usd,
-                **_gate(replay),
+                **self._gate(replay),
                 "replay/stopped": float(progress.stopped is not None),
             },
         )
 
-
-def _gate(replay: Replay) -> dict[str, float]:
-    """gate/…: pairs that have a verdict, those that may be trained, and windows by verdict."""
-    if replay.gate is None:
-        return {}
-    gate = replay.gate.gate
-    passed = sum(verdict.passed for verdict in gate.verdicts)
-    return {
-        "gate/measured": float(gate.measured),
-        "gate/pairs_passed": float(gate.passed),
-        "gate/windows_passed": float(passed),
-        "gate/windows_missed": float(len(gate.verdicts) - passed),
-    }
+    def _gate(self, replay: Replay) -> dict[str, float]:
+        """gate/…: pairs that have a verdict, those that may be trained, windows by verdict, and the weight that channel
+        3 has on these pairs: 0 until a window has passed, or where it trains another file."""
+        if replay.gate is None:
+            return {}
+        gate, config = replay.gate.gate, self._config
+        passed = sum(verdict.passed for verdict in gate.verdicts)
+        trained = gate.passed > 0 and config.orchestrator.preferences.pairs is None
+        return {
+            "gate/measured": float(gate.measured),
+            "gate/pairs_passed": float(gate.passed),
+            "gate/windows_passed": float(passed),
+            "gate/windows_missed": float(len(gate.verdicts) - passed),
+            "gate/beta": config.channels.replay_dpo.weight_at(max(self._step(), 1)) if trained else 0.0,
+        }

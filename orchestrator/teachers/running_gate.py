@@ -4,8 +4,9 @@
                                                                          (read by orchestrator/preferences/released.py)
 
 A window's figures are those of the traces that had a state in it, with all that these traces gave so far: a trace that
-goes on in the next window counts there with the whole. A window that missed the gate is never trained; the next one is
-measured anew. Where a resumed run goes on is read from votes and verdicts.
+goes on in the next window counts there with the whole. The pairs of a window that missed the gate are never trained;
+the next window, of fresh pairs, is measured anew and may pass. Until one has passed, beta acts on nothing. Where a
+resumed run goes on is read from votes and verdicts.
 """
 
 from __future__ import annotations
@@ -60,11 +61,15 @@ class RunningGate:
         self._in_window.add(record.trace)
 
     async def measure_when_due(self) -> None:
-        """Give the open window its verdict once it is full. Raises OSError when that cannot be written."""
-        if self._pairs - self.gate.measured < self._config.window_pairs or self._measuring.locked():
+        """Give the open window its verdict once it is full, then the next one if it filled up meanwhile.
+
+        Raises OSError when a verdict cannot be written.
+        """
+        if self._measuring.locked():
             return
         async with self._measuring:
-            await self._measure(self.gate.measured, self._pairs, self._votes)
+            while self._pairs - self.gate.measured >= self._config.window_pairs:
+                await self._measure(self.gate.measured, self._pairs, self._votes)
 
     async def _measure(self, first: int, last: int, votes: int) -> None:
         traces, self._in_window = self._in_window, set()
@@ -87,7 +92,7 @@ class RunningGate:
         self.gate = Gate(verdicts=[*self.gate.verdicts, verdict])
         await asyncio.to_thread(write_gate, self._file.path, self.gate)
         self._forget(traces | self._in_window)
-        _log(verdict, density)
+        _log(self.gate, density)
 
     def _read(self, first: int, last: int) -> list[Pair]:
         self._file.refresh()
@@ -107,6 +112,13 @@ class RunningGate:
         self._by_trace = defaultdict(list, {trace: self._by_trace[trace] for trace in kept})
 
 
-def _log(verdict: Verdict, density: Density) -> None:
-    outcome = "passed" if verdict.passed else f"missed: {'; '.join(verdict.reasons)}"
-    logger.info("density gate, pairs %d to %d of %d traces: %s", verdict.first, verdict.last, density.traces, outcome)
+def _log(gate: Gate, density: Density) -> None:
+    """The newest verdict, and what follows from it for beta (channels.replay_dpo.weight)."""
+    verdict = gate.verdicts[-1]
+    where = f"density gate, pairs {verdict.first} to {verdict.last} of {density.traces} traces"
+    if verdict.passed:
+        logger.info("%s: passed, beta acts on %d pairs", where, gate.passed)
+        return
+    left = f"acts on the {gate.passed} pairs of windows that passed" if gate.passed else "acts on none, as if it were 0"
+    reasons = "; ".join(verdict.reasons)
+    logger.warning("%s: missed (%s); these are never trained, beta %s; the next window may pass", where, reasons, left)

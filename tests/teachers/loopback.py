@@ -12,6 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
+from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.traces import TraceState
 from orchestrator.teachers.budget import Budget
@@ -22,9 +23,9 @@ from tests.chat_server import chat_server
 
 FAULTS = ("429", "500", "504", "522", "half", "nothing", "wrong_json", "late", "not_found")
 PROMPT_TOKENS, ANSWER_TOKENS = 100, 10
-
 NEVER_S = 250.0
 """A deadline that no load of the machine reaches: where calls are counted, a slow moment must not add one."""
+
 
 @dataclass
 class Endpoint:
@@ -153,6 +154,19 @@ def configured(tmp_path: Path, url: str, models: tuple[str, ...] = ("gpt-a", "qw
         "kill": {"mean_usd_per_trace": 1000.0, "p95_usd_per_trace": 1000.0, "error_rate": 1.0},
     }
     return TeachersConfig(**(values | more))
+
+
+def run_config(tmp_path: Path, url: str, path: str = "tiny", **teachers: Any) -> Config:
+    """A run of toolsmith on the model `path` with `configured` teachers."""
+    source = {"name": "t", "taskset": {"id": "orchestrator.environments.toolsmith"}}
+    return Config.model_validate(
+        {
+            "run": {"name": "x", "max_steps": 2, "output_dir": str(tmp_path)},
+            "model": {"path": path, "max_context": 384},
+            "orchestrator": {"source": [source], "sampling": {"max_tokens": 64}},
+            "teachers": configured(tmp_path, url, **teachers).model_dump(),
+        }
+    )
 
 
 async def replayed(tmp_path: Path, config: TeachersConfig, states: list[TraceState], scorer: Any = None) -> Progress:

@@ -19,6 +19,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.pairs import Pair, PairFile, State
 from composer_prime.pairs_gate import check_binding, gate_file, read_gate
 from composer_prime.preflight import check
+from orchestrator.preferences.released import Released
 from orchestrator.teachers.chart import draw
 from orchestrator.teachers.density import Density, Margins, measure
 from orchestrator.teachers.margins import base_margins
@@ -216,11 +217,52 @@ def test_the_running_gate(tmp_path: Path) -> None:
     pairs.write_bytes(pairs.read_bytes().replace(b"cat", b"dog", 1))
     with pytest.raises(ConfigError, match=first.verdicts[0].digest):
         RunningGate(config, Records(pairs, votes_beside(pairs)), None)
+    # Two windows missed; fresh pairs open the gate again, and those that missed stay out.
+    asyncio.run(come(Likes(), range(50, 64)))
+    gate = read_gate(pairs)
+    assert gate is not None and [each.passed for each in gate.verdicts] == [True, False, False, True]
+    released = Released(PairFile(pairs))
+    assert released.refresh()
+    assert [index for index in range(64) if released.allows(index)] == [*range(16), *range(48, 64)]
 
 
 # A trace that is cut by a window's end counts in the next window with all that it gave.
 def test_a_trace_over_two_windows(tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
+
+# A window that fills up while the one before it is measured has its verdict too, though no further state may come.
+def test_a_window_that_fills_meanwhile(tmp_path: Path) -> None:
+    class Waits(Likes):
+        def __init__(self) -> None:
+            self.asked, self.go = asyncio.Event(), asyncio.Event()
+
+        async def logprob_per_token(self, messages, tools, answer) -> float:
+            self.asked.set()
+            await self.go.wait()
+            return await super().logprob_per_token(messages, tools, answer)
+
+    async def run() -> list[tuple[int, int]]:
+        records, scorer = Records(tmp_path / "pairs.jsonl", tmp_path / "votes.jsonl"), Waits()
+        gate = RunningGate(GateConfig(window_pairs=16, min_pairs_a_trace=1.0), records, scorer)
+
+        def come(numbers: range) -> None:
+            for number in numbers:
+                made = pair(f"t{number}", number)
+                kept = msgspec.structs.replace(record(made.trace, number, "xx"), pairs=[made.pair_id])
+                gate.note(kept, records.add(kept, [made]))
+
+        come(range(16))
+        async with asyncio.timeout(30):
+            measuring = asyncio.create_task(gate.measure_when_due())
+            await scorer.asked.wait()
+            come(range(16, 32))
+            await gate.measure_when_due()
+            scorer.go.set()
+            await measuring
+        return [(each.first, each.last) for each in gate.gate.verdicts]
+
+    assert asyncio.run(run()) == [(0, 16), (16, 32)]
+
 
     async def run() -> None:
         records = Records(pairs, votes_beside(pairs))

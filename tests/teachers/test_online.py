@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from loopback import Endpoint, configured, serving, state
+from loopback import Endpoint, run_config, serving, state
 
-from composer_prime.config import Config
 from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.cost_forecast import forecast
 from composer_prime.errors import ConfigError, DeadlineError
@@ -21,19 +20,6 @@ from orchestrator.teachers.local import models_at
 from orchestrator.teachers.online import OnlineReplay
 from orchestrator.teachers.opened import opened
 from orchestrator.teachers.records import read_pairs, votes_beside
-
-
-def config(tmp_path: Path, url: str, path: str = "tiny", **teachers) -> Config:
-    source = {"name": "t", "taskset": {"id": "orchestrator.environments.toolsmith"}}
-    shared = configured(tmp_path, url, **teachers).model_dump()
-    return Config.model_validate(
-        {
-            "run": {"name": "x", "max_steps": 2, "output_dir": str(tmp_path)},
-            "model": {"path": path, "max_context": 384},
-            "orchestrator": {"source": [source], "sampling": {"max_tokens": 64}},
-            "teachers": shared,
-        }
-    )
 
 
 def rollout(number: int) -> bytes:
@@ -56,7 +42,10 @@ def test_rollouts_are_replayed_as_they_appear(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(Endpoint(answers=overrule)) as endpoint:
             online = OnlineReplay(
-                config(tmp_path, endpoint.url, online=True), run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1
+                run_config(tmp_path, endpoint.url, online=True),
+                run_dir,
+                MetricsFile(run_dir.metrics, "test"),
+                lambda: 1,
             )
             run_dir.rollouts(1).write_bytes(rollout(0) + rollout(1))
             task = asyncio.create_task(online.run())
@@ -80,7 +69,7 @@ def test_secrets_do_not_reach_remote_teachers(tmp_path: Path, local: bool) -> No
     run_dir.rollouts(1).parent.mkdir(parents=True)
     token = "ghp_" + "a1B2c3D4e5" * 3 + "F6g7H8"
     run_dir.rollouts(1).write_bytes(rollout(0).replace(b"Task 0.", token.encode()))
-    values = config(tmp_path, "http://127.0.0.1:9/v1", online=True)
+    values = run_config(tmp_path, "http://127.0.0.1:9/v1", online=True)
     for teacher in values.teachers.teacher:
         teacher.local = local
     online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
@@ -101,7 +90,7 @@ def test_a_cap_ends_the_replay_only(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with serving(Endpoint(answers=overrule)) as endpoint:
-            values = config(tmp_path, endpoint.url, online=True, budget=budget)
+            values = run_config(tmp_path, endpoint.url, online=True, budget=budget)
             online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
             await asyncio.wait_for(online.run(), 20)
 
@@ -117,7 +106,7 @@ def test_bad_lines_of_a_states_file_are_left_out(tmp_path: Path) -> None:
 
     async def run(states: Path) -> None:
         async with serving(Endpoint(answers=overrule)) as endpoint:
-            values = config(tmp_path, endpoint.url, online=True, states=states)
+            values = run_config(tmp_path, endpoint.url, online=True, states=states)
             online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
             await asyncio.wait_for(online.run(), 20)
 
@@ -128,9 +117,29 @@ def test_bad_lines_of_a_states_file_are_left_out(tmp_path: Path) -> None:
         asyncio.run(run(tmp_path / "nowhere.jsonl"))
 
 
+# A window that missed the gate (no base: no margins) leaves beta without a pair: metrics and log say so.
+def test_a_window_that_missed_leaves_beta_at_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir, path = RunDir(tmp_path / "x"), tmp_path / "states.jsonl"
+    run_dir.root.mkdir(parents=True)
+    path.write_bytes(b"".join(write_state(state(number)) for number in range(16)))
+
+    async def run() -> None:
+        async with serving(Endpoint(answers=overrule)) as endpoint:
+            gate = {"window_pairs": 16, "min_pairs_a_trace": 1.0}
+            values = run_config(tmp_path, endpoint.url, online=True, states=path, gate=gate)
+            values.channels.replay_dpo.weight = 0.25
+            online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
+            await asyncio.wait_for(online.run(), 60)
+
+    asyncio.run(run())
+    logged = json.loads(run_dir.metrics.read_text().splitlines()[-1])
+    assert (logged["gate/windows_missed"], logged["gate/pairs_passed"], logged["gate/beta"]) == (1, 0, 0)
+    assert "margins were not measured); these are never trained, beta acts on none" in caplog.text
+
+
 # Two replays of one file would each count its own money: the second is refused while the first runs, and not after it.
 def test_one_replay_of_a_file_at_a_time(tmp_path: Path) -> None:
-    pairs, values = tmp_path / "pairs.jsonl", config(tmp_path, "http://127.0.0.1:9/v1")
+    pairs, values = tmp_path / "pairs.jsonl", run_config(tmp_path, "http://127.0.0.1:9/v1")
 
     async def run() -> None:
         places = {"pairs": pairs, "votes": votes_beside(pairs), "costs": tmp_path / "costs.jsonl"}
@@ -173,8 +182,8 @@ def test_models_that_the_launcher_serves(tmp_path: Path, monkeypatch: pytest.Mon
 # A policy whose family nobody knows cannot be judged: the configuration is refused before anything starts.
 def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"set teachers\.assume_family"):
-        config(tmp_path, "http://x/v1", path=str(tmp_path / "mine"), online=True)
-    assert config(tmp_path, "http://x/v1", path=str(tmp_path / "mine"), online=True, assume_family="qwen")
+        run_config(tmp_path, "http://x/v1", path=str(tmp_path / "mine"), online=True)
+    assert run_config(tmp_path, "http://x/v1", path=str(tmp_path / "mine"), online=True, assume_family="qwen")
 
 
 # The forecast: two answers of a quarter length at the least, all voters at full length at the most.
@@ -182,12 +191,12 @@ def test_the_forecast(tmp_path: Path) -> None:
     path = tmp_path / "states.jsonl"
     line = write_state(state(0))
     path.write_bytes(line * 30)
-    expected = forecast(config(tmp_path, "http://x/v1", states=path))
+    expected = forecast(run_config(tmp_path, "http://x/v1", states=path))
     prompt = int(len(line) / 4)
     assert expected is not None and expected.states == 30
     assert expected.low_usd == pytest.approx(30 * 2 * (prompt + 5) / 1000)
     assert expected.high_usd == pytest.approx(30 * 3 * (prompt + 20) / 1000)
-    assert forecast(config(tmp_path, "http://x/v1")) is None
+    assert forecast(run_config(tmp_path, "http://x/v1")) is None
 
 
 async def until(condition, timeout_s: float = 20.0) -> None:
