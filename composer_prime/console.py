@@ -51,13 +51,14 @@ def console_script(name: str) -> list[str]:
 
 
 def run_module(module: str, words: list[str]) -> int:
-    """Exit status of `python -m module words...`; Ctrl-C reaches it by itself."""
+    """Exit status of `python -m module words...`; Ctrl-C reaches it by itself, and how it then ends is its matter."""
     process = subprocess.Popen([sys.executable, "-m", module, *words])
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        process.wait()
-        return INTERRUPTED
+    while True:
+        try:
+            status = process.wait()
+            return INTERRUPTED if status == -signal.SIGINT else status
+        except KeyboardInterrupt:
+            continue
 
 
 def until_the_reader_leaves(work: Callable[[], int]) -> int:

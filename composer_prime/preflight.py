@@ -44,8 +44,8 @@ def check(config: Config, *, gpus: int, folder: bool = True) -> Findings:
     found = Findings()
     if folder:
         _folder(config, found)
-    steps = (_model, _modules, _engine, _addresses, _remote_roles, _trackers, _hints, _pairs, _density_gate, _joint_key)
-    for step in steps:
+    steps = (_model, _modules, _engine, _addresses, _remote_roles, _trackers)
+    for step in (*steps, _hints, _teachers, _pairs, _density_gate, _joint_key):
         try:
             step(config, found)
         except ComposerError as error:
@@ -183,6 +183,18 @@ def _hints(config: Config, found: Findings) -> None:
                 f"orchestrator.hints.{name}.api_key_variable is {variable!r}, but the environment has no such "
                 "variable: export it, or leave the setting out for an endpoint without a key"
             )
+
+
+def _teachers(config: Config, found: Findings) -> None:
+    """Keys of the teachers that are asked while training goes on."""
+    if not config.teachers.online or config.teachers.cache_only or config.orchestrator.address is not None:
+        return
+    for teacher in config.teachers.teacher:
+        try:
+            if not teacher.local:
+                teacher.api_key()
+        except ConfigError as error:
+            found.problems.append(str(error))
 
 
 def _pairs(config: Config, found: Findings) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
+from composer_prime.errors import ConfigError
 from composer_prime.families import UNKNOWN, family_of
 from composer_prime.wording import counted
 
@@ -45,6 +47,16 @@ class TeacherConfig(BaseConfig):
     @property
     def known_family(self) -> str:
         return self.family or family_of(self.model)
+
+    def api_key(self) -> str:
+        """The endpoint's key, from the environment. Raises ConfigError when it is not there."""
+        key = os.environ.get(self.api_key_env)
+        if not key:
+            raise ConfigError(
+                f"teacher {self.name!r} needs a key for {self.base_url}: set the environment variable "
+                f"{self.api_key_env}, or name another with api_key_env"
+            )
+        return key
 
     @model_validator(mode="after")
     def _family_is_known(self) -> TeacherConfig:

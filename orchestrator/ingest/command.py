@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from composer_prime.console import fail
+from composer_prime.console import INTERRUPTED, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.traces import write_state
 from orchestrator.ingest import openhands
@@ -21,6 +23,7 @@ from orchestrator.ingest.recent import Recent
 from orchestrator.ingest.sample import Sample
 from orchestrator.ingest.tally import Tally
 
+NOTHING = 1
 SUFFIXES = {".jsonl", ".ndjson", ".json", ".traj"}
 _DOCUMENTATION = """\
 Reads agent sessions into states.jsonl, one line for each assistant turn: Claude Code sessions, OpenHands events,
@@ -30,9 +33,13 @@ e-mail addresses and the owners of home folders are masked."""
 
 
 def main(words: list[str] | None = None) -> int:
+    """Exit status: 0 states were written, 1 there were none, 2 wrong input, 130 by Ctrl-C, which leaves no output."""
     options = parser().parse_args(words)
     try:
         return run(options)
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return INTERRUPTED
     except ComposerError as error:
         fail(error, command="composer ingest")
 
@@ -46,15 +53,23 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--family", help="its family (claude, gpt, qwen ...), whatever the traces say")
     parser.add_argument("--no-mask", action="store_true", help="keep secrets: for traces that hold none")
     parser.add_argument("--overwrite", action="store_true", help="replace the output file")
-    parser.add_argument("--max-line-mib", type=int, default=16, help="longer lines are skipped (default 16)")
-    parser.add_argument("--max-document-mib", type=int, default=32, help="larger JSON documents are skipped (32)")
+    parser.add_argument("--max-line-mib", type=_mib, default=16, help="longer lines are skipped (default 16)")
+    parser.add_argument("--max-document-mib", type=_mib, default=32, help="larger JSON documents are skipped (32)")
     return parser
 
 
+def _mib(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of MiB from 1 on")
+    return int(word)
+
+
 def run(options: argparse.Namespace) -> int:
-    files = find_files(options.paths)
+    if options.output.is_dir():
+        raise ConfigError(f"{options.output} is a folder: name the file of states with -o")
     if options.output.exists() and not options.overwrite:
         raise ConfigError(f"{options.output} exists already: give another -o, or --overwrite to replace it")
+    files = find_files(options.paths, options.output)
     limits = Limits(line_bytes=options.max_line_mib << 20, document_bytes=options.max_document_mib << 20)
     how = Options(
         mask=not options.no_mask, model=options.model, family=options.family, format=options.format, limits=limits
@@ -66,16 +81,23 @@ def run(options: argparse.Namespace) -> int:
             Console().print(table)
     total = sum((tally.states for _, tally in tallies), 0)
     print(f"{total} states in {options.output}")
-    return 0 if total else 1
+    return 0 if total else NOTHING
 
 
-def find_files(paths: list[Path]) -> list[Path]:
-    """The trace files in `paths`; a conversation folder of OpenHands counts as one. Raises ConfigError."""
+def find_files(paths: list[Path], output: Path) -> list[Path]:
+    """The trace files in `paths`, without `output`; a conversation folder of OpenHands counts as one.
+
+    Raises ConfigError.
+    """
     found: list[Path] = []
     for path in paths:
         if not path.exists():
             raise ConfigError(f"{path} does not exist: give trace files or folders that hold them")
-        found += list(_inside(path)) if path.is_dir() else [path]
+        try:
+            found += list(_inside(path)) if path.is_dir() else [path]
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be searched: {error.strerror}") from None
+    found = [path for path in found if path.absolute() != output.absolute()]
     if not found:
         listed = ", ".join(map(str, paths))
         raise ConfigError(f"no trace files in {listed}: files end in {', '.join(sorted(SUFFIXES))}")
@@ -115,6 +137,8 @@ def _write(files: list[Path], output: Path, how: Options, console: Console) -> l
                 )
                 file.writelines(write_state(state) for state in states)
                 tallies.append((path.name, tally))
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(output)
     except OSError as error:
         raise ConfigError(f"ingestion stopped: {error}") from None

@@ -50,9 +50,14 @@ def read(file: TraceFile) -> Iterator[TraceState]:
 
 
 def _conversation(record: Any) -> list[Any] | None:
-    """The list of messages in a record, also where it is written as JSON text; None when there is none."""
+    """The list of messages in a record, also where it is written as JSON text; None when there is none.
+
+    Nor in a state that was ingested already (composer_prime/traces.py): it is no trace.
+    """
     found = record
     if isinstance(record, dict):
+        if "student_action" in record:
+            return None
         found = next((record[key] for key in _KEYS if key in record), None)
     if isinstance(found, str) and found.lstrip()[:1] == "[":
         value = parse(found.encode())

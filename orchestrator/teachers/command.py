@@ -1,13 +1,17 @@
 """The command line of replay: states in a file, pairs in another, a summary of votes and money.
 
-Exit status: 0 replayed, 2 wrong input, 3 stopped by a cap or the kill switch, 130 by Ctrl-C. All are safe to repeat.
+Exit status: 0 replayed, 2 wrong input, 3 stopped by a cap or the kill switch, or without an answer to any state, 130 by
+Ctrl-C. All are safe to repeat. The first Ctrl-C waits for the calls in flight, for they may be charged; a second one
+drops them, and they count at their bound.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +21,15 @@ from rich.progress import Progress as Bar
 
 from composer_prime.config import Config
 from composer_prime.config.load import resolve
-from composer_prime.console import fail
+from composer_prime.console import INTERRUPTED, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.traces import read_states
 from orchestrator.teachers.opened import opened
 from orchestrator.teachers.records import votes_beside
-from orchestrator.teachers.replay import Progress
+from orchestrator.teachers.replay import Progress, Replay
 
-STOPPED, INTERRUPTED = 3, 130
+STOPPED = 3
+INTERRUPTION = "interrupted: repeat the command to go on"
 _SHOW_S = 0.2
 _COLUMNS = (
     TextColumn("{task.description}"),
@@ -55,12 +60,14 @@ def main(words: list[str] | None = None) -> int:
     try:
         arguments = parse(words)
         progress = asyncio.run(replay(arguments))
-    except KeyboardInterrupt:
-        print("interrupted: repeat the command to go on", file=sys.stderr)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print(INTERRUPTION, file=sys.stderr)
         return INTERRUPTED
-    except ComposerError as error:
+    except (ComposerError, OSError) as error:
         fail(error, command="composer replay")
     print("\n".join(summary(progress, arguments.pairs)))
+    if progress.stopped == INTERRUPTION:
+        return INTERRUPTED
     return STOPPED if progress.stopped else 0
 
 
@@ -70,6 +77,8 @@ def parse(words: Sequence[str]) -> Arguments:
     own, rest = list(words[:start]), list(words[start:])
     if len(own) != 3 or own[1] not in ("-o", "--output") or not rest:
         raise ConfigError(f"give states, -o pairs and a configuration\n{USAGE}")
+    if Path(own[0]).absolute() == Path(own[2]).absolute():
+        raise ConfigError(f"states and pairs are both {own[0]}: name another file for the pairs")
     config = resolve(rest).config
     if not config.teachers.teacher:
         raise ConfigError("the configuration has no [[teachers.teacher]]: add at least two, of different families")
@@ -78,19 +87,42 @@ def parse(words: Sequence[str]) -> Arguments:
 
 async def replay(arguments: Arguments) -> Progress:
     """Raises ConfigError when the states cannot be read, or none of them can be judged."""
-    pairs = arguments.pairs
+    pairs, total = arguments.pairs, count_states(arguments.states)
     costs = pairs.with_name(f"{pairs.stem}.costs.jsonl")
     async with opened(arguments.config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as run:
         with Bar(*_COLUMNS, console=Console(stderr=True), transient=True) as bar:
-            showing = asyncio.create_task(_show(bar, run.progress, _lines(arguments.states)))
+            showing = asyncio.create_task(_show(bar, run.progress, total))
             try:
-                progress = await run.run(read_states(arguments.states))
+                with _interruptible(run):
+                    progress = await run.run(read_states(arguments.states))
             finally:
                 showing.cancel()
     if progress.states and progress.outcomes["refused"] == progress.states:
         reasons = "; ".join(reason for reason, _ in progress.refusals.most_common(3))
         raise ConfigError(f"all {progress.states} states were refused: {reasons}")
+    if progress.states and progress.outcomes["failed"] == progress.states:
+        progress.stopped = progress.stopped or "no state was voted on: repeat the command once the teachers answer"
     return progress
+
+
+@contextmanager
+def _interruptible(run: Replay) -> Iterator[None]:
+    """Ctrl-C ends the replay with the calls in flight; once it is ending, Ctrl-C drops them."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def interrupt() -> None:
+        if run.progress.stopped is not None:
+            task.cancel()
+            return
+        run.stop(INTERRUPTION)
+        print("ending: waiting for the calls in flight; Ctrl-C again drops them, at their bound", file=sys.stderr)
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 async def _show(bar: Bar, progress: Progress, total: int) -> None:
@@ -101,13 +133,12 @@ async def _show(bar: Bar, progress: Progress, total: int) -> None:
         await asyncio.sleep(_SHOW_S)
 
 
-def _lines(path: Path) -> int:
-    """States of a file. Raises ConfigError when it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 20), b""))
-    except OSError as error:
-        raise ConfigError(f"the states file {path} cannot be read ({error}): make it with `composer ingest`") from None
+def count_states(path: Path) -> int:
+    """Raises ConfigError when the file cannot be read, holds no state or begins with something else."""
+    if next(read_states(path), None) is None:
+        raise ConfigError(f"{path} holds no states: make it with `composer ingest`, whose table says what was skipped")
+    with path.open("rb") as file:
+        return sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 20), b""))
 
 
 def summary(progress: Progress, pairs: Path) -> list[str]:
@@ -123,4 +154,5 @@ def summary(progress: Progress, pairs: Path) -> list[str]:
         "first vote tell what a further one is worth",
     ]
     lines += [f"refused   {count}: {reason}" for reason, count in progress.refusals.most_common(3)]
+    lines += [f"no vote   {count}: {reason}" for reason, count in progress.without_vote.most_common(3)]
     return [*lines, f"stopped   {progress.stopped}"] if progress.stopped else lines

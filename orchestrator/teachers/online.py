@@ -42,6 +42,8 @@ class OnlineReplay:
         self._config, self._run_dir, self._metrics, self._step = config, run_dir, metrics, step
         self._tally = Tally()
         self._bad_lines = 0
+        self._told = set[str]()
+        """Why teachers gave no vote, as far as the log has it."""
 
     async def run(self) -> None:
         """Until the states end or it is cancelled. Raises ConfigError: no key, no price, no such file.
@@ -103,8 +105,11 @@ class OnlineReplay:
             self._log(replay)
 
     def _log(self, replay: Replay) -> None:
-        """replay/…: what has been done so far."""
+        """replay/…: what has been done so far; and to the log why teachers gave no vote, each reason once."""
         progress = replay.progress
+        for reason in [reason for reason in progress.without_vote if reason not in self._told]:
+            self._told.add(reason)
+            logger.warning("no vote: %s", reason)
         self._metrics.log(
             self._step(),
             {

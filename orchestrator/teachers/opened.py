@@ -12,7 +12,7 @@ from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import ConfigError, ModelNotFoundError
 from orchestrator.teachers.budget import Budget
 from orchestrator.teachers.local import models_at
-from orchestrator.teachers.pool import TeacherPool
+from orchestrator.teachers.pool import TeacherPool, check_pool
 from orchestrator.teachers.records import Records, only_writer
 from orchestrator.teachers.replay import Replay
 from orchestrator.teachers.running_gate import RunningGate
@@ -28,6 +28,7 @@ async def opened(
     Raises ConfigError (price, key, base, another replay of `pairs`), RoleFailedError or DeadlineError (local models).
     """
     teachers = config.teachers
+    check_pool(teachers)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every vote
     base = config.model.path
     wanted = teachers.models_served(base)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import TeacherError
@@ -11,10 +10,18 @@ from composer_prime.families import UNKNOWN
 from composer_prime.prices import price_of
 from composer_prime.traces import Message, TraceState
 from orchestrator.teachers.budget import Budget
-from orchestrator.teachers.cache import AnswerCache
+from orchestrator.teachers.cache import AnswerCache, Question
 from orchestrator.teachers.teacher import Asked, Teacher
 
 _TIERS = ("cheap", "mid", "frontier")
+
+
+def check_pool(config: TeachersConfig) -> None:
+    """Raises ConfigError for a price that nobody knows and a key that is not set: before anything is loaded."""
+    for teacher in config.teacher:
+        price_of(teacher)
+        if not teacher.local and not config.cache_only:
+            teacher.api_key()
 
 
 class TeacherPool:
@@ -65,7 +72,7 @@ class TeacherPool:
             raise TeacherError(f"{teacher.name} is of family {teacher.family!r}, which wrote the trace: it has no vote")
         return await teacher.ask(self.question(teacher, state), trace=state.trace_id, state=state.state_id)
 
-    def question(self, teacher: Teacher, state: TraceState) -> Any:
+    def question(self, teacher: Teacher, state: TraceState) -> Question:
         return teacher.question(self._prompt(state), state.tools)
 
     def price_usd(self, teacher: Teacher, state: TraceState) -> float:

@@ -83,10 +83,14 @@ def only_writer(pairs: Path) -> Iterator[None]:
     """Hold the pairs file, and with it the votes and costs beside it, for one replay; the kernel frees it at exit.
 
     Two at once would each count only its own money against the caps. Raises ConfigError when another replay holds it,
-    OSError when the file cannot be opened for writing.
+    or the file cannot be opened for writing.
     """
-    pairs.parent.mkdir(parents=True, exist_ok=True)
-    with pairs.open("ab") as file:
+    try:
+        pairs.parent.mkdir(parents=True, exist_ok=True)
+        file = pairs.open("ab")
+    except OSError as error:
+        raise ConfigError(f"pairs cannot be written to {pairs} ({error.strerror}): name another file") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

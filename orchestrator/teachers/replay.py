@@ -156,7 +156,11 @@ class Replay:
         if self.progress.stopped is not None:
             self._budget.stopped(self.progress.stopped)
         return self.progress
-            self.progress.usd = self._budget.spent_usd - self._spent_before_usd
+
+    def stop(self, reason: str) -> None:
+        """End soon: no further call is made, those in flight are waited for and their answers kept."""
+        self.progress.stopped = self.progress.stopped or reason
+        self._budget.close(reason)
 
     def _recall(self, record: StateRecord) -> None:
         """Take in what an earlier replay saw; its costs are in the ledger."""
@@ -309,16 +313,16 @@ class Replay:
             )
         )
 
-    async def _pairs(self, ballot: _Ballot) -> tuple[list[Pair], Counter[str]]:
-        """The pairs that are kept, and why others are not."""
-        kept: list[Pair] = []
-        dropped: Counter[str] = Counter()
     def _no_vote(self, ballot: _Ballot, reason: str, *, called: bool) -> None:
         ballot.failed += called
         ballot.without_vote = reason
         reasons = self.progress.without_vote
         reasons[reason if reason in reasons or len(reasons) < MAX_REASONS else "other reasons"] += 1
 
+    async def _pairs(self, ballot: _Ballot) -> tuple[list[Pair], Counter[str]]:
+        """The pairs that are kept, and why others are not."""
+        kept: list[Pair] = []
+        dropped: Counter[str] = Counter()
         student = visible(ballot.state.student_action)
         for candidate in candidates(ballot.votes, student, ballot.student, ballot.planned):
             pair = await self._pair(ballot, candidate)
@@ -366,11 +370,11 @@ class Replay:
         if record.outcome == "refused":
             progress.refusals[record.reason or ""] += 1
         self._note(record, usd=record.cost_usd)
+        self._learn(record)
         progress.stopped = progress.stopped or self._budget.closed or self._switch.tripped()
 
     def _note(self, record: StateRecord, *, usd: float) -> None:
         """Show the kill switch a state."""
-        self._learn(record)
         calls = sum(not vote.cached for vote in record.votes) + record.failed_calls
         self._switch.note(record.trace, usd, record.seconds if calls else None, calls, record.failed_calls)
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from composer_prime.console import fail, until_the_reader_leaves
+from composer_prime.console import INTERRUPTED, fail, until_the_reader_leaves
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.pairs import Pair, PairFile, resolve_pairs
 from composer_prime.pairs_gate import Gate, Verdict, gate_file, read_gate, write_gate
@@ -23,6 +24,7 @@ from orchestrator.teachers.records import only_writer, read_pairs, read_records,
 from orchestrator.teachers.scoring import ServedScorer
 
 MISSED = 1
+_FEWEST_MARGINS = 10
 
 
 def main(words: list[str] | None = None) -> int:
@@ -30,6 +32,9 @@ def main(words: list[str] | None = None) -> int:
     options = parser().parse_args(words)
     try:
         return report(options)
+    except KeyboardInterrupt:
+        print("interrupted: no verdict was written", file=sys.stderr)
+        return INTERRUPTED
     except ComposerError as error:
         fail(error, command="composer pairs report")
 
@@ -38,7 +43,9 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer pairs report", description=__doc__)
     parser.add_argument("pairs", type=Path, help="pairs.jsonl of a replay or a run, or tiny")
     parser.add_argument("--base", help="model folder, tiny or smollm2: the frozen base that measures margins")
-    parser.add_argument("--margin-pairs", type=int, default=400, help="pairs to measure margins of (default 400)")
+    parser.add_argument(
+        "--margin-pairs", type=_margins_wanted, default=400, help="pairs to measure margins of (default 400)"
+    )
     parser.add_argument(
         "--min-pairs", type=float, help=f"pairs a trace that are wanted (as last time, or {MIN_PAIRS_A_TRACE:g})"
     )
@@ -48,8 +55,16 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _margins_wanted(word: str) -> int:
+    if not word.isdecimal() or int(word) < _FEWEST_MARGINS:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from {_FEWEST_MARGINS} on")
+    return int(word)
+
+
 def report(options: argparse.Namespace) -> int:
     path, shipped = resolve_pairs(options.pairs, Path()), str(options.pairs) == "tiny"
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: name the pairs.jsonl in it")
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: name a pairs.jsonl that `composer replay` wrote")
     pairs, votes = list(read_pairs(path)), votes_beside(path)
@@ -61,7 +76,10 @@ def report(options: argparse.Namespace) -> int:
     margins = asyncio.run(_margins(options, pairs)) if options.base and pairs else None
     density = measure(records, pairs, margins, min_pairs=_wanted(options, path))
     chart = options.chart or (Path("tiny-pairs.svg") if shipped else path.with_suffix(".svg"))
-    write_atomic(chart, draw(density).encode())
+    try:
+        write_atomic(chart, draw(density).encode())
+    except OSError as error:
+        raise ConfigError(f"the chart cannot be written to {chart} ({error.strerror}): name another --chart") from None
     if not density.votes:
         verdict = f"none: there are no votes in {votes}"
     else:
@@ -80,6 +98,9 @@ def _wanted(options: argparse.Namespace, path: Path) -> float:
 
 def _verdict(file: PairFile, density: Density, votes: int) -> str:
     """Writes it beside the pairs; where it is."""
+    before = read_gate(file.path)
+    if density.margins is None and before is not None and before.passed:
+        return f"{gate_file(file.path)}, as it was: without --base nothing was measured that could replace it"
     verdict = Verdict(
         first=0,
         last=len(file),
@@ -92,8 +113,8 @@ def _verdict(file: PairFile, density: Density, votes: int) -> str:
     try:
         with only_writer(file.path):
             write_gate(file.path, Gate(verdicts=[verdict]))
-    except ConfigError:
-        return f"not written: a replay is writing {file.path}, and measures it itself"
+    except ConfigError as error:
+        return f"not written: {error}"
     return f"{gate_file(file.path)} (digest {verdict.digest})"
 
 

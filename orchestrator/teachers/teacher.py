@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import time
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import openai
 
 from composer_prime.config.teachers import TeacherConfig, TeachersConfig
 from composer_prime.cost_forecast import ANSWER_SHARE, BYTES_PER_TOKEN
-from composer_prime.errors import ConfigError, TeacherError
+from composer_prime.errors import TeacherError
 from composer_prime.prices import Price
 from composer_prime.traces import Message
 from orchestrator.ingest.builder import split_thinking
@@ -37,9 +36,9 @@ from orchestrator.teachers.pace import Pace
 
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
 _MAYBE_CHARGED = {408, 504, *range(520, 525)}
+"""A proxy gave up on the endpoint, which may have answered, and charged, all the same."""
 _NEVER_SENT = (httpx.ConnectError, httpx.UnsupportedProtocol)
 """The question did not leave: nobody can have charged for it."""
-"""A proxy gave up on the endpoint, which may have answered, and charged, all the same."""
 _PROMPT_OVERHEAD_TOKENS = 64
 """What an endpoint's chat template may add around the messages."""
 _ROUNDING = 0.01
@@ -199,7 +198,7 @@ class Teacher:
                     answer = await self._attempt(question, key, reserved, attempt)
                 except _Failed as failed:
                     reason = str(failed)
-                    if not failed.again:
+                    if not failed.again or self._budget.closed is not None:
                         break
                     if attempt < self._shared.max_retries:
                         await asyncio.sleep(self._pause_s(attempt, failed.after_s))
@@ -251,9 +250,9 @@ class Teacher:
     async def _post(self, question: Question) -> bytes:
         """The body of a reply with status 200. The deadline covers the whole attempt, a dripping body too."""
         assert self._client is not None
+        options: dict[str, Any] = {"tools": question.tools} if question.tools else {}
         # The client imports this part of itself on first use: seconds on a busy machine, which are not the endpoint's.
         create = self._client.chat.completions.with_raw_response.create
-        options: dict[str, Any] = {"tools": question.tools} if question.tools else {}
         async with asyncio.timeout(self._shared.timeout_s):
             raw = await create(
                 model=question.model,
@@ -286,12 +285,7 @@ class Teacher:
 
 
 def _client(config: TeacherConfig, endpoint: str, timeout_s: float) -> openai.AsyncOpenAI:
-    key = "local" if config.local else os.environ.get(config.api_key_env)
-    if not key:
-        raise ConfigError(
-            f"teacher {config.name!r} needs a key for {endpoint}: set the environment variable {config.api_key_env}, "
-            "or name another with api_key_env"
-        )
+    key = "local" if config.local else config.api_key()
     # Retries are ours: each has to be paid for and accounted.
     return openai.AsyncOpenAI(api_key=key, base_url=endpoint, timeout=timeout_s, max_retries=0)
 

@@ -133,7 +133,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--overwrite" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([str(tmp_path / "nowhere"), "-o", str(output), "--overwrite"])
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "-o", str(tmp_path)])
+    assert "is a folder" in capsys.readouterr().err
     assert len(list(read_states(output))) == 4
+
+
+# States are no traces: neither those of an earlier call that lie in the folder, nor the output itself, are read again.
+def test_states_are_not_ingested_again(tmp_path: Path) -> None:
+    lines(tmp_path / "b.jsonl", {"messages": MESSAGES})
+    output = tmp_path / "states.jsonl"
+    assert main([str(tmp_path), "-o", str(output)]) == 0
+    once = output.read_bytes()
+    assert main([str(tmp_path), "-o", str(output), "--overwrite"]) == 0 and output.read_bytes() == once
+    states, tally = taken(output)
+    assert states == [] and tally.skipped == {"not a known trace format": 2}
 
 
 # States keep their order and ids whoever reads them, and a file is read as it is drawn: nothing is read ahead.

@@ -145,12 +145,16 @@ def test_the_verdict_holds_the_weight_at_zero(tmp_path: Path, capsys: pytest.Cap
     assert "missed the density gate (3.00 pairs a trace" in problems(pairs, weight=0.5)
     measured = read_gate(release(pairs))
     assert measured is not None and problems(pairs, weight=0.5) == ""
+    # A look without --base measures no margins: it does not undo what was measured with it.
+    assert main([str(pairs)]) == 1 and read_gate(pairs) == measured
     pairs.write_bytes(pairs.read_bytes().replace(b"a.py", b"b.py"))
     found, file = problems(pairs, weight=0.5), PairFile(pairs)
     file.refresh()
     assert measured.verdicts[0].digest in found and file.digest(3) in found and "composer pairs report" in found
-    with pytest.raises(SystemExit):
-        main([str(tmp_path / "none.jsonl")])
+    for wrong, told in ((tmp_path / "none.jsonl", "does not exist"), (tmp_path, "is a folder")):
+        with pytest.raises(SystemExit):
+            main([str(wrong)])
+        assert told in capsys.readouterr().err
 
 
 # What was appended after the verdict waits for the next one; what it covered may be trained meanwhile.
@@ -213,10 +217,6 @@ def test_the_running_gate(tmp_path: Path) -> None:
     assert [(each.first, each.last, each.passed) for each in gate.verdicts[1:]] == [(16, 32, False), (32, 48, False)]
     assert "label-flipped" in gate.verdicts[1].reasons[0] and "not measured" in gate.verdicts[2].reasons[0]
     assert (gate.measured, gate.passed) == (48, 16)
-    check_binding(gate, PairFile(pairs))
-    pairs.write_bytes(pairs.read_bytes().replace(b"cat", b"dog", 1))
-    with pytest.raises(ConfigError, match=first.verdicts[0].digest):
-        RunningGate(config, Records(pairs, votes_beside(pairs)), None)
     # Two windows missed; fresh pairs open the gate again, and those that missed stay out.
     asyncio.run(come(Likes(), range(50, 64)))
     gate = read_gate(pairs)
@@ -224,11 +224,11 @@ def test_the_running_gate(tmp_path: Path) -> None:
     released = Released(PairFile(pairs))
     assert released.refresh()
     assert [index for index in range(64) if released.allows(index)] == [*range(16), *range(48, 64)]
+    check_binding(gate, PairFile(pairs))
+    pairs.write_bytes(pairs.read_bytes().replace(b"cat", b"dog", 1))
+    with pytest.raises(ConfigError, match=first.verdicts[0].digest):
+        RunningGate(config, Records(pairs, votes_beside(pairs)), None)
 
-
-# A trace that is cut by a window's end counts in the next window with all that it gave.
-def test_a_trace_over_two_windows(tmp_path: Path) -> None:
-    pairs = tmp_path / "pairs.jsonl"
 
 # A window that fills up while the one before it is measured has its verdict too, though no further state may come.
 def test_a_window_that_fills_meanwhile(tmp_path: Path) -> None:
@@ -263,6 +263,10 @@ def test_a_window_that_fills_meanwhile(tmp_path: Path) -> None:
 
     assert asyncio.run(run()) == [(0, 16), (16, 32)]
 
+
+# A trace that is cut by a window's end counts in the next window with all that it gave.
+def test_a_trace_over_two_windows(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
 
     async def run() -> None:
         records = Records(pairs, votes_beside(pairs))

@@ -15,7 +15,7 @@ from orchestrator.teachers.records import read_pairs, read_records
 TOML = """
 [run]
 name = "t"
-max_steps = 12
+max_steps = 16
 output_dir = "OUT"
 [model]
 path = "tiny"
@@ -29,6 +29,10 @@ max_tokens = 64
 [[orchestrator.source]]
 name = "toolsmith"
 taskset = { id = "orchestrator.environments.toolsmith", split = "train", num_tasks = 64 }
+[orchestrator.preferences]
+pairs_per_step = 4
+[channels.replay_dpo]
+weight = 0.1
 [monitor]
 view = "plain"
 [teachers]
@@ -36,6 +40,7 @@ max_tokens = 64
 system_prompt = ""
 cache_dir = "OUT/cache"
 online = true
+gate = { window_pairs = 32, min_pairs_a_trace = 1.0 }
 [[teachers.teacher]]
 name = "a"
 model = "tiny/teacher_a"
@@ -58,7 +63,8 @@ def run(*words: str | Path, status: int = 0) -> str:
     return done.stdout
 
 
-# A run replays its own rollouts while it trains; its states replayed again cost no call; the report measures them.
+# A run replays its own rollouts while it trains, and once a window has passed the gate channel 3 trains its pairs; its
+# states replayed again cost no call; the report measures them.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_replay_online_and_from_the_cache(tmp_path: Path) -> None:
@@ -72,6 +78,11 @@ def test_replay_online_and_from_the_cache(tmp_path: Path) -> None:
     assert {vote.family for record in records for vote in record.votes} <= {f"tiny-teacher_{x}" for x in "abc"}
     assert all(pair.state.tools for pair in pairs)
     replayed = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if '"replay/' in line]
+    trained = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if '"dpo/pairs"' in line
+    ]
+    assert trained[0]["dpo/pairs"] == 0 and max(line["dpo/pairs"] for line in trained) == 4
+    assert replayed[-1]["gate/pairs_passed"] >= 32 and replayed[-1]["gate/beta"] == 0.1
     # What was under way when the run ended is in the file and not yet counted.
     assert 0 <= len(pairs) - replayed[-1]["replay/pairs"] <= 8
 

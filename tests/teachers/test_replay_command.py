@@ -1,0 +1,128 @@
+"""`composer replay` as a user meets it: wrong input, an interruption, teachers that do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from loopback import Endpoint, run_config, serving, state
+
+from composer_prime.config import Config
+from composer_prime.costs import read_costs
+from composer_prime.preflight import check
+from composer_prime.traces import write_state
+from orchestrator.teachers.command import INTERRUPTION, Arguments, main, replay, summary
+from orchestrator.teachers.records import read_pairs
+
+POOL = """
+[run]
+name = "x"
+max_steps = 1
+[model]
+path = "tiny"
+max_context = 384
+[orchestrator.sampling]
+max_tokens = 64
+[[orchestrator.source]]
+name = "t"
+taskset = { id = "orchestrator.environments.toolsmith" }
+[[teachers.teacher]]
+name = "one"
+model = "openai/gpt-4o-mini"
+api_key_env = "NO_SUCH_KEY"
+[[teachers.teacher]]
+name = "two"
+model = "google/gemini-2.5-flash"
+api_key_env = "NO_SUCH_KEY"
+"""
+
+
+def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
+    return "cat", {"path": "a.py"}
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """What `composer replay` says to a wrong input."""
+    with pytest.raises(SystemExit) as left:
+        main([*map(str, words)])
+    assert left.value.code == 2
+    return capsys.readouterr().err
+
+
+# Wrong input is refused before anything is loaded or written, with what to do about it.
+def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    states, pairs, toml, empty = (tmp_path / name for name in ("s.jsonl", "p.jsonl", "x.toml", "e.jsonl"))
+    states.write_bytes(write_state(state(0)))
+    toml.write_text(POOL)
+    empty.write_bytes(b"")
+    told = {
+        (tmp_path / "none.jsonl", pairs): "cannot be read",
+        (tmp_path, pairs): "cannot be read",
+        (empty, pairs): "holds no states",
+        (toml, pairs): "x.toml:1 is no state",
+        (states, states): "name another file for the pairs",
+        (states, pairs): "set the environment variable NO_SUCH_KEY",
+    }
+    for (given, out), message in told.items():
+        assert message in refused(capsys, given, "-o", out, "@", toml)
+    assert "give states, -o pairs and a configuration" in refused(capsys, states, "@", toml)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["e.jsonl", "s.jsonl", "x.toml"]
+    known = toml.with_name("known.toml")
+    known.write_text(POOL.replace("NO_SUCH_KEY", "LOOPBACK_KEY") + "[teachers]\nscore = false\n")
+    assert "name another file" in refused(capsys, states, "-o", tmp_path, "@", known)
+
+
+# The first Ctrl-C: the call in flight ends and its answer is kept, no other is made; the next replay pays for the rest.
+def test_an_interruption_pays_nothing_twice(tmp_path: Path) -> None:
+    states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
+    states.write_bytes(b"".join(write_state(state(number)) for number in range(3)))
+    endpoint = Endpoint(answers=overrule)
+
+    def interrupting(model: str, messages: list[dict]) -> tuple[str, dict]:
+        endpoint.answers = overrule
+        os.kill(os.getpid(), signal.SIGINT)
+        return overrule(model, messages)
+
+    async def run() -> None:
+        endpoint.answers = interrupting
+        async with serving(endpoint):
+            config = run_config(tmp_path, endpoint.url, concurrent_states=1)
+            first = await replay(Arguments(states=states, pairs=pairs, config=config))
+            assert first.stopped == INTERRUPTION and len(endpoint.asked) == 1 and first.usd > 0
+            second = await replay(Arguments(states=states, pairs=pairs, config=config))
+            assert second.stopped is None and second.pairs == 3
+
+    asyncio.run(run())
+    assert len(endpoint.asked) == len(set(endpoint.answered)) == 6
+    settled = [line for line in read_costs(tmp_path / "p.costs.jsonl") if line["kind"] == "settled"]
+    assert len(settled) == 6 and {line["status"] for line in settled} == {"ok"}
+    assert len(list(read_pairs(pairs))) == 3
+
+
+# Teachers that give no vote: the summary says why, and the command does not call that a success.
+def test_why_there_was_no_vote(tmp_path: Path) -> None:
+    states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
+    states.write_bytes(write_state(state(0)))
+
+    async def run():
+        script = {model: ["401"] for model in ("gpt-a", "qwen-b", "glm-c")}
+        async with serving(Endpoint(answers=overrule, script=script)) as endpoint:
+            return await replay(Arguments(states=states, pairs=pairs, config=run_config(tmp_path, endpoint.url)))
+
+    progress = asyncio.run(run())
+    shown = "\n".join(summary(progress, pairs))
+    assert "gpt-a (gpt-a at http://127.0.0.1" in shown and "status 401" in shown and "stopped" in shown
+
+
+# A run that asks teachers while it trains is refused before it starts when a key is not there.
+def test_a_missing_key_is_found_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def problems(config: Config) -> str:
+        return "\n".join(check(config, gpus=0).problems)
+
+    config = run_config(tmp_path, "http://127.0.0.1:9/v1", online=True, score=True)
+    assert "LOOPBACK_KEY" not in problems(config)
+    monkeypatch.delenv("LOOPBACK_KEY")
+    assert "teacher 'gpt-a' needs a key" in problems(config)
