@@ -91,10 +91,11 @@ def finish_group(
     config: OrchestratorConfig,
     scaling: AdvantageScaling,
 ) -> FinishedGroup:
-    """READY with its samples, FAILED (too few finished), or, where no rollout has an advantage, FILTERED or DISTILLED.
+    """READY with its samples, FAILED (too few finished), or, where channel 1 learns nothing, FILTERED or DISTILLED.
 
     A DISTILLED group keeps the samples with hinted turns, with mask 0 everywhere: channel 1 neither learns from them
-    nor counts them in a denominator.
+    nor counts them in a denominator. With `config.train_truncated` off the same holds for rollouts that were cut
+    short, whose rewards still count in the group's advantages.
     """
     scored = [(rollout, samples) for rollout, samples in ended if rollout.reward is not None]
     failed = [rollout for rollout, _ in ended if rollout.reward is None]
@@ -104,13 +105,18 @@ def finish_group(
     rollouts, samples = [], []
     for (rollout, own), advantage in zip(scored, advantages_G, strict=True):
         rollouts.append(msgspec.structs.replace(rollout, advantage=advantage))
-        samples += [with_advantage(sample, advantage) for sample in own]
+        left_out = rollout.truncated and not config.train_truncated
+        samples += _of_channel_2(own) if left_out else [with_advantage(sample, advantage) for sample in own]
     rollouts = sorted(rollouts + failed, key=lambda rollout: rollout.sibling)
-    if config.filter_zero_advantage and not has_signal(advantages_G):
-        wanted = config.hints is not None and config.hints.filtered_groups
-        samples = [untrained(sample) for sample in samples if sample.distillations] if wanted else []
-        outcome = Outcome.DISTILLED if samples else Outcome.FILTERED
-        return FinishedGroup(plan=plan, outcome=outcome, rollouts=rollouts, samples=samples)
-    if not samples:
-        return FinishedGroup(plan=plan, outcome=Outcome.FILTERED, rollouts=rollouts)
-    return FinishedGroup(plan=plan, outcome=Outcome.READY, rollouts=rollouts, samples=samples)
+    signal = has_signal(advantages_G) or not config.filter_zero_advantage
+    if signal and any(sample.num_trained for sample in samples):
+        return FinishedGroup(plan=plan, outcome=Outcome.READY, rollouts=rollouts, samples=samples)
+    wanted = config.hints is not None and config.hints.filtered_groups
+    kept = _of_channel_2(samples) if wanted else []
+    outcome = Outcome.DISTILLED if kept else Outcome.FILTERED
+    return FinishedGroup(plan=plan, outcome=outcome, rollouts=rollouts, samples=kept)
+
+
+def _of_channel_2(samples: list[Sample]) -> list[Sample]:
+    """Those with hinted turns, of no part in channel 1."""
+    return [untrained(sample) for sample in samples if sample.distillations]

@@ -20,6 +20,7 @@ Departures from the papers:
 3. Objective, denominator, ratio level and correction are separate settings; an objective's name sets their defaults.
 4. High-entropy tokens (2506.01939) are chosen by a floor in nats, not by a quantile of the micro-batch, which would
    make the loss depend on how the step was cut.
+5. DAPO leaves out answers that a limit cut short: not here, but where samples are made (orchestrator.train_truncated).
 """
 
 from __future__ import annotations

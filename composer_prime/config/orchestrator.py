@@ -107,6 +107,9 @@ class OrchestratorConfig(BaseConfig):
     """A group with fewer finished rollouts than this is dropped (and counted)."""
     filter_zero_advantage: bool = True
     """Leave out groups whose rollouts all got the same reward: they carry no signal."""
+    train_truncated: bool = True
+    """Whether channel 1 trains rollouts that a limit cut short. Off, they count for their group's advantages alone, and
+    their hinted turns for channel 2 (DAPO's overlong filtering, arXiv 2503.14476)."""
     max_filtered_share: float = Field(default=0.9, gt=0, le=1)
     """Warn when more than this share of the last groups was filtered out."""
     curriculum: CurriculumConfig = CurriculumConfig()

@@ -333,16 +333,21 @@ def test_a_bad_judge_leaves_the_rules_their_turns(mode):
 # -- groups without advantage ----------------------------------------------------------------------------------------
 
 
-def finished(filtered_groups: bool, *rewards: float) -> FinishedGroup:
+def finished(filtered_groups: bool, *rewards: float, cut: tuple[int, ...] = (), **settings: Any) -> FinishedGroup:
+    """A group whose first rollout has a hinted turn; those in `cut` ended at a limit."""
     rollouts = [
         play("tiny", "Add.", [WRONG, LAST] if n == 0 else [LAST], rollout_id=f"g000003-{n}", reward=reward)
         for n, reward in enumerate(rewards)
     ]
     done = attached(stage(), *rollouts)
     config = OrchestratorConfig.model_validate(
-        {"source": [{"name": "s", "taskset": {"id": "x"}}], "hints": {"filtered_groups": filtered_groups}}
+        {"source": [{"name": "s", "taskset": {"id": "x"}}], "hints": {"filtered_groups": filtered_groups}} | settings
     )
-    return finish_group(PLAN, [(each.rollout, each.samples) for each in done], config, "none")
+    ended = [
+        (msgspec.structs.replace(each.rollout, truncated=number in cut), each.samples)
+        for number, each in enumerate(done)
+    ]
+    return finish_group(PLAN, ended, config, "none")
 
 
 def test_a_group_without_advantage_still_serves_channel_2():
@@ -361,3 +366,22 @@ def test_the_setting_drops_them_whole():
     assert finished(False, 0.0, 0.0).outcome is Outcome.FILTERED
     ready = finished(True, 0.0, 1.0)
     assert ready.outcome is Outcome.READY and len(ready.samples) == 2
+
+
+def test_rollouts_that_were_cut_short_may_be_left_out_of_channel_1():
+    # They still count for the advantages of their siblings, and their hinted turns for channel 2; by default they are
+    # trained like all others.
+    group = finished(True, 0.0, 1.0, 0.0, cut=(0, 2), train_truncated=False)
+    hinted, whole = group.samples
+    assert group.outcome is Outcome.READY and group.rollouts[1].advantage == pytest.approx(2 / 3)
+    assert hinted.distillations and hinted.num_trained == 0 and whole.num_trained > 0
+    assert floats(whole.advantages).max() == pytest.approx(2 / 3)
+    assert (totals(group.samples).samples, totals(group.samples).distilled_turns) == (1, 1)
+    assert all(sample.num_trained for sample in finished(True, 0.0, 1.0, cut=(0,)).samples)
+
+
+def test_a_group_of_rollouts_that_were_cut_short_is_one_without_advantage():
+    # Its rewards differ, and yet there is nothing for channel 1: no place of a batch is filled with it.
+    cut = {"cut": (0, 1), "train_truncated": False}
+    assert finished(True, 0.0, 1.0, **cut).outcome is Outcome.DISTILLED
+    assert finished(False, 0.0, 1.0, **cut).outcome is Outcome.FILTERED
