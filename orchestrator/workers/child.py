@@ -2,8 +2,10 @@
 
 Child.start --Start--> worker, waits at most start_timeout_s for Ready
 _read   hands replies to the futures that wait for them
+stop    closes the connection, gives the worker a while to clean up, then kills what is left of its process group
 _watch  kills a worker that was silent for hang_timeout_s
-ended   resolves with the reason; every request in flight has its error reply by then
+ended   resolves with the reason; every request in flight has its error reply by then, and the folder in which the
+        worker kept its rollouts' working folders is gone: the worker cannot see to that when it is killed
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import IO
 
 import composer_prime.errors
 from composer_prime.errors import ComposerError, DeadlineError, EnvironmentWorkerError, WireError
+from composer_prime.scratch import Scratch
 from orchestrator.workers.frames import Frames
 from orchestrator.workers.protocol import (
     Cancel,
@@ -55,8 +58,15 @@ _ENVIRONMENT = {
 class Child:
     """One running worker. Make it with `start`."""
 
-    def __init__(self, label: str, process: asyncio.subprocess.Process, frames: Frames[FromWorker], life: int) -> None:
-        """`life`: the write end of the pipe by which the worker knows that we live."""
+    def __init__(
+        self,
+        label: str,
+        process: asyncio.subprocess.Process,
+        frames: Frames[FromWorker],
+        life: int,
+        boxes: Scratch,
+    ) -> None:
+        """`life`: the write end of the pipe by which the worker knows that we live. `boxes`: its rollouts' folders."""
         self.label = label
         self.ready: Ready | None = None
         self.heartbeat: Heartbeat | None = None
@@ -64,11 +74,12 @@ class Child:
         """Rollouts that came back with a reward."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Resolves with the reason once the process is gone and no request waits any more."""
-        self._process, self._frames, self._life = process, frames, life
+        self._process, self._frames, self._life, self._boxes = process, frames, life, boxes
         self._rollouts: dict[str, asyncio.Future[RolloutReply]] = {}
         self._stderr: collections.deque[str] = collections.deque(maxlen=_STDERR_LINES)
         self._seen = time.monotonic()
         self._killed_for: str | None = None
+        self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -114,8 +125,11 @@ class Child:
     @classmethod
     async def _spawn(cls, spec: SourceSpec, label: str, log: Path | None, environment: Mapping[str, str]) -> Child:
         ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        boxes = Scratch("worker")
         life_read, life_write = os.pipe()
         arguments = ["--socket-fd", theirs.fileno(), "--life-fd", life_read, "--parent", os.getpid()]
+        arguments += ["--boxes", boxes.path]
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -131,15 +145,14 @@ class Child:
                 limit=_LINE_LIMIT,
             )
         except BaseException:
-            ours.close()
+            writer.close()
             os.close(life_write)
+            boxes.close()
             raise
         finally:
             theirs.close()
             os.close(life_read)
-        ours.setblocking(False)
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        child = cls(label, process, Frames(reader, writer, FromWorker, label), life_write)
+        child = cls(label, process, Frames(reader, writer, FromWorker, label), life_write, boxes)
         child._tasks.append(asyncio.create_task(child._collect_output(log)))
         child._frames.send(Start(spec=spec))
         return child
@@ -183,6 +196,7 @@ class Child:
     async def stop(self, grace_s: float) -> None:
         """Lets the worker abort its rollouts and clean up for `grace_s`, then kills it."""
         self._killed_for = self._killed_for or "the pool was closed"
+        self._stopping = True
         self._frames.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), grace_s)
@@ -208,6 +222,8 @@ class Child:
                 self._handle(message)
         except WireError as error:
             self._killed_for = str(error)
+        if self._stopping:
+            return  # We closed the connection ourselves: `stop` says when the worker has had its time.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._finish()
@@ -261,6 +277,7 @@ class Child:
         if self.ended.done():
             return
         await asyncio.wait(self._tasks[:1], timeout=2)  # The output's end, for `last_words`.
+        await asyncio.to_thread(self._boxes.close)
         self._frames.close()
         if self._life >= 0:
             os.close(self._life)

@@ -183,9 +183,9 @@ class WorkerPool:
         )
 
     async def _joined(self, number: int, child: Child) -> None:
+        self._children[number] = child  # Before anything is awaited: `close` must find it.
+        self._ready = self._ready or child.ready
         async with self._changed:
-            self._children[number] = child
-            self._ready = self._ready or child.ready
             self._changed.notify_all()
 
     async def _fail(self, failure: ComposerError) -> None:

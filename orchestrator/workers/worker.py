@@ -1,4 +1,4 @@
-"""The environment worker: `python -m orchestrator.workers.worker --socket-fd N --life-fd N --parent PID`.
+"""The environment worker: `python -m orchestrator.workers.worker --socket-fd N --life-fd N --parent PID --boxes DIR`.
 
     pool --RunRollout--> task per rollout --> Environment.run --> gateway (HTTP)
                               |                    ^ deadline: RunRollout.timeout_s
@@ -19,11 +19,9 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -47,19 +45,25 @@ from orchestrator.workers.protocol import (
 logger = logging.getLogger("orchestrator.worker")
 
 _LAG_STEP_S = 0.25
+_ABORT_S = 3.0
+"""For rollouts to end once they are aborted; the environments themselves close after that."""
 _PR_SET_PDEATHSIG = 1
 
 
 class Worker:
     """Serves the environments of one source on this process's event loop."""
 
-    def __init__(self, spec: SourceSpec, frames: Frames) -> None:
-        """Imports verifiers and loads everything; raises what `Environment` and `build_renderer` raise."""
+    def __init__(self, spec: SourceSpec, frames: Frames, boxes: Path) -> None:
+        """Imports verifiers and loads everything; raises what `Environment` and `build_renderer` raise.
+
+        `boxes`: where rollouts get their working folders; whoever made it removes it.
+        """
         from orchestrator.chat_renderer import build_renderer
         from orchestrator.verifiers_adapter import Environment
-        from orchestrator.verifiers_compat import install_renderer
+        from orchestrator.verifiers_compat import install_renderer, keep_boxes_in
 
         started = time.monotonic()
+        keep_boxes_in(boxes)
         self._spec, self._frames = spec, frames
         config, renderer = build_renderer(spec.model_path, spec.renderer)
         install_renderer(spec.model_path, config, renderer)
@@ -76,11 +80,8 @@ class Worker:
     async def serve(self) -> None:
         """Until the parent closes the connection; then every rollout is aborted."""
         from orchestrator.verifiers_adapter import serving
-        from orchestrator.verifiers_compat import keep_boxes_in
 
-        async with AsyncExitStack() as stack:
-            keep_boxes_in(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="composer-worker-"))))
-            await stack.enter_async_context(serving(list(self._environments.values())))
+        async with serving(list(self._environments.values())):
             self._frames.send(self._ready)
             heartbeats = asyncio.create_task(self._heartbeats())
             try:
@@ -90,7 +91,7 @@ class Worker:
                 tasks = [heartbeats, *self._running.values()]
                 for task in tasks:
                     task.cancel()
-                await asyncio.wait(tasks, timeout=5)
+                await asyncio.wait(tasks, timeout=_ABORT_S)
 
     def _handle(self, message: ToWorker) -> None:
         match message:
@@ -149,7 +150,7 @@ def _failed(
     return RolloutReply(rollout_id=request.rollout_id, task_id=f"task-{request.task_index}", reward=None, error=failure)
 
 
-async def serve(connection: socket.socket) -> None:
+async def serve(connection: socket.socket, boxes: Path) -> None:
     """Reads Start, answers Ready or StartFailed, then serves."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     frames: Frames[ToWorker] = Frames(reader, writer, ToWorker, "pool")
@@ -157,7 +158,7 @@ async def serve(connection: socket.socket) -> None:
     if not isinstance(start, Start):
         return
     try:
-        worker = Worker(start.spec, frames)
+        worker = Worker(start.spec, frames, boxes)
     except ComposerError as error:
         frames.send(StartFailed(error=type(error).__name__, message=str(error)))
         await frames.drain()
@@ -186,11 +187,12 @@ def main() -> None:
     parser.add_argument("--socket-fd", type=int, required=True)
     parser.add_argument("--life-fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--boxes", type=Path, required=True)
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
     die_with_parent(args.parent, args.life_fd)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    asyncio.run(serve(socket.socket(fileno=args.socket_fd)))
+    asyncio.run(serve(socket.socket(fileno=args.socket_fd), args.boxes))
 
 
 if __name__ == "__main__":

@@ -137,9 +137,10 @@ asyncio.run(main())
 
 @needs_vllm
 @pytest.mark.parametrize("moment", ["starting", "ready"])
-def test_the_child_dies_with_a_killed_node(folder: Path, moment: str) -> None:
+def test_the_child_dies_with_a_killed_node(folder: Path, tmp_path: Path, moment: str) -> None:
     """kill -9 of the node, while vLLM starts or serves, leaves no process behind."""
-    node = subprocess.Popen([sys.executable, "-c", NODE, str(folder), moment], stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", NODE, str(folder), moment]
+    node = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert node.stdout is not None and node.stdout.readline().strip() == moment.encode()
     children = children_of(psutil.Process(node.pid))
     assert children

@@ -20,18 +20,21 @@ NAMES = ("tiny", "smollm2", "qwen3")
 @functools.cache
 def chat(name: str) -> tuple[Any, Any]:
     """Renderer and tokenizer."""
-    folder = TINY if name == "tiny" else _made(name)
     choice = {
         "qwen3": {
             "name": "custom",
             "import_path": "orchestrator.environments.tool_loop.renderer.VisibleCallsQwen3Renderer",
         }
     }.get(name)
-    return build_renderer(str(folder), choice)[1], read_tokenizer(str(folder))
+    if name == "tiny":
+        return build_renderer(str(TINY), choice)[1], read_tokenizer(str(TINY))
+    with tempfile.TemporaryDirectory() as folder:  # both are read whole
+        _write(name, folder)
+        return build_renderer(folder, choice)[1], read_tokenizer(folder)
 
 
-def _made(name: str) -> Path:
-    """A folder with a byte-level tokenizer that has merges, and the template."""
+def _write(name: str, folder: str) -> None:
+    """A byte-level tokenizer that has merges, and the template."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -59,6 +62,4 @@ def _made(name: str) -> Path:
         additional_special_tokens=["<|im_start|>"],
     )
     tokenizer.chat_template = _SMOLLM2_TEMPLATE.read_text()
-    folder = Path(tempfile.mkdtemp(prefix=f"chat-{name}-"))
     tokenizer.save_pretrained(folder)
-    return folder

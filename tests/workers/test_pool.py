@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from peer import Peer
 
 from composer_prime.errors import EnvironmentNotInstalledError, EnvironmentWorkerError
+from composer_prime.scratch import Scratch
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import RolloutFailure, RunRollout, SourceSpec
 
@@ -195,6 +197,26 @@ def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(model_path: str, t
     asyncio.run(scenario())
 
 
+def test_a_pool_leaves_no_folder_behind(model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a crash nor `close` leaves a folder; a closed worker has the time to clean up after its rollouts."""
+    temporary, mark = tmp_path / "temporary", tmp_path / "mark"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    async def scenario() -> None:
+        spec = source(model_path, {"crash_at": 3, "sleep_s": 600, "mark": str(mark)})
+        async with Peer() as peer, WorkerPool(spec, start_timeout_s=START_S, backoff_s=0.05, stop_grace_s=60) as pool:
+            await pool.run(rollout(peer, "crash", 3))
+            playing = asyncio.create_task(pool.run(rollout(peer, "cut short")))
+            await until(lambda: mark.exists() and mark.read_text() == "waiting", START_S)
+            assert len(list(temporary.iterdir())) == 1
+        assert (await playing).error.kind == "worker"
+
+    asyncio.run(scenario())
+    assert mark.read_text() == "cleaned up"
+    assert list(temporary.iterdir()) == []
+
+
 def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str) -> None:
     """A blocked event loop ends the worker after hang_timeout_s; after max_restarts the pool says so for good."""
 
@@ -241,9 +263,13 @@ asyncio.run(main())
 """
 
 
-def test_workers_end_with_a_killed_orchestrator(model_path: str) -> None:
-    """kill -9 of the parent leaves no worker behind."""
-    parent = subprocess.Popen([sys.executable, "-c", ORPHANAGE, model_path], stdout=subprocess.PIPE, text=True)
+def test_workers_end_with_a_killed_orchestrator(
+    model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 of the parent leaves no worker behind, and its folder only until the next worker of any run starts."""
+    command = [sys.executable, "-c", ORPHANAGE, model_path]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert parent.stdout is not None
     worker = int(parent.stdout.readline())
     assert alive(worker)
@@ -253,3 +279,6 @@ def test_workers_end_with_a_killed_orchestrator(model_path: str) -> None:
     while alive(worker) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(worker)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    Scratch("worker").close()
+    assert list(tmp_path.iterdir()) == []

