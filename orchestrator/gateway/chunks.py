@@ -2,15 +2,18 @@
 
     ChunkRequest --> wait for one of 4 readers --> read a piece in a thread --> Chunk | ChunkMissing
 
-Reading happens off the event loop, so a node that fetches gigabytes does not delay anyone's tokens.
+Reading happens off the event loop, so a node that fetches gigabytes does not delay anyone's tokens. A piece counts
+against its connection until its last byte has left the socket's queue: whoever asks faster than it reads costs this
+process 16 pieces (32 MiB), not the model.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
+
+import zmq
 
 from composer_prime.weights.store import WeightStore
 from composer_prime.wire.node import Chunk, ChunkMissing, ChunkRequest, ToNode
@@ -20,39 +23,62 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 2 << 20
 _MAX_OFFSET = 1 << 40
 _READERS = 4
-_MAX_PENDING = 64
-"""Requests of one connection that may wait; more are dropped (a node asks again after its own deadline)."""
+_MAX_UNSENT = 16
+"""Pieces under way to one connection; requests beyond are dropped (a node asks again after its own deadline)."""
+_MAX_CONNECTIONS = 1024
+"""Connections remembered before those without a piece under way are forgotten."""
+
+Piece = tuple[str, int]
+"""sha256 of the chunk and offset in it."""
+Send = Callable[[bytes, ToNode], zmq.MessageTracker | None]
+"""Queues a message for a connection and tells when it has left; None when the connection is gone."""
 
 
 class ChunkServer:
     def __init__(self, store: WeightStore) -> None:
         self.bytes_sent = 0
+        """Bytes of pieces handed to the socket."""
         self.dropped = 0
+        """Requests of connections that had too many pieces under way."""
         self._store = store
         self._readers = asyncio.Semaphore(_READERS)
-        self._pending: Counter[bytes] = Counter()
+        self._unsent: dict[bytes, dict[Piece, zmq.MessageTracker | None]] = {}
+        """Pieces under way to each connection; None while one is being read."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def serve(self, identity: bytes, request: ChunkRequest, send: Callable[[bytes, ToNode], bool]) -> None:
-        """Answer `request` as soon as a reader is free."""
-        if self._pending[identity] >= _MAX_PENDING:
+    def serve(self, identity: bytes, request: ChunkRequest, send: Send) -> None:
+        """Answer `request` as soon as a reader is free; nothing is done while its answer is under way already."""
+        pieces, piece = self._still_unsent(identity), (request.sha256, request.offset)
+        if piece in pieces:
+            return
+        if len(pieces) >= _MAX_UNSENT:
             self.dropped += 1
             return
-        self._pending[identity] += 1
+        pieces[piece] = None
         task = asyncio.create_task(self._answer(identity, request, send))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, identity: bytes, request: ChunkRequest, send: Callable[[bytes, ToNode], bool]) -> None:
+    def _still_unsent(self, identity: bytes) -> dict[Piece, zmq.MessageTracker | None]:
+        if len(self._unsent) >= _MAX_CONNECTIONS:
+            self._unsent = {known: left for known, pieces in self._unsent.items() if (left := _under_way(pieces))}
+        self._unsent[identity] = _under_way(self._unsent.get(identity, {}))
+        return self._unsent[identity]
+
+    async def _answer(self, identity: bytes, request: ChunkRequest, send: Send) -> None:
+        sent = None
         try:
             async with self._readers:
                 message = await asyncio.to_thread(self._read, request)
-                if send(identity, message) and isinstance(message, Chunk):
-                    self.bytes_sent += len(message.data)
+                sent = send(identity, message)
+            if sent is not None and isinstance(message, Chunk):
+                self.bytes_sent += len(message.data)
         finally:
-            self._pending[identity] -= 1
-            if not self._pending[identity]:
-                del self._pending[identity]
+            pieces, piece = self._unsent[identity], (request.sha256, request.offset)
+            if sent is None:
+                del pieces[piece]
+            else:
+                pieces[piece] = sent
 
     def _read(self, request: ChunkRequest) -> Chunk | ChunkMissing:
         piece = None
@@ -71,3 +97,7 @@ class ChunkServer:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _under_way(pieces: dict[Piece, zmq.MessageTracker | None]) -> dict[Piece, zmq.MessageTracker | None]:
+    return {piece: sent for piece, sent in pieces.items() if sent is None or not sent.done}

@@ -279,7 +279,11 @@ class Gateway:
             "nodes": router.nodes.snapshot(router.oldest_version, router.newest_version),
             "requests": router.snapshot(),
             "records": {"open_rollouts": len(self.records), "bytes": self.records.num_bytes},
-            "link": {"garbage": self._link.garbage, "chunk_bytes_sent": self._chunks.bytes_sent},
+            "link": {
+                "garbage": self._link.garbage,
+                "chunk_bytes_sent": self._chunks.bytes_sent,
+                "chunk_requests_dropped": self._chunks.dropped,
+            },
             "concurrency": {"limit": self.adaptive.limit(), "decreases": self.adaptive.decreases},
             "loop_lag": self.lag.window(reset=False).metrics(),
         }

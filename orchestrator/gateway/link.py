@@ -84,18 +84,24 @@ class NodeLink:
 
     def send(self, identity: bytes, message: ToNode) -> bool:
         """Queue `message` for a connection. False when the connection is gone."""
-        return self._send_bytes(identity, self._encoder.encode(message))
+        return self._queue(identity, self._encoder.encode(message)) is not None
 
-    def _send_bytes(self, identity: bytes, raw: bytes) -> bool:
+    def send_large(self, identity: bytes, message: ToNode) -> zmq.MessageTracker | None:
+        """As `send`, without a copy; the tracker is done once the message has left the queue. None: as False there."""
+        queued = self._queue(identity, self._encoder.encode(message), copy=False, track=True)
+        return None if queued is None else queued.result()
+
+    def _queue(self, identity: bytes, raw: bytes, **how: bool) -> Any:
+        """The send's future, done; None when the connection is gone."""
         if self._server is None:
-            return False
+            return None
         # A ROUTER without a high-water mark never blocks, so the returned future is done already.
-        sent: Any = self._server.socket.send_multipart([identity, raw], flags=zmq.NOBLOCK)
+        sent: Any = self._server.socket.send_multipart([identity, raw], flags=zmq.NOBLOCK, **how)
         error = sent.exception()
         if error is None:
-            return True
+            return sent
         if isinstance(error, zmq.ZMQError) and error.errno in (errno.EHOSTUNREACH, zmq.EAGAIN):
-            return False
+            return None
         raise error
 
     # -- receiving -----------------------------------------------------------------------------------------------
@@ -131,7 +137,7 @@ class NodeLink:
         if isinstance(message, Hello):
             self._hello(identity, message)
         elif isinstance(message, ChunkRequest):
-            self._chunks.serve(identity, message, self.send)
+            self._chunks.serve(identity, message, self.send_large)
         elif node is None:
             self._ask_for_hello(identity)
         else:
@@ -157,7 +163,7 @@ class NodeLink:
                 router.on_failed(node, message)
             case Status():
                 router.nodes.heard(node, message)
-                self._send_bytes(node.identity, _HEARD)
+                self._queue(node.identity, _HEARD)
                 router.place()
             case Goodbye():
                 router.nodes.leave(node, f"said goodbye: {message.reason[:200]}")

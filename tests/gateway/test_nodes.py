@@ -332,6 +332,42 @@ async def test_weight_chunks_are_served_in_pieces_from_any_offset(open_gateway, 
             assert isinstance(await pull(sha256, offset), ChunkMissing)
 
 
+async def test_a_slow_reader_costs_a_few_pieces_of_memory_not_the_model(open_gateway, node_keys, store):
+    """64 pieces asked for by a connection that reads none: the rest is dropped, and is there once it reads."""
+    sha256, count = "a" * 64, 64
+    path = store.root / "chunks" / sha256
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.truncate(count * PIECE_BYTES)
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as slow:
+        slow.set(zmq.RCVHWM, 1)  # without it the socket's own thread would read everything
+        slow.set(zmq.RCVBUF, 1 << 16)
+        slow.curve_serverkey = node_keys.server_public
+        slow.curve_publickey, slow.curve_secretkey = node_keys.own.public, node_keys.own.secret
+        async with open_gateway() as gateway:
+            link = lambda: gateway.state()["link"]
+            slow.connect(gateway.node_endpoint)
+
+            async def ask(offset: int) -> None:
+                await slow.send(msgspec.msgpack.encode(ChunkRequest(sha256=sha256, offset=offset)))
+
+            async def until(condition) -> None:
+                async with asyncio.timeout(20):
+                    while not condition():
+                        await asyncio.sleep(0.01)
+
+            for piece in range(count):
+                await ask(piece * PIECE_BYTES)
+            await until(lambda: link()["chunk_bytes_sent"] // PIECE_BYTES + link()["chunk_requests_dropped"] == count)
+            queued = link()["chunk_bytes_sent"] // PIECE_BYTES
+            assert queued <= 24  # 16, and what the kernel's buffers took meanwhile
+            for _ in range(queued):
+                await asyncio.wait_for(slow.recv(), 20)
+            await ask((count - 1) * PIECE_BYTES)
+            last = msgspec.msgpack.decode(await asyncio.wait_for(slow.recv(), 20), type=Chunk)
+            assert (last.offset, last.last) == ((count - 1) * PIECE_BYTES, True)
+
+
 async def test_ports_in_use_are_named(open_gateway, keys, store):
     """Both sides say which address is taken, and a failed start leaves nothing bound."""
     async with open_gateway() as gateway:
