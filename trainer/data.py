@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import zmq
 
 from composer_prime.errors import ComposerError, DeadlineError, RoleFailedError, RunMismatchError, WireError
@@ -46,7 +47,15 @@ SAY_S = 30.0
 """How often the log says again what a wait is for."""
 _SLICE_S = 0.2
 _READY, _FINISHED, _STOPPED, _FAILED = range(4)
-_COUNTED = ("trained tokens", "distilled tokens", "preference pairs")
+_COUNTED = {
+    "samples": "samples with trained tokens",
+    "tokens": "trained tokens",
+    "micro_batches": "micro-batches with trained tokens",
+    "distilled_turns": "distilled turns",
+    "distilled_tokens": "distilled tokens",
+    "pairs": "preference pairs",
+}
+"""The fields of StepTotals, each the denominator of some loss, and what the ranks count to check them."""
 logger = logging.getLogger(__name__)
 
 
@@ -271,11 +280,12 @@ def _raise_together(table: list[list[int]], error: BaseException | None, step: i
 
 
 def _check_table(table: list[list[int]], reply: StepReply, step: int) -> None:
-    counts, totals = [row[1] for row in table], reply.totals
+    counts = [row[1] for row in table]
     if len(set(counts)) != 1 or counts[0] == 0:
         raise RunMismatchError(f"step {step}: ranks got {counts} micro-batches; they must be equal and at least 1")
-    said = (totals.tokens, totals.distilled_tokens, totals.pairs)
-    for name, held, total in zip(_COUNTED, map(sum, zip(*(row[2:] for row in table), strict=True)), said, strict=True):
+    held_by_all = map(sum, zip(*(row[2:] for row in table), strict=True))
+    for (field, name), held in zip(_COUNTED.items(), held_by_all, strict=True):
+        total = getattr(reply.totals, field)
         if held != total:
             raise RunMismatchError(
                 f"step {step}: the ranks hold {held} {name}, the orchestrator's totals say {total}: the loss would "
@@ -283,10 +293,18 @@ def _check_table(table: list[list[int]], reply: StepReply, step: int) -> None:
             )
 
 
-def _counts(batches: list[MicroBatch]) -> tuple[int, int, int]:
-    """What _COUNTED names."""
-    return (
-        sum(int(flags(batch.loss_mask).sum()) for batch in batches),
+def _counts(batches: list[MicroBatch]) -> list[int]:
+    """What _COUNTED names, in its order."""
+    trained = [np.flatnonzero(flags(batch.loss_mask)) for batch in batches]
+    documents = [
+        np.searchsorted(np.cumsum(batch.lengths), tokens, "right")
+        for batch, tokens in zip(batches, trained, strict=True)
+    ]
+    return [
+        sum(len(np.unique(numbers)) for numbers in documents),
+        sum(map(len, trained)),
+        sum(len(tokens) > 0 for tokens in trained),
+        sum(len(batch.turns) for batch in batches),
         sum(turn.count for batch in batches for turn in batch.turns),
         sum(len(batch.pairs) for batch in batches),
-    )
+    ]

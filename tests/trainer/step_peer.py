@@ -129,5 +129,7 @@ class StepPeer:
         samples, pairs = self.samples_of(request.step), self.pairs_of(request.step)
         ranks = pack(samples, pairs, run_id=self.run_id, step=request.step, world_size=request.world_size,
                      max_tokens=request.max_tokens, distil=self.distil)  # fmt: skip
-        return StepReply(step=request.step, rank=request.rank, totals=totals(samples, pairs, distil=self.distil),
-                         micro_batches=ranks[request.rank], metrics={"reward/mean": 0.5})  # fmt: skip
+        trained = sum(1 in row.loss_mask for own in ranks for row in own)
+        counts = totals(samples, pairs, distil=self.distil, micro_batches=trained)
+        return StepReply(step=request.step, rank=request.rank, totals=counts, micro_batches=ranks[request.rank],
+                         metrics={"reward/mean": 0.5})  # fmt: skip

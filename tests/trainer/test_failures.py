@@ -37,10 +37,15 @@ def flipped(batch):
     return msgspec.structs.replace(batch, input_ids=bytes(ids))
 
 
-def denominators(peer, request):
-    reply = peer.honest(request)
-    wrong = msgspec.structs.replace(reply.totals, tokens=reply.totals.tokens + 1)
-    return msgspec.msgpack.encode(msgspec.structs.replace(reply, totals=wrong))
+def one_more(field):
+    """An answer whose totals count one more of `field` than its micro-batches hold."""
+
+    def answer(peer, request):
+        reply = peer.honest(request)
+        wrong = msgspec.structs.replace(reply.totals, **{field: getattr(reply.totals, field) + 1})
+        return msgspec.msgpack.encode(msgspec.structs.replace(reply, totals=wrong))
+
+    return answer
 
 
 ANSWERS = {
@@ -54,7 +59,15 @@ ANSWERS = {
         with_batches(lambda batch: msgspec.structs.replace(batch, version_min=-5)),
         "holds policy versions -5..0; allowed are -1..0 (raise orchestrator.max_staleness",
     ),
-    "wrong denominators": (denominators, "the loss would have a wrong denominator"),
+    **{
+        f"a wrong count of {name}": (one_more(field), f"{name}, the orchestrator's totals say")
+        for field, name in {
+            "samples": "12 samples with trained tokens",
+            "tokens": "trained tokens",
+            "micro_batches": "micro-batches with trained tokens",
+            "distilled_turns": "0 distilled turns",
+        }.items()
+    },
     "a refusal": (
         lambda peer, request: msgspec.msgpack.encode(Refused(error="this is run 'x'")),
         "RunMismatchError: the orchestrator refused the request for the batch of step 1: this is run 'x'",
