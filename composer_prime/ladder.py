@@ -13,8 +13,6 @@ from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
 
-from scipy.special import stdtrit
-
 from composer_prime.errors import ConfigError
 from composer_prime.intervals import Interval
 from composer_prime.monitor.progress import number
@@ -118,6 +116,8 @@ def over_seeds(values: Mapping[int, float | None]) -> Interval | None:
     mean = fmean(known)
     if len(known) == 1:
         return Interval(mean=mean, low=None, high=None, count=1)
+    from scipy.special import stdtrit  # most of a command's start, so only where there is an interval to give
+
     half = float(stdtrit(len(known) - 1, 0.975)) * stdev(known) / len(known) ** 0.5
     return Interval(mean=mean, low=mean - half, high=mean + half, count=len(known))
 
