@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.config.weight_schedule import WeightSchedule
+
+SIMPO_TEMPERATURE = 2.0
+"""SimPO, arXiv 2405.14734: beta of 2.0 to 2.5."""
 
 
 class ReplayDpoConfig(BaseConfig):
@@ -21,7 +24,8 @@ class ReplayDpoConfig(BaseConfig):
     """How a pair's margin becomes a loss; cdpo and robust use each pair's own epsilon. simpo has no reference:
     no start weights are kept, and dpo/displacement is not reported."""
     temperature: float = Field(default=0.1, gt=0)
-    """beta of DPO: how strongly a log-probability against the reference counts (ipo: its tau; simpo takes about 2)."""
+    """beta of DPO: how strongly a log-probability against the reference counts (ipo: its tau). simpo's own default is
+    2.0, as its margin is a mean a token: at 0.1 it would hardly tell answers apart."""
     simpo_margin: float = Field(default=0.5, ge=0)
     """simpo: gamma, the margin that the chosen answer's reward is to have."""
     nll_weight: float = Field(default=0.05, ge=0)
@@ -30,3 +34,10 @@ class ReplayDpoConfig(BaseConfig):
     def weight_at(self, step: int) -> float:
         """The weight at `step` (from 1)."""
         return self.weight * self.schedule.factor(step)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_of_simpo(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("loss") == "simpo":
+            return {"temperature": SIMPO_TEMPERATURE} | values
+        return values

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from composer_prime.channels import make_po_config
-from composer_prime.config.channels import ChannelsConfig, PolicyConfig
+from composer_prime.config.channels import ChannelsConfig, PolicyConfig, ReplayDpoConfig
 from composer_prime.errors import ConfigError
 
 
@@ -59,6 +59,14 @@ def test_wrong_settings_name_the_remedy(objective, settings, words):
     with pytest.raises(ConfigError) as raised:
         make_po_config(objective, **settings)
     assert words in str(raised.value)
+
+
+def test_simpo_brings_its_own_temperature():
+    # Its margin is a mean a token, so DPO's 0.1 would leave the loss flat; what is set wins, and a dump reads back.
+    assert ReplayDpoConfig().temperature == 0.1
+    assert ReplayDpoConfig(loss="simpo").temperature == 2.0
+    made = ChannelsConfig(replay_dpo={"loss": "simpo", "temperature": 1.5}).replay_dpo
+    assert made.temperature == 1.5 and ReplayDpoConfig(**made.model_dump()) == made
 
 
 @pytest.mark.parametrize(
