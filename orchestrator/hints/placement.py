@@ -61,11 +61,9 @@ class HintPlacer:
         """The ids that an ending was last found as: most contexts end in the same ones, and decoding is slow."""
         self._opening = self._find_opening()
         self._closings = {role: self._closing(role) for role in _CONVERSATIONS}
-        if placement == "message_end":
-            if self._closings["user"] is None:
-                raise ConfigError(_no_place(placement, "a user message's end is not to be found in what it renders"))
-        else:
-            self._message_ids("probe")
+        context = np.array(self._render(_CONVERSATIONS["user"], opening=True), np.int32)
+        if self.hinted(context, "user", "probe") is None:
+            raise ConfigError(_no_place(placement, "a user message's end is not to be found in what it renders"))
 
     def hinted(self, context_ids: np.ndarray, role: str, hint: str) -> np.ndarray | None:
         """`context_ids` [T] with the hint's ids in it: int32 [T + hint]. None where the place is not to be found.

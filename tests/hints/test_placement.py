@@ -10,6 +10,8 @@ from chat_models import NAMES, chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollouts_made import TOOLS, Step, call, play
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from composer_prime.errors import ConfigError, EmptyMaskError
 from composer_prime.wire.types import TurnSpan, ints
@@ -158,6 +160,33 @@ def test_a_template_without_the_place_is_refused_with_the_others():
     HintPlacer(Alternating(renderer), tokenizer, "message_end")
     with pytest.raises(ConfigError, match=r"placement is 'user'.*roles must alternate.*message_end, system"):
         HintPlacer(Alternating(renderer), tokenizer, "user")
+
+
+class Instruct:
+    """Renders as Llama 2 and Mistral do, without special tokens."""
+
+    def __init__(self, tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def render_ids(self, messages, tools=None, add_generation_prompt=False) -> list[int]:
+        text = " ".join(f"[INST] {message['content']}" for message in messages)
+        return self._tokenizer.encode(text + " [/INST]" * add_generation_prompt, add_special_tokens=False)
+
+
+def sentence_piece() -> PreTrainedTokenizerFast:
+    """Words with the space before them, which decoding drops at the beginning of a text."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    core.train_from_iterator(["[INST] xyzzy question [/INST]"] * 8, trainers.BpeTrainer(show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+def test_a_tokenizer_that_hides_the_place_is_refused():
+    # The end of a message, " [/INST]", is one token that decodes to "[/INST]" where it comes first, so it is not found
+    # at the end of a context. Unless that is seen at the start, every turn is left out as no_place.
+    HintPlacer(Instruct(chat("tiny")[1]), chat("tiny")[1], "message_end")
+    with pytest.raises(ConfigError, match=r"placement is 'message_end'.*a user message's end is not to be found"):
+        HintPlacer(Instruct(sentence_piece()), sentence_piece(), "message_end")
 
 
 def test_a_turn_without_tokens_is_an_error_that_names_it():
