@@ -83,7 +83,8 @@ class HintStage:
         self._placer, self._limits, self._threads, self._endpoints = placer, limits, threads, endpoints
         self._distil = distil
         self._empty: list[str] = []
-        self._placed = self._logged = 0
+        """What is told of the first error turns without a token."""
+        self._placed = self._logged = self._empties = 0
 
     async def close(self) -> None:
         await asyncio.gather(*(endpoint.close() for endpoint in self._endpoints))
@@ -164,7 +165,6 @@ class HintStage:
         made = await loop.run_in_executor(self._threads, self._place, work, error, hint)
         if isinstance(made, str):
             return made
-        self._placed += 1
         work.mark(error, hint)
         if self._distil:
             work.attach(made)
@@ -192,7 +192,7 @@ class HintStage:
                 f"({turn.num_tokens} at the worker)"
             )
             return "empty_mask"
-        return place(
+        made = place(
             *found,
             placer=self._placer,
             role=_role_before(work.rollout, error.message),
@@ -201,13 +201,17 @@ class HintStage:
             weight=self._config.weights.get(error.kind, 1.0),
             limits=self._limits,
         )
+        self._placed += not isinstance(made, str)
+        return made
 
     def _note_empty(self, what: str) -> None:
-        self._empty.append(what)
-        logger.error("channel 2: %s", what)
-        if self._placed == 0 and len(self._empty) >= _EMPTY_LIMIT:
+        self._empties += 1
+        if self._empties <= _LOGGED_FIRST:
+            self._empty.append(what)
+            logger.error("channel 2: %s", what)
+        if self._placed == 0 and self._empties >= _EMPTY_LIMIT:
             raise EmptyMaskError(
-                f"none of {len(self._empty)} error turns holds a token for channel 2, so it would train nothing: "
+                f"none of {self._empties} error turns holds a token for channel 2, so it would train nothing: "
                 f"{'; '.join(self._empty[:3])}. Every token of a turn belongs to it, thinking included: look at the "
                 "environment's turns, or remove orchestrator.hints"
             )

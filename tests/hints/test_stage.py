@@ -182,6 +182,22 @@ def test_empty_masks_without_end_are_an_error_that_names_the_traces():
     assert [each.rollout.hints["skipped/empty_mask"] for each in few] == [1, 1, 1]
 
 
+def test_empty_masks_beside_good_ones_are_logged_so_often_and_counted_all(caplog):
+    # One turn was placed, so channel 2 trains; a long run with many that hold no token fills neither log nor memory.
+    good = play("tiny", "Add.", [WRONG, LAST])
+    empty = PlayedRollout(good.rollout, [_without_turns(good.samples[0])], [])
+
+    async def run():
+        made = stage()
+        await made.attach([(good.rollout, good.samples)])
+        ended = await made.attach([(empty.rollout, empty.samples)] * 40)
+        await made.close()
+        return ended
+
+    assert sum(rollout.hints.get("skipped/empty_mask", 0) for rollout, _ in asyncio.run(run())) == 40
+    assert sum("no token of it is in a sample" in record.getMessage() for record in caplog.records) == 20
+
+
 def _without_turns(sample: Sample) -> Sample:
     return msgspec.structs.replace(sample, turns=[])
 
