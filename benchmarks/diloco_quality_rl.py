@@ -9,8 +9,8 @@ clusters' rollouts at every step. All cells of a seed see the same number of rol
     bytes       what one peer sent (diloco/bytes_sent, headers and beats included); for data-parallel a bfloat16
                 gradient every step, which is not really sent here
 
-Finished cells are kept in the results file and not run again, so an interrupted benchmark goes on. A cell of the default
-matrix (24 steps of 2 x 32 rollouts, 51 cells) takes about two minutes on two quiet cores.
+Finished cells are kept in the results file and not run again, so an interrupted benchmark goes on. A cell of the
+default matrix (24 steps of 2 x 32 rollouts, 51 cells) takes about two minutes on two quiet cores.
 """
 
 from __future__ import annotations
