@@ -22,6 +22,7 @@ from pathlib import Path
 from composer_prime import run_id
 from composer_prime.config import Config, load
 from composer_prime.console import EXIT_USAGE, fail
+from composer_prime.continuation import check_continuation
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.keys import RunKeys
 from composer_prime.run_dir import RunDir, write_atomic
@@ -54,6 +55,7 @@ def _dry_run(config: Config, run_dir: RunDir) -> int:
     plan = build(config, folder=False)
     try:
         _used(config, run_dir)
+        plan.notes += _changes(config, run_dir)
     except ConfigError as error:
         plan.problems.append(str(error))
     print(plan.text())
@@ -81,9 +83,24 @@ def _used(config: Config, run_dir: RunDir) -> list[Path]:
     return used
 
 
+def _changes(config: Config, run_dir: RunDir) -> list[str]:
+    """One note for each setting that a resume changes. Raises ConfigError when there is nothing to resume from, or
+    for a setting that may not change."""
+    if not config.run.resume:
+        return []
+    if not run_dir.complete_checkpoints():
+        raise ConfigError(
+            f"--resume found no complete checkpoint below {run_dir.checkpoints}: start over with "
+            "--run.overwrite true, or set run.name and run.output_dir to the run that is to go on"
+        )
+    return check_continuation(load.read(run_dir.config), config) if run_dir.config.is_file() else []
+
+
 def _prepare(config: Config, run_dir: RunDir) -> None:
     """What the launcher does for its roles, for an orchestrator that is started on its own."""
     used = _used(config, run_dir)
+    for note in _changes(config, run_dir):
+        print(f"orchestrator: {note}", file=sys.stderr)
     for path in used if config.run.overwrite else []:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     run_dir.endpoints.unlink(missing_ok=True)
