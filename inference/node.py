@@ -116,12 +116,13 @@ class Node:
         running, limit = len(self._requests), self._config.drain_timeout_s
         logger.info("draining (%s): %d requests run", reason, running)
         if self._attached and self._requests:
-            drained = asyncio.gather(self._engine.drain(), *self._requests.values(), return_exceptions=True)
+            requests = list(self._requests.values())
+            drained = asyncio.gather(self._engine.drain(), *requests, return_exceptions=True)
             try:
                 await asyncio.wait_for(drained, limit)
             except TimeoutError:
                 logger.warning("%d requests did not end within %g s (inference.drain_timeout_s): they are dropped",
-                               len(self._requests), limit)  # fmt: skip
+                               sum(request.cancelled() for request in requests), limit)  # fmt: skip
         self._link.send(Goodbye(reason=reason))
 
     # -- the gateway ---------------------------------------------------------------------------------------------
@@ -244,6 +245,9 @@ class Node:
         key = (message.request_id, message.lease)
         if key in self._requests:
             return
+        if self._stop_reason.done():
+            self._give_back(message, "it is draining")
+            return
         task = asyncio.create_task(self._answer(message))
         self._requests[key] = task
         task.add_done_callback(lambda _: self._requests.pop(key, None))
@@ -264,10 +268,13 @@ class Node:
                 raise EngineError("weights that failed their canary were in use while this request ran")
         except (EngineError, ValueError) as error:
             retryable = isinstance(error, EngineError) and not isinstance(error, BadRequestError)
+            if retryable and self._stop_reason.done():
+                self._give_back(message, str(error))
+                return
             self._link.send(
                 GenerateFailed(request_id=request_id, lease=lease, error=str(error), retryable=retryable)
             )
-            if retryable and not self._stop_reason.done():
+            if retryable:
                 await self._check_engine(error)
             return
         self._link.send(
@@ -279,6 +286,14 @@ class Node:
                 version_spans=done.version_spans,
                 finish_reason=done.finish_reason,
                 prompt_cached=done.prompt_cached,
+            )
+        )
+
+    def _give_back(self, message: Generate, why: str) -> None:
+        """While this node leaves, nothing that it does not finish counts against a request."""
+        self._link.send(
+            GenerateFailed(
+                request_id=message.request_id, lease=message.lease, error=why, retryable=True, tried=False
             )
         )
 

@@ -100,6 +100,8 @@ class GenerateFailed(msgspec.Struct, frozen=True, kw_only=True, tag="generate_fa
     error: str
     retryable: bool
     """False for a request that no node could serve (for example a prompt longer than the context)."""
+    tried: bool = True
+    """False when a node that is about to leave gives it back: it says nothing against the request or the node."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):

@@ -30,7 +30,7 @@ from orchestrator.pulse import Pulse
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3
-"""Failed or bad answers after which a request is given up. Nodes that vanish do not count."""
+"""Failed or bad answers after which a request is given up. Nodes that vanish or drain do not count."""
 _MAX_SESSIONS = 1 << 16
 """Sessions whose node is remembered."""
 
@@ -214,6 +214,11 @@ class Router:
     def on_failed(self, node: Node, message: GenerateFailed) -> None:
         request = self._claim(node, message)
         if request is None:
+            return
+        if not message.tried:
+            node.draining = True
+            self._reissue(request, f"{node.node_id} is leaving: {message.error}")
+            self.place()
             return
         node.failures += 1
         if message.retryable:

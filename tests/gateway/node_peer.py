@@ -167,8 +167,10 @@ class PeerNode:
             self.send(reply)
 
 
-def failed(request: Generate, error: str, *, retryable: bool) -> GenerateFailed:
-    return GenerateFailed(request_id=request.request_id, lease=request.lease, error=error, retryable=retryable)
+def failed(request: Generate, error: str, *, retryable: bool, tried: bool = True) -> GenerateFailed:
+    return GenerateFailed(
+        request_id=request.request_id, lease=request.lease, error=error, retryable=retryable, tried=tried
+    )
 
 
 __all__ = ["Drain", "PeerNode", "failed", "tokens_for"]

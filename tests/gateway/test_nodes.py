@@ -304,6 +304,20 @@ async def test_nodes_behind_the_required_version_get_no_request(open_gateway, no
         assert len(old.generates) == 1
 
 
+async def test_what_a_leaving_node_gives_back_is_no_failure(open_gateway, node_keys):
+    """A draining node gives back more requests than failures are allowed: all are answered once another is there."""
+    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as leaving:
+        leaving.answer = lambda request: failed(request, "it is draining", retryable=True, tried=False)
+        calls = [asyncio.create_task(post(gateway.http_url, generate_body(5 + k))) for k in range(6)]
+        await leaving.until(lambda: bool(leaving.generates) and gateway.router.queued == 6)
+        assert len(leaving.generates) <= 6
+        [described] = gateway.state()["nodes"]
+        assert (described["failures"], described["why_not"]) == (0, "draining")
+        async with PeerNode(gateway.node_endpoint, node_keys, "b"):
+            assert [status for status, _ in await asyncio.gather(*calls)] == [200] * 6
+        assert gateway.router.counters.failed == 0
+
+
 async def test_weight_chunks_are_served_in_pieces_from_any_offset(open_gateway, node_keys, store):
     """A node that lost its connection goes on where it stopped; missing chunks are said to be missing."""
     data = np.random.default_rng(0).bytes(2 * PIECE_BYTES + 12345)

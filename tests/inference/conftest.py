@@ -46,7 +46,7 @@ def config():
         lost_after_s=1.0,
         connect_timeout_s=4.0,
         chunk_timeout_s=1.0,
-        drain_timeout_s=3.0,
+        drain_timeout_s=30.0,
         canary_tolerance=1e-3,
     )
 

@@ -242,7 +242,7 @@ def test_a_rejected_node_ends(loop, serving):
 
 @pytest.mark.parametrize("by", ["gateway", "signal"])
 def test_drain_finishes_and_says_goodbye(loop, serving, by):
-    # A drained node answers what runs, gives new requests back, says Goodbye and ends.
+    # A drained node answers what runs, gives new requests back untried, says Goodbye and ends.
     async def scenario():
         async with serving() as (gateway, node, ended):
             await gateway.until(lambda: gateway.node, "a node")
@@ -258,7 +258,8 @@ def test_drain_finishes_and_says_goodbye(loop, serving, by):
     answers = loop.run(scenario())
     by_kind = {type(answer): answer for answer in answers}
     assert by_kind[Generated].request_id == "running"
-    assert by_kind[GenerateFailed].request_id == "late" and by_kind[GenerateFailed].retryable
+    late = by_kind[GenerateFailed]
+    assert (late.request_id, late.retryable, late.tried) == ("late", True, False)
     assert isinstance(answers[-1], Goodbye)
 
 
