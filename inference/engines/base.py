@@ -67,9 +67,10 @@ class Engine(Protocol):
         ...
 
     async def drain(self) -> None:
-        """Refuse new requests and return when the running ones have ended."""
+        """Refuse new requests and return when the running ones have ended; how long that may take is the caller's say.
+        """
 
     def stats(self) -> EngineStats: ...
 
     async def close(self) -> None:
-        """Stop at once and free everything, child processes included."""
+        """Stop and free everything, child processes included; an engine that hangs is left after some seconds."""

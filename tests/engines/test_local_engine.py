@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from transformers import (
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.errors import ConfigError, EngineError, ModelNotFoundError
 from composer_prime.wire.types import VersionSpan
+from inference.engines.local import engine as local_engine
 from inference.engines.local.compute import Computer
 from inference.engines.local.engine import LocalEngine
 from tests.engines.contract import Subject, sampling
@@ -210,6 +212,30 @@ def test_a_small_cache_bounds_the_batch(folder):
         for (prompt, options), task in zip(wanted, tasks, strict=True):
             subject.verify(prompt, options, task.result())
         await subject.engine.close()
+
+    run(scenario())
+
+
+def test_close_does_not_wait_for_a_thread_that_hangs(folder, monkeypatch):
+    # A step that never returns, as of a device that hangs: close returns, and what waits gets an EngineError.
+    monkeypatch.setattr(local_engine, "_CLOSE_S", 0.2)
+    hangs, over = threading.Event(), threading.Event()
+
+    class Hanging(Computer):
+        def _compute(self, step) -> None:
+            hangs.set()
+            over.wait()
+            super()._compute(step)
+
+    async def scenario():
+        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Hanging)
+        await engine.start()
+        work = asyncio.ensure_future(engine.generate("r", [5, 6], sampling(50), "s"))
+        await asyncio.to_thread(hangs.wait, 60)
+        await engine.close()
+        with pytest.raises(EngineError, match="hangs"):
+            await work
+        over.set()
 
     run(scenario())
 

@@ -57,6 +57,27 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         asyncio.run(engine.start())
 
 
+BABBLING = """
+import os, sys, time
+os.write(int(sys.argv[1]), {bytes!r})
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("written", [b"\3\0\0\0\xc1\xc1\xc1", b"WARNING: this is no message"])
+def test_what_is_no_message_ends_the_engine(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: bytes
+) -> None:
+    """A vllm that writes to the link's descriptor: the start fails at once and says what came."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (tmp_path / "vllm" / "platforms.py").write_text(BABBLING.format(bytes=written))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    error = start_fails(folder, vllm=VllmEngineConfig(start_timeout_s=60))
+    assert isinstance(error, EngineError) and "vLLM's process" in str(error) and "message" in str(error)
+
+
 @pytest.mark.skipif(INSTALLED, reason="vllm is installed")
 def test_without_vllm_the_extra_is_named(folder: Path) -> None:
     """Without vllm the error names the command that installs it."""

@@ -6,6 +6,7 @@ Checks what a request asks before it reaches the compute thread, so that nothing
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Mapping
@@ -20,6 +21,11 @@ from composer_prime.wire.node import Sampling
 from inference.engines.base import Completion, EngineStats
 from inference.engines.local.compute import Computer
 from inference.engines.local.request import Add, Cancel, Close, Drained, Request, Score, Swap
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 10.0
+"""How long `close` waits for the compute thread, which looks at its orders between two steps."""
 
 
 class LocalEngine:
@@ -142,7 +148,16 @@ class LocalEngine:
         """Every waiting request gets an EngineError."""
         if self._computer is not None:
             self._computer.post(Close())
-            await asyncio.wait([self._computer.ended])
+            ended, _ = await asyncio.wait([self._computer.ended], timeout=_CLOSE_S)
+            if not ended:
+                self._abandon()
+
+    def _abandon(self) -> None:
+        """The compute thread is stuck in a step, or still loading: it is a daemon and ends with the process."""
+        logger.error("the compute thread does not end within %g s: it is left behind", _CLOSE_S)
+        for future in self._active.values():
+            if not future.done():
+                future.set_exception(EngineError("the local engine is closed; its compute thread hangs"))
 
     def _serving(self) -> Computer:
         if self._computer is None or not self._computer.ready.done():

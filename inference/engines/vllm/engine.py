@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.errors import BadRequestError, ContextOverflowError, DeadlineError, EngineError, WeightError
+from composer_prime.errors import (
+    BadRequestError,
+    ContextOverflowError,
+    DeadlineError,
+    EngineError,
+    WeightError,
+    WireError,
+)
 from composer_prime.model_source import check_folder, tensor_shapes
 from composer_prime.scratch import Scratch
 from composer_prime.wire.node import Sampling
@@ -216,6 +223,8 @@ class VllmEngine:
                     self._receive(message)
         except (EOFError, ConnectionError):
             self._fail(EngineError(broken + await child.end_report()))
+        except WireError as error:
+            self._fail(EngineError(f"{error}: something else writes to its link; see its log {child.log}"))
 
     def _receive(self, message: messages.FromChild) -> None:
         match message:

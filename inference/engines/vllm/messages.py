@@ -18,6 +18,8 @@ from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
 
 LENGTH = struct.Struct("<I")
+MAX_BYTES = 256 << 20
+"""Of one message; a longer one means that the stream holds something else."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):

@@ -10,6 +10,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
+from composer_prime.errors import WireError
 from inference.engines.vllm import messages
 
 _LOG_LINES = 25
@@ -46,9 +49,15 @@ class Child:
         self._writer.write(messages.frame(message))
 
     async def receive(self) -> messages.FromChild:
-        """The next message. Raises EOFError when the child has ended or closed its end."""
-        head = await self._reader.readexactly(messages.LENGTH.size)
-        return messages.from_child(await self._reader.readexactly(messages.LENGTH.unpack(head)[0]))
+        """The next message. Raises EOFError when the child has ended or closed its end, WireError for anything else."""
+        (length,) = messages.LENGTH.unpack(await self._reader.readexactly(messages.LENGTH.size))
+        if length > messages.MAX_BYTES:
+            raise WireError(f"vLLM's process announces a message of {length} bytes, at most {messages.MAX_BYTES}")
+        body = await self._reader.readexactly(length)
+        try:
+            return messages.from_child(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError(f"vLLM's process sent {length} bytes that are no message ({error})") from None
 
     async def end_report(self) -> str:
         """How the child ended and the last lines of its log."""
