@@ -30,12 +30,11 @@ from orchestrator.groups import FinishedGroup, FinishedRollout, GroupPlan, Outco
 from orchestrator.hints.stage import HintStage
 from orchestrator.permits import Lane
 from orchestrator.requests import RequestFactory
-from orchestrator.rollout import Played, RolloutRunner
+from orchestrator.rollout import Played, RolloutRunner, retry_pause_s
 from orchestrator.workers.protocol import RolloutFailure
 
 logger = logging.getLogger(__name__)
 
-_RETRY_PAUSE_S = 0.5
 _LOGGED_FIRST, _LOGGED_EVERY = 20, 100
 
 
@@ -166,7 +165,7 @@ class Dispatcher:
                 break
             failures.append(rollout.failure)
             self.retries += 1
-            await asyncio.sleep(_RETRY_PAUSE_S * 2**attempt)
+            await asyncio.sleep(retry_pause_s(attempt))
         return rollout, samples
 
     def _count(self, rollout_id: str, failure: RolloutFailure) -> None:

@@ -31,7 +31,7 @@ from orchestrator.groups import FinishedRollout
 from orchestrator.permits import Lane, Permits
 from orchestrator.pulse import Pulse
 from orchestrator.requests import RequestFactory
-from orchestrator.rollout import RolloutRunner
+from orchestrator.rollout import RolloutRunner, retry_pause_s
 from orchestrator.workers.protocol import RolloutFailure
 
 logger = logging.getLogger(__name__)
@@ -144,11 +144,22 @@ class Evaluator:
         plays = [self._evaluate_source(source, step, counts[source.name]) for source in self._sources]
         results = dict(zip(counts, await asyncio.gather(*plays), strict=True))
         await asyncio.to_thread(_write, self._run_dir.eval_rollouts(step), step, results)
+        self._report_failures(step, results)
         figures = {"time/eval_s": time.monotonic() - begun}
         for source, tasks in results.items():
             figures |= summary(source, tasks, self._config.eval)
         await asyncio.to_thread(self._metrics.log, step, figures)
         logger.info("evaluation of step %d: %s", step, {name: round(value, 4) for name, value in figures.items()})
+
+    def _report_failures(self, step: int, results: dict[str, list[TaskResult]]) -> None:
+        rollouts = [rollout for tasks in results.values() for task in tasks for rollout in task.rollouts]
+        failed = [rollout for rollout in rollouts if rollout.failure is not None]
+        if failed:
+            logger.warning(
+                "evaluation of step %d: %d of %d rollouts have no reward after at most %d tries, the first for %s: %s",
+                step, len(failed), len(rollouts), self._config.max_retries + 1, failed[0].failure.kind,
+                failed[0].failure.message,
+            )  # fmt: skip
 
     def _count(self, source: SourceConfig) -> int:
         available = self._num_tasks[source.name]
@@ -187,9 +198,10 @@ class Evaluator:
             rollout = finished_rollout(
                 played, sibling=sample, seed=request.seed or 0, samples=[], failure=failure, earlier=failures
             )
-            if failure is None or not failure.retryable:
+            if failure is None or not failure.retryable or attempt == self._config.max_retries:
                 break
             failures.append(failure)
+            await asyncio.sleep(retry_pause_s(attempt))
         result.rollouts.append(rollout)
         self._done_rollouts += 1
 

@@ -17,6 +17,7 @@ from orchestrator.workers.protocol import RolloutFailure, RolloutReply, RunRollo
 
 _GRACE_S = 5.0
 """What a worker gets on top of a rollout's own limit to report that the limit was reached."""
+_RETRY_S, _LONGEST_RETRY_S = 0.5, 30.0
 
 
 class Pool(Protocol):
@@ -83,6 +84,11 @@ class RolloutRunner:
             return _failed(request, "worker", str(error))
         except TimeoutError:
             return _failed(request, "timeout", f"the worker gave no reply within {deadline_s:.0f} s")
+
+
+def retry_pause_s(attempt: int) -> float:
+    """Seconds from the end of failed try number `attempt` (from 0) to the next: what broke may need them to mend."""
+    return min(_RETRY_S * 2**attempt, _LONGEST_RETRY_S)
 
 
 def _failed(request: RunRollout, kind: str, message: str) -> RolloutReply:

@@ -67,8 +67,7 @@ class Engine(Protocol):
         ...
 
     async def drain(self) -> None:
-        """Refuse new requests and return when the running ones have ended; how long that may take is the caller's say.
-        """
+        """Refuse new requests and return when the running ones have ended; the caller bounds the wait."""
 
     def stats(self) -> EngineStats: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from statistics import fmean
 
 import pytest
@@ -100,6 +101,26 @@ async def test_every_evaluation_plays_the_same_tasks_with_the_same_seeds(open_ru
         assert sum(bool(line["failed_attempts"]) for line in lines) == 2
     last = [json.loads(line) for line in run_dir.eval_rollouts(3).read_text().splitlines()]
     assert {tuple(line["policy_versions"]) for line in last} == {(3, 3)}
+
+
+async def test_what_keeps_failing_gets_a_pause_between_tries_and_a_message(open_run, run_dir, tmp_path, caplog):
+    """A broken environment is not tried again at once, not for ever, and the log says what is wrong with it."""
+    tried: list[float] = []
+
+    def broken(request):
+        if request.taskset != EVAL:
+            return draw(request.rollout_id)
+        tried.append(time.monotonic())
+        return RolloutFailure(kind="sandbox", message="no disk left", retryable=True)
+
+    config = make_config(tmp_path, max_steps=1, max_retries=1, eval={"every_steps": 1, "tasks": 1})
+    async with open_run(config, ScriptedPool(broken)):
+        async with asyncio.timeout(20):
+            while not run_dir.eval_rollouts(0).exists() or "after at most" not in caplog.text:
+                await asyncio.sleep(0.01)
+    assert len(tried) == 2 and tried[1] - tried[0] >= 0.5
+    assert "evaluation of step 0: 1 of 1 rollouts have no reward after at most 2 tries" in caplog.text
+    assert "sandbox: no disk left" in caplog.text
 
 
 async def test_the_last_evaluation_waits_for_the_last_version_or_says_why_not(open_run, run_dir, tmp_path):
