@@ -28,12 +28,13 @@ PAID_ENTRIES = frozenset(
 money spent, hints by what was asked, reference log-probabilities by the base model's hash."""
 
 _STEP = re.compile(r"step_(\d{6,})$")
+_PARTIAL = ".partial"
 
 
 def write_atomic(path: Path, data: bytes | memoryview) -> None:
     """Write `data` to `path` so that a reader sees the old content or all of the new, also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
     try:
         with partial.open("wb") as file:
             file.write(data)
@@ -43,6 +44,12 @@ def write_atomic(path: Path, data: bytes | memoryview) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def remove_partials(folder: Path) -> None:
+    """What `write_atomic` left in `folder` when its process was killed. Only for a folder that nobody writes to now."""
+    for path in folder.glob(f".*{_PARTIAL}"):
+        path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)

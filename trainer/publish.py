@@ -41,6 +41,7 @@ class Publisher:
             keys = RunKeys(run_dir.keys)
             self._signer, self._verifier = keys.signer(), keys.verifier()
             self._store = WeightStore(run_dir.weights)
+            self._store.remove_partials()
             self._plain = plain_model(config, folder)
             ids = prompt_ids(folder, self._plain.config.get_text_config().vocab_size)
             self._scorer = CanaryScorer(plain_model(config, folder), ids, world.device)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from composer_prime.errors import CorruptWeightsError
-from composer_prime.run_dir import write_atomic
+from composer_prime.run_dir import remove_partials, write_atomic
 from composer_prime.weights.manifest import ChunkRef, Manifest
 
 CHUNK_BYTES = 16 << 20
@@ -81,6 +81,11 @@ class WeightStore:
                 return file.read(size)
         except FileNotFoundError:
             return None
+
+    def remove_partials(self) -> None:
+        """Drop what a killed trainer was writing. The trainer's alone to call, before it writes."""
+        for folder in (self._chunks, self._manifests):
+            remove_partials(folder)
 
     def prune(self, keep: int, decode: Callable[[bytes], Manifest]) -> None:
         """Drop all but the newest `keep` versions and the chunks that no remaining manifest names."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -38,6 +40,26 @@ def published(run, version: int):
     manifest = open_signed(store.manifest(version), RunKeys(run.dir.keys).verifier(), run_id="run")
     pieces = (store.chunk(ref.sha256, 0, ref.size) for ref in manifest.chunks)
     return manifest, load(verified(manifest, pieces))
+
+
+KILLED_WHILE_WRITING = """
+import os, signal, sys
+from pathlib import Path
+from composer_prime.weights.store import WeightStore
+os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+WeightStore(Path(sys.argv[1])).put_chunks(b"half a chunk")
+"""
+
+
+def test_what_a_killed_trainer_was_writing_goes_at_the_next_start(make_run, model_folder, world):
+    # kill -9 while a chunk is written leaves a partial file; the next trainer of the run removes it.
+    run = make_run()
+    command = [sys.executable, "-c", KILLED_WHILE_WRITING, str(run.dir.weights)]
+    assert subprocess.run(command).returncode == -9
+    [left] = (run.dir.weights / "chunks").iterdir()
+    assert left.name.endswith(".partial")
+    Publisher(run.config, run.dir, "run", model_folder, world)
+    assert list((run.dir.weights / "chunks").iterdir()) == []
 
 
 def logprobs(lm, ids: list[int]) -> torch.Tensor:
