@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 import time
 
 from composer_prime.config.inference import InferenceConfig
@@ -68,6 +69,7 @@ class Node:
         config: InferenceConfig,
     ) -> None:
         self._id, self._engine, self._link, self._chunks = node_id, engine, link, chunks
+        self._instance = secrets.token_hex(8)
         self._receiver, self._config = receiver, config
         self._heartbeat_s = config.heartbeat_s
         self._welcome: Welcome | None = None
@@ -175,6 +177,7 @@ class Node:
                 run_id=self._welcome.run_id if self._welcome else None,
                 version=self._receiver.version,
                 max_concurrent=self._config.max_concurrent,
+                instance=self._instance,
             )
         )
 

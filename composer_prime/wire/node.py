@@ -38,6 +38,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The run this node served before a reconnect; None on the first contact."""
     version: int
     max_concurrent: int
+    instance: str = ""
+    """Drawn by each process at its start: tells a node that comes back on a new connection from another of its name."""
     protocol: int = 1
 
 

@@ -180,14 +180,12 @@ class NodeLink:
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
         assert self._router is not None
-        reason = self._refusal(hello)
+        reason = self._refusal(hello) or self._name_is_taken(identity, hello)
         if reason is not None:
             logger.warning("turned a node away: %s", reason)
             self.send(identity, Rejected(reason=reason))
             return
-        _, replaced = self._router.nodes.attach(identity, hello)
-        if replaced is not None:
-            self.send(replaced, Rejected(reason=f"another process attached as {hello.node_id!r}: give nodes own names"))
+        self._router.nodes.attach(identity, hello)
         welcome = Welcome(
             run_id=self._run_id,
             manifest=self.newest_manifest,
@@ -196,6 +194,21 @@ class NodeLink:
         )
         self.send(identity, welcome)
         self._router.place()
+
+    def _name_is_taken(self, identity: bytes, hello: Hello) -> str | None:
+        """A name is its holder's until it leaves, its connection closes (its process died) or it counts as lost."""
+        assert self._router is not None
+        holder = self._router.nodes.holder(identity, hello)
+        if holder is None:
+            return None
+        if not self._queue(holder.identity, _HEARD):
+            self._router.nodes.leave(holder, "its connection is closed")
+            return None
+        heard_s = self._router.clock() - holder.last_heard
+        return (
+            f"a node named {hello.node_id!r} is attached and spoke {heard_s:.1f} s ago: give this one its own name "
+            "(--name, or --node-name); the name of a node that vanished is free after inference.lost_after_s of silence"
+        )
 
     def _refusal(self, hello: Hello) -> str | None:
         if hello.protocol != PROTOCOL:

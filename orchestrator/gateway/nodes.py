@@ -31,6 +31,8 @@ class Node:
     node_id: str
     identity: bytes
     """Routing id of its connection."""
+    instance: str
+    """Its process, as it said in its Hello."""
     engine: str
     max_concurrent: int
     version: int
@@ -118,22 +120,27 @@ class Nodes:
         """The node of this name, attached or away."""
         return self._by_id.get(node_id)
 
-    def attach(self, identity: bytes, hello: Hello) -> tuple[Node, bytes | None]:
-        """The node that says `hello` on connection `identity`, and the other connection it had until now, if any.
+    def holder(self, identity: bytes, hello: Hello) -> Node | None:
+        """The attached node that has the name in `hello` and is another process than the one that says it."""
+        known = self._by_id.get(hello.node_id)
+        if known is None or not known.attached or known.identity == identity:
+            return None
+        return None if hello.instance and hello.instance == known.instance else known
 
-        Whatever it held before counts as lost: a node that says Hello starts empty.
-        """
+    def attach(self, identity: bytes, hello: Hello) -> Node:
+        """The node that says `hello` on connection `identity`. Whatever it held before counts as lost: a node that says
+        Hello starts empty."""
         now = self._clock()
         previous = self._by_identity.get(identity)
         if previous is not None:
             self.leave(previous, "said hello again")
-        known, replaced = self._by_id.get(hello.node_id), None
+        known = self._by_id.get(hello.node_id)
         if known is not None and known.attached:
-            replaced = known.identity
             self.leave(known, "came back on a new connection")
         node = Node(
             node_id=hello.node_id,
             identity=identity,
+            instance=hello.instance,
             engine=hello.engine,
             max_concurrent=hello.max_concurrent,
             version=hello.version,
@@ -148,7 +155,7 @@ class Nodes:
         self._by_id[hello.node_id] = self._by_identity[identity] = node
         logger.info("node %s attached: engine %s, %d places, version %d", node.node_id, node.engine,
                     node.max_concurrent, node.version)  # fmt: skip
-        return node, replaced
+        return node
 
     def heard(self, node: Node, status: Status) -> None:
         now = self._clock()

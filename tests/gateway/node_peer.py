@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -61,10 +62,12 @@ class PeerNode:
         max_concurrent: int = 64,
         heartbeat_s: float = 0.1,
         answer: Answer | None = None,
+        instance: str | None = None,
     ) -> None:
         self.endpoint, self.keys, self.node_id = endpoint, keys, node_id
         self.num_tokens, self.delay_s, self.version = num_tokens, delay_s, version
         self.max_concurrent, self.heartbeat_s = max_concurrent, heartbeat_s
+        self.instance = instance or secrets.token_hex(8)
         self.answer = answer
         """Replaces the usual answer; returning None answers nothing."""
         self.generates: list[Generate] = []
@@ -106,7 +109,12 @@ class PeerNode:
 
     def say_hello(self, **changes: Any) -> None:
         hello = Hello(
-            node_id=self.node_id, engine="peer", run_id=None, version=self.version, max_concurrent=self.max_concurrent
+            node_id=self.node_id,
+            engine="peer",
+            run_id=None,
+            version=self.version,
+            max_concurrent=self.max_concurrent,
+            instance=self.instance,
         )
         self.send(msgspec.structs.replace(hello, **changes))
 

@@ -20,9 +20,6 @@ from composer_prime.errors import DeadlineError, PortInUseError, SignatureError
 from composer_prime.keys import ClientKeys, RunKeys
 from composer_prime.weights.manifest import Canary, Manifest, sign
 from composer_prime.wire.node import (
-    Chunk,
-    ChunkMissing,
-    ChunkRequest,
     Drain,
     Generate,
     Heard,
@@ -35,7 +32,6 @@ from composer_prime.wire.node import (
 )
 from composer_prime.wire.sockets import dealer
 from orchestrator.gateway import Gateway
-from orchestrator.gateway.chunks import PIECE_BYTES
 
 
 def signed_manifest(keys: RunKeys, version: int, chunks=(), run_id: str = "run-1") -> bytes:
@@ -83,17 +79,39 @@ async def test_a_silent_nodes_late_answer_is_dropped_by_its_lease(open_gateway, 
             assert gateway.router.counters.answered == 1
 
 
-async def test_a_node_that_comes_back_attaches_again_under_its_id(open_gateway, node_keys):
-    """A restarted process takes its node's place at once; the old connection's requests go to it."""
-    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=60) as old:
-        call = asyncio.create_task(post(gateway.http_url, generate_body(5)))
-        await old.until(lambda: bool(old.generates))
-        async with PeerNode(gateway.node_endpoint, node_keys, "a") as new:
-            assert (await call)[0] == 200
-            assert len(new.generates) == 1
-            await old.until(lambda: isinstance(old.welcome, Rejected))
-            [described] = gateway.state()["nodes"]
-            assert (described["attachments"], described["answers"]) == (2, 1)
+@pytest.mark.parametrize("comes_back", ["same process", "restarted"])
+async def test_a_node_that_comes_back_takes_its_name_at_once(open_gateway, node_keys, comes_back):
+    """A process on a new connection, and the successor of one that died, get the name and what the old one held."""
+    endure = {"inference": {"heartbeat_s": 0.1, "lost_after_s": 60.0}}
+    async with open_gateway(**endure) as gateway:
+        old = PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=60, heartbeat_s=60)
+        async with old:
+            call = asyncio.create_task(post(gateway.http_url, generate_body(5)))
+            await old.until(lambda: bool(old.generates))
+            if comes_back == "restarted":
+                await old.vanish()
+            instance = old.instance if comes_back == "same process" else None
+            async with PeerNode(gateway.node_endpoint, node_keys, "a", instance=instance) as new:
+                assert isinstance(new.welcome, Welcome)
+                assert (await call)[0] == 200
+                assert len(new.generates) == 1
+                [described] = gateway.state()["nodes"]
+                assert (described["attachments"], described["answers"]) == (2, 1)
+
+
+async def test_nobody_takes_the_name_of_a_node_that_lives(open_gateway, node_keys):
+    """Another process under an attached node's name is turned away with the remedy; the node goes on."""
+    async with (
+        open_gateway() as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "a") as holder,
+        PeerNode(gateway.node_endpoint, node_keys, "a") as other,
+    ):
+        assert isinstance(other.welcome, Rejected)
+        assert "its own name" in other.welcome.reason and "lost_after_s" in other.welcome.reason
+        assert (await post(gateway.http_url, generate_body(5)))[0] == 200
+        assert (len(holder.generates), len(other.generates)) == (1, 0)
+        [described] = gateway.state()["nodes"]
+        assert described["attachments"] == 1
 
 
 async def test_a_request_lost_on_the_way_is_found_by_the_nodes_heartbeats(open_gateway, node_keys):
@@ -316,70 +334,6 @@ async def test_what_a_leaving_node_gives_back_is_no_failure(open_gateway, node_k
         async with PeerNode(gateway.node_endpoint, node_keys, "b"):
             assert [status for status, _ in await asyncio.gather(*calls)] == [200] * 6
         assert gateway.router.counters.failed == 0
-
-
-async def test_weight_chunks_are_served_in_pieces_from_any_offset(open_gateway, node_keys, store):
-    """A node that lost its connection goes on where it stopped; missing chunks are said to be missing."""
-    data = np.random.default_rng(0).bytes(2 * PIECE_BYTES + 12345)
-    exact = np.random.default_rng(1).bytes(PIECE_BYTES)
-    [ref], [exact_ref] = store.put_chunks(data), store.put_chunks(exact)
-    async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as node:
-
-        async def pull(sha256: str, offset: int) -> Chunk | ChunkMissing:
-            before = len(node.received)
-            node.send(ChunkRequest(sha256=sha256, offset=offset))
-            kinds = (Chunk, ChunkMissing)
-            await node.until(lambda: any(isinstance(m, kinds) for m in node.received[before:]))
-            return next(m for m in node.received[before:] if isinstance(m, kinds))
-
-        got, offset, last = b"", 0, False
-        while not last:
-            piece = await pull(ref.sha256, offset)
-            assert isinstance(piece, Chunk) and len(piece.data) <= PIECE_BYTES
-            got, offset, last = got + piece.data, offset + len(piece.data), piece.last
-        assert got == data
-        resumed = await pull(ref.sha256, 2 * PIECE_BYTES + 10_000)
-        assert isinstance(resumed, Chunk) and resumed.data == data[-2345:] and resumed.last
-        whole = await pull(exact_ref.sha256, 0)
-        assert isinstance(whole, Chunk) and whole.data == exact and whole.last
-        for sha256, offset in (("0" * 64, 0), ("../../keys/server.curve", 0), (ref.sha256, -1), (ref.sha256, 1 << 63)):
-            assert isinstance(await pull(sha256, offset), ChunkMissing)
-
-
-async def test_a_slow_reader_costs_a_few_pieces_of_memory_not_the_model(open_gateway, node_keys, store):
-    """64 pieces asked for by a connection that reads none: the rest is dropped, and is there once it reads."""
-    sha256, count = "a" * 64, 64
-    path = store.root / "chunks" / sha256
-    path.parent.mkdir(parents=True)
-    with path.open("wb") as file:
-        file.truncate(count * PIECE_BYTES)
-    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as slow:
-        slow.set(zmq.RCVHWM, 1)  # without it the socket's own thread would read everything
-        slow.set(zmq.RCVBUF, 1 << 16)
-        slow.curve_serverkey = node_keys.server_public
-        slow.curve_publickey, slow.curve_secretkey = node_keys.own.public, node_keys.own.secret
-        async with open_gateway() as gateway:
-            link = lambda: gateway.state()["link"]
-            slow.connect(gateway.node_endpoint)
-
-            async def ask(offset: int) -> None:
-                await slow.send(msgspec.msgpack.encode(ChunkRequest(sha256=sha256, offset=offset)))
-
-            async def until(condition) -> None:
-                async with asyncio.timeout(20):
-                    while not condition():
-                        await asyncio.sleep(0.01)
-
-            for piece in range(count):
-                await ask(piece * PIECE_BYTES)
-            await until(lambda: link()["chunk_bytes_sent"] // PIECE_BYTES + link()["chunk_requests_dropped"] == count)
-            queued = link()["chunk_bytes_sent"] // PIECE_BYTES
-            assert queued <= 24  # 16, and what the kernel's buffers took meanwhile
-            for _ in range(queued):
-                await asyncio.wait_for(slow.recv(), 20)
-            await ask((count - 1) * PIECE_BYTES)
-            last = msgspec.msgpack.decode(await asyncio.wait_for(slow.recv(), 20), type=Chunk)
-            assert (last.offset, last.last) == ((count - 1) * PIECE_BYTES, True)
 
 
 async def test_ports_in_use_are_named(open_gateway, keys, store):
