@@ -5,7 +5,8 @@
 
 The orchestrator answers at least every few seconds, so only silence is a failure: after silence_timeout_s without any
 message the wait ends with a DeadlineError. What gets no answer is repeated, so a lost message costs seconds: requests,
-and StepDone, which nobody waits for but which is sent again, in order, until it is noted.
+ever more rarely (a large batch may be under way over a thin link, and each request would bring it once more), and
+StepDone, which nobody waits for but which is sent again, in order, until it is noted.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from composer_prime.wire.step import (
 from composer_prime.wire.types import MicroBatch, flags
 from trainer.world import World, gather_texts, gather_words
 
-REPEAT_S = 5.0
+REPEAT_S, LONGEST_REPEAT_S = 5.0, 80.0
+"""Silence after which a request is repeated, doubled with each repetition."""
 SAY_S = 30.0
 """How often the log says again what a wait is for."""
 _SLICE_S = 0.2
@@ -179,7 +181,8 @@ class StepClient:
         stopping = stopping or self._stopping
         started = heard = time.monotonic()
         self._send(request)
-        repeat, say_at = heard + REPEAT_S, heard
+        patience_s, say_at = REPEAT_S, heard
+        repeat = heard + patience_s
         while True:
             if stopping():
                 raise Stopped
@@ -188,7 +191,7 @@ class StepClient:
             if self._unnoted and now - self._said_at > REPEAT_S:
                 self._say_unnoted()
             if message is not None:
-                heard, repeat = now, now + REPEAT_S
+                heard, patience_s, repeat = now, REPEAT_S, now + REPEAT_S
                 if isinstance(message, Refused):
                     raise RunMismatchError(f"the orchestrator refused the request for {wanted}: {message.error}")
                 if accept(message):
@@ -205,7 +208,8 @@ class StepClient:
                     f"{self._asked.silence_timeout_s:g}): is it alive, and does this rank have the run's keys?"
                 )
             elif now > repeat:
-                repeat = now + REPEAT_S
+                patience_s = min(2 * patience_s, LONGEST_REPEAT_S)
+                repeat = now + patience_s
                 self._send(request)
 
     def _receive(self) -> ToTrainer | None:

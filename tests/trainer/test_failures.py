@@ -14,10 +14,13 @@ import pytest
 from small_runs import make_samples
 from step_peer import StepPeer
 
+from composer_prime.errors import DeadlineError
+from composer_prime.keys import RunKeys
 from composer_prime.ledger import effective
 from composer_prime.weights.store import WeightStore
 from composer_prime.wire.step import Refused, RunFinished
 from composer_prime.wire.types import pack_floats
+from trainer import data
 
 
 def with_batches(change):
@@ -117,6 +120,21 @@ def test_silence_has_a_deadline(make_run):
     run.dir.endpoints.unlink()
     codes, outputs = run.train()
     assert codes == [1] and "to write its address to" in outputs[0] and "endpoints.json" in outputs[0]
+
+
+def test_a_request_is_repeated_ever_more_rarely(make_run, monkeypatch):
+    # A large batch over a thin link looks like silence: each repetition would put it on the link once more.
+    monkeypatch.setattr(data, "REPEAT_S", 0.1)
+    run = make_run()
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        peer.quiet_from = 1
+        asked = data.Asked(run_id=peer.run_id, rank=0, world_size=1, max_tokens=64, silence_timeout_s=3.5)
+        address = data.find_endpoint(run.dir.endpoints, 10, lambda: False)
+        client = data.StepClient(address, RunKeys(run.dir.keys).client("trainer"), asked, lambda: False)
+        with pytest.raises(DeadlineError):
+            client.batch(1, (0, 1))
+        client.close()
+    assert 2 <= len(peer.requests) <= 6
 
 
 def test_one_rank_s_trouble_ends_both_with_its_reason(make_run):
