@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from composer_prime.config import Config
+from composer_prime.config.replay_dpo import SIMPO_TEMPERATURE
 
 
 def setting_notes(config: Config) -> list[str]:
     """One sentence each, with the key, its value, what follows from it and the remedy."""
-    return [*_all_warm_up(config), *_never_begins(config), *_short_rows(config), *_near_an_end(config)]
+    parts = (_all_warm_up, _never_begins, _short_rows, _near_an_end, _flat_simpo)
+    return [note for part in parts for note in part(config)]
 
 
 def _all_warm_up(config: Config) -> list[str]:
@@ -51,4 +53,14 @@ def _near_an_end(config: Config) -> list[str]:
     return [
         f"channels.sdpo.beta is {sdpo.beta}: near its ends the generalised JSD goes to 0, not to the KL divergence "
         f"that beta = {end} gives; set beta = {end}, or a value in 0.05..0.95"
+    ]
+
+
+def _flat_simpo(config: Config) -> list[str]:
+    replay = config.channels.replay_dpo
+    if not replay.weight or replay.loss != "simpo" or replay.temperature >= 1:
+        return []
+    return [
+        f"channels.replay_dpo.temperature is {replay.temperature:g} with loss = simpo, whose margin is a mean a token: "
+        f"the loss hardly tells answers apart; leave it out ({SIMPO_TEMPERATURE:g}), or set about that"
     ]

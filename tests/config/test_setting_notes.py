@@ -14,6 +14,8 @@ from composer_prime.plan import build
 
 A1 = str(Path(__file__).parents[2] / "configs" / "a1.toml")
 ON = ("--channels.sdpo.weight", "0.5", "--orchestrator.hints.placement", "system")
+PAIRS = ("--orchestrator.preferences.pairs", "tiny", "--orchestrator.preferences.pairs_per_step", "8")
+SIMPO = (*PAIRS, "--channels.replay_dpo.weight", "0.1", "--channels.replay_dpo.loss", "simpo")
 CONTEXT = ("--model.max_context", "2048", "--trainer.micro_batch_tokens")
 
 
@@ -44,6 +46,11 @@ def notes(folder: Path, *words: str) -> str:
             (*ON, "--channels.sdpo.beta", "0.05"),
             (*ON, "--channels.sdpo.beta", "0.01"),
             "channels.sdpo.beta is 0.01: near its ends the generalised JSD goes to 0",
+        ),
+        (
+            SIMPO,
+            (*SIMPO, "--channels.replay_dpo.temperature", "0.1"),
+            "channels.replay_dpo.temperature is 0.1 with loss = simpo",
         ),
     ],
 )
