@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import TeacherError
 from composer_prime.families import UNKNOWN
+from composer_prime.model_source import resolve_model
 from composer_prime.prices import price_of
 from composer_prime.traces import Message, TraceState
 from orchestrator.teachers.budget import Budget
@@ -17,10 +18,12 @@ _TIERS = ("cheap", "mid", "frontier")
 
 
 def check_pool(config: TeachersConfig) -> None:
-    """Raises ConfigError for a price that nobody knows and a key that is not set: before anything is loaded."""
+    """Raises ConfigError for an unknown price, a key that is not set or no model there: before anything is loaded."""
     for teacher in config.teacher:
         price_of(teacher)
-        if not teacher.local and not config.cache_only:
+        if teacher.local:
+            resolve_model(teacher.model)
+        elif not config.cache_only:
             teacher.api_key()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from composer_prime.console import INTERRUPTED, fail, until_the_reader_leaves
 from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.model_source import resolve_model
 from composer_prime.pairs import Pair, PairFile, resolve_pairs
 from composer_prime.pairs_gate import Gate, Verdict, gate_file, read_gate, write_gate
 from composer_prime.run_dir import write_atomic
@@ -71,6 +72,8 @@ def report(options: argparse.Namespace) -> int:
     records = list(read_records(votes))
     if not pairs and not records:
         raise ConfigError(f"{path} holds no pairs and {votes} no votes: make both with `composer replay`")
+    if options.base:
+        resolve_model(options.base, timeout_s=options.timeout_s)  # before a process is started for it
     file = PairFile(path)
     file.refresh()
     margins = asyncio.run(_margins(options, pairs)) if options.base and pairs else None

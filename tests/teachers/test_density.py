@@ -151,9 +151,11 @@ def test_the_verdict_holds_the_weight_at_zero(tmp_path: Path, capsys: pytest.Cap
     found, file = problems(pairs, weight=0.5), PairFile(pairs)
     file.refresh()
     assert measured.verdicts[0].digest in found and file.digest(3) in found and "composer pairs report" in found
-    for wrong, told in ((tmp_path / "none.jsonl", "does not exist"), (tmp_path, "is a folder")):
+    wrong = {(tmp_path / "none.jsonl",): "does not exist", (tmp_path,): "is a folder"}
+    wrong |= {(pairs, "--base", tmp_path / "model"): "there is no folder", (pairs, "--margin-pairs", "3"): "from 10 on"}
+    for words, told in wrong.items():
         with pytest.raises(SystemExit):
-            main([str(wrong)])
+            main([str(word) for word in words])
         assert told in capsys.readouterr().err
 
 
