@@ -41,6 +41,11 @@ def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
     return data.clone().view(dtype)
 
 
+def shared(body: memoryview) -> Tensor:
+    """uint8 [bytes] that shares the memory of `body`, which must be writable."""
+    return torch.frombuffer(body, dtype=torch.uint8) if len(body) else torch.empty(0, dtype=torch.uint8)
+
+
 SCALE = torch.bfloat16
 """Of a block: float32's range, so that NaN, infinity and the smallest deltas travel, in half of the bytes."""
 
@@ -49,6 +54,17 @@ def in_blocks(values_n: Tensor, block: int) -> Tensor:
     """[blocks, block], the last one padded with zeros."""
     missing = -values_n.numel() % block
     return torch.nn.functional.pad(values_n, (0, missing)).view(-1, block)
+
+
+def in_scale(blocks: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Scales [blocks, 1], max |x| / `top` as bfloat16 rounds it, and `blocks` divided by them.
+
+    A subnormal scale has too few digits to divide by: it becomes 0, and such a block is sent as zeros and stays in the
+    error feedback.
+    """
+    scales = (blocks.abs().amax(dim=1, keepdim=True) / top).to(SCALE).to(torch.float32)
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, torch.zeros_like(scales), scales)
+    return scales, blocks / torch.where(scales == 0, torch.ones_like(scales), scales)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

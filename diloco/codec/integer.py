@@ -10,7 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco.codec.base import SCALE, Codec, as_bytes, from_bytes, in_blocks, pack_nibbles, unpack_nibbles
+from diloco.codec.base import (
+    SCALE,
+    Codec,
+    as_bytes,
+    from_bytes,
+    in_blocks,
+    in_scale,
+    pack_nibbles,
+    unpack_nibbles,
+)
 
 
 class IntegerCodec(Codec):
@@ -25,13 +34,9 @@ class IntegerCodec(Codec):
         return blocks * (2 + self.block * self.bits // 8)
 
     def encode(self, values_n: Tensor) -> Tensor:
-        blocks = in_blocks(values_n, self.block)
-        # Values are divided by the rounded scale: at most top + 1/4, which rounds to top.
-        scales = (blocks.abs().amax(dim=1, keepdim=True) / self.top).to(SCALE).to(torch.float32)
-        # A subnormal scale has too few digits to divide by; such a block is sent as zeros and stays in the feedback.
-        scales = torch.where(scales < torch.finfo(torch.float32).tiny, torch.zeros_like(scales), scales)
-        codes = (blocks / torch.where(scales == 0, torch.ones_like(scales), scales)).round_()
-        codes = codes.nan_to_num_().clamp_(-self.top, self.top).to(torch.int8)
+        # At most top + 1/4, for the scale is rounded: that rounds to top.
+        scales, codes = in_scale(in_blocks(values_n, self.block), self.top)
+        codes = codes.round_().nan_to_num_().clamp_(-self.top, self.top).to(torch.int8)
         packed = as_bytes(codes) if self.bits == 8 else pack_nibbles((codes + 8).to(torch.uint8))
         return torch.cat([as_bytes(scales.to(SCALE)), packed])
 
