@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from composer_prime.config.diloco import GuardConfig
 from diloco.codec import codec_from_spec
+from diloco.codec.base import shared
 from diloco.guard import rejected, squared_norm
 from diloco.ranks import Ranks
 from diloco.wire import Header
@@ -55,7 +55,6 @@ def _decoded(header: Header, body: memoryview, fragment: int, n: int) -> Tensor 
         return None
     try:
         codec = codec_from_spec(header.codec)
-        data = torch.frombuffer(bytearray(body), dtype=torch.uint8) if len(body) else torch.empty(0, dtype=torch.uint8)
-        return codec.decode(data, n)
+        return codec.decode(shared(body), n)
     except ValueError:
         return None

@@ -1,5 +1,8 @@
 """The global model of a joint run as one rank holds it: float32 masters of its shards, momentum, and their hash.
 
+A sweep is an outer step of every fragment. What is published is the model as of the last full one, which is kept apart
+while the masters of the next come in.
+
 Every peer applies the same deltas in the same order with operations that round the same everywhere, so all hold equal
 bits. The hash says so at every outer step.
 """
@@ -25,6 +28,8 @@ class GlobalModel:
         self.fragments = fragments
         self.masters: list[Tensor] = [fragment.read() for fragment in fragments]
         """float32 [numel] a fragment, on the CPU."""
+        self.swept: list[Tensor] = [master.clone() for master in self.masters]
+        """The masters as they were after the last full sweep."""
         self.outer = build_outer(config, [len(master) for master in self.masters])
         self.outer_step = 0
         self._digests = [_digest(master) for master in self.masters]
@@ -34,6 +39,11 @@ class GlobalModel:
         """Of this rank's masters and the outer step, blake2b-128, hexadecimal."""
         text = json.dumps([self.outer_step, self._digests])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def sweep(self) -> int:
+        """How often every fragment has been synchronised."""
+        return self.outer_step // len(self.fragments)
 
     def delta(self, fragment: int) -> Tensor:
         """The pseudo-gradient, global minus local, float32 [numel]."""
@@ -45,6 +55,12 @@ class GlobalModel:
             self.outer.step(fragment, self.masters[fragment], weighted_mean(deltas, weights))
             self._digests[fragment] = _digest(self.masters[fragment])
         self.outer_step += 1
+        if self.outer_step % len(self.fragments) == 0:
+            self._note_sweep()
+
+    def _note_sweep(self) -> None:
+        for kept_n, master_n in zip(self.swept, self.masters, strict=True):
+            kept_n.copy_(master_n)
 
     def mixed(self, fragment: int, mixing: float, due_n: Tensor | None) -> Tensor:
         """alpha due + (1 - alpha) global + (now - due), float32 [numel], alpha being `mixing`.
@@ -69,13 +85,24 @@ class GlobalModel:
             fragment.write(master_n)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Masters and momentum by name; not copies."""
-        named = {f"master.{index}": master for index, master in enumerate(self.masters)}
-        return named | {f"velocity.{index}": velocity for index, velocity in enumerate(self.outer.velocity)}
+        """Masters, momentum and what the last full sweep left where it is not the masters, by name; not copies."""
+        return self._tensors_at(self.outer_step)
+
+    def _tensors_at(self, outer_step: int) -> dict[str, Tensor]:
+        begun = outer_step % len(self.fragments)  # fragments that the sweep under way has behind it
+        return {
+            **{f"master.{index}": master for index, master in enumerate(self.masters)},
+            **{f"velocity.{index}": velocity for index, velocity in enumerate(self.outer.velocity)},
+            **{f"swept.{index}": values for index, values in enumerate(self.swept[:begun])},
+        }
 
     def load(self, tensors: Mapping[str, Tensor], outer_step: int) -> None:
-        """Take over masters and momentum. Raises CheckpointError when a tensor is missing or has another size."""
-        for name, own in self.tensors().items():
+        """Take over `tensors`, as of `outer_step`.
+
+        Raises CheckpointError when one is missing or has another size; nothing is changed then.
+        """
+        expected = self._tensors_at(outer_step)
+        for name, own in expected.items():
             given = tensors.get(name)
             if given is None or given.shape != own.shape or given.dtype != own.dtype:
                 shape = "missing" if given is None else f"{given.dtype} {list(given.shape)}"
@@ -83,7 +110,9 @@ class GlobalModel:
                     f"global state: {name} is {shape}, expected {own.dtype} {list(own.shape)}: the state is of another "
                     "model, sharding, or [diloco] outer or fragments setting"
                 )
-        for name, own in self.tensors().items():
+        for index, kept_n in enumerate(self.swept):
+            kept_n.copy_(tensors[f"master.{index}"])  # unless the state names it, below
+        for name, own in expected.items():
             own.copy_(tensors[name])
         self.outer_step = outer_step
         self._digests = [_digest(master) for master in self.masters]

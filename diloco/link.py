@@ -45,6 +45,7 @@ class Link:
         self._round: concurrent.futures.Future[Arrived | Left] | None = None
         self._hellos = 0
         """Of the session, when the round was begun."""
+        self._beating: asyncio.Task[None] | None = None
         self._join: concurrent.futures.Future[Found] | None = None
         self._attempt = 0
         self._served = 0

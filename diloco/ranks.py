@@ -32,10 +32,14 @@ class Ranks:
     def any(self, flag: bool) -> bool:
         return not self.smallest([not flag])[0]
 
+    def bounds(self, values: Sequence[int]) -> list[tuple[int, int]]:
+        """Smallest and largest, element by element over the ranks. A collective."""
+        found = self.smallest([*values, *(-value for value in values)])
+        return [(low, -high) for low, high in zip(found[: len(values)], found[len(values) :], strict=True)]
+
     def alike(self, values: Sequence[int]) -> bool:
         """Whether all ranks gave the same. A collective."""
-        bounds = self.smallest([*values, *(-value for value in values)])
-        return all(low == -high for low, high in zip(bounds[: len(values)], bounds[len(values) :], strict=True))
+        return all(low == high for low, high in self.bounds(values))
 
     def _reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> list:
         if self.size > 1:

@@ -51,6 +51,8 @@ class Rendezvous:
         self._unsettled_since = clock()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._present: set[str] = set()
+        """Peers that were alive at the last look."""
 
     async def __aenter__(self) -> Rendezvous:
         return self
@@ -117,12 +119,25 @@ class Rendezvous:
     async def _close_rounds(self) -> None:
         while True:
             now = self._clock()
+            self._say_who_came_and_went(now)
             if self.rounds.settled:
                 self._unsettled_since = now
             members = self.rounds.closable(now, self.settings.min_peers)
             if members is not None and self._begun(now):
                 await self._close(dict(members))
             await asyncio.sleep(_TICK_S)
+
+    def _say_who_came_and_went(self, now: float) -> None:
+        present = {peer.name: peer for peer in self.rounds.alive(now)}
+        for name in sorted(present.keys() - self._present):
+            logger.info("peer %s is here: %s", name, ", ".join(sorted(present)))
+        for name in sorted(self._present - present.keys()):
+            if self.rounds.peers[name].training:
+                silence_s = self.settings.beat_timeout_s
+                logger.warning("peer %s is gone, silent for %g s: rounds go on without it", name, silence_s)
+            else:  # it said farewell, or ended while it joined
+                logger.info("peer %s has left", name)
+        self._present = set(present)
 
     def _begun(self, now: float) -> bool:
         """After a start or restart, first the most advanced peers must have had a chance to be heard."""

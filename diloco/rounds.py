@@ -182,10 +182,6 @@ class Rounds:
         found = self.rounds.get(outer_step)
         return found if found is not None and found.quorum_id is not None else None
 
-    def party(self, now: float, but: str) -> list[Peer]:
-        """Training peers that hold the most advanced, most widely held global values; `but` is not asked."""
-        return leading([peer for peer in self.awaited(now) if peer.name != but])
-
 
 def leading(peers: Sequence[Peer]) -> list[Peer]:
     """Those of `peers` that hold the most advanced, and of these the most widely held, global values."""

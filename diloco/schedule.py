@@ -33,7 +33,3 @@ class Schedule:
     def prepares(self, inner_step: int) -> bool:
         """Whether the delta is due after `inner_step` steps since the last completion."""
         return inner_step >= self.interval - self.delay
-
-    def sweep(self, outer_step: int) -> int:
-        """Full passes over the model that `outer_step` completed outer steps make."""
-        return outer_step // self.fragments

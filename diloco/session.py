@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from composer_prime.config.diloco import DilocoConfig
-from composer_prime.errors import DeadlineError, RunMismatchError
+from composer_prime.errors import DeadlineError, RunMismatchError, WireError
 from diloco.connection import Connection, RefusedError
 from diloco.layout import TensorLayout
 from diloco.peer import Position
@@ -34,6 +34,16 @@ class Member:
     layout: list[TensorLayout]
     settings: dict[str, str]
     """What all peers must agree on."""
+
+
+def agreed_settings(config: DilocoConfig) -> dict[str, str]:
+    """What decides the global model, as `diloco.` keys and text: the same for all peers."""
+    values = config.model_dump(mode="json", include={"fragments", "partition", "outer", "weighting", "guard"})
+    flat: dict[str, str] = {}
+    for name, value in values.items():
+        inner = value if isinstance(value, dict) else {"": value}
+        flat |= {f"diloco.{name}.{key}".rstrip("."): str(each) for key, each in inner.items()}
+    return flat
 
 
 class Session:
@@ -79,7 +89,7 @@ class Session:
             try:
                 await self.beat(connection)
                 silent = False
-            except RefusedError as error:
+            except WireError as error:  # RefusedError, or an answer of another release
                 self.failure = RunMismatchError(str(error))
                 logger.warning("%s", error)
             except DeadlineError as error:

@@ -22,7 +22,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -32,11 +32,13 @@ import torch
 from torch import Tensor
 
 from composer_prime.config.diloco import DilocoConfig
-from composer_prime.errors import CheckpointError, ChecksumError, DeadlineError
+from composer_prime.errors import CheckpointError, ChecksumError, DeadlineError, RunMismatchError
 from diloco.carry import Fate, Offer, OwnWork, Work, fate_of
 from diloco.codec import ErrorFeedback, build_codec
-from diloco.contributions import Accepted, accept
+from diloco.codec.base import shared
+from diloco.contributions import accept
 from diloco.exchange import Arrived, Found, Left
+from diloco.figures import figures
 from diloco.fragments import Named, layout, partition
 from diloco.global_model import GlobalModel
 from diloco.keys import JointKey
@@ -44,13 +46,15 @@ from diloco.layout import layout_hash
 from diloco.link import Link
 from diloco.ranks import Ranks
 from diloco.schedule import Schedule
-from diloco.session import Member
+from diloco.session import Member, agreed_settings
 from diloco.state_file import packed, unpacked
 from diloco.wire import Header, checksum
 
 logger = logging.getLogger(__name__)
 _SLICE_S = 0.2
 """How often ranks that wait for a round compare notes."""
+_TELLINGS = 3
+"""How often in a row the ranks may be told of different outcomes; a rendezvous that was restarted tells them once."""
 
 
 @dataclass(slots=True)
@@ -86,14 +90,15 @@ class StreamingDiLoCo:
         self._layout_hash = layout_hash(tensors)
         member = Member(
             rank=self.ranks.rank, ranks=self.ranks.size, instance=self.ranks.smallest([secrets.randbits(62)])[0],
-            layout=tensors, settings=_agreed(config),
+            layout=tensors, settings=agreed_settings(config),
         )  # fmt: skip
         self._link = Link(config, JointKey.read(config.key_file), member)
-        self._swept = [master.clone() for master in self.globals.masters]
         self._optimizer, self._hook = optimizer, None
         self._inner = 0
         self._due = 0
         self._pending: Pending | None = None
+        self._disputes = 0
+        """How often in a row the ranks were told of different outcomes."""
         self._step_s, self._stepped, self._heard = 0.0, time.monotonic(), time.monotonic()
         self.metrics: dict[str, float] = {}
         """Figures of the last completed outer step."""
@@ -103,11 +108,15 @@ class StreamingDiLoCo:
     # -- as a context --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> StreamingDiLoCo:
-        """Join the others; may take over their global model. Raises RunMismatchError or DeadlineError."""
+        """Join the others; may take over their global model, and waits for an outcome that was due at a checkpoint.
+
+        Raises RunMismatchError or DeadlineError.
+        """
         try:
             self._link.start(self.globals.outer_step, self.globals.hash)
             self._join()
-            self._heard = time.monotonic()
+            self._heard = self._stepped = time.monotonic()
+            self._complete_if_due()
         except BaseException:
             self._link.close()
             raise
@@ -128,7 +137,8 @@ class StreamingDiLoCo:
         What is sampled from, evaluated and exported is the global model, never one cluster's.
         """
         local = [fragment.read() for fragment in self.fragments]
-        for fragment, values_n in zip(self.fragments, self._swept if swept else self.globals.masters, strict=True):
+        held = self.globals.swept if swept else self.globals.masters
+        for fragment, values_n in zip(self.fragments, held, strict=True):
             fragment.write(values_n)
         try:
             yield
@@ -153,8 +163,8 @@ class StreamingDiLoCo:
 
     @property
     def sweep(self) -> int:
-        """How often every fragment has been synchronised."""
-        return self.schedule.sweep(self.globals.outer_step)
+        """How often every fragment has been synchronised: the policy version."""
+        return self.globals.sweep
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -167,13 +177,16 @@ class StreamingDiLoCo:
             self._serve(wanted)
         if self._pending is None and (self.schedule.prepares(self._inner) or hurry):
             self._prepare()
+        self._complete_if_due()
+
+    def _complete_if_due(self) -> None:
         if self._pending is not None and self._inner >= self._due:
             if self._complete():
                 self._offer_again()
             self._stepped = time.monotonic()
 
     def _look_around(self) -> tuple[bool, int]:
-        """Whether another step would miss the deadline of a round that others have opened, and whose state is wanted.
+        """Whether another step would miss the deadline of a round that others have opened; `Link.state_wanted`.
 
         A collective: all ranks see the same.
         """
@@ -224,7 +237,8 @@ class StreamingDiLoCo:
         stopping = self.stopping if heed_stop else lambda: False
         arrived = self._await(0.0 if late else self.config.round_timeout_s, stopping)
         if arrived is None:
-            self._go_on_alone()
+            if not self.ranks.any(stopping()):
+                self._go_on_alone()
             return False
         exposed_s = time.monotonic() - began
         while isinstance(arrived, Arrived):
@@ -273,7 +287,10 @@ class StreamingDiLoCo:
             logger.warning("outer step %d is not complete after %.0f s: training goes on", step, silent_s)
 
     def _await(self, timeout_s: float, stopping: Callable[[], bool] = lambda: False) -> Arrived | Left | None:
-        """How the round ended, alike on all ranks: Left when one of them must join anew. A collective."""
+        """How the round ended, alike on all ranks: Left when one of them must join anew. A collective.
+
+        Raises RunMismatchError when the ranks are told of different outcomes again and again.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             result = self._link.wait(min(_SLICE_S, timeout_s))
@@ -284,7 +301,7 @@ class StreamingDiLoCo:
             if wanted:
                 self._serve(wanted)
             if least == 2 and isinstance(result, Arrived):
-                if self.ranks.alike([result.digest]):
+                if self._told_alike(result):
                     return result
                 self._link.repeat()
             elif least == 0 and known == 2 and self._link.outdated:  # another rank gets nothing without this one
@@ -293,6 +310,19 @@ class StreamingDiLoCo:
                 return result if isinstance(result, Left) else Left("another rank of this peer was left behind")
             if not in_time:
                 return None
+
+    def _told_alike(self, arrived: Arrived) -> bool:
+        """Whether all ranks of this peer were told of the same outcome. A collective."""
+        ((lowest, highest),) = self.ranks.bounds([arrived.digest])
+        self._disputes = 0 if lowest == highest else self._disputes + 1
+        if self._disputes == _TELLINGS:
+            raise RunMismatchError(
+                f"the ranks of peer {self.config.peer_id} were told {_TELLINGS} times in a row of different outcomes "
+                f"of outer step {self.globals.outer_step} ({lowest:015x} and {highest:015x}), so their parts of the "
+                f"model would not fit together. Is {self.config.rendezvous} the address of more than one rendezvous? "
+                "Leave one, and go on with --resume"
+            )
+        return not self._disputes
 
     def _apply(self, arrived: Arrived, exposed_s: float) -> None:
         fragment = self.schedule.fragment(self.globals.outer_step)
@@ -312,35 +342,16 @@ class StreamingDiLoCo:
         elif fate is Fate.EARLIER:
             self.feedback.reset(fragment)
         self.work.install(fragment, fate, pending and pending.offer, before_n)
-        if self.globals.outer_step % self.config.fragments == 0:
-            self._note_sweep(self.globals.masters)
         self._link.position(self.globals.outer_step, self.globals.hash)
-        self._measure(arrived, accepted, exposed_s)
-
-    def _note_sweep(self, masters: Sequence[Tensor]) -> None:
-        for kept, master in zip(self._swept, masters, strict=True):
-            kept.copy_(master)
-
-    def _measure(self, arrived: Arrived, accepted: Accepted, exposed_s: float) -> None:
         sent, received = self._link.traffic
-        peers = {header.peer: header for header in arrived.outcome.headers}
         self.metrics = {
             "diloco/outer_step": self.globals.outer_step,
             "diloco/sweep": self.sweep,
-            "diloco/participants": len(peers),
-            "diloco/rejected": len(accepted.reasons),
-            "diloco/quorum": arrived.outcome.quorum_id,
             "diloco/sync_s": exposed_s,
             "diloco/bytes_sent": sent,
             "diloco/bytes_received": received,
-            "diloco/missed_rounds": self.work.totals.missed,
-            "diloco/carried_tokens": self.work.totals.carried,
-            "diloco/overwritten_tokens": self.work.totals.overwritten,
+            **figures(arrived.outcome, accepted, self.work.totals),
         }
-        for peer, header in peers.items():
-            self.metrics[f"diloco/{peer}/norm"] = accepted.norms[peer]
-            self.metrics[f"diloco/{peer}/weight"] = header.weight
-            self.metrics[f"diloco/{peer}/inner_steps"] = header.inner_steps
 
     # -- joining, healing, checkpoints ---------------------------------------------------------------------------
 
@@ -353,6 +364,8 @@ class StreamingDiLoCo:
             found = self._find_state(deadline)
             if found.header is not None:
                 self._take_over(found.header, found.body)
+            if self._pending is not None:  # its outcome is taken when it is due, as if this peer had not been away
+                break
             missed = self._fetch_next(found.newest)
             while isinstance(missed, Arrived):
                 self._apply(missed, 0.0)
@@ -362,6 +375,8 @@ class StreamingDiLoCo:
         elif self._pending is not None:
             self._offer(self._pending)
         self._link.position(self.globals.outer_step, self.globals.hash, training=True)
+        config = self.config
+        logger.info("peer %s takes part in run %s from outer step %d on", config.peer_id, config.run, self.outer_step)
 
     def _find_state(self, deadline: float) -> Found:
         """What to join with, alike on all ranks, which ask in step. A collective. Raises DeadlineError."""
@@ -388,7 +403,6 @@ class StreamingDiLoCo:
             )
         given_up = self.work.tokens_held()
         self.work.replace_all()
-        self._note_sweep(self.globals.masters)
         for fragment in range(len(self.fragments)):
             self.feedback.reset(fragment)
         self._pending = None
@@ -419,7 +433,6 @@ class StreamingDiLoCo:
         """This rank's outer state for a checkpoint: masters, momentum, error feedback, the delta under way."""
         tensors = self.globals.tensors()
         tensors |= {f"residual.{index}": residual for index, residual in enumerate(self.feedback.residuals)}
-        tensors |= {f"swept.{index}": values for index, values in enumerate(self._swept)}
         facts: dict[str, Any] = {
             "outer_step": self.globals.outer_step, "inner": self._inner, "due": self._due, "work": self.work.facts(),
             "rank": self.ranks.rank, "ranks": self.ranks.size, "layout": self._layout_hash,
@@ -429,7 +442,7 @@ class StreamingDiLoCo:
             facts["pending"] = msgspec.to_builtins(self._pending.header)
             facts["offer"] = msgspec.to_builtins([offer.work, offer.due])
             tensors |= {
-                "pending.body": torch.frombuffer(bytearray(self._pending.body), dtype=torch.uint8),
+                "pending.body": shared(self._pending.body),
                 "pending.residual": self._pending.residual_n,
             }
             tensors |= {} if offer.due_n is None else {"pending.due": offer.due_n}
@@ -449,7 +462,6 @@ class StreamingDiLoCo:
             raise CheckpointError("the outer state was written by an older release: end that run with the one it began")
         self.globals.load(tensors, facts["outer_step"])
         self.feedback.residuals = [tensors[f"residual.{index}"] for index in range(len(self.fragments))]
-        self._note_sweep([tensors[f"swept.{index}"] for index in range(len(self.fragments))])
         self._inner, self._due = facts["inner"], facts["due"]
         self.work.restore(facts["work"])
         if "pending" in facts:
@@ -457,13 +469,3 @@ class StreamingDiLoCo:
             body = memoryview(tensors["pending.body"].numpy()).cast("B")
             offer = Offer(*msgspec.convert(facts["offer"], tuple[Work, Work | None]), tensors.get("pending.due"))
             self._pending = Pending(header, body, tensors["pending.residual"], offer)
-
-
-def _agreed(config: DilocoConfig) -> dict[str, str]:
-    """What decides the global model, as `diloco.` keys and text: the same for all peers."""
-    values = config.model_dump(mode="json", include={"fragments", "partition", "outer", "weighting", "guard"})
-    flat: dict[str, str] = {}
-    for name, value in values.items():
-        inner = value if isinstance(value, dict) else {"": value}
-        flat |= {f"diloco.{name}.{key}".rstrip("."): str(each) for key, each in inner.items()}
-    return flat

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -99,7 +101,10 @@ class Trajectory:
 
     hashes: dict[int, str] = field(default_factory=dict)
     """Of the global model after each outer step that this peer took part in."""
+    versions: dict[int, str] = field(default_factory=dict)
+    """Of what would be published after each full sweep."""
     masters: list[Tensor] = field(default_factory=list)
+    velocity: list[Tensor] = field(default_factory=list)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     local: dict[str, Tensor] = field(default_factory=dict)
     residuals: list[Tensor] = field(default_factory=list)
@@ -126,7 +131,7 @@ def train(
     optimizer = adamw(model)
     seen = Trajectory()
     with StreamingDiLoCo(model.named_parameters(), optimizer, config) as engine:
-        seen.hashes[engine.outer_step] = engine.globals.hash
+        see(seen, engine)
         for step in range(steps):
             if stop():
                 break
@@ -136,14 +141,26 @@ def train(
             record(seen, engine)
         engine.finish()
         record(seen, engine)
-    seen.masters = [master.clone() for master in engine.globals.masters]
-    seen.residuals = [residual.clone() for residual in engine.feedback.residuals]
+    keep(seen, engine)
     seen.local = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return seen
 
 
-def record(seen: Trajectory, engine: StreamingDiLoCo) -> None:
+def see(seen: Trajectory, engine: StreamingDiLoCo) -> None:
+    swept = b"".join(values.numpy().tobytes() for values in engine.globals.swept)
     seen.hashes[engine.outer_step] = engine.globals.hash
+    seen.versions[engine.sweep] = hashlib.blake2b(swept).hexdigest()
+
+
+def keep(seen: Trajectory, engine: StreamingDiLoCo) -> None:
+    """How the global model and the error feedback ended."""
+    seen.masters = [master.clone() for master in engine.globals.masters]
+    seen.velocity = [velocity.clone() for velocity in engine.globals.outer.velocity]
+    seen.residuals = [residual.clone() for residual in engine.feedback.residuals]
+
+
+def record(seen: Trajectory, engine: StreamingDiLoCo) -> None:
+    see(seen, engine)
     seen.metrics[engine.outer_step] = dict(engine.metrics)
 
 
@@ -153,10 +170,20 @@ def together(*calls: Callable[[], Any], timeout_s: float = 50) -> list[Any]:
         return [future.result(timeout_s) for future in [threads.submit(call) for call in calls]]
 
 
+def until(condition: Callable[[], object], what: str) -> None:
+    """Wait for `condition`; `what` is wrong when it does not come true within 30 s."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
+
+
 def assert_same_globals(*trajectories: Trajectory) -> None:
-    """Equal hashes at every outer step that two peers both saw, and equal final values."""
+    """Equal hashes at every outer step and equal versions that two peers both saw, equal final values and momentum."""
     for other in trajectories[1:]:
         both = trajectories[0].hashes.keys() & other.hashes.keys()
         assert both and all(trajectories[0].hashes[step] == other.hashes[step] for step in both)
-        for mine, theirs in zip(trajectories[0].masters, other.masters, strict=True):
-            assert torch.equal(mine, theirs)
+        versions = trajectories[0].versions.keys() & other.versions.keys()
+        assert all(trajectories[0].versions[sweep] == other.versions[sweep] for sweep in versions)
+        ours, theirs = ([*each.masters, *each.velocity] for each in (trajectories[0], other))
+        assert all(map(torch.equal, ours, theirs)) and len(ours) == len(theirs)

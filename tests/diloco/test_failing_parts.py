@@ -1,13 +1,16 @@
-"""A part of a joint run fails while its other parts live: one rank of a peer, or torchft's lighthouse alone."""
+"""A part of a joint run fails while its other parts live: one rank of a peer, what it is told, torchft's lighthouse."""
 
 from __future__ import annotations
 
 import signal
 from functools import partial
 
+import msgspec
 import pytest
 from joint_run import assert_same_globals, settings, together, train
 from peer_process import start_ranks
+
+from diloco.wire import AskRound, Outcome, ToPeer
 
 
 # One rank of a two-rank peer is killed: its other rank ends too, the other cluster goes on alone, and the cluster that
@@ -31,6 +34,36 @@ def test_one_rank_is_killed(make_rendezvous, key_file, tmp_path, rank):
         mine, theirs = steady[index].seen, again[index].seen
         both = mine.keys() & theirs.keys()
         assert len(both) > 10 and all(mine[step] == theirs[step] for step in both)
+
+
+# Rank 1 of peer b is told of another outcome than rank 0, as by two rendezvous behind one address. Once is repaired by
+# asking again; told so for good, both ranks end with an error that names both and apply neither, and peer a goes on.
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ranks_are_told_of_different_outcomes(make_rendezvous, key_file, tmp_path):
+    server = make_rendezvous(start_peers=2)
+    answers = server.server.answers
+    honest, lies = answers._outcome, {2: 1, 5: 1_000_000}
+
+    def lying(ask: AskRound) -> ToPeer:
+        answer = honest(ask)
+        to_lie = isinstance(answer, Outcome) and (ask.peer, ask.rank) == ("b", 1) and lies.get(ask.outer_step)
+        if not to_lie:
+            return answer
+        lies[ask.outer_step] -= 1
+        return msgspec.structs.replace(answer, digest="f" * 32)
+
+    answers._outcome = lying
+    values = {"rendezvous": server.endpoint, "key_file": str(key_file), "sync_every": 4, "fragments": 2, "delay": 1}
+    steady = start_ranks(tmp_path, "a", 0, values, until=20)
+    deceived = start_ranks(tmp_path, "b", 1, values, until=20)
+    assert [each.end(120) for each in (*deceived, *steady)] == [1, 1, 0, 0]
+    assert lies[2] == 0
+    for rank, each in enumerate(deceived):
+        assert max(each.seen) == 5 and all(steady[rank].seen[step] == each.seen[step] for step in each.seen)
+        log = each.lines.with_name(each.lines.name + ".log").read_text()
+        assert "told 3 times in a row of different outcomes of outer step 5 (" in log
+        assert "f" * 15 in log and "more than one rendezvous" in log
 
 
 # The rendezvous is restarted twice under peers of two ranks, some of whose ranks may know a round's outcome that it has

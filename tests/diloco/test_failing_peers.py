@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import signal
 import threading
@@ -12,14 +13,25 @@ from functools import partial
 import msgspec
 import pytest
 import torch
-from joint_run import Blocks, Trajectory, adamw, assert_same_globals, inner_step, record, settings, together, train
+from joint_run import (
+    Blocks,
+    Trajectory,
+    adamw,
+    assert_same_globals,
+    inner_step,
+    record,
+    settings,
+    together,
+    train,
+    until,
+)
 from peer_process import PeerProcess, start_peer
 
 from composer_prime.errors import ConfigError, DeadlineError, RunMismatchError
 from diloco.connection import Connection, RefusedError
 from diloco.keys import JointKey
 from diloco.streaming import StreamingDiLoCo
-from diloco.wire import Chunk, Closed, Hello, Offer, sealed
+from diloco.wire import Beat, Chunk, Closed, Hello, Offer, sealed
 
 
 def assert_agree(*peers: PeerProcess) -> None:
@@ -93,10 +105,13 @@ def test_state_source_dies(make_rendezvous, key_file, tmp_path):
     assert len(steady.seen.keys() & late.seen.keys()) > 10
 
 
-# A peer that joins late, from another start, takes the others' global model and contributes from then on.
-def test_late_joiner(make_rendezvous, key_file):
+# A peer that joins late, from another start, takes the others' global model and contributes from then on; what it
+# publishes under a version is what the others do, also where it joins amid a sweep.
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_late_joiner(make_rendezvous, key_file, fragments):
     address = make_rendezvous(keep_rounds=2).endpoint
-    values = {"sync_every": 2, "outer": {"lr": 0.7, "momentum": 0.9}, "codec": {"type": "int4"}}
+    values = {"sync_every": 2 * fragments, "fragments": fragments, "codec": {"type": "int4"}}
+    values["outer"] = {"lr": 0.7, "momentum": 0.9}
     seen: dict[str, Trajectory] = {}
     advanced, finished = threading.Event(), threading.Event()
     joined: dict[str, int] = {}
@@ -122,6 +137,8 @@ def test_late_joiner(make_rendezvous, key_file):
     assert joined["b"] >= 9
     both = seen["a"].hashes.keys() & seen["b"].hashes.keys()
     assert len(both) >= 4 and all(seen["a"].hashes[step] == seen["b"].hashes[step] for step in both)
+    versions = seen["a"].versions.keys() & seen["b"].versions.keys()
+    assert versions and all(seen["a"].versions[sweep] == seen["b"].versions[sweep] for sweep in versions)
     assert max(metrics.get("diloco/participants", 0) for metrics in seen["a"].metrics.values()) == 2
 
 
@@ -159,6 +176,39 @@ def test_norm_out_of_line(make_rendezvous, key_file):
     )
     assert_same_globals(*seen)
     assert [seen[2].metrics[step]["diloco/rejected"] for step in (1, 2, 3)] == [0, 1, 0]
+
+
+# The memory of one peer is damaged: its global model has another hash from the next outer step on, so its delta for the
+# round after that is not averaged; it takes over the others' state and contributes again. The others never differ.
+def test_damaged_global_model(make_rendezvous, key_file):
+    address = make_rendezvous(start_peers=3).endpoint
+    finished = threading.Event()
+
+    def pace(step, engine):
+        finished.wait(0.02)
+
+    def damage(step, engine):
+        if step == 2:
+            engine.globals.masters[0][7] += 0.25
+        finished.wait(0.02)
+
+    def steady(name: str, peer: int) -> Trajectory:
+        config = settings(address, key_file, name, sync_every=2)
+        return train(config, peer, 2000, before_step=pace, stop=finished.is_set)
+
+    def broken() -> Trajectory:
+        try:
+            return train(settings(address, key_file, "c", sync_every=2), 2, 40, before_step=damage)
+        finally:
+            finished.set()
+
+    a, b, c = together(partial(steady, "a", 0), partial(steady, "b", 1), broken)
+    assert all(a.hashes[step] == b.hashes[step] for step in a.hashes.keys() & b.hashes.keys())
+    both = sorted(a.hashes.keys() & c.hashes.keys())
+    assert [step for step in both if a.hashes[step] != c.hashes[step]] == [2]
+    assert len([step for step in both if step > 2]) >= 5
+    assert a.metrics[3]["diloco/participants"] == 2
+    assert max(metrics.get("diloco/participants", 0) for step, metrics in a.metrics.items() if step > 3) == 3
 
 
 # Another layout, another setting, another run: refused with a message that names both sides.
@@ -210,6 +260,25 @@ def test_garbage_and_replays_are_refused(make_rendezvous, key_file):
     )
     assert_same_globals(*seen)
     assert max(seen[0].hashes) == 4 and seen[1].metrics[4]["diloco/participants"] == 2
+
+
+# The rendezvous' log tells the operator who is there, who ended in good order, and who fell silent while it trained.
+def test_log_of_who_is_there(make_rendezvous, key_file, caplog):
+    caplog.set_level(logging.INFO, "diloco.rendezvous")
+    server = make_rendezvous()
+    train(settings(server.endpoint, key_file, "a", sync_every=2), 0, 2)
+    until(lambda: "peer a has left" in caplog.text, "peer a is still there")
+
+    async def fall_silent():
+        connection = Connection(server.endpoint, JointKey.read(key_file).client(), "b/0", None)
+        stands = {"peer": "b", "rank": 0, "instance": 1, "outer_step": 0, "base_hash": "", "training": True}
+        await connection.call(Hello(run="joint", ranks=1, layout=[], settings={}, round_deadline_s=1, **stands), 5)
+        assert (await connection.call(Beat(**stands), 5)).known
+        await connection.close()
+
+    asyncio.run(fall_silent())
+    until(lambda: "peer b is gone, silent for 1.5 s" in caplog.text, "peer b is still there")
+    assert "peer a is here: a" in caplog.text and "peer b is here: b" in caplog.text
 
 
 # Another key gets no answer at all, and says what to check when its patience ends.

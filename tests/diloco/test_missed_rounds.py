@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -12,7 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from joint_run import Blocks, Trajectory, adamw, assert_same_globals, inner_step, record, settings, together, train
+from joint_run import (
+    Blocks,
+    Trajectory,
+    adamw,
+    assert_same_globals,
+    inner_step,
+    record,
+    settings,
+    together,
+    train,
+    until,
+)
 from torch import Tensor, nn
 
 from composer_prime.config.diloco import CodecConfig, OuterConfig
@@ -56,13 +65,6 @@ class PlainOuter:
         self.velocity = self.velocity * MOMENTUM + mean
         self.values = self.values - (mean + self.velocity * MOMENTUM) * LR
         return self.values
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
 
 
 # Peer b is held up past round 1's deadline. Its work, two steps, is not lost: it is in its next delta, relative to the

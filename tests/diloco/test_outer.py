@@ -1,4 +1,4 @@
-"""The outer optimizer against torch.optim.SGD, the weighted mean, the guard, the schedule and its rules."""
+"""The outer optimizer against torch.optim.SGD, the weighted mean, the guard, the global model, the schedule's rules."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from joint_run import Blocks
 from pydantic import ValidationError
 
 from composer_prime.config import Config
 from composer_prime.config.diloco import DilocoConfig, GuardConfig, OuterConfig
+from diloco.fragments import partition
+from diloco.global_model import GlobalModel
 from diloco.guard import rejected, squared_norm
 from diloco.outer import build_outer, weighted_mean
 from diloco.schedule import Schedule
+from diloco.state_file import packed, unpacked
 
 PEER = {"rendezvous": "tcp://127.0.0.1:1", "run": "r", "peer_id": "a", "key_file": "key"}
 
@@ -72,7 +76,23 @@ def test_schedule():
     schedule = Schedule.of(DilocoConfig(**PEER, sync_every=12, fragments=3, delay=1))
     assert (schedule.interval, [schedule.fragment(k) for k in range(5)]) == (4, [0, 1, 2, 0, 1])
     assert [schedule.prepares(step) for step in range(1, 5)] == [False, False, True, True]
-    assert [schedule.sweep(k) for k in (0, 2, 3, 7)] == [0, 0, 1, 2]
+
+
+# What is published is the model of the last full sweep: who takes over a state amid the next one holds the same.
+@pytest.mark.parametrize("outer_step", range(8))
+def test_swept_model_is_part_of_a_state(outer_step):
+    source, joiner = (
+        GlobalModel(partition(Blocks(seed).named_parameters(), 3, "strided"), OuterConfig(lr=0.7, momentum=0.9))
+        for seed in (0, 1)
+    )
+    history = [[master.clone() for master in source.masters]]
+    for step in range(outer_step):
+        source.advance(step % 3, [torch.full_like(source.masters[step % 3], 1.0 + step)], [1.0])
+        history.append([master.clone() for master in source.masters])
+    joiner.load(unpacked(packed(source.tensors(), {}))[0], outer_step)
+    assert joiner.hash == source.hash and joiner.sweep == source.sweep == outer_step // 3
+    for model in (source, joiner):
+        assert all(map(torch.equal, model.swept, history[outer_step - outer_step % 3]))
 
 
 # Each wrong combination is refused with both values and a remedy that works.

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from joint_run import Blocks, Trajectory, adamw, assert_same_globals, inner_step, record, settings, together, train
+from joint_run import (
+    Blocks,
+    Trajectory,
+    adamw,
+    assert_same_globals,
+    inner_step,
+    keep,
+    record,
+    settings,
+    together,
+    train,
+    until,
+)
 
 from composer_prime.errors import CheckpointError
 from diloco.streaming import StreamingDiLoCo
@@ -20,9 +32,19 @@ STEPS = 18
 
 
 def part(
-    config, peer: int, start: int, stop: int, saved: dict[str, Any] | None, save_at: int | None = None
+    config,
+    peer: int,
+    start: int,
+    stop: int,
+    saved: dict[str, Any] | None,
+    save_at: int | None = None,
+    told_to_stop: bool = False,
+    before_leaving: Callable[[], None] = lambda: None,
 ) -> tuple[Trajectory, dict[str, Any]]:
-    """Inner steps start..stop, from `saved`; what was seen, and what a checkpoint after `save_at` (`stop`) holds."""
+    """Inner steps start..stop, from `saved`; what was seen, and what a checkpoint after `save_at` (`stop`) holds.
+
+    `told_to_stop`: a signal to stop comes before the last step ends.
+    """
     model = Blocks()
     optimizer = adamw(model)
     engine = StreamingDiLoCo(model.named_parameters(), optimizer, config)
@@ -34,6 +56,8 @@ def part(
     with engine:
         for step in range(start, stop):
             engine.count(tokens=1)
+            if told_to_stop and step + 1 == stop:
+                engine.stopping = lambda: True
             inner_step(model, optimizer, peer, step)
             record(seen, engine)
             if step + 1 == (save_at or stop):
@@ -42,8 +66,8 @@ def part(
                     "optimizer": copy.deepcopy(optimizer.state_dict()),
                     "diloco": engine.state(),
                 }
-    seen.masters = [master.clone() for master in engine.globals.masters]
-    seen.residuals = [residual.clone() for residual in engine.feedback.residuals]
+        before_leaving()
+    keep(seen, engine)
     return seen, state
 
 
@@ -82,38 +106,59 @@ def test_all_resume_at_a_running_rendezvous(make_rendezvous, key_file, first):
     assert server.server.rounds.newest == 3
 
     def back(peer: int) -> Trajectory:
-        deadline = time.monotonic() + 20
-        while peer != first and not server.server.answers.joins.waiting:
-            assert time.monotonic() < deadline, "the first peer does not come back"
-            time.sleep(0.01)
+        if peer != first:
+            until(lambda: server.server.answers.joins.waiting, "the first peer does not come back")
         return part(configs[peer], peer, 8, STEPS, saved[peer][1])[0]
 
     assert_same_globals(*together(partial(back, 0), partial(back, 1)), whole[0])
 
 
-# One peer is restarted from its checkpoint while the other waits for it in the next round.
-def test_one_resumes(make_rendezvous, key_file):
+# All are stopped, peer a while it waits for b in a round: its outcome is due before a's next step, resumed or not.
+def test_all_resume_from_within_a_round(make_rendezvous, key_file):
     address = make_rendezvous(start_peers=2).endpoint
     whole = together(*[
         partial(train, settings(address, key_file, name, **VALUES), peer, STEPS) for peer, name in enumerate("ab")
     ])
-    address = make_rendezvous(start_peers=2, min_peers=2).endpoint
-    back = threading.Event()
+    server = make_rendezvous(start_peers=2, min_peers=2)
+    configs = [settings(server.endpoint, key_file, name, **VALUES) for name in "ab"]
+    (_, waited), (_, early) = together(
+        partial(part, configs[0], 0, 0, 9, None, told_to_stop=True), partial(part, configs[1], 1, 0, 7, None)
+    )
+    seen = together(partial(part, configs[0], 0, 9, STEPS, waited), partial(part, configs[1], 1, 7, STEPS, early))
+    assert_same_globals(seen[0][0], seen[1][0], *whole)
+    for (again, _), straight in zip(seen, whole, strict=True):
+        assert all(map(torch.equal, again.residuals, straight.residuals))
+
+
+# One peer is restarted from its checkpoint while the other waits for it in the next round. After step 8 its delta is
+# under way: its round ends meanwhile, and the outcome is taken after step 9, as if it had not been away.
+@pytest.mark.parametrize("cut", [7, 8, 9])
+def test_one_resumes(make_rendezvous, key_file, cut):
+    address = make_rendezvous(start_peers=2).endpoint
+    whole = together(*[
+        partial(train, settings(address, key_file, name, **VALUES), peer, STEPS) for peer, name in enumerate("ab")
+    ])
+    server = make_rendezvous(start_peers=2, min_peers=2)
+    address, back = server.endpoint, threading.Event()
 
     def wait(step, engine):
-        if step == 7:
+        if step == (7 if cut == 7 else 10):
             assert back.wait(30)
+
+    def closed():
+        until(lambda: server.server.rounds.newest == (1 if cut == 7 else 2), "the round under way does not end")
 
     def restarted():
         config = settings(address, key_file, "b", **VALUES)
-        _, state = part(config, 1, 0, 7, None)
+        _, state = part(config, 1, 0, cut, None, before_leaving=closed)
         back.set()
-        return part(config, 1, 7, STEPS, state)[0]
+        return part(config, 1, cut, STEPS, state)[0]
 
     other, again = together(
         partial(train, settings(address, key_file, "a", **VALUES), 0, STEPS, before_step=wait), restarted
     )
-    assert_same_globals(other, again, whole[0])
+    assert_same_globals(other, again, *whole)
+    assert all(map(torch.equal, again.residuals, whole[1].residuals))
 
 
 # Outer state of another layout is refused.
