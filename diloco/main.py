@@ -1,6 +1,7 @@
 """The console script `diloco`: keygen, lighthouse, simulate.
 
-Exit status: 0 done or stopped by a signal, 1 failed, 2 wrong command line or configuration.
+Exit status: 0 done or stopped by a signal, 1 failed, 2 wrong command line or configuration, 141 where nobody read the
+output to its end.
 """
 
 from __future__ import annotations
@@ -12,18 +13,29 @@ import logging
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from composer_prime.console import EXIT_USAGE
+from composer_prime.console import EXIT_USAGE, until_the_reader_leaves
 from composer_prime.errors import ComposerError, ConfigError
 from diloco.simulate import command as simulate
+
+if TYPE_CHECKING:
+    from diloco.answers import RendezvousSettings
+    from diloco.keys import JointKey
 
 FAILED = 1
 
 
 def main(argv: list[str] | None = None) -> int:
+    return until_the_reader_leaves(lambda: _main(argv))
+
+
+def _main(argv: list[str] | None) -> int:
     words = _parser().parse_args(argv)
     try:
         return words.run(words)
+    except BrokenPipeError:
+        raise
     except ConfigError as error:
         print(f"diloco: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -95,7 +107,7 @@ def _lighthouse(words: argparse.Namespace) -> int:
     return 0
 
 
-async def _serve(settings, key) -> None:
+async def _serve(settings: RendezvousSettings, key: JointKey) -> None:
     from diloco.rendezvous import Rendezvous
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()

@@ -7,7 +7,7 @@ whole whenever one fails. Expected values, not a random run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,10 @@ class Fleet:
     restart_s: float = 300.0
     """Until a failed peer's process is back."""
     beat_timeout_s: float = 10.0
+
+    def of(self, peers: int) -> Fleet:
+        """As many `peers` of the same kind."""
+        return replace(self, peers=peers)
 
 
 def waiting_share(fleet: Fleet, interval_s: float) -> float:

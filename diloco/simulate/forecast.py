@@ -40,6 +40,7 @@ def link_rows(config: Config) -> list[tuple[str, str]]:
     run = JointRun(
         parameters=trained_parameters(config, shape), layers=shape.layers, step_s=measured_s or ASSUMED_STEP_S,
         every=diloco.sync_every, fragments=diloco.fragments, delay=diloco.delay, codec=diloco.codec,
+        ranks=config.trainer.ranks,
     )  # fmt: skip
     source = f"as in the last {_STEPS} steps of this run" if measured_s else "assumed"
     interval = run.every // run.fragments
@@ -57,8 +58,10 @@ def _link_text(run: JointRun, mbit: float) -> str:
     said = forecast(run, run.net(mbit / 1e3))
     interval_s = run.every / run.fragments * run.step_s + said.exposed_s
     hidden = f", all but {said.exposed_s:.2g} s hidden by delay {run.delay:g}" if run.delay else ""
+    codec = f" ({said.codec_s:.2g} s of it codec work, never hidden)"
     return (
-        f"at {mbit:,.0f} Mbit/s: {said.sync_s:.2g} s a synchronisation{hidden}, utilisation {said.utilisation:.1%}; "
+        f"at {mbit:,.0f} Mbit/s: {said.sync_s:.2g} s a synchronisation{codec}{hidden}, utilisation "
+        f"{said.utilisation:.1%}; "
         f"{size(said.sent_bytes)} each way, {size(said.sent_bytes * 86400 / interval_s)} a day"
     )
 

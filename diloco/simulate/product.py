@@ -49,12 +49,19 @@ class JointRun:
     delay: float
     """tau."""
     codec: CodecConfig
+    ranks: int = 1
+    """trainer.ranks: each works on a shard of its own, on a core of its own, over a connection of its own."""
     peers: int = 2
 
     @property
     def size(self) -> float:
         """Parameters of a fragment."""
         return self.parameters / self.fragments
+
+    @property
+    def state_bits(self) -> float:
+        """A parameter in a state that a joining peer gets: master, momentum, and amid a sweep what the last left."""
+        return 64.0 + 32.0 * (self.fragments - 1) / (2 * self.fragments)
 
     @property
     def scheme(self) -> Scheme:
@@ -75,7 +82,7 @@ class JointRun:
         handling_s = ROUND_S + relayed * RELAY_NS * 1e-9
         return Net(
             peers=self.peers, gbit_s=gbit, latency_s=latency_s, relay_gbit_s=relay_gbit,
-            busy_s=self.size * busy_ns * 1e-9, handling_s=handling_s,
+            connections=self.ranks, busy_s=self.size / self.ranks * busy_ns * 1e-9, handling_s=handling_s,
         )  # fmt: skip
 
 
@@ -89,6 +96,8 @@ class Forecast:
     """Inner steps of at least this many seconds hide a transfer; infinite without delay."""
     exposed_s: float
     """What a synchronisation costs training."""
+    codec_s: float
+    """Of that, work on the training thread, which nothing hides."""
     utilisation: float
     sent_bytes: float
     """By one peer in one synchronisation, headers included."""
@@ -109,6 +118,7 @@ def forecast(run: JointRun, net: Net) -> Forecast:
         sync_s=sync_s,
         hidden_step_s=(sync_s - way.busy_s) / run.delay if run.delay else float("inf"),
         exposed_s=exposed_s(run.workload, run.scheme, way),
+        codec_s=way.busy_s,
         utilisation=utilisation(run.workload, run.scheme, way),
         sent_bytes=bits / 8,
     )

@@ -22,7 +22,7 @@ WAYS = ("relay", "mesh", "hierarchical", "ring")
 RELAY_TRIPS = 10
 """Requests and answers of a peer, one after the other: offer, last piece, offer again, outcome, last piece down."""
 RELAY_WINDOW_GBIT = 32 * (1 << 18) * 8 / 1e9
-"""Most that diloco/connection.py has under way at once (WINDOW pieces of PIECE_BYTES)."""
+"""Most that one diloco/connection.py has under way at once (WINDOW pieces of PIECE_BYTES)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,12 @@ class Net:
     """One way, between any two."""
     relay_gbit_s: float | None = None
     """Of the rendezvous, each direction; None is that of a peer."""
+    connections: int = 1
+    """Of a peer with the rendezvous, each with a window of its own."""
     busy_s: float = 0.0
-    handling_s: float = 0.0
     """As in Pipe."""
+    handling_s: float = 0.0
+    """Of the rendezvous, as in Pipe; ways without a relay have none."""
 
 
 def pipe(way: str, net: Net) -> Pipe:
@@ -48,7 +51,7 @@ def pipe(way: str, net: Net) -> Pipe:
     match way:
         case "relay":
             if net.latency_s:
-                gbit = min(gbit, RELAY_WINDOW_GBIT / (2 * net.latency_s))
+                gbit = min(gbit, net.connections * RELAY_WINDOW_GBIT / (2 * net.latency_s))
             thinner = gbit / (net.relay_gbit_s or net.gbit_s)
             factor, hops = max(1, n * thinner) + max(n - 1, n * (n - 1) * thinner), RELAY_TRIPS
         case "mesh":
@@ -61,8 +64,9 @@ def pipe(way: str, net: Net) -> Pipe:
             factor, hops = 2 * (n - 1) / n, 2 * (n - 1)
         case _:
             raise ValueError(f"no way of reducing is called {way!r}; there are {', '.join(WAYS)}")
+    handling_s = net.handling_s if way == "relay" else 0.0
     return Pipe(
-        gbit_s=gbit, latency_s=net.latency_s, factor=factor, hops=hops, busy_s=net.busy_s, handling_s=net.handling_s
+        gbit_s=gbit, latency_s=net.latency_s, factor=factor, hops=hops, busy_s=net.busy_s, handling_s=handling_s
     )
 
 

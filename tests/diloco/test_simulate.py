@@ -15,6 +15,7 @@ from diloco.codec import build_codec
 from diloco.simulate.fleet import Fleet, availability, goodput, waiting_share
 from diloco.simulate.product import FRAMING, JointRun, codec_bits, forecast
 from diloco.simulate.reduce import WAYS, Net, best, pipe, seconds
+from diloco.simulate.shares import Shares, number
 from diloco.simulate.utilisation import (
     BACKWARD_SHARE,
     BITS_PER_PARAMETER,
@@ -149,6 +150,29 @@ def test_forecast_by_hand():
     assert at_once.utilisation == pytest.approx(20 / (20 + transfer_s + 0.75))
     assert delayed.exposed_s == pytest.approx(0.5) and delayed.hidden_step_s == pytest.approx(transfer_s + 0.25)
     assert at_once.sent_bytes == pytest.approx(5e7 * 4 * FRAMING)
+
+
+# Ranks share the codec's work and have a window each; what goes through the rendezvous stays the same.
+def test_ranks_by_hand():
+    run = JointRun(
+        parameters=8e9, layers=36, step_s=60.0, every=8, fragments=4, delay=1, codec=CodecConfig(type="int4")
+    )
+    one, eight = (replace(run, ranks=ranks).net(10.0, 0.1, 1e3) for ranks in (1, 8))
+    assert one.busy_s == pytest.approx(2e9 * (8 + 2 * 10 + 4) * 1e-9) == pytest.approx(8 * eight.busy_s)
+    assert one.handling_s == eight.handling_s
+    assert pipe("relay", eight).gbit_s == pytest.approx(8 * pipe("relay", one).gbit_s)
+
+
+# One interval on the training thread: two steps of compute, the codec's work, and of the transfer what a step does not
+# hide.
+def test_shares_by_hand():
+    workload = Workload(parameters=1e9, layers=1, step_s=10.0, backward_share=0.0)
+    scheme = Scheme(name="x", every=2, delay_steps=1, bits=8)
+    shares = Shares.of(workload, scheme, Pipe(gbit_s=0.5, busy_s=5.0, handling_s=4.0))
+    assert shares == Shares(compute_s=20.0, codec_s=5.0, link_s=8.0, rendezvous_s=2.0) and shares.dominant == "compute"
+    assert "20 s (57%) are compute, 5 s (14%) codec work" in shares.text() and "8 s (23%) waiting" in shares.text()
+    assert Shares(compute_s=1, codec_s=3, link_s=2, rendezvous_s=0).dominant == "codec"
+    assert [number(value) for value in (0.01234, 99.96, 999.4, 1234.4)] == ["0.0123", "100", "999", "1,234"]
 
 
 # The bits that the simulator takes for a codec are those that it sends for normally distributed deltas.
