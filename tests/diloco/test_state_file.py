@@ -27,8 +27,19 @@ def test_round_trip(shapes, facts):
     assert read == facts
 
 
-# What was cut off or is something else is no state.
-@pytest.mark.parametrize("raw", [b"", b"nonsense" * 9, bytes(packed({"w": torch.ones(9)}, {}))[:-1]])
+WHOLE = bytes(packed({"w": torch.ones(9)}, {}))
+
+
+# What was cut off, says another thing than it holds or is something else is no state.
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(b"", b"nonsense" * 9, WHOLE[:-1], WHOLE + b"x", save({"w": torch.ones(9)})),
+        *(WHOLE.replace(b"[9]", wrong) for wrong in (b"[8]", b'"9"', b"1e9", b"{} ")),
+        *(WHOLE.replace(b"[0, 36]", wrong) for wrong in (b"[4, 36]", b"[36, 0]", b"[0, 99]", b"[-1,36]", b"[0]    ")),
+        *(WHOLE.replace(b'"F32"', wrong) for wrong in (b'"U8" ', b'"F64"', b"[[]] ")),
+    ],
+)
 def test_no_state(raw):
     with pytest.raises(CheckpointError, match="bytes are no packed global state"):
         unpacked(raw)
