@@ -1,0 +1,117 @@
+"""Two clusters' trainers with real step servers and a real rendezvous: stopped and resumed as if never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from small_runs import Run, make_samples
+from step_peer import StepPeer
+
+from diloco.keys import JointKey
+from diloco.state_file import unpacked
+
+STEPS = 12
+DILOCO = {
+    "run": "joint", "sync_every": 4, "fragments": 2, "delay": 1, "codec": {"type": "int4"},
+    "outer": {"lr": 0.7, "momentum": 0.9},
+}  # fmt: skip
+VERSIONS = {step: step // 4 for step in range(STEPS + 1)}
+"""The policy version after each step: full sweeps."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+class JointRun:
+    """Peers a and b of one joint run, each in a run directory of its own."""
+
+    def __init__(self, folder: Path, name: str, make_run, stack: ExitStack) -> None:
+        key = folder / f"{name}.key"
+        JointKey.create(key)
+        command = [sys.executable, "-m", "diloco.main", "lighthouse", "--run", "joint", "--key-file", str(key)]
+        rendezvous = subprocess.Popen(
+            [*command, "--bind", "tcp://127.0.0.1:0", "--start-peers", "2", "--min-peers", "2"],
+            stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        )  # fmt: skip
+        stack.callback(rendezvous.wait, 60)
+        stack.callback(rendezvous.terminate)
+        diloco = DILOCO | {"rendezvous": rendezvous.stdout.readline().split()[-1], "key_file": str(key)}
+        self.runs: list[Run] = []
+        self.servers: list[StepPeer] = []
+        for index, peer in enumerate("ab"):
+            run = make_run(
+                f"{name}-{peer}", run={"max_steps": STEPS}, diloco=diloco | {"peer_id": peer},
+                trainer={"checkpoint": {"every_steps": 0}, "optim": {"lr": 1e-3}},
+            )  # fmt: skip
+            self.runs.append(run)
+            samples = lambda step, index=index: make_samples(100 * index + step, version=0)
+            self.servers.append(stack.enter_context(StepPeer(run.dir, samples, max_steps=STEPS)))
+
+    def start(self, peer: int, until: int = STEPS, resume: bool = False):
+        """A trainer of `peer`, which is given no batch after step `until`."""
+        self.servers[peer].quiet_from = until + 1 if until < STEPS else None
+        config = self.runs[peer].config
+        run = config.run.model_copy(update={"resume": resume})
+        return self.runs[peer].write(config.model_copy(update={"run": run})).start()[0]
+
+    def versions(self, peer: int) -> dict[int, int]:
+        """By step, as the orchestrator was told."""
+        return {done.step: done.version for done in self.servers[peer].done}
+
+    def model(self, peer: int) -> bytes:
+        return (self.runs[peer].dir.final / "model.safetensors").read_bytes()
+
+    def outer(self, peer: int):
+        """Masters, momentum and error feedback as the last checkpoint holds them."""
+        path = self.runs[peer].dir.checkpoint(STEPS) / "trainer" / "diloco-0.safetensors"
+        return unpacked(path.read_bytes())
+
+
+@pytest.fixture
+def joint(tmp_path, make_run):
+    pytest.importorskip("torchft")
+    with ExitStack() as stack:
+        yield lambda name: JointRun(tmp_path, name, make_run, stack)
+
+
+def stopped(rank, step: int) -> None:
+    """Told to stop after `step`, it leaves a checkpoint of just that step."""
+    rank.wait_for(f"step {step}:", 200)
+    os.kill(rank.pid, signal.SIGTERM)
+    assert rank.wait(60) == 128 + signal.SIGTERM
+    assert f"stopped after step {step}: its checkpoint is written" in rank.output, rank.output
+
+
+def assert_equal_ends(joint: JointRun, whole: JointRun) -> None:
+    """Versions, final models, momentum and error feedback are those of the run that was never stopped."""
+    for peer in range(2):
+        assert joint.versions(peer) == whole.versions(peer) == VERSIONS
+        assert joint.model(peer) == whole.model(peer) == whole.model(0)
+        (tensors, facts), (expected, told) = joint.outer(peer), whole.outer(peer)
+        assert {"master.1", "velocity.1", "residual.1"} <= tensors.keys() == expected.keys()
+        assert all(tensors[name].equal(expected[name]) for name in tensors), facts
+        assert facts["outer_step"] == told["outer_step"] == 2 * STEPS // 4 and facts["work"] == told["work"]
+        assert expected["residual.1"].any() and expected["velocity.1"].any()
+
+
+# Both clusters are stopped after step 5, with a delta under way, and after step 8, at a full sweep; or one of them is
+# after step 5, while the other waits for it. Resumed, they end as the run that was never stopped.
+@pytest.mark.parametrize(("leaving", "cuts"), [((0, 1), (5, 8)), ((1,), (5,))])
+def test_stopped_and_resumed(joint, leaving, cuts):
+    whole = joint("whole")
+    ranks = [whole.start(peer) for peer in range(2)]
+    assert [rank.wait(200) for rank in ranks] == [0, 0], [rank.output for rank in ranks]
+    again = joint("again")
+    ranks = [again.start(peer, cuts[0] if peer in leaving else STEPS) for peer in range(2)]
+    for cut, until in zip(cuts, (*cuts[1:], STEPS), strict=True):
+        for peer in leaving:
+            stopped(ranks[peer], cut)
+        for peer in leaving:
+            ranks[peer] = again.start(peer, until, resume=True)
+    assert [rank.wait(200) for rank in ranks] == [0, 0], [rank.output for rank in ranks]
+    assert_equal_ends(again, whole)
