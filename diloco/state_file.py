@@ -1,8 +1,8 @@
 """Global state as bytes: safetensors, with JSON facts in its header.
 
 Written and read here and not by the safetensors package, which copies the tensors while it holds Python's lock: another
-thread stood still for 1.7 s while 0.5 GB were packed, and for 0.04 s with torch's copies. The beats of a peer that
-serves its state, takes one over or saves a checkpoint must not stop.
+thread stood still for 1.7 s while 0.5 GB were packed, and for 0.04 s with torch's copies; for 0.75 s and 0.03 s while
+0.16 GB were unpacked. The beats of a peer that serves its state, takes one over or saves a checkpoint must not stop.
 """
 
 from __future__ import annotations

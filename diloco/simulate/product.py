@@ -18,7 +18,7 @@ from diloco.simulate.utilisation import Scheme, Workload, exposed_s, utilisation
 
 FRAMING = 1.047
 """Bytes on the wire over bytes of a delta: Ethernet, IP and TCP headers, 66 of 1514 bytes; ZMQ adds next to nothing."""
-ENCODE_NS = {"fp32": 25.0, "bf16": 25.0, "int8": 18.0, "int4": 8.0, "e3m0": 48.0, "sparse": 12.0}
+ENCODE_NS = {"fp32": 25.0, "bf16": 25.0, "int8": 18.0, "int4": 8.0, "e3m0": 16.0, "sparse": 12.0}
 """1e-9 s of one core a parameter: delta, error feedback, codec and checksum (2 M parameters at a time)."""
 DECODE_NS = 10.0
 """A parameter and peer: decode, guard, mean."""
@@ -29,7 +29,7 @@ ROUND_S = 0.08
 RELAY_NS = 4.6
 """1e-9 s of the rendezvous a byte that goes through it: encryption, checksums, copies."""
 SCALE_BITS = 16
-_CODE_BITS = {"int8": 7.46, "int4": 3.32, "e3m0": 3.55}
+_CODE_BITS = {"int8": 7.46, "int4": 3.32, "e3m0": 3.51}
 """A code's, after entropy coding, where deltas are normally distributed and 256 share a scale."""
 
 
