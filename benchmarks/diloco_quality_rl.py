@@ -5,7 +5,8 @@ configs/diloco/peer.toml` with its own orchestrator, node and trainer. Data-para
 clusters' rollouts at every step. All cells of a seed see the same number of rollouts a step. What is reported:
 
     reward      held-out, of the global model at the end, and its gap to data-parallel of the same seed
-    KL, clip    policy/mismatch_kl and policy/clip_fraction, mean over steps and clusters
+    KL, clip    policy/mismatch_kl, policy/clip_fraction and, as a1's correction (dppo) drops tokens where others clip
+                their ratio, policy/masked_fraction; mean over steps and clusters
     bytes       what one peer sent (diloco/bytes_sent, headers and beats included); for data-parallel a bfloat16
                 gradient every step, which is not really sent here
 
@@ -62,6 +63,7 @@ class Outcome:
     """Mean over the last quarter of the steps."""
     mismatch_kl: float
     clip_fraction: float
+    masked_fraction: float
     tokens: float
     """Trained, both clusters."""
     bytes_sent: float
@@ -191,6 +193,7 @@ def _outcome(cell: Cell, runs: Sequence[list[dict]], minutes: float) -> Outcome:
         trained_reward=statistics.mean(late),
         mismatch_kl=statistics.mean(line["policy/mismatch_kl"] for line in every),
         clip_fraction=statistics.mean(line["policy/clip_fraction"] for line in every),
+        masked_fraction=statistics.mean(line["policy/masked_fraction"] for line in every),
         tokens=sum(line["tokens/trained"] for line in every),
         bytes_sent=sent,
         bits=sent * 8 / parameters / (cell.steps / cell.every),
@@ -200,7 +203,7 @@ def _outcome(cell: Cell, runs: Sequence[list[dict]], minutes: float) -> Outcome:
 
 def table(outcomes: dict[Cell, Outcome]) -> str:
     """One row a scheme and H, means over seeds; the gap to data-parallel is paired by seed."""
-    lines = ["scheme         H  held-out reward   gap +- seeds      trained  mismatch KL  clipped    Mtok"
+    lines = ["scheme         H  held-out reward   gap +- seeds      trained  mismatch KL  clipped   masked    Mtok"
              "   MB sent  times fewer   bits"]  # fmt: skip
     base = {cell.seed: outcome for cell, outcome in outcomes.items() if cell.scheme == DATA_PARALLEL}
     kinds = list(dict.fromkeys((cell.scheme, cell.every) for cell in outcomes))
@@ -216,6 +219,7 @@ def table(outcomes: dict[Cell, Outcome]) -> str:
         lines.append(
             f"{scheme:<13} {every:2d}  {mean('reward'):15.3f}  {statistics.mean(gaps):+.3f} +- {spread:.3f}  "
             f"{mean('trained_reward'):11.3f}  {mean('mismatch_kl'):11.2e}  {mean('clip_fraction'):7.2%}  "
+            f"{mean('masked_fraction'):7.3%}  "
             f"{mean('tokens') / 1e6:6.3f}  {mean('bytes_sent') / 1e6:8.2f}  {fewer:11.1f}  {mean('bits'):5.2f}"
         )
     return "\n".join(lines)
