@@ -55,7 +55,7 @@ def _dry_run(config: Config, run_dir: RunDir) -> int:
     plan = build(config, folder=False)
     try:
         _used(config, run_dir)
-        plan.notes += _changes(config, run_dir)
+        plan.notes.extend(_changes(config, run_dir))
     except ConfigError as error:
         plan.problems.append(str(error))
     print(plan.text())
