@@ -1,10 +1,11 @@
 """A folder in the temporary directory that does not outlive the process that made it for long.
 
-    Scratch("worker")   <tmp>/composer-prime-worker-k3j2h1/, locked while its owner lives
+    Scratch("worker")   <tmp>/composer-prime-worker-1f0c22a9-k3j2h1/, locked while its owner lives
     close()             removes it
     owner killed        the kernel drops the lock; the next Scratch of that name removes the folder
 
-A lock and no process id in the name: ids are reused, and containers that share a folder do not share their ids.
+A lock and no process id in the name: ids are reused, and containers that share a folder do not share their ids. What is
+in the name is the running kernel, for machines that share a folder may not see one another's locks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 
@@ -21,7 +23,7 @@ class Scratch:
 
     def __init__(self, name: str) -> None:
         """Also removes the folders of this name whose owners are dead. Raises OSError when no folder can be made."""
-        prefix = f"composer-prime-{name}-"
+        prefix = f"composer-prime-{name}-{_kernel()}-"
         _sweep(prefix)
         self.path, self._lock = _make(prefix)
 
@@ -31,6 +33,14 @@ class Scratch:
         if lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(lock)
+
+
+def _kernel() -> str:
+    """Of this boot of this machine; elsewhere than on Linux only of the machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    except OSError:
+        return socket.gethostname()
 
 
 def _make(prefix: str) -> tuple[Path, int | None]:

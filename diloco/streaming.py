@@ -303,6 +303,7 @@ class StreamingDiLoCo:
             if least == 2 and isinstance(result, Arrived):
                 if self._told_alike(result):
                     return result
+                time.sleep(_SLICE_S)  # a rendezvous may be taking another's place
                 self._link.repeat()
             elif least == 0 and known == 2 and self._link.outdated:  # another rank gets nothing without this one
                 self._link.repeat()

@@ -208,7 +208,7 @@ class StepClient:
                     f"{self._asked.silence_timeout_s:g}): is it alive, and does this rank have the run's keys?"
                 )
             elif now > repeat:
-                patience_s = min(2 * patience_s, LONGEST_REPEAT_S)
+                patience_s = min(2 * patience_s, LONGEST_REPEAT_S, max(REPEAT_S, self._asked.silence_timeout_s / 4))
                 repeat = now + patience_s
                 self._send(request)
 

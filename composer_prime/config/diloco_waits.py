@@ -1,7 +1,8 @@
 """Which waits of a joint run happen inside which others: each must end first, and say what it waited for.
 
     orchestrator.trainer_timeout_s        a ready batch waits for the trainer
-      round_timeout_s + heal_timeout_s    an outcome that says that the peer was left behind, then a state
+      round_timeout_s + 2 heal_timeout_s  a resume's first state; an outcome that says that the peer was left
+                                          behind; a state once more
       offline_timeout_s > round_timeout_s waits without an outcome, one after the other
         round_deadline_s                  the rendezvous waits for late deltas
     trainer.collective_timeout_s          the other ranks wait for the one that connects last
@@ -26,7 +27,7 @@ def wrong_waits(
          "a peer would stop waiting before any round with a late peer can close"),
         ("diloco.round_timeout_s", diloco.round_timeout_s, "diloco.offline_timeout_s", diloco.offline_timeout_s,
          "the first wait without an outcome would end the run"),
-        ("diloco.round_timeout_s + diloco.heal_timeout_s", diloco.round_timeout_s + diloco.heal_timeout_s,
+        ("diloco.round_timeout_s + 2 diloco.heal_timeout_s", diloco.round_timeout_s + 2 * diloco.heal_timeout_s,
          "orchestrator.trainer_timeout_s", orchestrator.trainer_timeout_s,
          "the orchestrator would give up a trainer that takes over the others' state"),
         ("diloco.connect_timeout_s", diloco.connect_timeout_s, "trainer.collective_timeout_s",

@@ -134,7 +134,7 @@ class OrchestratorConfig(BaseConfig):
     """How long an environment worker may take to load."""
     batch_timeout_s: float = Field(default=1800.0, gt=0)
     """How long a batch may take to fill, before the run fails and says what it waited for."""
-    trainer_timeout_s: float = Field(default=1800.0, gt=0)
+    trainer_timeout_s: float = Field(default=3600.0, gt=0)
     """How long a ready batch may wait without a word from the trainer, before the run fails."""
     max_failed_groups: int = Field(default=32, ge=1)
     """Groups in a row that may fail for want of finished rollouts, before the run fails and shows the last error."""

@@ -125,7 +125,7 @@ class Nodes:
         known = self._by_id.get(hello.node_id)
         if known is None or not known.attached or known.identity == identity:
             return None
-        return None if hello.instance and hello.instance == known.instance else known
+        return None if hello.instance in ("", known.instance) else known
 
     def attach(self, identity: bytes, hello: Hello) -> Node:
         """The node that says `hello` on connection `identity`. Whatever it held before counts as lost: a node that says

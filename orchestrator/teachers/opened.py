@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -28,7 +29,7 @@ async def opened(
     Raises ConfigError (price, key, base, another replay of `pairs`), RoleFailedError or DeadlineError (local models).
     """
     teachers = config.teachers
-    check_pool(teachers)
+    await asyncio.to_thread(check_pool, teachers)  # it may convert a model
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every vote
     base = config.model.path
     wanted = teachers.models_served(base)

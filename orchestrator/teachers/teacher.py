@@ -25,7 +25,7 @@ import openai
 
 from composer_prime.config.teachers import TeacherConfig, TeachersConfig
 from composer_prime.cost_forecast import ANSWER_SHARE, BYTES_PER_TOKEN
-from composer_prime.errors import TeacherError
+from composer_prime.errors import CapError, TeacherError
 from composer_prime.prices import Price
 from composer_prime.traces import Message
 from orchestrator.ingest.builder import split_thinking
@@ -37,7 +37,7 @@ from orchestrator.teachers.pace import Pace
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
 _MAYBE_CHARGED = {408, 504, *range(520, 525)}
 """A proxy gave up on the endpoint, which may have answered, and charged, all the same."""
-_NEVER_SENT = (httpx.ConnectError, httpx.UnsupportedProtocol)
+_NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 """The question did not leave: nobody can have charged for it."""
 _PROMPT_OVERHEAD_TOKENS = 64
 """What an endpoint's chat template may add around the messages."""
@@ -198,8 +198,10 @@ class Teacher:
                     answer = await self._attempt(question, key, reserved, attempt)
                 except _Failed as failed:
                     reason = str(failed)
-                    if not failed.again or self._budget.closed is not None:
+                    if not failed.again:
                         break
+                    if self._budget.closed is not None:
+                        raise CapError(self._budget.closed, scope="run") from None
                     if attempt < self._shared.max_retries:
                         await asyncio.sleep(self._pause_s(attempt, failed.after_s))
                     continue
@@ -225,8 +227,9 @@ class Teacher:
             usd = reserved.usd if error.status_code in _MAYBE_CHARGED else 0.0
             again = error.status_code in _RETRIED
             raise _Failed(f"{status}: {_brief(error)}", again=again, after_s=_retry_after(error.response)) from None
-        except (TimeoutError, openai.APITimeoutError):
+        except (TimeoutError, openai.APITimeoutError) as error:
             status = "deadline"
+            usd = 0.0 if isinstance(error.__cause__, _NEVER_SENT) else reserved.usd
             raise _Failed(f"no reply within {self._shared.timeout_s:g} s", again=True) from None
         except (openai.APIConnectionError, httpx.HTTPError) as error:
             cause, status = error.__cause__ or error, "connection"

@@ -124,9 +124,9 @@ class Child:
 
     @classmethod
     async def _spawn(cls, spec: SourceSpec, label: str, log: Path | None, environment: Mapping[str, str]) -> Child:
+        boxes = await asyncio.to_thread(Scratch, "worker")  # it sweeps what dead ones left
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        boxes = Scratch("worker")
         life_read, life_write = os.pipe()
         arguments = ["--socket-fd", theirs.fileno(), "--life-fd", life_read, "--parent", os.getpid()]
         arguments += ["--boxes", boxes.path]
@@ -160,6 +160,11 @@ class Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def gone(self) -> bool:
+        """Whether the process has ended, even if `ended` waits for its folder to be removed."""
+        return self.ended.done() or self._process.returncode is not None
 
     @property
     def running(self) -> int:

@@ -139,7 +139,7 @@ class WorkerPool:
         return min(alive, key=lambda child: child.running)
 
     def _alive(self) -> list[Child]:
-        return [child for child in self._children.values() if not child.ended.done()]
+        return [child for child in self._children.values() if not child.gone]
 
     async def _supervise(self, number: int) -> None:
         """Keeps worker `number` alive; ends when the pool has failed."""

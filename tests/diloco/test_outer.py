@@ -123,7 +123,7 @@ def test_joint_run_rules():
     with pytest.raises(ValidationError, match=r"max_steps is 6, but diloco.sync_every is 4: .* max_steps = 4"):
         Config.model_validate({**run, "run": {"name": "r", "max_steps": 6}})
     for values, message in [
-        ({"round_timeout_s": 1000}, r"round_timeout_s \+ diloco.heal_timeout_s is 1900, .*trainer_timeout_s is 1800"),
+        ({"round_timeout_s": 2000}, r"round_timeout_s \+ 2 diloco.heal_timeout_s is 3800, .*trainer_timeout_s is 3600"),
         ({"round_timeout_s": 100}, "round_deadline_s is 120, but diloco.round_timeout_s is 100"),
         ({"offline_timeout_s": 60}, "round_timeout_s is 600, but diloco.offline_timeout_s is 60"),
         ({"connect_timeout_s": 700}, "connect_timeout_s is 700, but trainer.collective_timeout_s is 600"),
