@@ -9,6 +9,9 @@ import pytest
 from loopback import ANSWER_TOKENS, FAULTS, PROMPT_TOKENS, Endpoint, configured, replayed, serving, state
 
 from composer_prime.costs import read_costs, spent
+from composer_prime.errors import CapError
+from orchestrator.teachers.budget import Budget
+from orchestrator.teachers.pool import TeacherPool
 from orchestrator.teachers.records import read_pairs, read_records, votes_beside
 
 USD = (PROMPT_TOKENS + ANSWER_TOKENS) / 1000
@@ -89,6 +92,28 @@ def test_an_endpoint_that_is_not_there(tmp_path: Path) -> None:
     assert progress.outcomes == {"failed": 1} and progress.usd == 0
     calls = settled_calls(tmp_path)
     assert len(calls) == 6 and {settled["status"] for _, settled in calls} == {"connection"}
+
+
+# A call that fails after the replay was stopped says nothing about its teacher: its state stays open, to be asked anew.
+def test_a_fault_after_the_stop(tmp_path: Path) -> None:
+    async def run() -> None:
+        endpoint = Endpoint(answers=overrule, script={"gpt-a": ["half"]})
+        async with serving(endpoint):
+            config = configured(tmp_path, endpoint.url)
+            budget = Budget(config.budget, tmp_path / "costs.jsonl")
+            pool = TeacherPool(config, budget)
+
+            def stopping(model: str, messages: list[dict]) -> tuple[str, dict]:
+                budget.close("interrupted")
+                return overrule(model, messages)
+
+            endpoint.answers = stopping
+            with pytest.raises(CapError, match="interrupted") as stopped:
+                await pool.ask(next(each for each in pool.teachers if each.name == "gpt-a"), state(0))
+            await pool.close()
+        assert stopped.value.scope == "run" and len(endpoint.asked) == 1
+
+    asyncio.run(run())
 
 
 # A teacher that never answers is replaced by the next one; the state is not lost.
