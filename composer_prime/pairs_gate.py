@@ -90,7 +90,10 @@ def refusal(pairs: Path) -> str | None:
     if gate.passed:
         return None
     reasons = "; ".join(dict.fromkeys(reason for verdict in gate.verdicts for reason in verdict.reasons))
-    return f"{pairs} missed the density gate ({reasons}): replay more"
+    return (
+        f"{pairs} missed the density gate ({reasons}): replay longer traces, or measure again with a limit that suits "
+        f"short ones (`composer pairs report {pairs} --base MODEL --min-pairs N`)"
+    )
 
 
 def _remedy(pairs: Path) -> str:

@@ -17,6 +17,7 @@ from composer_prime.model_source import model_ready, resolve_model
 from inference.assignment import Assignment, describe, from_config, from_join, from_run_dir, usage
 
 FAILED = 1
+logger = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -56,6 +57,7 @@ def _run(assignment: Assignment) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logger.info("node %s: loading %s", assignment.node_name, assignment.model)
     folder = resolve_model(assignment.model)
     try:
         asyncio.run(serve(assignment, folder))

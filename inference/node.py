@@ -52,6 +52,8 @@ from inference.receiver import Receiver
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 15.0
+_SAY_S = 10.0
+"""How often it says that no gateway answers."""
 _WORTH_A_RETRY = (CorruptWeightsError, DeadlineError, EngineError, OSError)
 """Errors of weights that another pull may mend; a wrong signature or a failed canary waits for the next version."""
 
@@ -130,13 +132,13 @@ class Node:
     # -- the gateway ---------------------------------------------------------------------------------------------
 
     async def _receive(self) -> None:
-        attempt, alone_since = 0, time.monotonic()
+        attempt, alone_since, say_at = 0, time.monotonic(), time.monotonic() + _SAY_S
         while True:
             self._say_hello(reopen=True)
             wait_s = min(2.0 * 1.5**attempt, _LONGEST_RETRY_S)
             heard = await self._converse(wait_s)
             if heard is not None:
-                attempt, alone_since = 0, heard
+                attempt, alone_since, say_at = 0, heard, heard + _SAY_S
             alone_s = time.monotonic() - alone_since
             if alone_s > self._config.connect_timeout_s:
                 where = self._link.endpoint or "an address that it has not written to the run directory yet"
@@ -144,6 +146,13 @@ class Node:
                     f"waited {alone_s:.0f} s (inference.connect_timeout_s) for the gateway at {where}: check that the "
                     "orchestrator runs, its address, and that this node's keys or join token are of this run"
                 )
+            if time.monotonic() > say_at:
+                say_at = time.monotonic() + _SAY_S
+                logger.info(
+                    "no answer from the gateway at %s for %.0f s (inference.connect_timeout_s is %g): does the run go "
+                    "on, and is its port open to this machine?",
+                    self._link.endpoint or "an address that is not written yet", alone_s, self._config.connect_timeout_s,
+                )  # fmt: skip
             attempt += 1
             await asyncio.sleep(random.uniform(0.05, 0.3) * min(attempt, 5))
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from diloco.simulate.utilisation import Pipe, Scheme, Workload, exposed_s
 
+NOTABLE = 0.1
+"""From this share of an interval on, what is not compute is what there is to change."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
@@ -32,11 +35,12 @@ class Shares:
 
     @property
     def dominant(self) -> str:
-        """compute, codec, link or rendezvous."""
-        parts = {
-            "compute": self.compute_s, "codec": self.codec_s, "link": self.link_s, "rendezvous": self.rendezvous_s
-        }  # fmt: skip
-        return max(parts, key=lambda name: parts[name])
+        """The largest loss (codec, link or rendezvous), or compute where all losses together are below NOTABLE."""
+        losses = {"codec": self.codec_s, "link": self.link_s, "rendezvous": self.rendezvous_s}
+        lost_s = sum(losses.values())
+        if lost_s < NOTABLE * (self.compute_s + lost_s):
+            return "compute"
+        return max(losses, key=lambda name: losses[name])
 
     def text(self) -> str:
         """One sentence."""
@@ -45,7 +49,10 @@ class Shares:
         def part(seconds: float) -> str:
             return f"{number(seconds)} s ({seconds / whole:.0%})"
 
-        named = {"compute": "compute", "codec": "codec work", "link": "the link", "rendezvous": "the rendezvous"}
+        named = {
+            "compute": "compute", "codec": "of the losses codec work", "link": "of the losses the link",
+            "rendezvous": "of the losses the rendezvous",
+        }  # fmt: skip
         return (
             f"from one sync to the next {part(self.compute_s)} are compute, {part(self.codec_s)} codec work on one CPU "
             f"core a rank, {part(self.link_s)} waiting for the link and {part(self.rendezvous_s)} for the rendezvous' "

@@ -1,7 +1,8 @@
 """This project's own rollouts/*.jsonl (orchestrator/rollout_log.py): one rollout a line.
 
 A rollout's messages form a tree by `parent`: each branch from the first message to a leaf is read once, and a turn that
-two branches share gives one state. The model is that of the run's config.json, two folders up.
+two branches share gives one state. Evaluations are passed over: pairs made of held-out tasks would train on them. The
+model is that of the run's config.json, two folders up.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ def _unusable(record: Any) -> str | None:
         return "no rollout"
     if not turns:
         return "rollout without turns"
+    if record.get("status") == "evaluated":
+        return "evaluation on held-out tasks"
     if any(not isinstance(turn, dict) or not isinstance(turn.get("role"), str) for turn in turns):
         return "a turn without a role"
     return None

@@ -64,7 +64,7 @@ def test_simulate_fits_and_explains(words, dominant, capsys, monkeypatch):
         assert re.search(r"this run, int4, 2 peers( \S+)* -( -)* \S+ -: $", before)
         assert "codec work dominates." in after.partition("relay")[0]
         main(["simulate", *words, "--ranks", "8"])
-        assert "compute dominates." in " ".join(capsys.readouterr().out.split()).rpartition("relay is what")[2]
+        assert "(71%) are compute" in " ".join(capsys.readouterr().out.split()).rpartition("relay is what")[2]
 
 
 # A reader that leaves early sees no traceback, with or without 2>&1, as with every other command.

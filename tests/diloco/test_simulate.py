@@ -169,7 +169,7 @@ def test_shares_by_hand():
     workload = Workload(parameters=1e9, layers=1, step_s=10.0, backward_share=0.0)
     scheme = Scheme(name="x", every=2, delay_steps=1, bits=8)
     shares = Shares.of(workload, scheme, Pipe(gbit_s=0.5, busy_s=5.0, handling_s=4.0))
-    assert shares == Shares(compute_s=20.0, codec_s=5.0, link_s=8.0, rendezvous_s=2.0) and shares.dominant == "compute"
+    assert shares == Shares(compute_s=20.0, codec_s=5.0, link_s=8.0, rendezvous_s=2.0) and shares.dominant == "link"
     assert "20 s (57%) are compute, 5 s (14%) codec work" in shares.text() and "8 s (23%) waiting" in shares.text()
     assert Shares(compute_s=1, codec_s=3, link_s=2, rendezvous_s=0).dominant == "codec"
     assert [number(value) for value in (0.01234, 99.96, 999.4, 1234.4)] == ["0.0123", "100", "999", "1,234"]

@@ -176,6 +176,12 @@ def test_own_rollouts(tmp_path: Path) -> None:
     assert states[0].source_family == "tiny-policy"
 
 
+# Held-out tasks stay held out: an evaluation gives no states, with the reason.
+def test_own_evaluations(tmp_path: Path) -> None:
+    states, tally = taken(lines(tmp_path / "eval_000000.jsonl", {**ROLLOUT, "status": "evaluated"}, ROLLOUT))
+    assert len(states) == 2 and tally.skipped == {"evaluation on held-out tasks": 1}
+
+
 # A tool's word on a call that was none stays in what the agent saw next.
 def test_own_rollouts_with_a_broken_call(tmp_path: Path) -> None:
     turns = [{**turn, "tool_calls": []} for turn in ROLLOUT["turns"]]
