@@ -151,8 +151,10 @@ class Node:
                 logger.info(
                     "no answer from the gateway at %s for %.0f s (inference.connect_timeout_s is %g): does the run go "
                     "on, and is its port open to this machine?",
-                    self._link.endpoint or "an address that is not written yet", alone_s, self._config.connect_timeout_s,
-                )  # fmt: skip
+                    self._link.endpoint or "an address that is not written yet",
+                    alone_s,
+                    self._config.connect_timeout_s,
+                )
             attempt += 1
             await asyncio.sleep(random.uniform(0.05, 0.3) * min(attempt, 5))
 

@@ -45,8 +45,8 @@ async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400
     found = [each for each in await asyncio.gather(*map(margins, drawn)) if each is not None]
     if len(found) < 10:
         raise ConfigError(
-            f"the base scored {len(found)} of {len(drawn)} pairs: at least ten, from two states, are needed; replay more "
-            "states, or, where it scored fewer than there are, give a base with a longer context"
+            f"the base scored {len(found)} of {len(drawn)} pairs: at least ten, from two states, are needed; replay "
+            "more states, or, where it scored fewer than there are, give a base with a longer context"
         )
     return Margins(real=[real for real, _ in found], cross_step=[cross for _, cross in found])
 
