@@ -4,7 +4,8 @@
 
 It never holds training up. Pairs are trained a window at a time, once the window has passed the density gate
 (running_gate.py). Stopped by a cap or the kill switch, or broken, it says so in the log and in metrics.jsonl;
-the run goes on with the pairs there are. A resumed run goes on where it was and pays nothing twice.
+the run goes on with the pairs there are. A resumed run goes on where it was, and what was answered is not paid again;
+calls under way at the end of the run are given up, counted at their bound, and asked once more after a resume.
 """
 
 from __future__ import annotations
