@@ -11,6 +11,7 @@ from composer_prime.config import Config
 from composer_prime.console import silence
 from composer_prime.monitor.progress import Progress, Step, sparkline
 from composer_prime.wording import gib
+from trainer.step_text import channels_text, round_text, step_line
 
 FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 30.0
 """Without a step for so long, the plain view says who waits for what: first, and then again each so often, or as soon
@@ -43,12 +44,15 @@ class PlainView:
     def __init__(self, config: Config) -> None:
         self._max_steps = config.run.max_steps
         self._evals_shown: dict[int, int] = {}
+        self._round_shown = 0
         self._say_wait_at = time.time() + FIRST_WAIT_S
         self._said: dict[str, str] = {}
         """By role: the wait that was told of since the last step."""
 
     def begin(self, progress: Progress) -> None:
         self._evals_shown = {step: len(figures) for step, figures in progress.evals.items()}
+        if progress.last is not None and progress.last.joint is not None:
+            self._round_shown = progress.last.joint.number
 
     def event(self, text: str) -> None:
         try:
@@ -60,6 +64,7 @@ class PlainView:
     def refresh(self, progress: Progress, fresh: list[Step], memory_bytes: int | None) -> None:
         for step in fresh:
             self.event(step_line(step, self._max_steps))
+            self._more(step)
         for step, figures in progress.evals.items():
             if self._evals_shown.get(step) != len(figures):
                 self._evals_shown[step] = len(figures)
@@ -67,6 +72,14 @@ class PlainView:
         if fresh:
             self._say_wait_at, self._said = time.time() + NEXT_WAIT_S, {}
         self._waits(progress)
+
+    def _more(self, step: Step) -> None:
+        """Indented under the step: the channels beside the first, and the round of a joint run that ended since."""
+        if text := channels_text(step):
+            self.event(f"  {text}")
+        if step.joint is not None and step.joint.number != self._round_shown:
+            self._round_shown = step.joint.number
+            self.event(f"  joint run: {round_text(step.joint)}")
 
     def _waits(self, progress: Progress) -> None:
         now = time.time()
@@ -139,6 +152,8 @@ def panel_rows(
         rows.append(("eval", f"after step {newest}: {eval_text(progress.evals[newest])}"))
     if last is not None:
         rows.append(("step", step_line(last, config.run.max_steps)))
+        rows += [("channels", text)] if (text := channels_text(last)) else []
+        rows += [("joint run", round_text(last.joint))] if last.joint is not None else []
     if memory_bytes:
         rows.append(("memory", f"{gib(memory_bytes)} in all processes{_peaks(progress)}"))
     now = time.time()
@@ -161,26 +176,6 @@ def _progress_text(config: Config, progress: Progress, started: float) -> str:
 
 def _peaks(progress: Progress) -> str:
     return "".join(f", {role} peak {gib(int(peak))}" for role, peak in sorted(progress.peak_bytes.items()))
-
-
-def step_line(step: Step, max_steps: int) -> str:
-    """One step in one line; figures that the trainer did not report are left out."""
-    parts = [f"step {step.step}/{max_steps}"]
-    if step.reward is not None:
-        spread = f" ±{step.reward_std:.2f}" if step.reward_std is not None else ""
-        parts.append(f"reward {step.reward:.3f}{spread}")
-    if step.loss is not None:
-        parts.append(f"loss {step.loss:+.4f}")
-    if step.tokens_per_s is not None:
-        parts.append(f"{step.tokens_per_s:,.0f} tok/s")
-    if step.step_s is not None:
-        waited = f" (waited {step.wait_s:.1f} s)" if step.wait_s is not None else ""
-        parts.append(f"{step.step_s:.1f} s{waited}")
-    if step.staleness is not None:
-        parts.append(f"staleness {step.staleness:g}")
-    if step.mismatch_kl is not None:
-        parts.append(f"kl {step.mismatch_kl:.1e}")
-    return "  ".join(parts)
 
 
 def eval_text(figures: dict[str, float]) -> str:

@@ -12,6 +12,20 @@ from composer_prime.monitor.tail import Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The last outer step of a joint run, as a peer's trainer knows it."""
+
+    number: int
+    """Outer steps so far."""
+    peers: int
+    """Whose deltas it averaged."""
+    sent_bytes: float
+    """By rank 0 since its start."""
+    waited_s: float
+    """What training waited for its outcome."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One optimizer step, from the trainer's line. None where the line does not say."""
 
@@ -27,6 +41,16 @@ class Step:
     wait_s: float | None
     staleness: float | None
     mismatch_kl: float | None
+    hinted_turns: float | None
+    """Turns that channel 2 distilled; None where it is off."""
+    jsd: float | None
+    """Their divergence from the hinted teacher, nats a token."""
+    pairs: float | None
+    """Preference pairs of channel 3; None where it is off."""
+    accuracy: float | None
+    """Share of them that the policy prefers as the teachers did."""
+    joint: Round | None
+    """Of a joint run; steps without a new one repeat the last."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -141,6 +165,23 @@ def _step(line: Line) -> Step:
         wait_s=number(line, "time/wait_s"),
         staleness=number(line, "policy/staleness_max"),
         mismatch_kl=number(line, "policy/mismatch_kl"),
+        hinted_turns=number(line, "sdpo/turns") if "loss/sdpo" in line else None,
+        jsd=number(line, "sdpo/jsd"),
+        pairs=number(line, "dpo/pairs") if "loss/replay_dpo" in line else None,
+        accuracy=number(line, "dpo/accuracy"),
+        joint=_round(line),
+    )
+
+
+def _round(line: Line) -> Round | None:
+    outer_step, peers = number(line, "diloco/outer_step"), number(line, "diloco/participants")
+    if outer_step is None or peers is None:
+        return None
+    return Round(
+        number=int(outer_step),
+        peers=int(peers),
+        sent_bytes=number(line, "diloco/bytes_sent") or 0.0,
+        waited_s=number(line, "diloco/sync_s") or 0.0,
     )
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from composer_prime.config import Config
 from composer_prime.monitor.progress import Progress
-from trainer.view import PlainView, clock, eval_text, panel_rows, step_line
+from trainer.step_text import channels_text, round_text, step_line
+from trainer.view import PlainView, clock, eval_text, panel_rows
 
 CONFIG = {
     "run": {"name": "one", "max_steps": 4},
@@ -33,6 +34,33 @@ def test_step_line_leaves_out_what_is_missing():
     more = {"reward/mean": 0.5, "reward/std": 0.5, "tokens/trained": 100, "time/step_s": 2.0, "time/wait_s": 0.5}
     (full,) = Progress().update([line(2, **more)])
     assert step_line(full, 4) == "step 2/4  reward 0.500 ±0.50  loss +0.2500  50 tok/s  2.0 s (waited 0.5 s)"
+
+
+def test_channels_say_their_figures_only_where_they_are_on():
+    # Every line has counts of turns and pairs; only the losses tell that a channel is on.
+    (off,) = Progress().update([line(1, **{"sdpo/turns": 0.0, "dpo/pairs": 0.0})])
+    assert channels_text(off) == "" and off.joint is None
+    (none,) = Progress().update([line(1, **{"loss/sdpo": 0.0, "sdpo/turns": 0.0, "dpo/pairs": 0.0})])
+    assert channels_text(none) == "hints: 0 turns"
+    hints = {"loss/sdpo": 0.03, "sdpo/turns": 41.0, "sdpo/jsd": 0.0312}
+    (both,) = Progress().update([line(1, **hints, **{"loss/replay_dpo": 0.6, "dpo/pairs": 8.0, "dpo/accuracy": 0.875})])
+    assert channels_text(both) == "hints: 41 turns, jsd 0.0312  teachers: 8 pairs, accuracy 0.88"
+
+
+def test_a_joint_run_tells_of_each_round_once(capsys):
+    # Steps between two rounds repeat the last one's figures; the panel keeps them, lines say them when they are new.
+    joint = {"diloco/participants": 2, "diloco/bytes_sent": 3_140_000, "diloco/sync_s": 0.42}
+    progress, view = Progress(), PlainView(Config.model_validate(CONFIG))
+    fresh = progress.update([line(step, **joint, **{"diloco/outer_step": (step + 1) // 2}) for step in (1, 2, 3, 4)])
+    view.refresh(progress, fresh, None)
+    said = [text.partition("] ")[2] for text in capsys.readouterr().out.splitlines() if "joint run" in text]
+    assert said == [f"  joint run: round {n}, 2 peers, 3.1 MB sent, waited 0.4 s for it" for n in (1, 2)]
+    rows = dict(panel_rows(Config.model_validate(CONFIG), progress, time.time(), None))
+    assert progress.last and progress.last.joint and rows["joint run"] == round_text(progress.last.joint)
+    resumed = PlainView(Config.model_validate(CONFIG))
+    resumed.begin(progress)
+    resumed.refresh(progress, fresh[-1:], None)
+    assert "joint run" not in capsys.readouterr().out
 
 
 def test_panel_shows_progress_pace_and_who_waits():
