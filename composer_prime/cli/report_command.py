@@ -1,11 +1,16 @@
-"""`composer report RUN [RUN ...]`: how training went, from metrics.jsonl and the evaluations' rollouts."""
+"""`composer report RUN [RUN ...]`: how training went, from metrics.jsonl and the evaluations' rollouts.
+
+Channels 2 and 3 and a joint run have lines of their own where they are on.
+"""
 
 from __future__ import annotations
 
 import argparse
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 
+from composer_prime.cli.report_channels import hint_lines, pair_lines
+from composer_prime.cli.report_joint import joint_lines
 from composer_prime.costs import spent
 from composer_prime.errors import ConfigError
 from composer_prime.intervals import difference_interval, mean_interval
@@ -42,6 +47,7 @@ def report(run_dir: RunDir, bins: int) -> list[str]:
         text.append("  no optimizer step yet")
     else:
         text += _curve(trained, progress, bins) + _speed(trained, progress) + _health(trained)
+        text += hint_lines(trained) + pair_lines(trained, lines) + joint_lines(run_dir, lines)
     total = [value for line in lines if (value := number(line, "memory/total_bytes")) is not None]
     if total:
         text.append(f"  memory       {gib(int(max(total)))} at most in all processes")
@@ -109,18 +115,25 @@ def _speed(trained: list[Line], progress: Progress) -> list[str]:
     text = []
     pace = progress.seconds_a_step(window=None)
     if pace is not None:
-        text.append(f"  pace         {pace:.2f} s from step to step (median)")
-    shares = []
-    for name, label in (("time/wait_s", "waiting for a batch"), ("time/forward_backward_s", "forward and backward")):
-        values = [value for line in trained if (value := number(line, name)) is not None]
-        if values:
-            shares.append(f"{label} {median(values):.2f} s")
-    if shares:
-        text.append(f"  a step       {', '.join(shares)} (medians)")
+        text.append(f"  pace         {pace:.2f} s from one step's end to the next one's (median)")
+    text += _shares(trained)
     rate = progress.tokens_per_s()
     if rate is not None:
         text.append(f"  throughput   {rate:,.0f} trained tokens/s, waiting included")
     return text
+
+
+def _shares(trained: list[Line]) -> list[str]:
+    """Where the time of all steps went, as means a step: unlike medians, they add up."""
+    timed = [line for line in trained if number(line, "time/step_s")]
+    whole = sum(line["time/step_s"] for line in timed)
+    if not whole:
+        return []
+    names = {"time/wait_s": "waiting for a batch", "time/forward_backward_s": "forward and backward"}
+    spent_s = {label: sum(number(line, name) or 0.0 for line in timed) for name, label in names.items()}
+    spent_s["the rest"] = max(0.0, whole - sum(spent_s.values()))
+    parts = ", ".join(f"{label} {part / len(timed):.2f} s ({part / whole:.0%})" for label, part in spent_s.items())
+    return [f"  a step       {whole / len(timed):.2f} s on average: {parts}"]
 
 
 def _health(trained: list[Line]) -> list[str]:

@@ -1,0 +1,88 @@
+"""What `composer report` says of time, hints, pairs and joint runs, on metrics written here."""
+
+from __future__ import annotations
+
+from composer_prime.cli.report_channels import hint_lines, pair_lines
+from composer_prime.cli.report_command import report
+from composer_prime.cli.report_joint import Rounds, joint_lines
+from composer_prime.monitor.jsonl import MetricsFile
+from composer_prime.run_dir import RunDir
+
+
+def trainer_line(step: int, **more) -> dict:
+    return {"step": step, "role": "trainer", "loss/total": 0.1, "time/step_s": 10.0, **more}
+
+
+def round_line(step: int, outer_step: int, peers: str, sent: float, **more) -> dict:
+    own = {f"diloco/{peer}/inner_steps": 1 for peer in peers}
+    figures = {"diloco/outer_step": outer_step, "diloco/sweep": outer_step // 2, "diloco/sync_s": 0.5}
+    return trainer_line(step, **figures, **own, **{"diloco/bytes_sent": sent, "diloco/bytes_received": sent}, **more)
+
+
+def test_a_steps_parts_add_up(tmp_path):
+    # One step that waited long: medians of the parts would hide it, means a step sum up to the step.
+    (tmp_path / "config.json").write_text("{}")
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", "trainer")
+    for step, wait in ((1, 1.0), (2, 1.0), (3, 22.0)):
+        parts = {"time/wait_s": wait, "time/forward_backward_s": 4.0, "time/step_s": wait + 5.0}
+        metrics.log(step, {"loss/total": 0.1, **parts})
+    text = "\n".join(report(RunDir(tmp_path), 1))
+    parts = "waiting for a batch 8.00 s (62%), forward and backward 4.00 s (31%), the rest 1.00 s (8%)"
+    assert f"a step       13.00 s on average: {parts}" in text
+
+
+def test_hints_are_told_by_kind_writer_and_reason():
+    # Sums over all steps; the divergence is that of the steps that distilled something.
+    hinted = {"hints/found": 5.0, "hints/hinted": 2.0, "hints/kind/bad_json": 5.0, "hints/skipped/max_turns": 3.0}
+    steps = [
+        trainer_line(1, **hinted, **{"loss/sdpo": 0.4, "sdpo/turns": 2.0, "sdpo/jsd": 0.4}),
+        trainer_line(2, **hinted, **{"loss/sdpo": 0.2, "sdpo/turns": 2.0, "sdpo/jsd": 0.2}),
+        trainer_line(3, **{"loss/sdpo": 0.0, "sdpo/turns": 0.0}),
+    ]
+    text = "\n".join(hint_lines(steps))
+    assert "4 of 10 wrong turns got one (40%); 4 distilled, in 2 of 3 steps" in text
+    assert "kinds: bad_json 10" in text and "left out: max_turns 6" in text
+    assert "jsd: first 1 0.4000, last 1 0.2000" in text
+    assert hint_lines([trainer_line(1, **{"sdpo/turns": 0.0})]) == []
+
+
+def test_pairs_are_told_with_the_replay_beside_them():
+    # Counts of the file are totals so far, so the last line has them; the replay is the orchestrator's.
+    trained = [
+        trainer_line(step, **{"loss/replay_dpo": 0.7, "dpo/pairs": 8.0, "dpo/accuracy": 0.5 * step,
+                              "pairs/in_file": 9.0 + step, "pairs/refused": 1.0, "pairs/refused/truncated": 1.0})
+        for step in (1, 2)
+    ]  # fmt: skip
+    replay = {"replay/states": 6.0, "replay/pairs": 11.0, "replay/calls": 18.0, "replay/cached": 2.0}
+    lines = [*trained, {"step": 2, "role": "orchestrator", **replay, "replay/stopped": 1.0}]
+    text = "\n".join(pair_lines(trained, lines))
+    assert "16 trained; 11 in the file, 1 of them refused" in text and "refused: truncated 1" in text
+    assert "accuracy: first 1 0.500, last 1 1.000" in text
+    assert "11 pairs of 6 states; 18 calls, 2 answers from the cache; stopped early" in text
+    assert pair_lines([trainer_line(1)], [trainer_line(1)]) == []
+
+
+def test_rounds_are_counted_once_and_bytes_over_restarts():
+    # Steps between two rounds repeat the last one's figures; a resume starts the counters of bytes anew.
+    lines = [
+        trainer_line(1),
+        round_line(2, 1, "ab", 100),
+        round_line(3, 1, "ab", 150),
+        round_line(4, 2, "a", 200),
+        {"step": 4, "role": "launcher", "event": "resume"},
+        round_line(5, 3, "ab", 250),
+    ]
+    rounds = Rounds.of(lines)
+    assert (rounds.outer_step, rounds.sweep, rounds.ended, rounds.sizes) == (3, 1, 3, [2, 1, 2])
+    assert rounds.by_peer == {"a": 3, "b": 2} and (rounds.sent, rounds.received) == (450, 450)
+    assert (rounds.waited_s, rounds.steps_s) == (1.5, 50.0)
+
+
+def test_joint_run_says_rounds_peers_link_and_waiting(tmp_path):
+    # Bits a parameter need the model, which only a finished run has; without it the bytes alone are told.
+    lines = [round_line(2, 1, "ab", 1_000_000, **{"diloco/missed_rounds": 1, "diloco/rejected": 2})]
+    text = "\n".join(joint_lines(RunDir(tmp_path), lines))
+    assert "outer step 1, 0 full sweeps; 1 round taken, 1 missed, 2 deltas rejected" in text
+    assert "a 1, b 1; 0 with one peer alone" in text and "1.0 MB sent" in text and "bits" not in text
+    assert "0.5 s for rounds to end, 5.0% of the steps' time" in text
+    assert joint_lines(RunDir(tmp_path), [trainer_line(1)]) == []
