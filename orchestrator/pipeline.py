@@ -118,6 +118,8 @@ class Pipeline:
         """None until the environments are loaded."""
         self.evaluator: Evaluator | None = None
         self.pools: dict[str, SourcePool] = {}
+        self._replay: OnlineReplay | None = None
+        self._replaying: asyncio.Task[None] | None = None
         self._loaded = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
@@ -149,6 +151,7 @@ class Pipeline:
     async def _open(self) -> None:
         """Bind every address and publish them."""
         config = self.config
+        self._stack.push_async_callback(self._end_replay)  # the last to end: answers may take their time
         folder = await asyncio.to_thread(chat_folder, self.model_dir, config.model.chat_template, self.run_dir.root)
         self.gateway = Gateway(config, self.keys, self.run_id, self.store, model_dir=folder)
         self.vigil = Vigil(
@@ -305,8 +308,9 @@ class Pipeline:
         self._spawn(self.evaluator.run())
         self._spawn(self._advance())
         if self.config.teachers.online:
-            replay = OnlineReplay(self.config, self.run_dir, self.metrics, lambda: self.batches.trained)
-            self._spawn(replay.run())
+            self._replay = OnlineReplay(self.config, self.run_dir, self.metrics, lambda: self.batches.trained)
+            self.vigil.ending = self._replay.waiting_for
+            self._replaying = self._watched(self._replay.run())
         self._spawn(self.vigil.watch(self.server))
         finished = asyncio.create_task(self._finished())
         try:
@@ -315,15 +319,31 @@ class Pipeline:
                 self._failure.result()
         finally:
             finished.cancel()
+            if self._replay is not None:
+                self._replay.stop()
+
+    async def _end_replay(self) -> None:
+        """Calls to teachers may be charged: they are waited for, but not while others wait to hear of a failure."""
+        if self._replay is None or self._replaying is None:
+            return
+        if not self._failure.done():
+            await self._replay.end()
+        self._replaying.cancel()
+        await asyncio.gather(self._replaying, return_exceptions=True)
 
     async def _finished(self) -> None:
         while not self.vigil.finished:
             await self.changed.wait(3600)
 
     def _spawn(self, work) -> None:
+        """Do `work` until the run ends."""
+        self._tasks.append(self._watched(work))
+
+    def _watched(self, work) -> asyncio.Task[None]:
+        """`work`, whose failure is the run's."""
         task = asyncio.create_task(work)
         task.add_done_callback(lambda done: done.cancelled() or (done.exception() and self.fail(done.exception())))
-        self._tasks.append(task)
+        return task
 
     def fail(self, error: BaseException) -> None:
         """The run can't go on. Only the first error counts."""

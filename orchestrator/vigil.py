@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from composer_prime.config import Config
@@ -54,6 +54,8 @@ class Vigil:
         self._evaluator: Evaluator | None = None
         self._permits: Permits | None = None
         self._news = Pulse()
+        self.ending: Callable[[], str | None] = lambda: None
+        """What the end of the run waits for."""
         self.final_checkpoint = config.run.max_steps == 0
         """Whether the last checkpoint is written (or none is to be expected)."""
 
@@ -102,6 +104,8 @@ class Vigil:
 
     def _now(self) -> str | None:
         """What the orchestrator itself waits for at this moment, `subject: how far that is`; None while all work."""
+        if (ending := self.ending()) is not None:
+            return ending
         if self._steering is None or self._evaluator is None:
             return f"the environments: {self._environments()}; {self._nodes()}"
         batches, evaluation = self._batches, self._evaluator.waiting_for()

@@ -67,6 +67,7 @@ def launch(config: Config, commands: Commands | None = None) -> int:
         roles=roles,
         grace_s=prepared.config.run.stop_grace_s,
         save_s=prepared.config.trainer.checkpoint.stop_timeout_s,
+        answers_s=prepared.config.teachers.end_timeout_s,
         max_restarts=prepared.config.inference.max_restarts,
         say=view.event,
     )
@@ -117,12 +118,14 @@ def _account(session: _Session, supervisor: Supervisor) -> None:
 
 
 def _stopping_text(supervisor: Supervisor) -> str:
-    if not any(child.role.kind == "rank" and child.running for child in supervisor.children):
-        return "stopping (again Ctrl-C kills at once)"
-    return (
-        f"stopping: the step at hand may end and a checkpoint be written, at most {supervisor.save_s:g} s "
-        "(again Ctrl-C kills at once, without one)"
-    )
+    running = {child.role.kind for child in supervisor.children if child.running}
+    waits = []
+    if "rank" in running:
+        waits.append(f"the step at hand may end and a checkpoint be written, at most {supervisor.save_s:g} s")
+    if "orchestrator" in running and supervisor.answers_s:
+        waits.append(f"teachers may answer what they were asked, at most {supervisor.answers_s:g} s")
+    without = ", without one" if "rank" in running else ""
+    return f"stopping{': ' if waits else ''}{'; then '.join(waits)} (again Ctrl-C kills at once{without})"
 
 
 def _close(session: _Session, status: int, failure: str | None) -> None:

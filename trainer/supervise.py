@@ -9,7 +9,7 @@
 
 Each role has its own session and its own log. Nobody waits on anybody here: `poll` looks and returns. `stop` waits at
 most stop_grace_s for each kind in turn: ranks, which make a checkpoint with the orchestrator while the rest works
-on and get save_s more for it; nodes; the orchestrator; teachers.
+on and get save_s more for it; nodes; the orchestrator, with answers_s more for what teachers were asked; teachers.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ class Supervisor:
     grace_s: float
     save_s: float
     """What ranks get on top of grace_s, for a checkpoint."""
+    answers_s: float
+    """What the orchestrator gets on top of grace_s, for answers of teachers that may be charged."""
     max_restarts: int
     say: Callable[[str], None]
     """Where events go (a restart, a stop): one line each."""
@@ -142,7 +144,7 @@ class Supervisor:
         at_once = kind == "rank" and not self._can_save()
         for child in group:
             _signal_group(child, signal.SIGKILL if at_once or hurry() else signal.SIGTERM)
-        grace_s = self.grace_s + (self.save_s if kind == "rank" else 0)
+        grace_s = self.grace_s + {"rank": self.save_s, "orchestrator": self.answers_s}.get(kind, 0)
         deadline = time.monotonic() + grace_s
         while any(child.running and not self._ended(child) for child in group):
             if hurry() or time.monotonic() > deadline:

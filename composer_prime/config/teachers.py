@@ -151,7 +151,7 @@ class TeachersConfig(BaseConfig):
     max_tokens: int = Field(default=1024, ge=1)
     """Tokens of an answer; one that is cut short is no vote."""
     timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline of one attempt."""
+    """Deadline of one attempt; the end of a run waits as long for the answers of an online replay."""
     max_retries: int = Field(default=4, ge=0)
     """Further attempts after 408, 409, 429, 5xx, a lost connection, a deadline or an unreadable reply."""
     retry_base_s: float = Field(default=1.0, gt=0)
@@ -182,6 +182,13 @@ class TeachersConfig(BaseConfig):
     """Which votes are worth their price."""
     gate: GateConfig = GateConfig()
     """Which of the pairs that are made online may be trained."""
+
+    @property
+    def end_timeout_s(self) -> float:
+        """How long the end of a run waits for answers of an online replay: an attempt's deadline, after which none is
+        to be expected; 0 where no teacher charges."""
+        charged = self.online and not self.cache_only and any(not teacher.local for teacher in self.teacher)
+        return self.timeout_s if charged else 0.0
 
     def models_served(self, base: str) -> list[str]:
         """What has to be served on this machine for a replay: local teachers, and the frozen base `base`."""

@@ -13,6 +13,7 @@ import asyncio
 import secrets
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class Budget:
         self._in_flight: dict[str, Reservation] = {}
         self._by_state: dict[str, float] = defaultdict(float)
         self._settled = asyncio.Event()
+        self._closing = asyncio.Event()
         self.closed: str | None = None
         """Why no call is made any more."""
 
@@ -50,10 +52,22 @@ class Budget:
         """USD by trace, of earlier runs too."""
         return self._by_trace
 
+    @property
+    def in_flight(self) -> int:
+        """Calls that are made and not settled."""
+        return len(self._in_flight)
+
     def close(self, reason: str) -> None:
         """Refuse every further call, and those that wait to be made."""
         self.closed = self.closed or reason
         self._settled.set()
+        self._closing.set()
+
+    async def pause(self, seconds: float) -> None:
+        """Let time pass before a call, no more of it once none may be made."""
+        if seconds > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def reserve(self, *, trace: str, state: str, teacher: str, usd: float) -> Reservation:
         """Set `usd` aside for a call; waits where only calls in flight, which rarely cost their bound, are in the way.

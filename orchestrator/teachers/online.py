@@ -4,14 +4,18 @@
 
 It never holds training up. Pairs are trained a window at a time, once the window has passed the density gate
 (running_gate.py). Stopped by a cap or the kill switch, or broken, it says so in the log and in metrics.jsonl;
-the run goes on with the pairs there are. A resumed run goes on where it was, and what was answered is not paid again;
-calls under way at the end of the run are given up, counted at their bound, and asked once more after a resume.
+the run goes on with the pairs there are. A resumed run goes on where it was, and what was answered is not paid again.
+
+The end of the run, Ctrl-C too, waits for calls in flight, which may be charged, at most for their own deadline: `stop`,
+`end`. Calls that are dropped (a run that fails, a second Ctrl-C) count at their bound, and are made once more after a
+resume.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -21,6 +25,7 @@ from composer_prime.monitor.jsonl import MetricsFile
 from composer_prime.monitor.rollouts import rollout_files
 from composer_prime.run_dir import RunDir
 from composer_prime.traces import TraceState, read_states
+from composer_prime.wording import counted
 from orchestrator.ingest.formats import Options, ingest
 from orchestrator.ingest.recent import Recent
 from orchestrator.ingest.tally import Tally
@@ -33,6 +38,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 """How often the run directory is looked at for new rollouts."""
 REPORT_S = 5.0
+END = "the run ended"
 NAMED_LINES = 10
 """Bad lines of a states file that the log names."""
 
@@ -45,6 +51,10 @@ class OnlineReplay:
         self._bad_lines = 0
         self._told = set[str]()
         """Why teachers gave no vote, as far as the log has it."""
+        self._replay: Replay | None = None
+        """While states are replayed."""
+        self._ended = asyncio.Event()
+        self._ending_since: float | None = None
 
     async def run(self) -> None:
         """Until the states end or it is cancelled. Raises ConfigError: no key, no price, no such file.
@@ -54,19 +64,58 @@ class OnlineReplay:
         pairs, costs = self._run_dir.root / "pairs.jsonl", self._run_dir.root / "costs.jsonl"
         try:
             async with opened(self._config, pairs=pairs, votes=votes_beside(pairs), costs=costs, gated=True) as replay:
-                report = asyncio.create_task(self._report(replay))
+                if self._ending_since is not None:
+                    return
+                self._replay, report = replay, asyncio.create_task(self._report(replay))
                 try:
                     await replay.run(self._states())
                 finally:
+                    self._replay = None
+                    self._ended.set()
                     report.cancel()
                     self._log(replay)
-                if replay.progress.stopped is not None:
+                if _stopped(replay):
                     logger.error("replay stopped, training goes on: %s", replay.progress.stopped)
         except ConfigError:
             raise
         except (ComposerError, OSError) as error:
             logger.error("replay failed, training goes on: %s", error)
             self._metrics.log(self._step(), {"replay/failed": 1.0})
+
+    def stop(self) -> None:
+        """Make no further call: the run ends."""
+        self._ending_since = self._ending_since or time.monotonic()
+        if self._replay is not None:
+            self._replay.stop(END)
+
+    async def end(self) -> None:
+        """After `stop`: wait until the states under way have what was asked for, at most teachers.end_timeout_s from
+        then on; not at all where nobody charges. Then `run` may be cancelled."""
+        waited_for, replay = self.waiting_for(), self._replay
+        if waited_for is None or replay is None:
+            return
+        logger.info("the run ends once there is no more to wait for: %s", waited_for)
+        try:
+            await asyncio.wait_for(self._ended.wait(), self._left_s())
+        except TimeoutError:
+            logger.warning(
+                "the replay did not end within %g s (teachers.timeout_s): %s in flight count at their bound; a resume "
+                "takes up the states under way, with the answers there are",
+                self._config.teachers.end_timeout_s,
+                counted(replay.in_flight, "call"),
+            )
+
+    def _left_s(self) -> float:
+        """Until the end of the run waits no more."""
+        since = time.monotonic() if self._ending_since is None else self._ending_since
+        return max(since + self._config.teachers.end_timeout_s - time.monotonic(), 0.0)
+
+    def waiting_for(self) -> str | None:
+        """What the end of the run waits for here, `subject: how far that is`; None while it does not."""
+        if self._ending_since is None or self._replay is None or not self._config.teachers.end_timeout_s:
+            return None
+        calls = counted(self._replay.in_flight, "call")
+        return f"answers of teachers that may charge: {calls} in flight, given up in {self._left_s():.0f} s"
 
     async def _states(self) -> AsyncIterator[TraceState]:
         path = self._config.teachers.states
@@ -122,7 +171,7 @@ class OnlineReplay:
                 "replay/failed_calls": float(progress.failed),
                 "replay/usd": progress.usd,
                 **self._gate(replay),
-                "replay/stopped": float(progress.stopped is not None),
+                "replay/stopped": float(_stopped(replay)),
             },
         )
 
@@ -141,3 +190,8 @@ class OnlineReplay:
             "gate/windows_missed": float(len(gate.verdicts) - passed),
             "gate/beta": config.channels.replay_dpo.weight_at(max(self._step(), 1)) if trained else 0.0,
         }
+
+
+def _stopped(replay: Replay) -> bool:
+    """Whether something ended the replay before the run did."""
+    return replay.progress.stopped not in (None, END)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 _MINUTE_S = 60.0
@@ -15,10 +14,9 @@ class Pace:
         self._interval_s = _MINUTE_S / per_minute if per_minute else 0.0
         self._next = 0.0
 
-    async def wait(self) -> None:
-        """Until the caller's turn; turns are given in the order of asking."""
+    def turn_s(self) -> float:
+        """Seconds until the caller's turn; turns are given in the order of asking."""
         now = time.monotonic()
         turn = max(self._next, now)
         self._next = turn + self._interval_s
-        if turn > now:
-            await asyncio.sleep(turn - now)
+        return turn - now

@@ -120,6 +120,7 @@ class Replay:
         self._voi = ValueOfInformation(config.voi, seed)
         self._switch = KillSwitch(config.kill, usd_by_trace=dict(budget.by_trace))
         self.gate = gate
+        self._stopping = asyncio.Event()
         self._writing = asyncio.Lock()
         for record in records.history:
             self._recall(record)
@@ -130,13 +131,14 @@ class Replay:
         Raises OSError when a record cannot be written.
         """
         source, running = _each(states), set[asyncio.Task[None]]()
+        stopping = asyncio.ensure_future(self._stopping.wait())
         upcoming: asyncio.Task[TraceState | None] | None = None
         try:
             # A source may wait for its next state for ever: what stops the replay must not have to wait with it.
             while self.progress.stopped is None:
                 if upcoming is None and len(running) < self.config.concurrent_states:
                     upcoming = asyncio.ensure_future(_next(source))
-                waited = running if upcoming is None else running | {upcoming}
+                waited = {*running, stopping, *(() if upcoming is None else (upcoming,))}
                 done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
                 running -= _ended(done & running)
                 if upcoming is not None and upcoming.done():
@@ -148,7 +150,7 @@ class Replay:
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 running -= _ended(done)
         finally:
-            left = [task for task in (*running, upcoming) if task is not None]
+            left = [task for task in (*running, upcoming, stopping) if task is not None]
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
@@ -161,6 +163,12 @@ class Replay:
         """End soon: no further call is made, those in flight are waited for and their answers kept."""
         self.progress.stopped = self.progress.stopped or reason
         self._budget.close(reason)
+        self._stopping.set()
+
+    @property
+    def in_flight(self) -> int:
+        """Calls whose answers are not there yet."""
+        return self._budget.in_flight
 
     def _recall(self, record: StateRecord) -> None:
         """Take in what an earlier replay saw; its costs are in the ledger."""

@@ -190,7 +190,7 @@ class Teacher:
         start, reason = time.monotonic(), ""
         async with self._places:
             for attempt in range(self._shared.max_retries + 1):
-                await self._pace.wait()
+                await self._budget.pause(self._pace.turn_s())
                 reserved = await self._budget.reserve(
                     trace=trace, state=state, teacher=self.name, usd=self.bound_usd(question)
                 )
@@ -203,7 +203,7 @@ class Teacher:
                     if self._budget.closed is not None:
                         raise CapError(self._budget.closed, scope="run") from None
                     if attempt < self._shared.max_retries:
-                        await asyncio.sleep(self._pause_s(attempt, failed.after_s))
+                        await self._budget.pause(self._pause_s(attempt, failed.after_s))
                     continue
                 seconds = time.monotonic() - start
                 return Asked(answer=answer, key=key, cached=False, cost_usd=answer.cost_usd, seconds=seconds)

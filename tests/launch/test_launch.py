@@ -245,6 +245,20 @@ def test_ranks_are_not_waited_for_where_no_checkpoint_can_be_made(stand):
     assert run.members() == []
 
 
+def test_the_orchestrator_may_wait_for_teachers(stand):
+    # Beyond its grace: what teachers were asked may be charged, so the orchestrator gets an attempt's deadline more.
+    kind = '{"name": "NAME", "model": "MODEL"}'
+    pool = [kind.replace("NAME", name).replace("MODEL", model) for name, model in (("a", "gpt-5"), ("b", "glm-5"))]
+    words = ("--run.stop_grace_s", "0.2", "--teachers.timeout_s", "250", "--teachers.online", "true")
+    answered = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), open('answered', 'w').close(), sys.exit(0)))"
+    run = stand({"orchestrator": f"{answered}\n{STEADY}"}, *words, "--teachers.teacher", f"[{', '.join(pool)}]")
+    run.wait_for_roles(1)
+    run.process.send_signal(signal.SIGINT)
+    status, output = run.finish()
+    assert status == 130 and "teachers may answer what they were asked, at most 250 s" in output, output
+    assert (run.run_dir / "answered").exists(), output
+
+
 def test_a_reader_that_leaves_does_not_end_the_run(stand):
     # `trainer @ f.toml 2>&1 | head -1`: the run goes on to its end without output.
     trains = "time.sleep(1)" + TRAINS + "open('trained', 'w').close()\n"

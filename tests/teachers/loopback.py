@@ -41,6 +41,8 @@ class Endpoint:
     seen: list[dict] = field(default_factory=list)
     late_s: float = 30.0
     delay_s: float = 0.0
+    hold: asyncio.Event | None = None
+    """Until it is set nobody is answered."""
     tokens_factor: float = 1.0
     billed_usd: float | None = None
     """What it says that a call cost."""
@@ -56,6 +58,8 @@ class Endpoint:
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
             await asyncio.sleep(self.delay_s)
+            if self.hold is not None:
+                await self.hold.wait()
             script = self.script.get(model, [])
             fault = script.pop(0) if script else "fine"
             self.asked.append((model, 200))

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from loopback import Endpoint, run_config, serving, state
+from loopback import NEVER_S, Endpoint, run_config, serving, state
 
 from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.cost_forecast import forecast
+from composer_prime.costs import read_costs
 from composer_prime.errors import ConfigError, DeadlineError
 from composer_prime.monitor.jsonl import MetricsFile
 from composer_prime.run_dir import RunDir
@@ -96,6 +97,37 @@ def test_a_cap_ends_the_replay_only(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert json.loads(run_dir.metrics.read_text().splitlines()[-1])["replay/stopped"] == 1
+
+
+# What does not answer within its own deadline is not waited for any longer: it counts at its bound, and is asked again.
+def test_the_end_does_not_wait_for_ever(tmp_path: Path) -> None:
+    run_dir, path = RunDir(tmp_path / "x"), tmp_path / "states.jsonl"
+    run_dir.root.mkdir(parents=True)
+    path.write_bytes(write_state(state(0)))
+
+    async def run(endpoint: Endpoint, timeout_s: float) -> None:
+        values = run_config(tmp_path, endpoint.url, online=True, states=path, timeout_s=timeout_s)
+        online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
+        task = asyncio.create_task(online.run())
+        if endpoint.hold is not None:
+            await until(lambda: endpoint.in_flight == 1)
+            online.stop()
+            assert "1 call in flight, given up in" in (online.waiting_for() or "")
+            await asyncio.wait_for(online.end(), 20)
+        await asyncio.wait_for(task, 20)
+
+    async def both() -> None:
+        async with serving(Endpoint(answers=overrule, hold=asyncio.Event())) as endpoint:
+            await run(endpoint, timeout_s=1.0)
+            assert endpoint.answered == []
+            endpoint.hold = None
+            await run(endpoint, timeout_s=NEVER_S)
+            assert len(endpoint.answered) == 2
+
+    asyncio.run(both())
+    settled = [line for line in read_costs(run_dir.root / "costs.jsonl") if line["kind"] == "settled"]
+    assert [line["status"] for line in settled] == ["deadline", "ok", "ok"] and settled[0]["usd"] > 0
+    assert len(list(read_pairs(run_dir.root / "pairs.jsonl"))) == 1
 
 
 # Lines that are no states are counted and left out; the rest is replayed. A file that is not there is still an error.

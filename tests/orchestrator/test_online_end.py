@@ -1,0 +1,64 @@
+"""The end of a run that asks teachers while it trains: what was asked may be charged, so it is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from orch_peers import PeerTrainer, make_config
+
+from composer_prime.config import Config
+from composer_prime.costs import read_costs
+from composer_prime.monitor.jsonl import MetricsFile
+from composer_prime.traces import write_state
+from orchestrator.teachers.online import OnlineReplay
+from orchestrator.teachers.records import read_pairs
+from tests.teachers.loopback import Endpoint, configured, serving, state
+
+
+def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
+    return "cat", {"path": "a.py"}
+
+
+def config_of(tmp_path: Path, url: str) -> Config:
+    """A run of one step that replays three states, two at a time."""
+    states = tmp_path / "states.jsonl"
+    states.write_bytes(b"".join(write_state(state(number)) for number in range(3)))
+    config = make_config(tmp_path, max_steps=1)
+    config.teachers = configured(tmp_path, url, online=True, states=states, concurrent_states=2)
+    return config
+
+
+# All steps are trained, or Ctrl-C comes, while two calls are in flight: both are answered, paid for once and kept, no
+# other is made; the log of waits says so; the next replay of the same run asks only what was never asked.
+@pytest.mark.parametrize("interrupted", [False, True])
+async def test_answers_in_flight_are_kept(open_run, run_dir, tmp_path, monkeypatch, interrupted: bool) -> None:
+    monkeypatch.setenv("LOOPBACK_KEY", "made-up")
+    async with serving(Endpoint(answers=overrule, hold=asyncio.Event())) as endpoint:
+        config = config_of(tmp_path, endpoint.url)
+        async with open_run(config) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+            await trainer.attach(0)
+            async with asyncio.timeout(60):
+                while endpoint.in_flight < 2:
+                    await asyncio.sleep(0.01)
+                if interrupted:
+                    run.task.cancel()
+                else:
+                    await trainer.train(1)
+                    assert (await trainer.checkpoint(1)).error is None
+                while run.pipeline.vigil.ending() is None:
+                    await asyncio.sleep(0.01)
+                _, waiting = await asyncio.wait({run.task}, timeout=0.5)
+                assert waiting and endpoint.in_flight == 2
+                endpoint.hold.set()
+                await asyncio.gather(run.task, return_exceptions=True)
+            assert interrupted == run.task.cancelled()
+            said = [line["waiting_for"] for line in run.lines() if line.get("waiting_for")]
+            assert interrupted or said[-1].startswith("answers of teachers that may charge: 2 calls in flight")
+        assert len(endpoint.answered) == 2
+        await asyncio.wait_for(OnlineReplay(config, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1).run(), 60)
+    assert len(endpoint.asked) == len(set(endpoint.answered)) == 6
+    lines = list(read_costs(run_dir.root / "costs.jsonl"))
+    assert [line["status"] for line in lines if line["kind"] == "settled"] == ["ok"] * 6
+    assert len(list(read_pairs(run_dir.root / "pairs.jsonl"))) == 3
