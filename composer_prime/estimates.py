@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -21,7 +21,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 def bootstrap_interval(
     values: Sequence[float], *, level: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float] | None:
-    """Percentile bootstrap interval of the mean of `values` (one a task: tasks are what is drawn at random).
+    """Percentile bootstrap interval of the mean of `values` that have no upper bound: costs, seconds, counts a trace.
 
     None for fewer than two values. Reproducible: the same values and seed give the same interval.
     """
@@ -31,3 +31,35 @@ def bootstrap_interval(
     drawn = np.random.default_rng(seed).integers(0, len(data), size=(resamples, len(data)))
     low, high = np.quantile(data[drawn].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
+
+
+def bounded_interval(
+    values: Sequence[float], *, least: float, most: float, level: float = 0.95, draws: int = 4000, seed: int = 0
+) -> tuple[float, float] | None:
+    """Interval of the mean of `values` that lie between `least` and `most`: one a task, as tasks are drawn at random.
+
+    The Bayesian bootstrap (Rubin 1981) with half an observation more at each bound. Of values at the bounds alone, as
+    passes and failures are, that is the Jeffreys interval of a proportion (Brown, Cai and DasGupta 2001), which keeps
+    about its level down to few tasks and to means of 0 and 1. Resampling the values alone does not: of tasks that are
+    all alike it gives an interval without width. The mean is always inside.
+
+    None for fewer than two values. Reproducible: the same values and seed give the same interval. Raises ValueError
+    for values outside the bounds.
+    """
+    if len(values) < 2:
+        return None
+    data = np.asarray(values, dtype=np.float64)
+    if data.min() < least or data.max() > most:
+        raise ValueError(f"values from {data.min():g} to {data.max():g} are not between {least:g} and {most:g}")
+    points, counts = np.unique(np.concatenate([data, [least, most]]), return_counts=True)
+    counts = counts - 0.5 * ((points == least) | (points == most))
+    weights = np.random.default_rng(seed).standard_gamma(counts, size=(draws, len(points)))
+    low, high = np.quantile(weights @ points / weights.sum(axis=1), [(1 - level) / 2, (1 + level) / 2])
+    mean = float(data.mean())
+    return min(float(low), mean), max(float(high), mean)
+
+
+def scale_of(values: Iterable[float]) -> tuple[float, float]:
+    """Least and most that scores can be: 0 to 1, as pass rates and most rewards are, or what was seen beyond that."""
+    seen = [0.0, 1.0, *values]
+    return min(seen), max(seen)

@@ -1,6 +1,7 @@
 """Scores of evaluations with their confidence intervals: of one model, and of the difference between two.
 
-Rollouts of one task are not independent, so a task's mean is one figure and tasks are what is drawn again.
+Rollouts of one task are not independent, so a task's mean is one figure and tasks are what is drawn at random. Tasks
+that are all alike say little when they are few: intervals have width then too (estimates.bounded_interval).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from composer_prime.errors import ConfigError
-from composer_prime.estimates import bootstrap_interval
+from composer_prime.estimates import bounded_interval, scale_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class Interval:
 
     mean: float
     low: float | None
-    """None where one task (or seed) is all there is."""
+    """None where one task or seed is all there is, or all seeds have the same figure: no spread to judge by."""
     high: float | None
     count: int
     """Tasks (or seeds) that the figures come from."""
@@ -39,7 +40,8 @@ def mean_interval(scores: Mapping[str, Sequence[float]]) -> Interval:
     """
     if not scores:
         raise ConfigError("there are no scored rollouts to take a mean of")
-    return _interval([fmean(values) for values in scores.values()])
+    means = [fmean(values) for values in scores.values()]
+    return _interval(means, *scale_of(means))
 
 
 def difference_interval(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]) -> Interval:
@@ -50,9 +52,11 @@ def difference_interval(first: Mapping[str, Sequence[float]], second: Mapping[st
     shared = [task for task in first if task in second]
     if not shared:
         raise ConfigError("the two evaluations share no task, so they cannot be compared task by task")
-    return _interval([fmean(second[task]) - fmean(first[task]) for task in shared])
+    before, after = [fmean(first[task]) for task in shared], [fmean(second[task]) for task in shared]
+    least, most = scale_of([*before, *after])
+    return _interval([new - old for old, new in zip(before, after, strict=True)], least - most, most - least)
 
 
-def _interval(figures: list[float]) -> Interval:
-    low, high = bootstrap_interval(figures) or (None, None)
+def _interval(figures: list[float], least: float, most: float) -> Interval:
+    low, high = bounded_interval(figures, least=least, most=most) or (None, None)
     return Interval(mean=fmean(figures), low=low, high=high, count=len(figures))

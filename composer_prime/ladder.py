@@ -109,13 +109,16 @@ def level(run: Run, metric: str, steps: Iterable[int]) -> float | None:
 
 
 def over_seeds(values: Mapping[int, float | None]) -> Interval | None:
-    """Mean and Student t interval of one figure a seed; None when no seed has it."""
+    """Mean and Student t interval of one figure a seed; None when no seed has it.
+
+    Without bounds for one seed, and for seeds that are all alike: their spread, 0, would give an interval of no width.
+    """
     known = [value for value in values.values() if value is not None]
     if not known:
         return None
     mean = fmean(known)
-    if len(known) == 1:
-        return Interval(mean=mean, low=None, high=None, count=1)
+    if min(known) == max(known):
+        return Interval(mean=mean, low=None, high=None, count=len(known))
     from scipy.special import stdtrit  # most of a command's start, so only where there is an interval to give
 
     half = float(stdtrit(len(known) - 1, 0.975)) * stdev(known) / len(known) ** 0.5

@@ -21,7 +21,7 @@ from statistics import fmean
 
 from composer_prime.config.orchestrator import EvalConfig, OrchestratorConfig, SourceConfig
 from composer_prime.errors import DeadlineError
-from composer_prime.estimates import bootstrap_interval, pass_at_k
+from composer_prime.estimates import bounded_interval, pass_at_k, scale_of
 from composer_prime.monitor.jsonl import MetricsFile
 from composer_prime.run_dir import RunDir
 from orchestrator import rollout_log
@@ -207,7 +207,7 @@ class Evaluator:
 
 
 def summary(source: str, tasks: list[TaskResult], config: EvalConfig) -> dict[str, float]:
-    """eval/<source>/…: means over tasks, with 95 % intervals from resampling tasks. What was not measured is absent."""
+    """eval/<source>/…: means over tasks, with 95 % intervals over tasks. What was not measured is absent."""
     name = f"eval/{source}"
     scored = [task.rewards for task in tasks if task.rewards]
     rollouts = [rollout for task in tasks for rollout in task.rollouts]
@@ -234,7 +234,8 @@ def summary(source: str, tasks: list[TaskResult], config: EvalConfig) -> dict[st
 
 
 def _estimate(name: str, values: list[float]) -> dict[str, float]:
-    interval = bootstrap_interval(values)
+    least, most = scale_of(values)
+    interval = bounded_interval(values, least=least, most=most)
     return {name: fmean(values)} | ({f"{name}_low": interval[0], f"{name}_high": interval[1]} if interval else {})
 
 

@@ -16,7 +16,7 @@ from orch_peers import PeerTrainer, ScriptedPool, draw, make_config
 
 from composer_prime.config.orchestrator import EvalConfig
 from composer_prime.errors import DeadlineError
-from composer_prime.estimates import bootstrap_interval, pass_at_k
+from composer_prime.estimates import pass_at_k
 from orchestrator.evals import TaskResult, summary
 from orchestrator.workers.protocol import EVAL, RolloutFailure
 
@@ -34,17 +34,6 @@ def test_pass_at_k_refuses_impossible_counts():
     """k above the number of samples has no unbiased estimate."""
     with pytest.raises(ValueError, match="pass@3 of 1 passes in 2 samples"):
         pass_at_k(2, 1, 3)
-
-
-def test_the_interval_covers_the_mean_and_narrows_with_more_tasks():
-    """Reproducible, around the mean, about 1/sqrt(n) wide; nothing for a single task."""
-    few, many = [0.0, 1.0] * 8, [0.0, 1.0] * 128
-    low, high = bootstrap_interval(few)
-    assert low < 0.5 < high
-    assert bootstrap_interval(few) == (low, high)
-    narrow = bootstrap_interval(many)
-    assert 2.5 < (high - low) / (narrow[1] - narrow[0]) < 6
-    assert bootstrap_interval([1.0]) is None
 
 
 def test_failed_rollouts_are_left_out_and_counted():
