@@ -86,13 +86,35 @@ def arms(runs: Iterable[Run]) -> list[Arm]:
 
 
 def differing(first: Arm, second: Arm) -> list[str]:
-    """Settings that the two arms do not share, as `name: value -> value`."""
-    names = dict.fromkeys([*first.settings, *second.settings])
-    return [
-        f"{name}: {_shown(first.settings, name)} -> {_shown(second.settings, name)}"
-        for name in names
-        if first.settings.get(name) != second.settings.get(name)
-    ]
+    """Settings that the two arms do not share, as `name: value -> value`; a table that only one has is one entry."""
+    shown: dict[str, str] = {}
+    for name in dict.fromkeys([*first.settings, *second.settings]):
+        if first.settings.get(name) == second.settings.get(name):
+            continue
+        if name in first.settings and name in second.settings:
+            shown[name] = f"{first.settings[name]} -> {second.settings[name]}"
+        elif name in second.settings:
+            table = _table_without(name, first.settings)
+            shown[table] = f"unset -> {_table_text(second.settings, table)}"
+        else:
+            table = _table_without(name, second.settings)
+            shown[table] = f"{_table_text(first.settings, table)} -> unset"
+    return [f"{name}: {change}" for name, change in shown.items()]
+
+
+def _table_without(name: str, other: Settings) -> str:
+    """The outermost table around `name` of which `other` has no setting; `name` itself where it has its neighbours."""
+    parts = name.split(".")
+    tables = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return next((table for table in tables if not any(key.startswith(f"{table}.") for key in other)), name)
+
+
+def _table_text(settings: Settings, table: str) -> str:
+    """The value of `table`, or those of its settings that are not None, in the order of the file."""
+    if settings.get(table) is not None:
+        return str(settings[table])
+    inside = {name.removeprefix(f"{table}."): value for name, value in settings.items() if name.startswith(f"{table}.")}
+    return "{" + ", ".join(f"{name} = {value}" for name, value in inside.items() if value is not None) + "}"
 
 
 def windows(steps: int, count: int) -> list[range]:
@@ -132,8 +154,10 @@ def differences(base: Mapping[int, float | None], other: Mapping[int, float | No
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by dotted name; lists are values."""
+    """Settings by dotted name, entries of a list of tables by their number; other lists are values."""
     for name, value in tree.items():
+        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+            value = {str(index): entry for index, entry in enumerate(value)}
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{name}.")
         else:
@@ -143,7 +167,3 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _arm_name(run: Run) -> str:
     """The run's name without its seed: a2-seed1 -> a2."""
     return run.name.removesuffix(f"seed{run.seed}").rstrip("-_") or run.name
-
-
-def _shown(settings: Settings, name: str) -> str:
-    return str(settings[name]) if name in settings else "unset"

@@ -7,6 +7,8 @@ Intervals are 95 % Student t intervals over seeds: with few seeds they are wide,
 from __future__ import annotations
 
 import argparse
+from shutil import get_terminal_size
+from textwrap import wrap
 
 from composer_prime.errors import ConfigError
 from composer_prime.ladder import Arm, arms, differences, differing, level, load, over_seeds, windows
@@ -14,6 +16,8 @@ from composer_prime.monitor.rollouts import open_run
 from composer_prime.wording import counted
 
 _METRICS = ("reward/mean", "rollout/turn_error_rate", "sdpo/turns", "sdpo/turn_jsd", "dpo/accuracy")
+_WIDTH = 120
+"""Characters a line where the output is no terminal (and COLUMNS does not say)."""
 
 
 def run(words: list[str]) -> int:
@@ -24,10 +28,11 @@ def run(words: list[str]) -> int:
         if options.steps > steps:
             raise ConfigError(f"--steps {options.steps}: the shortest of the runs has {steps}; give at most that")
         steps = options.steps
-    lines = _head(found, steps)
+    width = get_terminal_size((_WIDTH, 24)).columns
+    lines = _head(found, steps, width)
     for metric in options.metric or _METRICS:
-        lines += _training(found, metric, steps, options.bins)
-    print("\n".join(lines + _held_out(found, steps)))
+        lines += _training(found, metric, steps, options.bins, width)
+    print("\n".join(lines + _held_out(found, steps, width)))
     return 0
 
 
@@ -40,47 +45,67 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _head(found: list[Arm], steps: int) -> list[str]:
+def _head(found: list[Arm], steps: int, width: int) -> list[str]:
     text = [f"{counted(len(found), 'arm')} at {counted(steps, 'step')}"]
     for arm in found:
         text.append(f"  {arm.name:<14} seeds {', '.join(map(str, sorted(arm.runs)))}")
-        text += [f"  {'':<14} {line}" for line in (differing(found[0], arm) if arm is not found[0] else [])]
+        for line in differing(found[0], arm) if arm is not found[0] else []:
+            text += wrap(line, width, initial_indent=" " * 6, subsequent_indent=" " * 10, break_on_hyphens=False)
     return text
 
 
-def _training(found: list[Arm], metric: str, steps: int, bins: int) -> list[str]:
-    """One line a window: each arm's mean over seeds, then each arm's difference from the base. None for a figure that
+def _training(found: list[Arm], metric: str, steps: int, bins: int, width: int) -> list[str]:
+    """One row a window: each arm's mean over seeds, then each arm's difference from the base. None for a figure that
     no run has, or that is 0 everywhere."""
     parts = [*windows(steps, bins), range(1, steps + 1)]
     if not any(level(one, metric, parts[-1]) for arm in found for one in arm.runs.values()):
         return []
-    text = ["", metric]
+    rows = {}
     for part in parts:
         figures = [{seed: level(one, metric, part) for seed, one in arm.runs.items()} for arm in found]
-        text.append(f"  {f'{part[0]}-{part[-1]}':>8}  " + _cells(found, figures))
-    return text
+        rows[f"{part[0]}-{part[-1]}"] = _cells(figures)
+    return ["", metric, *table(_labels(found), rows, width)]
 
 
-def _held_out(found: list[Arm], steps: int) -> list[str]:
+def _held_out(found: list[Arm], steps: int, width: int) -> list[str]:
     """The same for the held-out rewards and turn errors of evaluations that every arm has."""
     text: list[str] = []
     runs = [one for arm in found for one in arm.runs.values()]
     shared = set.intersection(*({step for step in one.evaluations if step <= steps} for one in runs))
     names = sorted({name for one in runs for figures in one.evaluations.values() for name in figures})
     for name in (name for name in names if name.endswith(("/reward_mean", "/turn_error_rate"))):
-        text += ["", f"held-out {name.removeprefix('eval/')}"]
+        rows = {}
         for step in sorted(shared):
             figures = [{seed: one.evaluations[step].get(name) for seed, one in arm.runs.items()} for arm in found]
-            text.append(f"  {step:>8}  " + _cells(found, figures))
+            rows[str(step)] = _cells(figures)
+        text += ["", f"held-out {name.removeprefix('eval/')}", *table(_labels(found), rows, width)]
     return text
 
 
-def _cells(found: list[Arm], figures: list[dict[int, float | None]]) -> str:
-    cells = []
-    for arm, values in zip(found, figures, strict=True):
-        interval = over_seeds(values)
-        cells.append(f"{arm.name} {interval.text() if interval else '-'}")
-    for arm, values in zip(found[1:], figures[1:], strict=True):
-        interval = over_seeds(differences(figures[0], values))
-        cells.append(f"{arm.name} - {found[0].name} {interval.text(sign=True) if interval else '-'}")
-    return "   ".join(cells)
+def _labels(found: list[Arm]) -> list[str]:
+    return [*(arm.name for arm in found), *(f"{arm.name} - {found[0].name}" for arm in found[1:])]
+
+
+def _cells(figures: list[dict[int, float | None]]) -> list[str]:
+    """Under `_labels`: figures by seed of each arm, then differences from the first."""
+    intervals = [(over_seeds(values), False) for values in figures]
+    intervals += [(over_seeds(differences(figures[0], values)), True) for values in figures[1:]]
+    return [interval.text(sign=sign) if interval else "-" for interval, sign in intervals]
+
+
+def table(labels: list[str], rows: dict[str, list[str]], width: int) -> list[str]:
+    """Columns under `labels`, as many side by side as `width` characters hold; the others follow below, with the rows'
+    names again. Rows without any figure are left out."""
+    rows = {name: cells for name, cells in rows.items() if any(cell != "-" for cell in cells)}
+    widths = [max(map(len, column)) for column in zip(labels, *rows.values(), strict=True)]
+    first = max(8, *map(len, rows), 0)
+    text, start = [], 0
+    while start < len(labels):
+        end = start + 1
+        while end < len(labels) and 2 + first + sum(3 + size for size in widths[start : end + 1]) <= width:
+            end += 1
+        for name, cells in {"": labels, **rows}.items():
+            shown = (cell.ljust(size) for cell, size in zip(cells[start:end], widths[start:end], strict=True))
+            text.append("   ".join([f"  {name:>{first}}", *shown]).rstrip())
+        start = end
+    return text

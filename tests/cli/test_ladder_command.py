@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from composer_prime.cli.ladder_command import run
+from composer_prime.cli.ladder_command import run, table
 from composer_prime.errors import ConfigError
-from composer_prime.ladder import differences, over_seeds, windows
+from composer_prime.ladder import Arm, differences, differing, flatten, over_seeds, windows
 
 
 def run_folder(root: Path, name: str, seed: int, weight: float, rewards: list[float]) -> str:
@@ -38,7 +38,31 @@ def test_arms_are_paired_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run([*folders, "--bins", "1"]) == 0
     shown = capsys.readouterr().out
     assert "2 arms at 2 steps" in shown and "channels.sdpo.weight: 0.0 -> 0.5" in shown
-    assert shown.count("a2 - a1 +0.200 [-1.071, +1.471]") == 3  # the window, the whole, and held-out
+    assert shown.count("a2 - a1") == 2 and shown.count("+0.200 [-1.071, +1.471]") == 2  # in training, held-out
+    assert max(map(len, shown.splitlines())) <= 120
+
+
+# A table that one arm lacks is one line with all its values; entries of lists of tables have the numbers that overrides
+# use; None is as good as not there.
+def test_differing_settings_are_grouped_by_table() -> None:
+    source = {"name": "toolsmith", "weight": 1.0}
+    plain = {"model": {"path": "tiny"}, "orchestrator": {"hints": None, "judge": None, "source": [source]}}
+    hints = {"layers": ["template"], "judge": None, "llm": {"model": "big"}}
+    hinted = {"model": {"path": "tiny"}, "orchestrator": {"hints": hints, "source": [source | {"weight": 2.0}]}}
+    first, second = (Arm(name=name, settings=dict(flatten(tree))) for name, tree in (("a1", plain), ("a2", hinted)))
+    weight = "orchestrator.source.0.weight: "
+    added = "{layers = ['template'], llm.model = big}"
+    assert sorted(differing(first, second)) == [f"orchestrator.hints: unset -> {added}", f"{weight}1.0 -> 2.0"]
+    assert sorted(differing(second, first)) == [f"orchestrator.hints: {added} -> unset", f"{weight}2.0 -> 1.0"]
+    assert differing(first, first) == []
+
+
+# Columns that do not fit beside the others follow below them, each line within the width; rows without a figure go.
+def test_wide_tables_are_continued_below() -> None:
+    labels, rows = ["a1", "a2", "a2 - a1"], {"1-10": ["0.1", "0.25", "+0.15"], "11-20": ["-", "-", "-"]}
+    assert table(labels, rows, 80) == [f"  {'':8}   a1    a2     a2 - a1", f"  {'1-10':>8}   0.1   0.25   +0.15"]
+    narrow = table(labels, rows, 26)
+    assert len(narrow) == 4 and max(map(len, narrow)) <= 26 and narrow[2].split() == ["a2", "-", "a1"]
 
 
 # The interval is Student's: for 1, 2, 3 it is 2 -+ 4.3027 / sqrt(3) (a table's quantile for two degrees of freedom).
