@@ -98,7 +98,7 @@ async def calls(count: int, delay_s: float) -> None:
     async with delayed(delay_s) as url:
         for in_flight in (1, 8, 64):
             with tempfile.TemporaryDirectory() as folder:
-                shared = {"base_url": url, "api_key_env": "LOOPBACK_KEY", "max_concurrent": 64}
+                shared = {"base_url": url, "api_key_var": "LOOPBACK_KEY", "max_concurrent": 64}
                 price = {"input_usd_per_mtok": 1.0, "output_usd_per_mtok": 1.0}
                 teachers = [{"name": name, "model": name, **shared, **price} for name in ("gpt-a", "qwen-b")]
                 config = TeachersConfig.model_validate(

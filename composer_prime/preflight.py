@@ -177,10 +177,10 @@ def _hints(config: Config, found: Findings) -> None:
     if templates is not None and not templates.expanduser().is_file():
         found.problems.append(f"orchestrator.hints.templates_file is {templates}, but there is no such file")
     for name, endpoint in (("judge", hints.judge), ("llm", hints.llm if "llm" in hints.layers else None)):
-        variable = None if endpoint is None else endpoint.api_key_variable
+        variable = None if endpoint is None else endpoint.api_key_var
         if variable is not None and not os.environ.get(variable):
             found.problems.append(
-                f"orchestrator.hints.{name}.api_key_variable is {variable!r}, but the environment has no such "
+                f"orchestrator.hints.{name}.api_key_var is {variable!r}, but the environment has no such "
                 "variable: export it, or leave the setting out for an endpoint without a key"
             )
 

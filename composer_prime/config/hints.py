@@ -18,7 +18,7 @@ class EndpointConfig(BaseConfig):
     """Up to and without /chat/completions, for example http://127.0.0.1:8080/v1."""
     model: str
     """Name that the endpoint knows the model by."""
-    api_key_variable: str | None = None
+    api_key_var: str | None = None
     """Environment variable that holds the key; None sends none."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Deadline of one call."""
@@ -28,9 +28,9 @@ class EndpointConfig(BaseConfig):
     """0 makes answers repeatable where the endpoint allows it."""
     max_concurrent: int = Field(default=8, ge=1)
     """Calls in flight."""
-    input_usd_per_million: float = Field(default=0.0, ge=0)
+    input_usd_per_mtok: float = Field(default=0.0, ge=0)
     """Price of a million prompt tokens, USD."""
-    output_usd_per_million: float = Field(default=0.0, ge=0)
+    output_usd_per_mtok: float = Field(default=0.0, ge=0)
     """Price of a million answer tokens, USD."""
     budget_usd: float = Field(default=1.0, ge=0)
     """Calls stop before the run's sum passes this. The worst case of a call is reserved before it is made, and counted

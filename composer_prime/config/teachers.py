@@ -29,7 +29,7 @@ class TeacherConfig(BaseConfig):
     """The endpoint; not used with local."""
     local: bool = False
     """Serve the model on this machine's loopback with the local engine; it costs nothing."""
-    api_key_env: str = "OPENROUTER_API_KEY"
+    api_key_var: str = "OPENROUTER_API_KEY"
     """The environment variable that holds the endpoint's key."""
     family: str | None = None
     """Its family (claude, gpt, qwen ...): a trace of this family is never shown to it. None takes it from the name."""
@@ -50,11 +50,11 @@ class TeacherConfig(BaseConfig):
 
     def api_key(self) -> str:
         """The endpoint's key, from the environment. Raises ConfigError when it is not there."""
-        key = os.environ.get(self.api_key_env)
+        key = os.environ.get(self.api_key_var)
         if not key:
             raise ConfigError(
                 f"teacher {self.name!r} needs a key for {self.base_url}: set the environment variable "
-                f"{self.api_key_env}, or name another with api_key_env"
+                f"{self.api_key_var}, or name another with api_key_var"
             )
         return key
 

@@ -234,7 +234,7 @@ class ChatEndpoint:
 
     def _cost_usd(self, prompt_tokens: int, answer_tokens: int) -> float:
         config = self._config
-        return (prompt_tokens * config.input_usd_per_million + answer_tokens * config.output_usd_per_million) / 1e6
+        return (prompt_tokens * config.input_usd_per_mtok + answer_tokens * config.output_usd_per_mtok) / 1e6
 
     def _worst_case_usd(self, messages: Messages) -> float:
         size = sum(len(message["content"].encode()) + 16 for message in messages)
@@ -269,12 +269,12 @@ async def _content(reply: aiohttp.ClientResponse) -> bytes:
 
 def api_key(config: EndpointConfig, name: str) -> str | None:
     """The key of the endpoint that setting `name` describes. Raises ConfigError when its variable is not set."""
-    if config.api_key_variable is None:
+    if config.api_key_var is None:
         return None
-    key = os.environ.get(config.api_key_variable)
+    key = os.environ.get(config.api_key_var)
     if not key:
         raise ConfigError(
-            f"{name}.api_key_variable is {config.api_key_variable!r}, but the environment has no such variable: "
+            f"{name}.api_key_var is {config.api_key_var!r}, but the environment has no such variable: "
             "export it, or leave the setting out for an endpoint without a key"
         )
     return key

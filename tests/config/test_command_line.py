@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -101,6 +102,16 @@ def test_unknown_key_below_a_list_element_gets_a_suggestion(base, tmp_path):
     wrong = overlay(tmp_path, '[[orchestrator.source]]\nname = "a"\nwieght = 2\ntaskset = {id = "x"}\n')
     assert "orchestrator.source.0.wieght" in (text := refused("@", base, "@", wrong))
     assert "did you mean orchestrator.source.0.weight?" in text
+
+
+@pytest.mark.parametrize("table", ["[teachers.teacher]]", "orchestrator.hints.llm]", "orchestrator.hints.judge]"])
+@pytest.mark.parametrize("asked", ["key_env", "key_variable", "usd_per_million"])
+def test_endpoints_are_named_alike(base, tmp_path, table, asked):
+    # Teachers, hints and judge have the same names for the same things; other tools' and earlier ones lead to them.
+    meant = {"key_env": "api_key_var", "key_variable": "api_key_var", "usd_per_million": "input_usd_per_mtok"}[asked]
+    old = f"input_{asked}" if "usd" in asked else f"api_{asked}"
+    wrong = overlay(tmp_path, f'[{table}\nmodel = "openai/gpt-5"\n{old} = 1\n')
+    assert re.search(rf"unknown key \S+\.{old}.*; did you mean \S+\.{meant}\?", refused("@", base, "@", wrong))
 
 
 def test_key_in_the_wrong_section_is_found_by_its_name(base):

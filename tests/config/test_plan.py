@@ -202,7 +202,7 @@ def test_gpu_configuration_names_everything_missing_here(tmp_path):
 def test_what_hints_need_is_looked_for_before_the_run(tmp_path, monkeypatch):
     # A file of templates that is not there and keys that are not set would end the run once its nodes are up.
     file = tmp_path / "hints.toml"
-    url = 'base_url = "http://127.0.0.1:1/v1"\nmodel = "m"\napi_key_variable = '
+    url = 'base_url = "http://127.0.0.1:1/v1"\nmodel = "m"\napi_key_var = '
     file.write_text(
         f'[orchestrator.hints]\ntemplates_file = "{tmp_path / "own.toml"}"\nlayers = ["template", "llm"]\n'
         f'[orchestrator.hints.judge]\n{url}"JUDGE_KEY"\n[orchestrator.hints.llm]\n{url}"WRITER_KEY"\n'
@@ -213,7 +213,7 @@ def test_what_hints_need_is_looked_for_before_the_run(tmp_path, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     problems = [problem for problem in check(config, gpus=0).problems if "orchestrator.hints" in problem]
     assert len(problems) == 3 and f"templates_file is {tmp_path / 'own.toml'}, but there is no such file" in problems[0]
-    assert "judge.api_key_variable is 'JUDGE_KEY'" in problems[1] and "'WRITER_KEY'" in problems[2]
+    assert "judge.api_key_var is 'JUDGE_KEY'" in problems[1] and "'WRITER_KEY'" in problems[2]
     (tmp_path / "own.toml").write_text("template = []")
     monkeypatch.setenv("WRITER_KEY", "k")
     monkeypatch.setenv("JUDGE_KEY", "k")

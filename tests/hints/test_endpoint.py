@@ -16,7 +16,7 @@ from orchestrator.hints.answer_cache import AnswerCache, PaidCall
 from orchestrator.hints.endpoint import ChatEndpoint
 
 ASK = [{"role": "user", "content": "why?"}]
-PRICES = {"input_usd_per_million": 1000.0, "output_usd_per_million": 10_000.0, "max_tokens": 20}
+PRICES = {"input_usd_per_mtok": 1000.0, "output_usd_per_mtok": 10_000.0, "max_tokens": 20}
 """100 prompt tokens and 10 answer tokens, as the peer counts, cost 0.2 USD; the worst case of ASK 0.21."""
 
 
@@ -260,7 +260,7 @@ def test_no_answer_is_paid_twice_however_many_there_are(tmp_path):
 def test_the_key_comes_from_the_environment(monkeypatch):
     async def run():
         async with chat_peer() as peer:
-            endpoint = ChatEndpoint(peer.config(api_key_variable="HINT_KEY"), name="judge")
+            endpoint = ChatEndpoint(peer.config(api_key_var="HINT_KEY"), name="judge")
             await endpoint.ask(ASK)
             await endpoint.close()
             assert peer.keys == ["Bearer s3cret"]
@@ -269,5 +269,5 @@ def test_the_key_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("HINT_KEY", "s3cret")
     asyncio.run(run())
     monkeypatch.delenv("HINT_KEY")
-    with pytest.raises(ConfigError, match=r"judge\.api_key_variable is 'HINT_KEY'"):
+    with pytest.raises(ConfigError, match=r"judge\.api_key_var is 'HINT_KEY'"):
         asyncio.run(run())

@@ -300,7 +300,7 @@ def test_the_policy_is_asked_what_it_should_have_known():
         ("silent", {"timeout_s": 0.2}, "failed/llm"),
         ("500", {}, "failed/llm"),
         ("nonsense", {}, "failed/llm"),
-        ("answer", {"budget_usd": 0.0, "input_usd_per_million": 1.0}, "over_budget"),
+        ("answer", {"budget_usd": 0.0, "input_usd_per_mtok": 1.0}, "over_budget"),
     ],
 )
 def test_a_bad_hint_writer_costs_its_hint_only(mode, settings, count):

@@ -140,7 +140,7 @@ def configured(tmp_path: Path, url: str, models: tuple[str, ...] = ("gpt-a", "qw
             "name": model,
             "model": model,
             "base_url": url,
-            "api_key_env": "LOOPBACK_KEY",
+            "api_key_var": "LOOPBACK_KEY",
             "input_usd_per_mtok": 1000.0,
             "output_usd_per_mtok": 1000.0,
         }

@@ -32,11 +32,11 @@ taskset = { id = "orchestrator.environments.toolsmith" }
 [[teachers.teacher]]
 name = "one"
 model = "openai/gpt-4o-mini"
-api_key_env = "NO_SUCH_KEY"
+api_key_var = "NO_SUCH_KEY"
 [[teachers.teacher]]
 name = "two"
 model = "google/gemini-2.5-flash"
-api_key_env = "NO_SUCH_KEY"
+api_key_var = "NO_SUCH_KEY"
 """
 
 
