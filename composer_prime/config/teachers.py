@@ -15,6 +15,8 @@ from composer_prime.wording import counted
 
 MODELS_VARIABLE = "COMPOSER_MODELS_URL"
 """Environment variable by which the launcher tells the orchestrator where it serves local teachers and base."""
+MIN_WINDOW_PAIRS = 16
+"""Fewer pairs are too few for a verdict of the density gate."""
 Tier = Literal["cheap", "mid", "frontier"]
 
 
@@ -124,8 +126,9 @@ class VoiConfig(BaseConfig):
 class GateConfig(BaseConfig):
     """The density gate on pairs that are made online: measured a window at a time, and trained only where it passes."""
 
-    window_pairs: int = Field(default=64, ge=16)
-    """Pairs of a window: so many wait at most until they are measured."""
+    window_pairs: int = Field(default=64, ge=MIN_WINDOW_PAIRS)
+    """Pairs of a window: so many wait at most until they are measured. What is left when the states end is a window of
+    its own, from 16 pairs on."""
     min_pairs_a_trace: float = Field(default=5.0, gt=0)
     """Pairs that a trace is to give; short traces cannot give five."""
 

@@ -69,9 +69,11 @@ class OnlineReplay:
                 self._replay, report = replay, asyncio.create_task(self._report(replay))
                 try:
                     await replay.run(self._states())
+                    self._no_more_calls()
+                    if replay.gate is not None and replay.progress.stopped != END:
+                        await replay.gate.measure_rest()
                 finally:
-                    self._replay = None
-                    self._ended.set()
+                    self._no_more_calls()
                     report.cancel()
                     self._log(replay)
                 if _stopped(replay):
@@ -81,6 +83,10 @@ class OnlineReplay:
         except (ComposerError, OSError) as error:
             logger.error("replay failed, training goes on: %s", error)
             self._metrics.log(self._step(), {"replay/failed": 1.0})
+
+    def _no_more_calls(self) -> None:
+        self._replay = None
+        self._ended.set()
 
     def stop(self) -> None:
         """Make no further call: the run ends."""
@@ -99,7 +105,7 @@ class OnlineReplay:
             await asyncio.wait_for(self._ended.wait(), self._left_s())
         except TimeoutError:
             logger.warning(
-                "the replay did not end within %g s (teachers.timeout_s): %s in flight count at their bound; a resume "
+                "the replay did not end within %g s (teachers.timeout_s): %s in flight, counted at the bound; a resume "
                 "takes up the states under way, with the answers there are",
                 self._config.teachers.end_timeout_s,
                 counted(replay.in_flight, "call"),

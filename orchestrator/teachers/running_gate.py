@@ -1,6 +1,7 @@
 """The density gate on pairs that are trained while they are made: a verdict for each window of the growing file.
 
     a state's record, its pairs ──> window ── teachers.gate.window_pairs full ──> measure ──> PAIRS.gate.json
+                                           └─ no more states ─────────────────────────┘
                                                                          (read by orchestrator/preferences/released.py)
 
 A window's figures are those of the traces that had a state in it, with all that these traces gave so far: a trace that
@@ -15,7 +16,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 
-from composer_prime.config.teachers import GateConfig
+from composer_prime.config.teachers import MIN_WINDOW_PAIRS, GateConfig
 from composer_prime.errors import ConfigError
 from composer_prime.pairs import Pair, PairFile
 from composer_prime.pairs_gate import Gate, Verdict, check_binding, read_gate, write_gate
@@ -70,6 +71,24 @@ class RunningGate:
         async with self._measuring:
             while self._pairs - self.gate.measured >= self._config.window_pairs:
                 await self._measure(self.gate.measured, self._pairs, self._votes)
+
+    async def measure_rest(self) -> None:
+        """No more states come: give what is left its verdict, or say that it is too little for one.
+
+        Raises OSError when a verdict cannot be written.
+        """
+        async with self._measuring:
+            first, last = self.gate.measured, self._pairs
+            if last - first >= MIN_WINDOW_PAIRS:
+                await self._measure(first, last, self._votes)
+            elif last > first:
+                logger.warning(
+                    "density gate, pairs %d to %d: %d are needed for a verdict, so that these are not trained; further "
+                    "states would open the window again",
+                    first,
+                    last,
+                    MIN_WINDOW_PAIRS,
+                )
 
     async def _measure(self, first: int, last: int, votes: int) -> None:
         traces, self._in_window = self._in_window, set()

@@ -232,6 +232,26 @@ def test_the_running_gate(tmp_path: Path) -> None:
         RunningGate(config, Records(pairs, votes_beside(pairs)), None)
 
 
+# When no more states come, what is left has its verdict too; what is too little for one does not, and the log says so.
+def test_what_is_left_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+
+    async def come(numbers: range) -> list[tuple[int, int, bool]]:
+        records = Records(pairs, votes_beside(pairs))
+        gate = RunningGate(GateConfig(window_pairs=32, min_pairs_a_trace=1.0), records, Likes())
+        for number in numbers:
+            made = pair(f"t{number}", number)
+            kept = msgspec.structs.replace(record(made.trace, number, "xx"), pairs=[made.pair_id])
+            gate.note(kept, records.add(kept, [made]))
+            await gate.measure_when_due()
+        await gate.measure_rest()
+        return [(each.first, each.last, each.passed) for each in gate.gate.verdicts]
+
+    assert asyncio.run(come(range(47))) == [(0, 32, True)]
+    assert "pairs 32 to 47: 16 are needed for a verdict" in caplog.text
+    assert asyncio.run(come(range(47, 48))) == [(0, 32, True), (32, 48, True)]
+
+
 # A window that fills up while the one before it is measured has its verdict too, though no further state may come.
 def test_a_window_that_fills_meanwhile(tmp_path: Path) -> None:
     class Waits(Likes):
