@@ -1,0 +1,53 @@
+"""The trainer's CUDA path where there is no GPU: fake tensors carry device, type and shape through the real code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from hinted_runs import make_hinted, make_pairs, three_channels
+from small_runs import VOCABULARY, rows_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from composer_prime.channels.divergence import divergence
+from composer_prime.packing import totals
+from trainer.attention import NAME
+from trainer.policy import Policy, Teaching
+from trainer.self_teacher import Aid
+from trainer.step import LossSettings, loss_of
+
+CUDA = torch.device("cuda", 0)
+CHANNELS = three_channels()
+
+
+@pytest.mark.parametrize("teacher_in_row", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_step_in_bfloat16_on_cuda_mixes_no_devices_or_types(teacher_in_row, temperature):
+    # Rows, forward pass, head and the three channels of a bfloat16 model on a GPU: every operation's operands lie
+    # together and fit (an operation on a CPU and a CUDA tensor raises), and loss and figures come out on the GPU. What
+    # a real kernel computes, and the backward pass, are the GPU tests' business.
+    samples, pairs = make_hinted(3, 9, temperature=temperature), make_pairs(3)
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        policy = bfloat16_policy()
+        (row,) = rows_of(
+            samples, CUDA, 4096, pairs, distil=True, prefer=True, share=True, teacher_in_row=teacher_in_row
+        )
+        assert {row.input_ids.device, row.source_R.device, row.sampler_logprobs_T.device} == {CUDA}
+        live = None if teacher_in_row else policy.states(row.distilled.teacher)
+        measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets, step=1)
+        teaching = Teaching(parts=(), live_share=1.0, live_hidden_DH=live, divergence=measure)
+        aid = Aid(teaching=teaching, reference_S=torch.zeros(2 * len(pairs), device=CUDA))
+        settings = LossSettings(channels=CHANNELS, max_length=64)
+        parts, broken = loss_of(policy, row, totals(samples, pairs), settings, aid=aid)
+        assert {parts.total.device, broken.device, *(value.device for value in parts.sums.values())} == {CUDA}
+        assert parts.total.requires_grad and parts.total.dtype == torch.float32
+
+
+def bfloat16_policy() -> Policy:
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, tie_word_embeddings=True,
+    )  # fmt: skip
+    with CUDA:
+        lm = transformers.Qwen3ForCausalLM._from_config(config, attn_implementation=NAME, dtype=torch.bfloat16)
+    return Policy(lm, NAME, head_kernels="torch")
