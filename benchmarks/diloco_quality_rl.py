@@ -2,9 +2,12 @@
 
 Every cell is real: `diloco lighthouse` and two clusters over loopback, each `trainer @ configs/a1.toml @
 configs/diloco/peer.toml` with its own orchestrator, node and trainer. Data-parallel is one cluster that takes both
-clusters' rollouts at every step. All cells of a seed see the same number of rollouts a step. What is reported:
+clusters' rollouts at every step. All cells of a seed see the same number of rollouts a step. Better models write longer
+trajectories, so tokens differ; data-parallel is evaluated every EVALUATE_EVERY steps, which gives both gaps. Reported:
 
-    reward      held-out, of the global model at the end, and its gap to data-parallel of the same seed
+    reward      held-out, of the global model at the end, and its gaps to data-parallel of the same seed: at equal
+                rollouts (its end) and at equal trained tokens (linear between its evaluations; its end where it had
+                fewer)
     KL, clip    policy/mismatch_kl, policy/clip_fraction and, as a1's correction (dppo) drops tokens where others clip
                 their ratio, policy/masked_fraction; mean over steps and clusters
     bytes       what one peer sent (diloco/bytes_sent, headers and beats included); for data-parallel a bfloat16
@@ -31,6 +34,8 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.rl_throughput_sides.processes import ROOT, SideFailedError, end, environment, start, watch
 from composer_prime.footprint import ModelShape
 from composer_prime.model_source import resolve_model
@@ -38,6 +43,8 @@ from diloco.keys import JointKey
 
 DATA_PARALLEL = "data-parallel"
 GRADIENT_BITS = 16
+EVALUATE_EVERY = 2
+"""Steps of data-parallel between evaluations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +77,13 @@ class Outcome:
     bits: float
     """A parameter and synchronisation of it."""
     minutes: float
+    evaluations: Sequence[Sequence[float]]
+    """(trained tokens, held-out reward), in order; of a cluster that evaluates at its end, one."""
+
+    def reward_at(self, tokens: float) -> float:
+        """Held-out, after so many trained tokens: linear between evaluations, the nearest one outside of them."""
+        points, rewards = zip(*self.evaluations, strict=True)
+        return float(np.interp(tokens, points, rewards))
 
 
 def cells(words: argparse.Namespace) -> list[Cell]:
@@ -157,11 +171,12 @@ class Rendezvous:
 
 def _trainer(cell: Cell, name: str, folder: Path, rendezvous: str) -> list[str]:
     clusters = 1 if cell.scheme == DATA_PARALLEL else 2
+    evaluate = EVALUATE_EVERY if clusters == 1 else 0 if name == "b" else cell.steps
     argv = [sys.executable, "-m", "trainer.main", "@", "configs/a1.toml"]
     values: dict[str, object] = {
         "run.name": "run", "run.output_dir": folder, "run.max_steps": cell.steps,
         "run.seed": 2 * cell.seed + (name == "b"), "orchestrator.groups_per_step": cell.groups * 2 // clusters,
-        "orchestrator.eval.every_steps": 0 if name == "b" else cell.steps, "orchestrator.eval.tasks": cell.eval_tasks,
+        "orchestrator.eval.every_steps": evaluate, "orchestrator.eval.tasks": cell.eval_tasks,
         "orchestrator.filter_zero_advantage": False, "trainer.checkpoint.every_steps": 0, "monitor.view": "plain",
         "trainer.schedule.warmup_steps": cell.steps // 8,
     }  # fmt: skip
@@ -185,11 +200,11 @@ def _outcome(cell: Cell, runs: Sequence[list[dict]], minutes: float) -> Outcome:
     steps = [[line for line in run if "loss/total" in line] for run in runs]
     every = [line for lines in steps for line in lines]
     late = [line["reward/mean"] for line in every if line["step"] > cell.steps * 3 // 4]
-    scores = [line["eval/toolsmith/reward_mean"] for line in runs[0] if "eval/toolsmith/reward_mean" in line]
+    scores = _evaluations(runs)
     parameters = ModelShape.read(resolve_model("tiny")).parameters
     sent = steps[0][-1].get("diloco/bytes_sent", parameters * GRADIENT_BITS / 8 * cell.steps)
     return Outcome(
-        reward=scores[-1],
+        reward=scores[-1][1],
         trained_reward=statistics.mean(late),
         mismatch_kl=statistics.mean(line["policy/mismatch_kl"] for line in every),
         clip_fraction=statistics.mean(line["policy/clip_fraction"] for line in every),
@@ -198,28 +213,44 @@ def _outcome(cell: Cell, runs: Sequence[list[dict]], minutes: float) -> Outcome:
         bytes_sent=sent,
         bits=sent * 8 / parameters / (cell.steps / cell.every),
         minutes=minutes,
+        evaluations=scores,
     )
+
+
+def _evaluations(runs: Sequence[list[dict]]) -> list[tuple[float, float]]:
+    """Tokens of all clusters up to an evaluation's step, and its reward."""
+    name = "eval/toolsmith/reward_mean"
+    spent = {line["step"]: 0.0 for line in runs[0] if name in line}
+    for line in itertools.chain(*runs):
+        for step in spent:
+            spent[step] += line.get("tokens/trained", 0.0) * (line["step"] <= step)
+    return [(spent[line["step"]], line[name]) for line in runs[0] if name in line]
 
 
 def table(outcomes: dict[Cell, Outcome]) -> str:
     """One row a scheme and H, means over seeds; the gap to data-parallel is paired by seed."""
-    lines = ["scheme         H  held-out reward   gap +- seeds      trained  mismatch KL  clipped   masked    Mtok"
-             "   MB sent  times fewer   bits"]  # fmt: skip
+    lines = ["scheme         H  held-out reward  equal rollouts   equal tokens         trained  mismatch KL"
+             "  clipped   masked    Mtok   MB sent  times fewer   bits"]  # fmt: skip
     base = {cell.seed: outcome for cell, outcome in outcomes.items() if cell.scheme == DATA_PARALLEL}
     kinds = list(dict.fromkeys((cell.scheme, cell.every) for cell in outcomes))
     for scheme, every in kinds:
         rows = {cell.seed: each for cell, each in outcomes.items() if (cell.scheme, cell.every) == (scheme, every)}
         gaps = [each.reward - base[seed].reward for seed, each in rows.items()]
-        spread = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
+        fair = [each.reward - base[seed].reward_at(each.tokens) for seed, each in rows.items()]
 
         def mean(name: str, rows: dict[int, Outcome] = rows) -> float:
             return statistics.mean(getattr(each, name) for each in rows.values())
 
         fewer = statistics.mean(each.bytes_sent for each in base.values()) / mean("bytes_sent")
         lines.append(
-            f"{scheme:<13} {every:2d}  {mean('reward'):15.3f}  {statistics.mean(gaps):+.3f} +- {spread:.3f}  "
+            f"{scheme:<13} {every:2d}  {mean('reward'):15.3f}  {_spread(gaps)}  {_spread(fair)}  "
             f"{mean('trained_reward'):11.3f}  {mean('mismatch_kl'):11.2e}  {mean('clip_fraction'):7.2%}  "
             f"{mean('masked_fraction'):7.3%}  "
             f"{mean('tokens') / 1e6:6.3f}  {mean('bytes_sent') / 1e6:8.2f}  {fewer:11.1f}  {mean('bits'):5.2f}"
         )
     return "\n".join(lines)
+
+
+def _spread(gaps: Sequence[float]) -> str:
+    """Mean +- standard deviation over seeds."""
+    return f"{statistics.mean(gaps):+.3f} +- {statistics.stdev(gaps) if len(gaps) > 1 else 0.0:.3f}"
