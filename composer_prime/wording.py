@@ -1,4 +1,4 @@
-"""Sizes, counts and lists as people read them."""
+"""Sizes, times, counts and lists as people read them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ def gib(count: int) -> str:
     if 0 < size < 0.005:
         return "<0.01 GiB"
     return f"{size:,.{2 if size < 10 else 1 if size < 100 else 0}f} GiB"
+
+
+def clock(seconds: float) -> str:
+    """`2m 05s`, `1h 02m`."""
+    minutes, rest = divmod(int(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {rest:02d}s"
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

@@ -10,7 +10,7 @@ from typing import Protocol
 from composer_prime.config import Config
 from composer_prime.console import silence
 from composer_prime.monitor.progress import Progress, Step, sparkline
-from composer_prime.wording import gib
+from composer_prime.wording import clock, gib
 from trainer.step_text import channels_text, round_text, step_line
 
 FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 30.0
@@ -188,10 +188,3 @@ def eval_text(figures: dict[str, float]) -> str:
         parts.append(f"{name} {figures[name]:.3f}{spread}")
     parts += [f"{name} {count:.0f}" for name, count in figures.items() if name.endswith("/failed") and count]
     return ", ".join(parts)
-
-
-def clock(seconds: float) -> str:
-    """1h 02m 03s."""
-    minutes, rest = divmod(int(max(seconds, 0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {rest:02d}s"

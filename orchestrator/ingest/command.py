@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from rich.table import Table
 
 from composer_prime.console import INTERRUPTED, fail
 from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.progress_lines import ProgressLines
 from composer_prime.traces import write_state
+from composer_prime.wording import clock
 from orchestrator.ingest import openhands
 from orchestrator.ingest.formats import FORMATS, Options, ingest
 from orchestrator.ingest.reading import Limits
@@ -24,6 +26,7 @@ from orchestrator.ingest.sample import Sample
 from orchestrator.ingest.tally import Tally
 
 NOTHING = 1
+_MIB = 1 << 20
 SUFFIXES = {".jsonl", ".ndjson", ".json", ".traj"}
 _DOCUMENTATION = """\
 Reads agent sessions into states.jsonl, one line for each assistant turn: Claude Code sessions, OpenHands events,
@@ -122,18 +125,19 @@ def _write(files: list[Path], output: Path, how: Options, console: Console) -> l
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file, Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("reading", total=sum(map(_size, files)))
+        bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        with partial.open("wb") as file, bar:
+            advance = _advancing(bar, sum(map(_size, files)))
             for path in files:
                 tally = Tally()
-                progress.update(task, description=path.name[:40])
+                bar.update(bar.task_ids[0], description=path.name[:40])
                 states = ingest(
                     path,
                     tally,
                     how,
                     fingerprints=fingerprints,
                     trace_ids=trace_ids,
-                    progress=lambda count: progress.advance(task, count),
+                    progress=advance,
                 )
                 file.writelines(write_state(state) for state in states)
                 tallies.append((path.name, tally))
@@ -146,6 +150,23 @@ def _write(files: list[Path], output: Path, how: Options, console: Console) -> l
         with suppress(OSError):
             partial.unlink()
     return tallies
+
+
+def _advancing(bar: Progress, total: int) -> Callable[[int], None]:
+    """Takes bytes that were read of `total`, onto the bar; where it is disabled, its figures into lines."""
+    task, lines = bar.add_task("reading", total=total), ProgressLines()
+
+    def line() -> str:
+        at = bar.tasks[0]
+        left = "" if at.time_remaining is None else f", about {clock(at.time_remaining)} left"
+        return f"reading {at.description}: {at.completed / _MIB:,.0f} of {total / _MIB:,.0f} MiB{left}"
+
+    def advance(count: int) -> None:
+        bar.advance(task, count)
+        if bar.disable:
+            lines.tell(line)
+
+    return advance
 
 
 def report(tallies: list[tuple[str, Tally]]) -> list[Table]:

@@ -23,7 +23,9 @@ from composer_prime.config import Config
 from composer_prime.config.load import resolve
 from composer_prime.console import INTERRUPTED, fail
 from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.progress_lines import ProgressLines
 from composer_prime.traces import read_states
+from composer_prime.wording import clock
 from orchestrator.teachers.opened import opened
 from orchestrator.teachers.records import votes_beside
 from orchestrator.teachers.replay import Progress, Replay
@@ -89,8 +91,9 @@ async def replay(arguments: Arguments) -> Progress:
     """Raises ConfigError when the states cannot be read, or none of them can be judged."""
     pairs, total = arguments.pairs, count_states(arguments.states)
     costs = pairs.with_name(f"{pairs.stem}.costs.jsonl")
+    console = Console(stderr=True)
     async with opened(arguments.config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as run:
-        with Bar(*_COLUMNS, console=Console(stderr=True), transient=True) as bar:
+        with Bar(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as bar:
             showing = asyncio.create_task(_show(bar, run.progress, total))
             try:
                 with _interruptible(run):
@@ -126,10 +129,19 @@ def _interruptible(run: Replay) -> Iterator[None]:
 
 
 async def _show(bar: Bar, progress: Progress, total: int) -> None:
-    task = bar.add_task("replaying", total=total, found="")
+    """The bar; where it is disabled, its figures as lines."""
+    task, lines = bar.add_task("replaying", total=total, found=""), ProgressLines()
+
+    def line() -> str:
+        left_s = bar.tasks[0].time_remaining
+        left = "" if left_s is None else f", about {clock(left_s)} left"
+        return f"replaying: {done:,} of {total:,} states, {found}{left}"
+
     while True:
-        found = f"{progress.pairs} pairs, ${progress.usd:.4f}"
-        bar.update(task, completed=progress.states + progress.resumed, found=found)
+        done, found = progress.states + progress.resumed, f"{progress.pairs} pairs, ${progress.usd:.4f}"
+        bar.update(task, completed=done, found=found)
+        if bar.disable:
+            lines.tell(line)
         await asyncio.sleep(_SHOW_S)
 
 

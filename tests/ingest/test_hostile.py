@@ -125,8 +125,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     lines(tmp_path / "b.jsonl", {"messages": MESSAGES})
     output = tmp_path / "out" / "states.jsonl"
     assert main([str(tmp_path), "-o", str(output)]) == 0
-    shown = capsys.readouterr().out
-    assert "claude_code/2" in shown and "4 states in" in shown
+    shown = capsys.readouterr()
+    assert "claude_code/2" in shown.out and "4 states in" in shown.out
+    assert "] reading a.jsonl: 0 of 0 MiB" in shown.err  # no terminal: lines instead of a bar
     assert [state.state_id for state in read_states(output)] == ["s1/0000", "s1/0001", "b:0/0000", "b:0/0001"]
     with pytest.raises(SystemExit):
         main([str(tmp_path), "-o", str(output)])

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from composer_prime.config import Config
 from composer_prime.monitor.progress import Progress
+from composer_prime.wording import clock
 from trainer.step_text import channels_text, round_text, step_line
-from trainer.view import PlainView, clock, eval_text, panel_rows
+from trainer.view import PlainView, eval_text, panel_rows
 
 CONFIG = {
     "run": {"name": "one", "max_steps": 4},

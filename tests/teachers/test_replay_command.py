@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from loopback import Endpoint, run_config, serving, state
 
+from composer_prime import progress_lines
 from composer_prime.config import Config
 from composer_prime.costs import read_costs
 from composer_prime.preflight import check
@@ -100,6 +101,24 @@ def test_an_interruption_pays_nothing_twice(tmp_path: Path) -> None:
     settled = [line for line in read_costs(tmp_path / "p.costs.jsonl") if line["kind"] == "settled"]
     assert len(settled) == 6 and {line["status"] for line in settled} == {"ok"}
     assert len(list(read_pairs(pairs))) == 3
+
+
+# Where nobody watches a bar (a log file), progress is told in lines: the first at once, then one each EVERY_S.
+def test_progress_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
+    states.write_bytes(b"".join(write_state(state(number)) for number in range(3)))
+    monkeypatch.setattr(progress_lines, "EVERY_S", 0.1)
+
+    async def run() -> None:
+        async with serving(Endpoint(answers=overrule, delay_s=0.5)) as endpoint:
+            config = run_config(tmp_path, endpoint.url, concurrent_states=1)
+            await replay(Arguments(states=states, pairs=pairs, config=config))
+
+    asyncio.run(run())
+    told = [line.split("] ")[1] for line in capsys.readouterr().err.splitlines() if "] replaying: " in line]
+    assert told[0] == "replaying: 0 of 3 states, 0 pairs, $0.0000"
+    assert any(line.startswith("replaying: 2 of 3 states, 2 pairs, $0.4400") for line in told)
+    assert len(told) > 3
 
 
 # Teachers that give no vote: the summary says why, and the command does not call that a success.
