@@ -36,6 +36,9 @@ _FAILED_LIMIT = 5
 """Failures in a row after which the endpoint is left alone."""
 _TIMED_OUT = 408
 _MAX_REPLY_BYTES = 1 << 20
+_KEPT = 2
+"""Raised when something else of a reply is kept than before: answers in older cache files are then asked for again.
+2: without the model's thinking."""
 _BYTES_PER_TOKEN = 2
 """Prompts are reserved for as if each token had only so many bytes; hardly any text has fewer."""
 
@@ -242,7 +245,7 @@ class ChatEndpoint:
 
     def _cache_key(self, messages: Messages, variant: str) -> str:
         config = self._config
-        what = [config.model, config.temperature, config.max_tokens, variant, messages]
+        what = [_KEPT, config.model, config.temperature, config.max_tokens, variant, messages]
         return hashlib.blake2b(msgspec.json.encode(what), digest_size=16).hexdigest()
 
 

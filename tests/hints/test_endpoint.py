@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 
+import msgspec
 import pytest
 from endpoint_peer import chat_peer
 
@@ -42,6 +44,22 @@ def test_one_question_is_asked_once(tmp_path):
             assert await second.ask(ASK) == "use add"
             assert len(peer.bodies) == 2 and second.cost_usd == pytest.approx(0.4)
             await second.close()
+
+    asyncio.run(run())
+
+
+def test_answers_that_an_older_release_kept_are_asked_for_again(tmp_path):
+    # Its cache may hold thinking as the hint's text. What it spent still counts.
+    async def run():
+        async with chat_peer() as peer:
+            config, cache = peer.config(**PRICES), tmp_path / "llm.jsonl"
+            what = [config.model, config.temperature, config.max_tokens, "", ASK]
+            key = hashlib.blake2b(msgspec.json.encode(what), digest_size=16).hexdigest()
+            cache.write_bytes(msgspec.json.encode(PaidCall(key, "<think>hm", 0.3)) + b"\n")
+            endpoint = ChatEndpoint(config, name="orchestrator.hints.llm", cache=cache)
+            assert await endpoint.ask(ASK) == "use add"
+            assert len(peer.bodies) == 1 and endpoint.cost_usd == pytest.approx(0.5)
+            await endpoint.close()
 
     asyncio.run(run())
 
