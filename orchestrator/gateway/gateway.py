@@ -30,6 +30,7 @@ from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.chunks import ChunkServer
 from orchestrator.gateway.generation import POLICY, Generator, ModelLimits
 from orchestrator.gateway.http import HttpServer
+from orchestrator.gateway.joining import how_to_join
 from orchestrator.gateway.link import NodeLink
 from orchestrator.gateway.nodes import Node
 from orchestrator.gateway.overdue import Overdue
@@ -91,7 +92,7 @@ class Gateway:
             self._send,
             vocab_size=limits.vocab_size,
             suspend_s=config.inference.lost_after_s,
-            where_to_connect=self._link.endpoint,
+            how_to_join=how_to_join(self._link.endpoint, config.model.path, self._keys.folder / "node.token"),
         )
         self._overdue = Overdue(
             self._router,

@@ -44,16 +44,16 @@ class Router:
         *,
         vocab_size: int,
         suspend_s: float,
-        where_to_connect: str = "",
+        how_to_join: str = "start one with `inference join`",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`send` is False when the node cannot be reached any more."""
+        """`send` is False when the node cannot be reached any more; `how_to_join` ends messages that miss a node."""
         self.nodes = Nodes(self._on_gone, clock)
         self.counters = Counters()
         self.oldest_version = 0
         """Nodes with older weights get no request: they are catching up."""
         self.newest_version = 0
-        self.where_to_connect = where_to_connect
+        self._how_to_join = how_to_join
         self._send = send
         self._vocab_size = vocab_size
         self._suspend_s = suspend_s
@@ -298,10 +298,7 @@ class Router:
         reasons = [f"{node.node_id} {node.cannot_serve(now, oldest, newest)}" for node in self.nodes]
         if reasons:
             return "; ".join(reasons[:8])
-        return (
-            f"none has connected to {self.where_to_connect or 'the gateway'}: start one with `inference join`, "
-            "or set inference.nodes to at least 1"
-        )
+        return f"none has connected: {self._how_to_join}, or set inference.nodes to at least 1"
 
     def snapshot(self) -> dict[str, Any]:
         """Plain state for /metrics: counters, queue, and who waits for what."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -32,6 +34,7 @@ from composer_prime.wire.node import (
 )
 from composer_prime.wire.sockets import dealer
 from orchestrator.gateway import Gateway
+from orchestrator.gateway.joining import how_to_join
 
 
 def signed_manifest(keys: RunKeys, version: int, chunks=(), run_id: str = "run-1") -> bytes:
@@ -167,17 +170,28 @@ async def test_full_nodes_make_requests_wait_in_order(open_gateway, node_keys):
 
 
 async def test_without_a_node_requests_end_with_a_message_that_says_what_was_waited_for(open_gateway):
-    """The deadline's message names the address, how to start a node, and fails the run."""
+    """The deadline's message has the command that starts a node, and fails the run."""
     async with open_gateway(orchestrator={"no_node_timeout_s": 0.4}) as gateway:
         watch = asyncio.create_task(gateway.watch())
         status, reply = await post(gateway.http_url, generate_body(5))
         assert status == 503
-        for part in (gateway.node_endpoint, "inference join", "0.4", "since"):
+        command = f"inference join {gateway.node_endpoint} --model "
+        for part in (command, "keys/node.token", "0.4", "since"):
             assert part in reply["error"]["message"]
         with pytest.raises(DeadlineError, match="inference join"):
             await watch
         with pytest.raises(DeadlineError, match="none has connected"):
             await gateway.wait_for_node(0.05)
+
+
+def test_the_command_that_joins_can_be_typed_as_it_stands():
+    """An address that others can use, words quoted for a shell, and what else a public interface needs."""
+    local = how_to_join("tcp://127.0.0.1:5500", "tiny", Path("outputs/a1/keys/node.token"))
+    assert "on this machine" in local and "orchestrator.node_address" in local
+    assert "`inference join tcp://127.0.0.1:5500 --model tiny --token-file outputs/a1/keys/node.token`" in local
+    public = how_to_join("tcp://0.0.0.0:5500", "/my models/8b", Path("node.token"))
+    assert f"tcp://{socket.gethostname()}:5500 --model '/my models/8b'" in public and "copy of that file" in public
+    assert "'tcp://[fd00::1]:5500' " in how_to_join("tcp://[fd00::1]:5500", "tiny", Path("node.token"))
 
 
 async def test_health_tells_whether_a_node_serves(open_gateway, node_keys):
