@@ -22,6 +22,8 @@ class Forecast:
     """USD of a whole replay."""
 
     states: int
+    state_usd: float
+    """Two votes on one state, answers of a quarter of max_tokens."""
     low_usd: float
     """Two votes on each state, answers of a quarter of max_tokens."""
     high_usd: float
@@ -47,7 +49,9 @@ def forecast(config: Config, states_file: Path | None = None) -> Forecast | None
     low = sum(_vote(each, prompt, ANSWER_SHARE * teachers.max_tokens) for each in asked[:2])
     high = sum(_vote(each, prompt, teachers.max_tokens) for each in asked[: teachers.voters])
     cap = teachers.budget.usd_per_run
-    return Forecast(states=states, low_usd=min(states * low, cap), high_usd=min(states * high, cap))
+    return Forecast(
+        states=states, state_usd=low, low_usd=min(states * low, cap), high_usd=min(states * high, cap)
+    )
 
 
 def _vote(teacher: TeacherConfig, prompt_tokens: float, answer_tokens: float) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from composer_prime.config import Config
-from composer_prime.cost_forecast import forecast
+from composer_prime.config.teachers import VoiConfig
+from composer_prime.cost_forecast import Forecast, forecast
 from composer_prime.costs import spent
 from composer_prime.errors import ConfigError
 from composer_prime.footprint import ModelShape, Need, disk_bytes, node_need, orchestrator_need, rank_need
@@ -183,8 +184,23 @@ def _teachers(config: Config, found: Findings) -> Rows:
         return rows
     cost = "nothing: all are local" if free else expected.text() if expected else "grows with the rollouts"
     rows.append(("", f"cost forecast: {cost}; never more than ${teachers.budget.usd_per_run:g}"))
+    if expected:
+        _votes_worth_it(teachers.voi, expected, found)
     paid = spent(config.run.directory / "costs.jsonl")
     return [*rows, ("", f"spent so far: ${paid.usd:,.4f} in {paid.calls:,} calls")] if paid.calls else rows
+
+
+def _votes_worth_it(voi: VoiConfig, expected: Forecast, found: Findings) -> None:
+    """A note where the value of information would leave out nearly every state."""
+    if not voi.enabled or voi.pair_value_usd is None:
+        return
+    if voi.prior_disagreement * voi.pair_value_usd < expected.state_usd:
+        found.notes.append(
+            f"teachers.voi.pair_value_usd is {voi.pair_value_usd:g}, and a state is expected to give a pair with "
+            f"probability {voi.prior_disagreement:g} (prior_disagreement): two votes, about ${expected.state_usd:.4f}, "
+            f"are not worth it, so that only the share explore = {voi.explore:g} of the states is voted on; raise it, "
+            "or leave it out"
+        )
 
 
 def _memory(config: Config, shape: ModelShape, machine: Machine, found: Findings) -> Rows:

@@ -113,8 +113,9 @@ class VoiConfig(BaseConfig):
 
     enabled: bool = False
     """Leave out votes that are not worth it; without it every state is voted on."""
-    pair_value_usd: float = Field(default=0.02, gt=0)
-    """What a preference pair is worth: several times the price of a state's votes, or hardly any is asked for."""
+    pair_value_usd: float | None = Field(default=None, gt=0)
+    """What a preference pair is worth. None takes six times what a state's votes are expected to cost, on the mean of
+    the states so far, so that it goes with the teachers' prices."""
     prior_disagreement: float = Field(default=0.3, gt=0, lt=1)
     """How often the votes on a state are expected to disagree and so give a pair, before any has been seen."""
     prior_weight: float = Field(default=4.0, gt=0)

@@ -80,8 +80,11 @@ class TeacherPool:
 
     def price_usd(self, teacher: Teacher, state: TraceState) -> float:
         """What this teacher's vote will cost now, about; nothing when its answer is in the cache."""
-        question = self.question(teacher, state)
-        return 0.0 if teacher.knows(question) else teacher.expected_usd(question)
+        return 0.0 if teacher.knows(self.question(teacher, state)) else self.expected_usd(teacher, state)
+
+    def expected_usd(self, teacher: Teacher, state: TraceState) -> float:
+        """What this teacher's vote will cost, about, were it not in the cache."""
+        return teacher.expected_usd(self.question(teacher, state))
 
     async def close(self) -> None:
         for teacher in self.teachers:

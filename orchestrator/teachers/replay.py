@@ -259,6 +259,8 @@ class Replay:
 
     async def _sequence(self, ballot: _Ballot, voters: list[Teacher]) -> None:
         """One vote after another, while the majority is open and the next ones are worth their price."""
+        if self.config.voi.enabled:
+            self._voi.expect(sum(self._pool.expected_usd(each, ballot.state) for each in voters[: ballot.planned]))
         for index, teacher in enumerate(voters):
             if settled(ballot.cast, ballot.planned):
                 return

@@ -246,9 +246,11 @@ def test_the_base_chooses_the_text(tmp_path: Path) -> None:
     assert pair.teachers["chosen_by"] == "likeliest"
 
 
-# Value of information: where the cheap teacher agrees with the student, the dear ones are not asked.
-def test_votes_that_are_not_worth_their_price(tmp_path: Path) -> None:
-    voi = {"enabled": True, "pair_value_usd": 1.0, "prior_disagreement": 0.5, "prior_weight": 2.0, "explore": 0.0}
+# Value of information: where the cheap teacher agrees with the student, the dear ones are not asked. Without a value
+# of its own a pair is worth a multiple of the votes, so that states are voted on at any price (here $1 a 1,000 tokens).
+@pytest.mark.parametrize("value_usd", [1.0, None])
+def test_votes_that_are_not_worth_their_price(tmp_path: Path, value_usd: float | None) -> None:
+    voi = {"enabled": True, "pair_value_usd": value_usd, "prior_disagreement": 0.5, "prior_weight": 2.0, "explore": 0.0}
     states = [state(number, error="boom" if number % 2 else None) for number in range(40)]
 
     def agree(model: str, messages: list[dict]) -> tuple[str, dict]:
