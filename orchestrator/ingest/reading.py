@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 CHUNK_BYTES = 1 << 20
+MAX_DEPTH = 100
+"""Levels of a JSON value; what walks over one may take a few frames of Python's stack a level."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,14 @@ def document(path: Path, limits: Limits) -> Any:
 
 
 def parse(raw: bytes, torn: bool = False) -> Any:
-    """`raw` as a JSON value, or `Bad`; `torn` marks a last line without its end."""
+    """`raw` as a JSON value of at most MAX_DEPTH levels, or `Bad`; `torn` marks a last line without its end."""
+    value = _decoded(raw, torn)
+    # A deeper value has more brackets than that, and most records have not: counting them costs next to nothing.
+    may_be_deep = raw.count(b"[") + raw.count(b"{") > MAX_DEPTH
+    return Bad("nested too deeply") if may_be_deep and _is_deep(value) else value
+
+
+def _decoded(raw: bytes, torn: bool) -> Any:
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -76,6 +85,15 @@ def parse(raw: bytes, torn: bool = False) -> Any:
         return Bad("nested too deeply")
     except ValueError:
         return Bad("truncated last line" if torn else "not JSON")
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether there are more than MAX_DEPTH levels of lists and objects."""
+    level = [value] if isinstance(value, list | dict) else []
+    for _ in range(MAX_DEPTH):
+        inner = (node for outer in level for node in (outer.values() if isinstance(outer, dict) else outer))
+        level = [node for node in inner if isinstance(node, list | dict)]
+    return bool(level)
 
 
 def _rest_of_line(file: Any) -> int:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ingest_traces import MESSAGES, SESSION, answer, lines, prompt, taken, text
+from ingest_traces import MESSAGES, SESSION, TOOLS, answer, lines, prompt, taken, text
 
 from composer_prime.traces import read_states
 from orchestrator.ingest.command import main
@@ -84,6 +84,21 @@ def test_duplicates_strays_and_emptiness(tmp_path: Path) -> None:
     assert taken(tmp_path / "b.traj")[1].skipped == {"not JSON": 1}
     (tmp_path / "deep.json").write_bytes(b"[" * 100_000)
     assert taken(tmp_path / "deep.json")[1].seen == 1
+
+
+# One record nested deeper than any real one costs itself, in whatever place and however deep; the next one is read.
+@pytest.mark.parametrize("depth", [101, 480, 900, 5_000])
+@pytest.mark.parametrize("place", ["content", "arguments", "tools"])
+def test_nested_too_deeply(tmp_path: Path, place: str, depth: int) -> None:
+    record = json.dumps({"messages": MESSAGES, "tools": TOOLS})
+    last = {"content": '"It sets x."', "arguments": r'"{\"path\": \"a.py\"}"', "tools": json.dumps(TOOLS)}[place]
+    assert last in record
+    states, tally = taken(lines(tmp_path / "m.jsonl", nested(record, last, depth), nested(record, last, 90)))
+    assert states and tally.taken == 1 and tally.skipped == {"nested too deeply": 1}
+
+
+def nested(record: str, old: str, depth: int) -> bytes:
+    return record.replace(old, "[" * depth + "]" * depth).encode()
 
 
 # A context that outgrows the limit gives no states until it starts anew.
