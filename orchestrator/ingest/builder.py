@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,12 +25,12 @@ from orchestrator.ingest.observed_tools import ObservedTools
 from orchestrator.ingest.reading import Limits
 from orchestrator.ingest.recent import Recent
 from orchestrator.ingest.tally import Tally
+from orchestrator.ingest.thinking import split_thinking
 
 NO_RESULT = "[no result was recorded]"
 ERROR_CHARS = 500
 MAX_MARKS = 50_000
 """Records of one trace whose place is remembered, for branches."""
-_THINK = re.compile(r"<think(?:ing)?>(.*?)</think(?:ing)?>\s*", re.DOTALL)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -288,13 +287,6 @@ class TraceBuilder:
             return
         del self.messages[length:], self._marks[length:], self._prefixes[length:]
         self._chars = sum(map(_size, self.messages))
-
-
-def split_thinking(text: str) -> tuple[str, str]:
-    """(what others see, what was thought) of a text with <think> blocks."""
-    if "<think" not in text:
-        return text, ""
-    return _THINK.sub("", text), "\n\n".join(part.strip() for part in _THINK.findall(text))
 
 
 def _paired(kept: list[tuple[Message, set[str]]]) -> list[tuple[Message, set[str]]]:

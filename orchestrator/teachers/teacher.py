@@ -28,7 +28,7 @@ from composer_prime.cost_forecast import ANSWER_SHARE, BYTES_PER_TOKEN
 from composer_prime.errors import CapError, TeacherError
 from composer_prime.prices import Price
 from composer_prime.traces import Message
-from orchestrator.ingest.builder import split_thinking
+from orchestrator.ingest.thinking import split_thinking
 from orchestrator.teachers.budget import Budget, Reservation
 from orchestrator.teachers.cache import Answer, AnswerCache, Question
 from orchestrator.teachers.local import weights_mark

@@ -1,0 +1,50 @@
+"""Thinking is told apart from what others see."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.ingest.thinking import split_thinking
+
+
+# Blocks, blocks whose first tag stands in the prompt, answers that were cut, and tags that are only spoken of.
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no tag, I think", ("no tag, I think", "")),
+        ("<think>a</think>\n\nb", ("b", "a")),
+        ("x <thinking>a</thinking> y <think>b</think>z", ("x y z", "a\n\nb")),
+        ("reasoning</think>answer", ("answer", "reasoning")),
+        ("The user wants...\n</think>\n\nDone.", ("Done.", "The user wants...")),
+        ("<think><think>a</think>b", ("b", "<think>a")),
+        ("<think>a</think>b</think>c", ("b</think>c", "a")),
+        ("<think>cut short", ("", "cut short")),
+        ("<think>a</think>b <think>c", ("b <think>c", "a")),
+        ("Strip `</think>` and '<think>' first.", ("Strip `</think>` and '<think>' first.", "")),
+        ("so: `ls`</think>`ls -l`", ("`ls -l`", "so: `ls`")),
+    ],
+)
+def test_thinking_is_split_off(text: str, expected: tuple[str, str]) -> None:
+    assert split_thinking(text) == expected
+
+
+# Nothing that was said or thought is lost, and nothing comes twice.
+@given(st.lists(st.sampled_from(["<think>", "</think>", "</thinking>\n", "a", "`", " "]), max_size=12).map("".join))
+def test_every_letter_is_kept(text: str) -> None:
+    seen, thought = split_thinking(text)
+    assert (thought + seen).count("a") == text.count("a")
+
+
+# Repeated tags take linear time: four times the text at most ten times as long.
+@pytest.mark.parametrize("unit", ["<think>", "</think>", "<think></think>", "</think> ", "`<think>`", "<think>\n"])
+def test_repeated_tags_take_linear_time(unit: str) -> None:
+    def seconds(times: int) -> float:
+        start = time.process_time()
+        split_thinking(unit * times + "x")
+        return time.process_time() - start
+
+    assert seconds(20_000) < max(10 * seconds(5_000), 0.2)
