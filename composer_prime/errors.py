@@ -5,7 +5,8 @@
     │   ├── ModelNotFoundError                 a model folder that is missing or incomplete
     │   ├── EnvironmentNotInstalledError       a task set or harness id that cannot be imported
     │   ├── EmptyTaskSetError                  a source without tasks
-    │   └── PortInUseError (also OSError)      an address that another process holds
+    │   ├── PortInUseError (also OSError)      an address that another process holds
+    │   └── UnwritableError (also OSError)     a file that cannot be opened for writing
     ├── WireError (ValueError)                 bytes or a message that do not belong here
     │   ├── ChecksumError                      the content is not what its header says
     │   └── RunMismatchError                   another run, step, policy version or layout
@@ -57,6 +58,10 @@ class EmptyTaskSetError(ConfigError):
 
 class PortInUseError(ConfigError, OSError):
     """Another process holds the address that this role was told to bind."""
+
+
+class UnwritableError(ConfigError, OSError):
+    """A file that has to be written cannot be opened for it. Of use to a person who can name another."""
 
 
 class WireError(ComposerError, ValueError):

@@ -48,11 +48,14 @@ def pair_lines(trained: list[Line], lines: list[Line]) -> list[str]:
 
 def _replay(lines: list[Line]) -> list[str]:
     """What a replay beside the training came to."""
+    newest = next((line for line in reversed(lines) if "replay/states" in line or "replay/failed" in line), {})
+    failed = bool(newest.get("replay/failed"))
     last = next((line for line in reversed(lines) if "replay/states" in line), None)
     if last is None:
-        return []
+        return ["  replay       failed: logs/orchestrator.log says why"] if failed else []
     figures = {name: number(last, name) or 0.0 for name in last if name.startswith(("replay/", "gate/"))}
-    stopped = "; stopped early, logs/orchestrator.log says why" if figures.get("replay/stopped") else ""
+    early = failed or figures.get("replay/stopped")
+    stopped = f"; {'failed' if failed else 'stopped early'}, logs/orchestrator.log says why" if early else ""
     text = [
         f"  replay       {figures['replay/pairs']:,.0f} pairs of {figures['replay/states']:,.0f} states; "
         f"{figures['replay/calls']:,.0f} calls, {figures['replay/cached']:,.0f} answers from the cache{stopped}"

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from composer_prime.config import Config
-from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.errors import ComposerError, ConfigError, UnwritableError
 from composer_prime.monitor.jsonl import MetricsFile
 from composer_prime.monitor.rollouts import rollout_files
 from composer_prime.run_dir import RunDir
@@ -59,7 +59,7 @@ class OnlineReplay:
     async def run(self) -> None:
         """Until the states end or it is cancelled. Raises ConfigError: no key, no price, no such file.
 
-        Any other error ends the replay and not the run.
+        Any other error ends the replay and not the run, also a pairs.jsonl that cannot be written.
         """
         pairs, costs = self._run_dir.root / "pairs.jsonl", self._run_dir.root / "costs.jsonl"
         try:
@@ -78,9 +78,9 @@ class OnlineReplay:
                     self._log(replay)
                 if _stopped(replay):
                     logger.error("replay stopped, training goes on: %s", replay.progress.stopped)
-        except ConfigError:
-            raise
         except (ComposerError, OSError) as error:
+            if isinstance(error, ConfigError) and not isinstance(error, UnwritableError):
+                raise
             logger.error("replay failed, training goes on: %s", error)
             self._metrics.log(self._step(), {"replay/failed": 1.0})
 

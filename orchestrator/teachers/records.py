@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from composer_prime.errors import ConfigError
+from composer_prime.errors import ConfigError, UnwritableError
 from composer_prime.pairs import Pair
 
 T = TypeVar("T")
@@ -83,13 +83,15 @@ def only_writer(pairs: Path) -> Iterator[None]:
     """Hold the pairs file, and with it the votes and costs beside it, for one replay; the kernel frees it at exit.
 
     Two at once would each count only its own money against the caps. Raises ConfigError when another replay holds it,
-    or the file cannot be opened for writing.
+    UnwritableError when the file cannot be opened for writing.
     """
     try:
         pairs.parent.mkdir(parents=True, exist_ok=True)
         file = pairs.open("ab")
     except OSError as error:
-        raise ConfigError(f"pairs cannot be written to {pairs} ({error.strerror}): name another file") from None
+        raise UnwritableError(
+            f"pairs cannot be written to {pairs} ({error.strerror}): make it writable, or name another file"
+        ) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

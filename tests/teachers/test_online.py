@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from loopback import Endpoint, run_config, serving, state
 
+from composer_prime.cli import report_channels
 from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.cost_forecast import forecast
 from composer_prime.costs import read_costs
@@ -98,6 +99,27 @@ def test_a_cap_ends_the_replay_only(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert json.loads(run_dir.metrics.read_text().splitlines()[-1])["replay/stopped"] == 1
+
+
+# A disk that refuses the pairs ends the replay before a teacher is asked, not the run: what is there is trained on.
+def test_pairs_that_cannot_be_written_end_the_replay_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = RunDir(tmp_path / "x")
+    run_dir.rollouts(1).parent.mkdir(parents=True)
+    run_dir.rollouts(1).write_bytes(rollout(0))
+    (run_dir.root / "pairs.jsonl").symlink_to(tmp_path / "unmounted" / "pairs.jsonl")
+
+    async def run() -> None:
+        async with serving(Endpoint(answers=overrule)) as endpoint:
+            values = run_config(tmp_path, endpoint.url, online=True)
+            online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
+            await asyncio.wait_for(online.run(), 20)
+            assert endpoint.asked == []
+
+    asyncio.run(run())
+    assert "replay failed, training goes on: pairs cannot be written to" in caplog.text
+    lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+    assert lines[-1]["replay/failed"] == 1
+    assert report_channels.pair_lines([], lines) == ["  replay       failed: logs/orchestrator.log says why"]
 
 
 # The end of the run does not wait for ever: a call that is given up counts at its bound, and a resume makes it again.
