@@ -18,7 +18,7 @@ from pydantic_config import ConfigFileError, cli
 
 from composer_prime.config.elements import fold_elements
 from composer_prime.config.overlays import Overlay, command_line, read_overlays
-from composer_prime.config.problems import describe, misspelled_flags, spelled
+from composer_prime.config.problems import describe, spelled, wrong_flags
 from composer_prime.config.root import Config
 from composer_prime.console import fail, program
 from composer_prime.errors import ConfigError
@@ -58,7 +58,7 @@ def resolve(argv: list[str]) -> CommandLine:
     layers = [*overlays, command_line(words)]
     if not any(layer.values for layer in layers):
         raise ConfigError(f"no configuration given; start with `{program()} @ configs/a1.toml` (--help lists the keys)")
-    wrong, words = misspelled_flags(words)
+    wrong, words = wrong_flags(words)
     try:
         config = cli(Config, args=[spelled(word) for word in fold_elements(words, overlays)])
     except ConfigFileError as error:

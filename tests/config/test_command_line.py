@@ -119,6 +119,35 @@ def test_key_in_the_wrong_section_is_found_by_its_name(base):
     assert "did you mean --trainer.optim.lr or --diloco.outer.lr?" in refused("@", base, "--run.lr", "1")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--diloco.codec int4", "a section, not a value; did you mean --diloco.codec.type int4?"),
+        ("--channels.sdpo.teacher=ema", "did you mean --channels.sdpo.teacher.kind ema?"),
+        ("--diloco.codec.int4 1", "did you mean --diloco.codec.type int4?"),
+        ("--diloco.outer 0.7", "set --diloco.outer.KEY, where KEY is one of type, lr, momentum"),
+        ("--diloco.tau 1", "did you mean --diloco.delay?"),
+        ("--diloco.momentum 0.9", "did you mean --diloco.outer.momentum?"),
+        (
+            "--channels.replay_dpo.beta 0.1",
+            "did you mean --channels.replay_dpo.weight or --channels.replay_dpo.temperature?",
+        ),
+        ("--monitor.colour red", "unknown option --monitor.colour; keys of [monitor]: "),
+    ],
+)
+def test_remedies_stay_in_the_section(base, words, said):
+    # One value for a section names the key that takes it; a paper's symbol, or a choice, names the key it belongs to.
+    text = refused("@", base, *words.split(), "--run.nmae", "x")
+    assert said in text and "did you mean --run.name?" in text
+
+
+def test_one_value_for_a_section_of_a_file(base, tmp_path):
+    # The same in a TOML file, in its spelling.
+    wrong = overlay(tmp_path, '[diloco]\ncodec = "int4"\n')
+    text = refused("@", base, "@", wrong)
+    assert f"diloco.codec = 'int4' ({wrong}): a section, not a value; did you mean diloco.codec.type = 'int4'?" in text
+
+
 @pytest.mark.parametrize(("wrong", "meant"), [("gpso", "gspo"), ("dr-grpo", "dr_grpo"), ("nothing_like_it", None)])
 def test_a_misspelled_choice_gets_a_suggestion(base, wrong, meant):
     # The nearest of the choices, where there is a near one.
