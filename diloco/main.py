@@ -55,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
         help="the rendezvous of a joint run",
         description="The rendezvous of a joint run: relays deltas, closes rounds, finds a source for who joins. Its "
         "state is in memory: it may be restarted at any time.",
+        epilog="The log says which peer came or left, and with whom each round closed. With RUST_LOG=info in the "
+        "environment torchft's lighthouse adds lines of its own.",
     )
     lighthouse.add_argument("--run", required=True, dest="run_name", help="diloco.run of the peers")
     lighthouse.add_argument("--key-file", required=True, type=Path, help="made by `diloco keygen`")

@@ -15,6 +15,7 @@ is a vote among one cluster's ranks only, and its healing unpickles what it is s
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -42,6 +43,8 @@ class Lighthouse:
 
     def __init__(self, min_peers: int) -> None:
         """Raises ConfigError when torchft is not installed."""
+        # Several lines a round otherwise; its logger reads this once, when it is imported.
+        os.environ.setdefault("RUST_LOG", "warn")
         try:
             from torchft.coordination import LighthouseClient, LighthouseServer
         except ImportError:
