@@ -7,6 +7,7 @@ guard. The rendezvous refuses a peer that differs. sync_every, delay, mixing, co
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -128,17 +129,25 @@ class DilocoConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _fragments_divide_the_period(self) -> DilocoConfig:
-        period, parts = self.sync_every, self.fragments
-        if period % parts:
-            lower = max((count for count in range(1, parts) if period % count == 0), default=1)
-            raise ValueError(
-                f"diloco.sync_every is {period} and diloco.fragments is {parts}: fragments take turns at equal "
-                f"distances, so fragments must divide sync_every; use fragments = {lower} or sync_every = "
-                f"{(period // parts + 1) * parts}"
-            )
-        if self.delay >= period // parts:
-            raise ValueError(
-                f"diloco.delay is {self.delay}, but a fragment is due every sync_every / fragments = "
-                f"{period // parts} steps and only one may be under way: use delay <= {period // parts - 1}"
-            )
+        wrong = wrong_schedule(self.sync_every, self.fragments, self.delay, "diloco.{}".format)
+        if wrong is not None:
+            raise ValueError(wrong)
         return self
+
+
+def wrong_schedule(period: int, parts: int, delay: int, key: Callable[[str], str]) -> str | None:
+    """What is wrong with H, P and tau, and the remedy; None when they go together. `key` spells a setting's name."""
+    if period % parts:
+        lower = max((count for count in range(1, parts) if period % count == 0), default=1)
+        return (
+            f"{key('sync_every')} is {period} and {key('fragments')} is {parts}: fragments take turns at equal "
+            f"distances, so their number must divide the period; set {key('fragments')} to {lower} or "
+            f"{key('sync_every')} to {(period // parts + 1) * parts}"
+        )
+    if delay >= period // parts:
+        return (
+            f"{key('delay')} is {delay}, but a fragment is due every {key('sync_every')} / {key('fragments')} = "
+            f"{period // parts} steps and only one may be under way: set {key('delay')} to at most "
+            f"{period // parts - 1}"
+        )
+    return None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from composer_prime.config.diloco import CodecConfig
+from composer_prime.config.diloco import CodecConfig, wrong_schedule
 from composer_prime.errors import ConfigError
 from diloco.simulate.fleet import Fleet
 from diloco.simulate.plot import svg
@@ -26,21 +26,25 @@ def parser(add: argparse._SubParsersAction) -> None:
     )
     words.add_argument("--parameters", type=float, default=1e9, help="trained parameters (default 1e9)")
     words.add_argument("--layers", type=int, default=24, help="transformer blocks (default 24)")
-    words.add_argument("--step-s", type=float, default=0.1, help="compute time of an inner step, seconds")
-    words.add_argument("--sync-every", type=int, default=100, help="H (default 100)")
-    words.add_argument("--fragments", type=int, default=8, help="P (default 8)")
-    words.add_argument("--delay", type=float, default=1.0, help="tau, inner steps (default 1)")
-    words.add_argument("--codec", choices=sorted(ENCODE_NS), default="int4")
+    words.add_argument("--step-s", type=float, default=0.1, help="compute time of an inner step, seconds (default 0.1)")
+    words.add_argument("--sync-every", type=int, default=96, help="H, diloco.sync_every (default 96)")
+    words.add_argument("--fragments", type=int, default=8, help="P, diloco.fragments: divides H (default 8)")
+    words.add_argument("--delay", type=int, default=1, help="tau, inner steps: less than H / P (default 1)")
+    words.add_argument("--codec", choices=sorted(ENCODE_NS), default="int4", help="how deltas travel (default int4)")
     words.add_argument(
         "--ranks", type=int, default=1, help="trainer.ranks of a peer: they share codec work (default 1)"
     )  # fmt: skip
-    words.add_argument("--peers", type=int, nargs="+", default=[2, 8, 64, 512])
+    words.add_argument(
+        "--peers", type=int, nargs="+", default=[2, 8, 64, 512], help="numbers of clusters (default 2 8 64 512)"
+    )  # fmt: skip
     words.add_argument("--gbit", type=float, default=1.0, help="each peer's link, Gbit/s (default 1)")
     words.add_argument("--latency-ms", type=float, default=100.0, help="one way (default 100)")
     words.add_argument("--relay-gbit", type=float, default=None, help="the rendezvous' link (default: as a peer's)")
-    words.add_argument("--slowest", type=float, default=1.0, help="slowest peer's step time over the fastest's")
-    words.add_argument("--deadline-s", type=float, default=120.0, help="diloco.round_deadline_s")
-    words.add_argument("--mtbf-h", type=float, default=None, help="hours between failures of one peer")
+    words.add_argument(
+        "--slowest", type=float, default=1.0, help="slowest peer's step time over the fastest's (default 1)"
+    )  # fmt: skip
+    words.add_argument("--deadline-s", type=float, default=120.0, help="diloco.round_deadline_s (default 120)")
+    words.add_argument("--mtbf-h", type=float, default=None, help="hours between a peer's failures (default: none)")
     words.add_argument("--plot", type=Path, default=None, help="write utilisation against bandwidth as SVG")
     words.set_defaults(run=run)
 
@@ -92,6 +96,9 @@ def _check(words: argparse.Namespace) -> None:
     for name in ("latency_ms", "delay"):
         if getattr(words, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(words, name):g}; expected 0 or more")
+    wrong = wrong_schedule(words.sync_every, words.fragments, words.delay, lambda key: "--" + key.replace("_", "-"))
+    if wrong is not None:
+        raise ConfigError(wrong)
     if words.slowest < 1:
         raise ConfigError(f"--slowest is {words.slowest}; it is a ratio to the fastest peer, so at least 1")
     if words.fragments > words.layers:

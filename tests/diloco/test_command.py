@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from composer_prime.config.diloco import DilocoConfig
 from diloco.main import main
+from diloco.simulate import command as simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = "codec work"
@@ -24,6 +27,21 @@ def test_keygen(tmp_path, capsys):
     assert main(["keygen", str(tmp_path / "k")]) == 0 and (tmp_path / "k").stat().st_mode & 0o777 == 0o600
     assert main(["keygen", str(tmp_path / "k")]) == 2
     assert "exists and a joint run keeps its key" in capsys.readouterr().err
+
+
+# What simulate assumes where nothing is given is a schedule that a trainer takes, and --help tells every default.
+def test_simulate_defaults(capsys, tmp_path):
+    parser = argparse.ArgumentParser()
+    simulate.parser(parser.add_subparsers())
+    words = parser.parse_args(["simulate"])
+    peer = {"rendezvous": "tcp://127.0.0.1:1", "run": "r", "peer_id": "a", "key_file": tmp_path / "k"}
+    DilocoConfig(sync_every=words.sync_every, fragments=words.fragments, delay=words.delay, **peer)
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    options = " ".join(capsys.readouterr().out.partition("options:")[2].split()).split(" --")[2:]
+    assert len(options) > 12 and [each for each in options if "(default" not in each] == [
+        "plot PLOT write utilisation against bandwidth as SVG"
+    ]
 
 
 # simulate prints what each scheme needs and each way of reducing gives, and draws it.
@@ -48,7 +66,7 @@ def test_simulate(tmp_path, capsys):
     ("words", "dominant"),
     [
         (["--step-s", "60", "--sync-every", "8", "--fragments", "4", "--gbit", "10", "--latency-ms", "1"], "compute"),
-        (["--parameters", "8e9", "--step-s", "10", "--sync-every", "8", "--gbit", "99", "--latency-ms", "0"], WORK),
+        (["--parameters", "8e9", "--step-s", "10", "--sync-every", "16", "--gbit", "99", "--latency-ms", "0"], WORK),
         (["--parameters", "1e12", "--codec", "sparse", "--gbit", "0.001", "--peers", "64", "4096"], "the link"),
     ],
 )
@@ -64,7 +82,7 @@ def test_simulate_fits_and_explains(words, dominant, capsys, monkeypatch):
         assert re.search(r"this run, int4, 2 peers( \S+)* -( -)* \S+ -: $", before)
         assert "codec work dominates." in after.partition("relay")[0]
         main(["simulate", *words, "--ranks", "8"])
-        assert "(71%) are compute" in " ".join(capsys.readouterr().out.split()).rpartition("relay is what")[2]
+        assert "(83%) are compute" in " ".join(capsys.readouterr().out.split()).rpartition("relay is what")[2]
 
 
 # A reader that leaves early sees no traceback, with or without 2>&1, as with every other command.
@@ -84,7 +102,9 @@ def test_a_reader_that_leaves_early(errors):
         (["simulate", "--gbit", "0"], "--gbit is 0.0; expected a value above 0"),
         (["simulate", "--relay-gbit", "-1"], "--relay-gbit is -1.0; expected a value above 0"),
         (["simulate", "--peers", "2", "1"], "--peers is 2 1; a joint run has 2 or more"),
-        (["simulate", "--fragments", "30"], "--fragments is 30, but there are 24 layers"),
+        (["simulate", "--sync-every", "96", "--fragments", "32"], "--fragments is 32, but there are 24 layers"),
+        (["simulate", "--sync-every", "100"], "the period; set --fragments to 5 or --sync-every to 104"),
+        (["simulate", "--delay", "12"], "every --sync-every / --fragments = 12 steps and only one may be under way"),
         (["lighthouse", "--run", "r", "--key-file", "none"], "key file none is missing"),
         (["lighthouse", "--run", "r", "--key-file", "none", "--min-peers", "0"], "--min-peers is 0"),
         (["lighthouse", "--run", "r", "--key-file", "none", "--memory-gb", "0"], "--memory-gb is 0; expected a value"),
@@ -113,6 +133,7 @@ def test_lighthouse_process(key_file):
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+    assert "torchft::" not in process.stderr.read()
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
