@@ -5,6 +5,8 @@ ingest (orchestrator/ingest) -> states.jsonl -> replay (orchestrator/teachers) -
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,40 @@ class TraceState(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
 
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+
+
+class _Said(msgspec.Struct):
+    """What is read of a message; one that lacks it makes the line no state."""
+
+    role: str
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE_BYTES = re.compile(_SURROGATE.pattern.encode())
+
+
+def storable_arguments(written: str) -> str:
+    """A call's arguments, JSON text in which a model may have escaped half a character (`"\\ud83d"`), with "?" for each
+    such half: no file, endpoint or tokenizer takes it."""
+    if not _SURROGATE.search(written):
+        return written
+    try:
+        text = json.dumps(json.loads(written), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return written
+    whole = text.encode("utf-8", "replace").decode()
+    return written if whole == text else whole
+
+
 def write_state(state: TraceState) -> bytes:
     """One line of states.jsonl."""
     return msgspec.json.encode(state) + b"\n"
@@ -74,11 +110,15 @@ def read_states(path: Path, on_bad: Callable[[ConfigError], None] | None = None)
 def _decode(decoder: msgspec.json.Decoder[TraceState], raw: bytes, where: str) -> TraceState:
     try:
         state = decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        msgspec.convert([*state.messages, state.student_action], list[_Said])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{where} is no state ({error}): make the file again with `composer ingest`") from None
     if state.schema_version != SCHEMA_VERSION:
         raise ConfigError(
             f"{where} has schema_version {state.schema_version}, this release reads {SCHEMA_VERSION}: "
             "make the file again with `composer ingest`"
         )
+    if _SURROGATE_BYTES.search(raw):
+        for call in (call for said in (*state.messages, state.student_action) for call in said.get("tool_calls") or []):
+            call["function"]["arguments"] = storable_arguments(call["function"]["arguments"])
     return state

@@ -78,10 +78,11 @@ class OnlineReplay:
                     self._log(replay)
                 if _stopped(replay):
                     logger.error("replay stopped, training goes on: %s", replay.progress.stopped)
-        except (ComposerError, OSError) as error:
+        except Exception as error:
             if isinstance(error, ConfigError) and not isinstance(error, UnwritableError):
                 raise
-            logger.error("replay failed, training goes on: %s", error)
+            expected = isinstance(error, (ComposerError, OSError))
+            logger.error("replay failed, training goes on: %s", error, exc_info=None if expected else error)
             self._metrics.log(self._step(), {"replay/failed": 1.0})
 
     def _no_more_calls(self) -> None:

@@ -13,20 +13,22 @@ for come from the cache, and what the kill switch and the value of information h
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import CapError, TeacherError
 from composer_prime.pairs import Pair, State
 from composer_prime.traces import TraceState
+from orchestrator.teachers.ballot import Ballot, vote_record
 from orchestrator.teachers.budget import Budget
 from orchestrator.teachers.canonical import Canonical, canonical
 from orchestrator.teachers.consensus import (
     Candidate,
-    Cast,
     Vote,
     candidates,
     length_ratio,
@@ -37,11 +39,13 @@ from orchestrator.teachers.consensus import (
 from orchestrator.teachers.edits import Files
 from orchestrator.teachers.kill_switch import KillSwitch
 from orchestrator.teachers.pool import TeacherPool
-from orchestrator.teachers.records import Records, StateRecord, VoteRecord, content_of, digest
+from orchestrator.teachers.records import Records, StateRecord, content_of, digest
 from orchestrator.teachers.running_gate import RunningGate
 from orchestrator.teachers.scoring import Scorer, likeliest
 from orchestrator.teachers.teacher import NotAskedError, Teacher
 from orchestrator.teachers.voi import Situation, ValueOfInformation
+
+logger = logging.getLogger(__name__)
 
 MAX_REASONS = 50
 """Endpoints word their errors as they like: so many are told apart."""
@@ -78,29 +82,6 @@ class Progress:
         return self.usd + self.cached_usd
 
 
-@dataclass(slots=True)
-class _Ballot:
-    """Votes on one state while they come in."""
-
-    state: TraceState
-    student: Canonical
-    planned: int
-    votes: list[Vote] = field(default_factory=list)
-    failed: int = 0
-    """Calls that gave no vote; an answer from the cache that gives none is not one."""
-    cached_usd: float = 0.0
-    """What answers from the cache cost when they were asked for."""
-    cached_s: float = 0.0
-    first_disagreed: bool | None = None
-    stopped_by: str | None = None
-    without_vote: str | None = None
-    """Why the last teacher that gave no vote gave none."""
-
-    @property
-    def cast(self) -> list[Cast]:
-        return [(vote.family, vote.form) for vote in self.votes]
-
-
 class Replay:
     def __init__(
         self,
@@ -128,9 +109,27 @@ class Replay:
     async def run(self, states: Iterable[TraceState] | AsyncIterator[TraceState]) -> Progress:
         """Replay until the states end or something stops it; `progress.stopped` says what.
 
-        Raises OSError when a record cannot be written.
+        Raises OSError when a record cannot be written, and what `states` raise, once the calls in flight have ended.
         """
-        source, running = _each(states), set[asyncio.Task[None]]()
+        running = set[asyncio.Task[None]]()
+        try:
+            await self._take(_each(states), running)
+            while running:
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                running -= _ended(done)
+        except Exception as error:
+            self._budget.close(f"the replay broke off: {error}")  # what is in flight may be charged: it is waited for
+            await asyncio.gather(*running, return_exceptions=True)
+            raise
+        finally:
+            await _cancelled(running)
+            self.progress.usd = self._budget.spent_usd - self._spent_before_usd
+        if self.progress.stopped is not None:
+            self._budget.stopped(self.progress.stopped)
+        return self.progress
+
+    async def _take(self, source: AsyncIterator[TraceState], running: set[asyncio.Task[None]]) -> None:
+        """Begin states, so many at a time, until there is none or something stops the replay."""
         stopping = asyncio.ensure_future(self._stopping.wait())
         upcoming: asyncio.Task[TraceState | None] | None = None
         try:
@@ -144,20 +143,10 @@ class Replay:
                 if upcoming is not None and upcoming.done():
                     state, upcoming = upcoming.result(), None
                     if state is None:
-                        break
+                        return
                     self._begin(state, running)
-            while running:
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                running -= _ended(done)
         finally:
-            left = [task for task in (*running, upcoming, stopping) if task is not None]
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
-            self.progress.usd = self._budget.spent_usd - self._spent_before_usd
-        if self.progress.stopped is not None:
-            self._budget.stopped(self.progress.stopped)
-        return self.progress
+            await _cancelled({stopping} if upcoming is None else {stopping, upcoming})
 
     def stop(self, reason: str) -> None:
         """End soon: no further call is made, those in flight are waited for and their answers kept."""
@@ -194,17 +183,44 @@ class Replay:
             running.add(asyncio.ensure_future(self._one(state)))
 
     async def _one(self, state: TraceState) -> None:
-        """Vote on one state and write down what came of it."""
+        """Vote on one state and write down what came of it. What nobody expected fails this state alone."""
         start = time.monotonic()
-        ballot, outcome, reason = await self._vote(state)
-        if outcome == "run_budget":
-            # Not done: a replay with a larger cap takes it up again, its votes from the cache.
-            self.progress.stopped = self.progress.stopped or reason
-            return
-        pairs, dropped = await self._pairs(ballot) if ballot is not None else ([], Counter[str]())
+        try:
+            ballot, outcome, reason = await self._vote(state)
+            if outcome == "run_budget":
+                # Not done: a replay with a larger cap takes it up again, its votes from the cache.
+                self.progress.stopped = self.progress.stopped or reason
+                return
+            pairs, dropped = await self._pairs(ballot) if ballot is not None else ([], Counter[str]())
+            record = self._record(state, ballot, outcome, reason, pairs, dropped, start)
+        except OSError:  # of the disk, which the other states need too
+            raise
+        except Exception as error:
+            logger.exception("state %s of trace %s failed", state.state_id, state.trace_id)
+            reason = f"{type(error).__name__}: {error}"
+            pairs, record = [], self._record(state, None, "failed", reason, [], Counter(), start)
+            self._say_why(reason)
+        async with self._writing:
+            written = await asyncio.to_thread(self._records.add, record, pairs)
+            if self.gate is not None:
+                self.gate.note(record, written)
+        self._count(record, len(pairs))
+        if self.gate is not None:
+            await self.gate.measure_when_due()
+
+    def _record(
+        self,
+        state: TraceState,
+        ballot: Ballot | None,
+        outcome: str,
+        reason: str | None,
+        pairs: list[Pair],
+        dropped: Counter[str],
+        start: float,
+    ) -> StateRecord:
         called = ballot is not None and (ballot.failed > 0 or any(not vote.cached for vote in ballot.votes))
         usd, seconds = self._budget.take_state(state.state_id), time.monotonic() - start if called else 0.0
-        record = StateRecord(
+        return StateRecord(
             trace=state.trace_id,
             state=state.state_id,
             step=state.step,
@@ -212,7 +228,7 @@ class Replay:
             outcome=outcome,
             reason=reason,
             planned=ballot.planned if ballot else 0,
-            votes=[_record(vote, ballot.student) for vote in ballot.votes] if ballot else [],
+            votes=[vote_record(vote, ballot.student) for vote in ballot.votes] if ballot else [],
             student_form=digest(ballot.student) if ballot else None,
             error=state.error is not None,
             entropy=state.entropy,
@@ -224,15 +240,8 @@ class Replay:
             pairs=[pair.pair_id for pair in pairs],
             dropped=dict(dropped),
         )
-        async with self._writing:
-            written = await asyncio.to_thread(self._records.add, record, pairs)
-            if self.gate is not None:
-                self.gate.note(record, written)
-        self._count(record, len(pairs))
-        if self.gate is not None:
-            await self.gate.measure_when_due()
 
-    async def _vote(self, state: TraceState) -> tuple[_Ballot | None, str, str | None]:
+    async def _vote(self, state: TraceState) -> tuple[Ballot | None, str, str | None]:
         """(votes, outcome, reason)."""
         student = canonical(visible(state.student_action), state.tools, Files(state.messages))
         if student is None:
@@ -241,7 +250,7 @@ class Replay:
             voters = self._pool.voters(state)
         except TeacherError as error:
             return None, "refused", str(error)
-        ballot = _Ballot(state=state, student=student, planned=min(self.config.voters, len(voters)))
+        ballot = Ballot(state=state, student=student, planned=min(self.config.voters, len(voters)))
         try:
             await self._all(ballot, voters) if self.config.voting == "all" else await self._sequence(ballot, voters)
         except CapError as error:
@@ -257,7 +266,7 @@ class Replay:
             return ballot, "failed" if failed else "no_majority", ballot.without_vote if failed else None
         return ballot, "agreed" if form == student else "overruled", None
 
-    async def _sequence(self, ballot: _Ballot, voters: list[Teacher]) -> None:
+    async def _sequence(self, ballot: Ballot, voters: list[Teacher]) -> None:
         """One vote after another, while the majority is open and the next ones are worth their price."""
         if self.config.voi.enabled:
             self._voi.expect(sum(self._pool.expected_usd(each, ballot.state) for each in voters[: ballot.planned]))
@@ -275,7 +284,7 @@ class Replay:
                 return
             await self._ask(ballot, teacher)
 
-    async def _all(self, ballot: _Ballot, voters: list[Teacher]) -> None:
+    async def _all(self, ballot: Ballot, voters: list[Teacher]) -> None:
         """All planned votes at once; where one fails, the next teacher is asked."""
         first = voters[: ballot.planned]
         asked = await asyncio.gather(*(self._ask(ballot, teacher) for teacher in first), return_exceptions=True)
@@ -286,7 +295,7 @@ class Replay:
                 return
             await self._ask(ballot, teacher)
 
-    async def _ask(self, ballot: _Ballot, teacher: Teacher) -> None:
+    async def _ask(self, ballot: Ballot, teacher: Teacher) -> None:
         """Add one vote. An answer that is cut short or empty is none. Raises CapError."""
         state = ballot.state
         try:
@@ -323,13 +332,16 @@ class Replay:
             )
         )
 
-    def _no_vote(self, ballot: _Ballot, reason: str, *, called: bool) -> None:
+    def _no_vote(self, ballot: Ballot, reason: str, *, called: bool) -> None:
         ballot.failed += called
         ballot.without_vote = reason
+        self._say_why(reason)
+
+    def _say_why(self, reason: str) -> None:
         reasons = self.progress.without_vote
         reasons[reason if reason in reasons or len(reasons) < MAX_REASONS else "other reasons"] += 1
 
-    async def _pairs(self, ballot: _Ballot) -> tuple[list[Pair], Counter[str]]:
+    async def _pairs(self, ballot: Ballot) -> tuple[list[Pair], Counter[str]]:
         """The pairs that are kept, and why others are not."""
         kept: list[Pair] = []
         dropped: Counter[str] = Counter()
@@ -346,7 +358,7 @@ class Replay:
                 kept.append(pair)
         return kept, dropped
 
-    async def _pair(self, ballot: _Ballot, candidate: Candidate) -> Pair:
+    async def _pair(self, ballot: Ballot, candidate: Candidate) -> Pair:
         state = ballot.state
         chosen, how = await likeliest(self._scorer, state.messages, state.tools, candidate.chosen)
         votes = {
@@ -389,25 +401,9 @@ class Replay:
         self._switch.note(record.trace, usd, record.seconds if calls else None, calls, record.failed_calls)
 
 
-def _situation(ballot: _Ballot, first_disagreed: bool | None) -> Situation:
+def _situation(ballot: Ballot, first_disagreed: bool | None) -> Situation:
     state = ballot.state
     return Situation(error=state.error is not None, entropy=state.entropy, cheap_disagrees=first_disagreed)
-
-
-def _record(vote: Vote, student: Canonical) -> VoteRecord:
-    return VoteRecord(
-        teacher=vote.teacher,
-        family=vote.family,
-        tier=vote.tier,
-        form=digest(vote.form),
-        agrees=vote.form == student,
-        answer=vote.key,
-        cached=vote.cached,
-        cost_usd=vote.cost_usd,
-        seconds=vote.seconds,
-        price_usd=vote.price_usd,
-        answer_s=vote.answer_s,
-    )
 
 
 def _side(form: Canonical, candidate: Candidate) -> str:
@@ -423,6 +419,13 @@ async def _each(states: Iterable[TraceState] | AsyncIterator[TraceState]) -> Asy
     else:
         for state in states:
             yield state
+
+
+async def _cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel them, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _next(source: AsyncIterator[TraceState]) -> TraceState | None:

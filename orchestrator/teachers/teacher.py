@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import time
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ from composer_prime.config.teachers import TeacherConfig, TeachersConfig
 from composer_prime.cost_forecast import ANSWER_SHARE, BYTES_PER_TOKEN
 from composer_prime.errors import CapError, TeacherError
 from composer_prime.prices import Price
-from composer_prime.traces import Message
+from composer_prime.traces import Message, storable_arguments
+from orchestrator.ingest.reading import Bad, parse
 from orchestrator.ingest.thinking import split_thinking
 from orchestrator.teachers.budget import Budget, Reservation
 from orchestrator.teachers.cache import Answer, AnswerCache, Question
@@ -71,7 +73,8 @@ class _Failed(Exception):
 
 class _Function(msgspec.Struct):
     name: str
-    arguments: str = ""
+    arguments: str | dict[str, Any] | None = None
+    """JSON text; some endpoints give the object itself."""
 
 
 class _Call(msgspec.Struct):
@@ -80,7 +83,8 @@ class _Call(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    content: str | None = None
+    content: str | list[dict[str, Any]] | None = None
+    """Text, or parts of which those of type text count."""
     tool_calls: list[_Call] | None = None
 
 
@@ -294,9 +298,11 @@ def _client(config: TeacherConfig, endpoint: str, timeout_s: float) -> openai.As
 
 
 def _decoded(raw: bytes) -> _Reply:
+    value = parse(raw)
     try:
-        reply = msgspec.json.decode(raw, type=_Reply)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        reply = msgspec.convert(value, _Reply)
+    except msgspec.ValidationError as error:
+        error = value.reason if isinstance(value, Bad) else error
         raise _Failed(f"the reply is no chat completion ({error})", again=True) from None
     if not reply.choices or min(reply.usage.prompt_tokens, reply.usage.completion_tokens) < 0:
         raise _Failed("the reply holds no answer", again=True)
@@ -305,14 +311,15 @@ def _decoded(raw: bytes) -> _Reply:
 
 def _answer(reply: _Reply, usd: float, seconds: float) -> Answer:
     choice = reply.choices[0]
-    message: Message = {"role": "assistant", "content": split_thinking(choice.message.content or "")[0].strip() or None}
+    content = split_thinking(_text(choice.message.content))[0].strip()
+    message: Message = {"role": "assistant", "content": content or None}
     calls = choice.message.tool_calls or []
     if calls:
         message["tool_calls"] = [
             {
                 "id": call.id or f"call_{index}",
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
             }
             for index, call in enumerate(calls)
         ]
@@ -326,11 +333,23 @@ def _answer(reply: _Reply, usd: float, seconds: float) -> Answer:
     )
 
 
+def _text(content: str | list[dict[str, Any]] | None) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if part.get("type") == "text")
+    return content or ""
+
+
+def _arguments(given: str | dict[str, Any] | None) -> str:
+    return storable_arguments(given) if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+
+
 def _retry_after(response: httpx.Response) -> float | None:
+    """Seconds; None where the endpoint names no number of them."""
     try:
-        return float(response.headers.get("retry-after", ""))
+        seconds = float(response.headers.get("retry-after", ""))
     except ValueError:
         return None
+    return seconds if math.isfinite(seconds) else None
 
 
 def _brief(error: BaseException) -> str:

@@ -173,7 +173,7 @@ def run_config(tmp_path: Path, url: str, path: str = "tiny", **teachers: Any) ->
     )
 
 
-async def replayed(tmp_path: Path, config: TeachersConfig, states: list[TraceState], scorer: Any = None) -> Progress:
+async def replayed(tmp_path: Path, config: TeachersConfig, states: Any, scorer: Any = None) -> Progress:
     """One replay over the files of `tmp_path`."""
     budget = Budget(config.budget, tmp_path / "costs.jsonl")
     records = Records(tmp_path / "pairs.jsonl", votes_beside(tmp_path / "pairs.jsonl"))

@@ -1,0 +1,47 @@
+"""The votes on one state while they come in, and as they are written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from composer_prime.traces import TraceState
+from orchestrator.teachers.canonical import Canonical
+from orchestrator.teachers.consensus import Cast, Vote
+from orchestrator.teachers.records import VoteRecord, digest
+
+
+@dataclass(slots=True)
+class Ballot:
+    state: TraceState
+    student: Canonical
+    planned: int
+    votes: list[Vote] = field(default_factory=list)
+    failed: int = 0
+    """Calls that gave no vote; an answer from the cache that gives none is not one."""
+    cached_usd: float = 0.0
+    """What answers from the cache cost when they were asked for."""
+    cached_s: float = 0.0
+    first_disagreed: bool | None = None
+    stopped_by: str | None = None
+    without_vote: str | None = None
+    """Why the last teacher that gave no vote gave none."""
+
+    @property
+    def cast(self) -> list[Cast]:
+        return [(vote.family, vote.form) for vote in self.votes]
+
+
+def vote_record(vote: Vote, student: Canonical) -> VoteRecord:
+    return VoteRecord(
+        teacher=vote.teacher,
+        family=vote.family,
+        tier=vote.tier,
+        form=digest(vote.form),
+        agrees=vote.form == student,
+        answer=vote.key,
+        cached=vote.cached,
+        cost_usd=vote.cost_usd,
+        seconds=vote.seconds,
+        price_usd=vote.price_usd,
+        answer_s=vote.answer_s,
+    )
