@@ -15,6 +15,7 @@ from diloco.peer import Peer, Position
 from diloco.rounds import Rounds
 from diloco.transfer import Transfers
 from diloco.wire import (
+    PROTOCOL,
     AskRound,
     AskState,
     Beat,
@@ -92,6 +93,11 @@ class Answers:
                 return self.joins.answer(request, self._clock())
 
     def _hello(self, hello: Hello) -> ToPeer:
+        if hello.protocol != PROTOCOL:
+            told = str(hello.protocol) if hello.protocol else "an older protocol"
+            return Refused(
+                error=f"peer {hello.peer} speaks {told}, this rendezvous {PROTOCOL}: use one release on all machines"
+            )
         if hello.run != self.settings.run:
             return Refused(
                 error=f"peer {hello.peer} joins run {hello.run!r}, this rendezvous serves {self.settings.run!r}: "

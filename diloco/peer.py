@@ -32,6 +32,8 @@ class Peer:
     deadline_s: float
     layouts: dict[int, list[TensorLayout]] = field(default_factory=dict)
     """By rank, for those that said hello."""
+    frozen: dict[int, str] = field(default_factory=dict)
+    """Digests of the parameters that are not trained, by rank."""
     heard: dict[int, float] = field(default_factory=dict)
     """When each rank last said something."""
     positions: dict[int, Position] = field(default_factory=dict)

@@ -78,7 +78,7 @@ class Rounds:
         if known is None or known.ranks != hello.ranks:
             known = Peer(hello.peer, hello.ranks, hello.instance, hello.settings, hello.round_deadline_s)
             self.peers[hello.peer] = known
-        known.layouts[hello.rank] = hello.layout
+        known.layouts[hello.rank], known.frozen[hello.rank] = hello.layout, hello.frozen
         known.note(hello.rank, Position(hello.outer_step, hello.base_hash, hello.training), now)
         return None
 
@@ -214,4 +214,11 @@ def _compare(hello: Hello, other: Peer) -> None:
         raise RunMismatchError(
             f"the layouts of peer {hello.peer} (here) and peer {other.name} (there) differ on rank {hello.rank}: "
             f"{text}; use the same model, sharding and adapters"
+        )
+    frozen = other.frozen.get(hello.rank, hello.frozen)
+    if hello.frozen != frozen:
+        raise RunMismatchError(
+            f"the parameters that are not trained differ on rank {hello.rank}: their digest is {hello.frozen} for peer "
+            f"{hello.peer}, {frozen} for peer {other.name}. Adapters fit the model that they were trained on: give "
+            "both the same files as model.path (compare their sha256sum)"
         )

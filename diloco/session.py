@@ -16,7 +16,7 @@ from composer_prime.errors import DeadlineError, RunMismatchError, WireError
 from diloco.connection import Connection, RefusedError
 from diloco.layout import TensorLayout
 from diloco.peer import Position
-from diloco.wire import Beat, BeatReply, Hello, NotReady, Welcome
+from diloco.wire import PROTOCOL, Beat, BeatReply, Hello, NotReady, Welcome
 
 logger = logging.getLogger(__name__)
 _BEAT_TIMEOUT_S = 3.0
@@ -32,6 +32,8 @@ class Member:
     instance: int
     """Random, the same on all ranks."""
     layout: list[TensorLayout]
+    frozen: str
+    """Digest of what it holds of the parameters that are not trained."""
     settings: dict[str, str]
     """What all peers must agree on."""
 
@@ -66,8 +68,8 @@ class Session:
             where = self.position
             answer = await connection.call(
                 Hello(
-                    run=config.run, peer=config.peer_id, rank=member.rank, ranks=member.ranks,
-                    instance=member.instance, layout=member.layout, settings=member.settings,
+                    protocol=PROTOCOL, run=config.run, peer=config.peer_id, rank=member.rank, ranks=member.ranks,
+                    instance=member.instance, layout=member.layout, frozen=member.frozen, settings=member.settings,
                     round_deadline_s=config.round_deadline_s, outer_step=where.outer_step,
                     base_hash=where.base_hash, training=where.training,
                 ),

@@ -22,7 +22,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -40,6 +40,7 @@ from diloco.contributions import accept
 from diloco.exchange import Arrived, Found, Left
 from diloco.figures import figures
 from diloco.fragments import Named, layout, partition
+from diloco.frozen import frozen_digest
 from diloco.global_model import GlobalModel
 from diloco.keys import JointKey
 from diloco.layout import layout_hash
@@ -74,14 +75,18 @@ class StreamingDiLoCo:
         optimizer: torch.optim.Optimizer,
         config: DilocoConfig,
         ranks: Ranks | None = None,
+        agreed: Mapping[str, str] | None = None,
     ) -> None:
         """`optimizer`'s step ends an inner step (of several, the last that steps). Collective over `ranks`.
+
+        `agreed`: what else all peers must have in common, as text by its key in the TOML.
 
         Raises ConfigError when the model has too few parts or the key file is unusable.
         """
         self.config, self.ranks = config, ranks or Ranks()
         self.schedule = Schedule.of(config)
-        self.fragments = partition(parameters, config.fragments, config.partition)
+        named = list(parameters)
+        self.fragments = partition(named, config.fragments, config.partition)
         self.globals = GlobalModel(self.fragments, config.outer)
         self.work = OwnWork(self.globals, config.mixing, self.ranks)
         self.feedback = ErrorFeedback([fragment.numel for fragment in self.fragments])
@@ -90,7 +95,7 @@ class StreamingDiLoCo:
         self._layout_hash = layout_hash(tensors)
         member = Member(
             rank=self.ranks.rank, ranks=self.ranks.size, instance=self.ranks.smallest([secrets.randbits(62)])[0],
-            layout=tensors, settings=agreed_settings(config),
+            layout=tensors, frozen=frozen_digest(named), settings=agreed_settings(config) | dict(agreed or {}),
         )  # fmt: skip
         self._link = Link(config, JointKey.read(config.key_file), member)
         self._optimizer, self._hook = optimizer, None

@@ -26,7 +26,7 @@ import msgspec
 from composer_prime.errors import ChecksumError, RunMismatchError, WireError
 from diloco.layout import TensorLayout
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +130,10 @@ class Hello(Message, tag="hello"):
     settings: dict[str, str]
     """What all peers must agree on, as text."""
     round_deadline_s: float
+    frozen: str = ""
+    """Digest of what this rank holds of the parameters that are not trained."""
+    protocol: int = 0
+    """0 for releases before protocol 3, which did not tell."""
 
 
 class Beat(Message, tag="beat"):

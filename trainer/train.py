@@ -108,7 +108,11 @@ class Trainer:
         """The loop across clusters; None when this cluster trains alone."""
         if self.config.diloco is None:
             return None
-        outer = StreamingDiLoCo(self.policy.named_parameters(), self.optimizer.parts[-1], self.config.diloco)
+        lora = self.config.trainer.lora
+        agreed = {"trainer.lora.rank": str(lora.rank), "trainer.lora.alpha": str(lora.alpha)} if lora else {}
+        outer = StreamingDiLoCo(
+            self.policy.named_parameters(), self.optimizer.parts[-1], self.config.diloco, agreed=agreed
+        )
         outer.stopping = self._stopping
         return outer
 

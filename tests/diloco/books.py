@@ -7,7 +7,7 @@ from typing import Any
 from diloco.answers import Answers, RendezvousSettings
 from diloco.layout import layout_hash
 from diloco.rounds import Round
-from diloco.wire import AskState, Beat, Chunk, Header, Hello, Offer, ToPeer, checksum, sealed
+from diloco.wire import PROTOCOL, AskState, Beat, Chunk, Header, Hello, Offer, ToPeer, checksum, sealed
 
 KEY = b"k" * 32
 BEAT_TIMEOUT_S, GATHER_S, DEADLINE_S = 10.0, 30.0, 5.0
@@ -32,8 +32,8 @@ class Books:
         """From all ranks, as a process that was started a moment ago."""
         return [
             self.answers.to(Hello(
-                run="joint", peer=peer, rank=rank, ranks=ranks, instance=instance, outer_step=outer_step,
-                base_hash=base(outer_step, rank, run), training=False, layout=[], settings={},
+                protocol=PROTOCOL, run="joint", peer=peer, rank=rank, ranks=ranks, instance=instance,
+                outer_step=outer_step, base_hash=base(outer_step, rank, run), training=False, layout=[], settings={},
                 round_deadline_s=DEADLINE_S,
             ))
             for rank in range(ranks)

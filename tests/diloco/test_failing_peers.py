@@ -31,7 +31,7 @@ from composer_prime.errors import ConfigError, DeadlineError, RunMismatchError
 from diloco.connection import Connection, RefusedError
 from diloco.keys import JointKey
 from diloco.streaming import StreamingDiLoCo
-from diloco.wire import Beat, Chunk, Closed, Hello, Offer, sealed
+from diloco.wire import PROTOCOL, Beat, Chunk, Closed, Hello, Offer, sealed
 
 
 def assert_agree(*peers: PeerProcess) -> None:
@@ -272,7 +272,8 @@ def test_log_of_who_is_there(make_rendezvous, key_file, caplog):
     async def fall_silent():
         connection = Connection(server.endpoint, JointKey.read(key_file).client(), "b/0", None)
         stands = {"peer": "b", "rank": 0, "instance": 1, "outer_step": 0, "base_hash": "", "training": True}
-        await connection.call(Hello(run="joint", ranks=1, layout=[], settings={}, round_deadline_s=1, **stands), 5)
+        facts = {"protocol": PROTOCOL, "run": "joint", "ranks": 1, "layout": [], "settings": {}, "round_deadline_s": 1}
+        await connection.call(Hello(**facts, **stands), 5)
         assert (await connection.call(Beat(**stands), 5)).known
         await connection.close()
 

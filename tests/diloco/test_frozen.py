@@ -1,0 +1,72 @@
+"""What is not exchanged must be the same everywhere: frozen weights, the adapters' scale, the protocol."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from books import Books
+from hypothesis import given
+from hypothesis import strategies as st
+from joint_run import Blocks, settings
+
+from composer_prime.errors import RunMismatchError
+from diloco.frozen import frozen_digest
+from diloco.streaming import StreamingDiLoCo
+from diloco.wire import PROTOCOL, Hello, Refused, Welcome, encode, from_peer
+
+
+def adapted(seed: int = 0) -> Blocks:
+    """Trains its blocks only; `seed` decides what is frozen."""
+    model, base = Blocks(), Blocks(seed)
+    model.embed.weight.data.copy_(base.embed.weight)
+    model.embed.weight.requires_grad_(False)
+    return model
+
+
+def engine(model: Blocks, config, **options) -> StreamingDiLoCo:
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    return StreamingDiLoCo(model.named_parameters(), optimizer, config, **options)
+
+
+# Any change of a frozen value, were it the sign of a zero, or of its type changes the digest; what is trained does not,
+# and neither does the order of the parameters.
+@given(at=st.integers(0, 16 * 8 - 1), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_digest(at, dtype):
+    model = adapted().to(dtype)
+    model.embed.weight.data.zero_()
+    digest = frozen_digest(model.named_parameters())
+    model.layers[1].weight.data.add_(1)
+    assert frozen_digest(reversed(list(model.named_parameters()))) == digest
+    assert frozen_digest(model.to(torch.float64).named_parameters()) != digest
+    model.to(dtype).embed.weight.data.view(-1)[at] = -0.0
+    assert frozen_digest(model.named_parameters()) != digest
+
+
+# Adapters on another base model, or of another scale, are refused with both values; the same ones are not.
+def test_refusals_of_other_bases(make_rendezvous, key_file):
+    address = make_rendezvous().endpoint
+    alpha = {"trainer.lora.alpha": "32.0"}
+    with engine(adapted(), settings(address, key_file, "a"), agreed=alpha):
+        for seed, agreed, message in [
+            (1, alpha, r"differ on rank 0: their digest is (\w+) for peer b, (?!\1)\w+ for peer a.*their sha256sum"),
+            (0, {"trainer.lora.alpha": "16.0"}, r"peer b has trainer.lora.alpha = 16.0, peer a has 32.0"),
+            (0, {}, r"peer b has trainer.lora.alpha = None, peer a has 32.0"),
+        ]:
+            with pytest.raises(RunMismatchError, match=message):
+                engine(adapted(seed), settings(address, key_file, "b"), agreed=agreed).__enter__()
+        with engine(adapted(), settings(address, key_file, "b"), agreed=alpha) as joined:
+            assert joined.outer_step == 0
+
+
+# A peer of a release that does not tell its protocol is refused by name, and so is one of a later release.
+@pytest.mark.parametrize(("protocol", "told"), [(0, "an older protocol"), (PROTOCOL + 1, str(PROTOCOL + 1))])
+def test_other_releases(protocol, told):
+    books = Books()
+    hello = Hello(
+        protocol=protocol, run="joint", peer="b", rank=0, ranks=1, instance=1, outer_step=0, base_hash="",
+        training=False, layout=[], settings={}, round_deadline_s=1,
+    )  # fmt: skip
+    answer = books.answers.to(from_peer(encode(hello)))
+    assert isinstance(answer, Refused)
+    assert answer.error == f"peer b speaks {told}, this rendezvous {PROTOCOL}: use one release on all machines"
+    assert isinstance(books.hello("b")[0], Welcome)
