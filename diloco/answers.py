@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -11,7 +11,7 @@ from composer_prime.errors import ChecksumError, RunMismatchError, WireError
 from diloco.blob import Blob
 from diloco.joining import Joins
 from diloco.layout import layout_hash
-from diloco.peer import Peer, Position
+from diloco.peer import Base, Peer, Position, largest_party
 from diloco.rounds import Rounds
 from diloco.transfer import Transfers
 from diloco.wire import (
@@ -228,11 +228,8 @@ class Answers:
     def _outcome(self, ask: AskRound) -> ToPeer:
         found = self.rounds.closed(ask.outer_step)
         if found is not None:
-            if ask.rank >= len(found.base) or found.base[ask.rank] != ask.base_hash:
-                return Gone(
-                    reason=f"the global model of peer {ask.peer} before outer step {ask.outer_step} is not that of "
-                    f"{', '.join(found.members)}"
-                )
+            if not _starts_from(ask, found.base):
+                return _differs(ask, found.members)
             return Outcome(
                 outer_step=ask.outer_step,
                 quorum_id=found.quorum_id or 0,
@@ -242,12 +239,28 @@ class Answers:
             )
         if not self.rounds.accepts(ask.outer_step, self._clock()):
             return Gone(reason=f"round {ask.outer_step} is over and its deltas are not kept any more")
+        winners, others = self.rounds.parties(self._clock())
+        # Who has taken over the winners' model since asks from there, with its earlier delta still in the books.
+        if ask.peer in others and _starts_from(ask, others[ask.peer]):
+            return _differs(ask, sorted(winners))
         return NotReady(waiting_for=self._missing(ask.outer_step))
 
     def _missing(self, outer_step: int) -> str:
         current = self.rounds.rounds.get(outer_step)
         brought = current.contributors(self.rounds.peers) if current else {}
-        missing = [peer.name for peer in self.rounds.awaited(self._clock()) if peer.name not in brought]
-        text = f"the deltas of {', '.join(sorted(missing))}" if missing else "the lighthouse's quorum"
-        short = self.settings.min_peers - len(brought)
-        return text + (f"; {short} more peer(s) must take part (--min-peers)" if short > len(missing) else "")
+        missing = sorted(peer.name for peer in self.rounds.awaited(self._clock()) if peer.name not in brought)
+        short = self.settings.min_peers - len(largest_party(brought)) - len(missing)
+        waits = [f"the deltas of {', '.join(missing)}"] if missing else []
+        waits += [f"{short} more peer(s) with the same global model (--min-peers)"] if short > 0 else []
+        return " and ".join(waits) or "the lighthouse's quorum"
+
+
+def _starts_from(ask: AskRound, base: Base) -> bool:
+    return 0 <= ask.rank < len(base) and base[ask.rank] == ask.base_hash
+
+
+def _differs(ask: AskRound, members: Sequence[str]) -> Gone:
+    return Gone(
+        reason=f"the global model of peer {ask.peer} before outer step {ask.outer_step} is not that of "
+        f"{', '.join(members)}"
+    )

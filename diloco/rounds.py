@@ -5,7 +5,7 @@ and training has brought its own, or at the deadline, with those that have. What
 peer applies exactly these deltas, also one that comes late, whose own is then not among them.
 
 Peers that start a round from different global values cannot average. The larger party stays (of equal ones the one with
-the first peer by name); the others join anew with its state.
+the first peer by name); the others join anew with its state, also where it is too small to close the round alone.
 """
 
 from __future__ import annotations
@@ -128,15 +128,24 @@ class Rounds:
 
     def closable(self, now: float, min_peers: int) -> dict[str, Base] | None:
         """The open round's contributions when it is time to close it: the largest party with equal global values."""
+        winners, _ = self.parties(now)
+        return winners if len(winners) >= max(1, min_peers) else None
+
+    def parties(self, now: float) -> tuple[dict[str, Base], dict[str, Base]]:
+        """Of the open round's contributors the largest party, and those that differ from it; both empty before its end.
+
+        It ends when every peer that trains has contributed, or at the deadline.
+        """
         current = self.open_round()
-        if current is None:
-            return None
-        whole = current.contributors(self.peers)
+        whole = current.contributors(self.peers) if current is not None else {}
         missing = [peer.name for peer in self.awaited(now) if peer.name not in whole]
-        if len(whole) < min_peers or (missing and self.left_s(current, now) > 0):
-            return None
+        if current is None or (missing and self.left_s(current, now) > 0):
+            return {}, {}
         winners = largest_party(whole)
-        return {name: base for name, base in whole.items() if name in winners}
+        return (
+            {name: base for name, base in whole.items() if name in winners},
+            {name: base for name, base in whole.items() if name not in winners},
+        )
 
     def close(self, members: dict[str, Base], quorum_id: int) -> Round:
         current = self.open_round()

@@ -283,8 +283,9 @@ class StreamingDiLoCo:
         if self.ranks.any(silent_s > self.config.offline_timeout_s):
             raise DeadlineError(
                 f"no outcome of outer step {self.globals.outer_step} for {silent_s:.0f} s "
-                f"(diloco.offline_timeout_s = {self.config.offline_timeout_s:g}); is the rendezvous at "
-                f"{self.config.rendezvous} reachable, and are enough peers alive? Go on with --resume"
+                f"(diloco.offline_timeout_s = {self.config.offline_timeout_s:g}): the rendezvous at "
+                f"{self.config.rendezvous} said last that it waits for {self._link.waiting_for}. Is it reachable, and "
+                "are enough peers alive? Go on with --resume"
             )
         if self._pending is not None and self._pending.offer.due is None:
             self.work.late(self._pending.header.fragment, self._pending.offer)

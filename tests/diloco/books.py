@@ -62,8 +62,9 @@ class Books:
     ) -> ToPeer:
         """Announce a body, and bring it over."""
         header = Header(
-            kind=kind, run="joint", peer=peer, rank=rank, outer_step=outer_step, base_hash=base(outer_step, rank),
-            size=len(body), checksum=checksum(body), **{"layout_hash": layout_hash([]), **facts},
+            kind=kind, run="joint", peer=peer, rank=rank, outer_step=outer_step, size=len(body),
+            checksum=checksum(body),
+            **{"layout_hash": layout_hash([]), "base_hash": base(outer_step, rank), **facts},
         )  # fmt: skip
         answer = self.answers.to(Offer(header=sealed(header, KEY)))
         self.answers.to(Chunk(name=header.name, offset=0, data=body))

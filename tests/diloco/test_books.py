@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from books import BEAT_TIMEOUT_S, Books
+from books import BEAT_TIMEOUT_S, Books, base
 
 from composer_prime.errors import RunMismatchError, WireError
-from diloco.wire import Beat, NotReady, Welcome
+from diloco.wire import AskRound, Beat, NotReady, Welcome
 
 
 # Bodies in memory stay below the bound: the oldest rounds go first, the newest stays for those that are late.
@@ -75,3 +75,23 @@ def test_unknown_peer():
     books.hello("a")
     del books.rounds.peers["a"]
     assert "hello first" in books.offer("a", 0).reason
+
+
+# Two peers with different global models, each too few for --min-peers: the second by name is told to join anew, which
+# makes the party whole. Not before all are there, for a third may outvote the first.
+def test_a_party_too_small_to_close():
+    books = Books(min_peers=2)
+    books.begin("a", "b", "c")
+
+    def ask(peer, run=""):
+        return books.answers.to(AskRound(peer=peer, rank=0, outer_step=0, base_hash=base(0, run=run)))
+
+    books.offer("a", 0, base_hash=base(0))
+    books.offer("b", 0, base_hash=base(0, run="other"))
+    assert isinstance(ask("b", "other"), NotReady) and books.rounds.closable(books.now, 2) is None
+    books.beat("c", 0, training=False)
+    assert "1 more peer(s) with the same global model (--min-peers)" in ask("a").waiting_for
+    assert "global model of peer b before outer step 0 is not that of a" in ask("b", "other").reason
+    assert isinstance(ask("b"), NotReady)
+    books.offer("b", 0, base_hash=base(0))
+    assert set(books.rounds.closable(books.now, 2)) == {"a", "b"}

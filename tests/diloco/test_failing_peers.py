@@ -19,6 +19,7 @@ from joint_run import (
     adamw,
     assert_same_globals,
     inner_step,
+    keep,
     record,
     settings,
     together,
@@ -209,6 +210,31 @@ def test_damaged_global_model(make_rendezvous, key_file):
     assert len([step for step in both if step > 2]) >= 5
     assert a.metrics[3]["diloco/participants"] == 2
     assert max(metrics.get("diloco/participants", 0) for step, metrics in a.metrics.items() if step > 3) == 3
+
+
+# The same of one of two peers where a round needs both: neither party can close the round, so the damaged one is told
+# at once, takes over the other's state, and the round closes with both, long before any deadline.
+def test_damaged_global_model_of_one_in_two(make_rendezvous, key_file, caplog):
+    address = make_rendezvous(start_peers=2, min_peers=2).endpoint
+
+    def run(name: str, peer: int) -> Trajectory:
+        model, seen = Blocks(), Trajectory()
+        optimizer, config = adamw(model), settings(address, key_file, name, sync_every=2, round_deadline_s=100)
+        with StreamingDiLoCo(model.named_parameters(), optimizer, config) as engine:
+            step = 0
+            while engine.outer_step < 6:
+                if name == "b" and step == 4:
+                    engine.globals.masters[0][7] += 0.25
+                inner_step(model, optimizer, peer, step)
+                record(seen, engine)
+                step += 1
+        keep(seen, engine)
+        return seen
+
+    a, b = together(partial(run, "a", 0), partial(run, "b", 1))
+    assert_same_globals(a, b)
+    assert "joining anew: the global model of peer b before outer step 3 is not that of a" in caplog.text
+    assert [a.metrics[step]["diloco/participants"] for step in range(1, 7)] == [2] * 6
 
 
 # Another layout, another setting, another run: refused with a message that names both sides.
