@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import logging
 import re
 from pathlib import Path
@@ -104,7 +105,16 @@ def _adapt(lm: PreTrainedModel, config: Config) -> None:
     if config.trainer.lora is not None:
         from trainer.lora import inject  # peft takes seconds to import
 
-        inject(lm, config.trainer.lora)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_adapter_seed(config))
+            inject(lm, config.trainer.lora)
+
+
+def _adapter_seed(config: Config) -> int:
+    """Of the adapters' first values: in a joint run the same for all peers, whose run.seed differs."""
+    if config.diloco is None:
+        return config.run.seed
+    return int.from_bytes(hashlib.blake2b(config.diloco.run.encode(), digest_size=7).digest())
 
 
 def blocks(lm: PreTrainedModel) -> list[nn.Module]:
