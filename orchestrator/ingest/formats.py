@@ -70,6 +70,9 @@ class TraceFile:
 
     def records(self) -> Iterator[Any]:
         """The values of a file of lines; a `Bad` one is skipped and counted here."""
+        if self.path.is_dir():
+            self.tally.skip(NO_TRACE)
+            return
         for value in lines(self.path, self.options.limits, self.progress):
             if isinstance(value, Bad):
                 self.tally.skip(value.reason)
@@ -81,6 +84,15 @@ class TraceFile:
         if self.progress is not None:
             self.progress(self.path.stat().st_size)
         return self.sample.document
+
+    def unknown(self) -> None:
+        """Every record is skipped: the file is none of the reader's."""
+        if self.path.is_dir() or self.sample.document is not None:
+            value = self.document()
+            self.tally.skip(value.reason if isinstance(value, Bad) else NO_TRACE)
+            return
+        for _ in self.records():
+            self.tally.skip(NO_TRACE)
 
     def builder(self, trace_id: object, model: object = None) -> TraceBuilder:
         """A builder for a trace; an id that another trace has already gets a number."""
@@ -117,23 +129,24 @@ def ingest(
     an unknown `options.format`; whatever the content is, it is counted, never raised.
     """
     options, tally = options or Options(), Tally() if tally is None else tally
-    sample = take_sample(path)
-    reader = _named(options.format) if options.format else next((f for f in FORMATS if f.matches(sample)), None)
-    if reader is None:
-        _count_unknown(path, sample, options, tally, progress)
-        return
-    tally.format = f"{reader.NAME}/{reader.VERSION}"
+    named = _named(options.format) if options.format else None
+    sample = take_sample(path, options.limits)
+    reader = named or next((f for f in FORMATS if f.matches(sample)), None)
+    tally.format = f"{reader.NAME}/{reader.VERSION}" if reader else None
     file = TraceFile(
         path=path,
         sample=sample,
         options=options,
         tally=tally,
-        format=tally.format,
+        format=tally.format or "",
         fingerprints=fingerprints or Recent(),
         trace_ids=trace_ids or Recent(),
         progress=progress,
     )
-    yield from reader.read(file)
+    if reader is None:
+        file.unknown()
+    else:
+        yield from reader.read(file)
 
 
 def _named(name: str) -> Format:
@@ -142,14 +155,3 @@ def _named(name: str) -> Format:
             return reader
     names = ", ".join(reader.NAME for reader in FORMATS)
     raise ConfigError(f"there is no trace format {name!r}: choose one of {names}, or leave it out to have it found")
-
-
-def _count_unknown(
-    path: Path, sample: Sample, options: Options, tally: Tally, progress: Callable[[int], None] | None
-) -> None:
-    """Every record of a file that no reader knows is skipped, with a reason."""
-    if path.is_dir() or sample.document is not None:
-        tally.skip(sample.document.reason if isinstance(sample.document, Bad) else NO_TRACE)
-        return
-    for value in lines(path, options.limits, progress):
-        tally.skip(value.reason if isinstance(value, Bad) else NO_TRACE)

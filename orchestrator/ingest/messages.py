@@ -30,6 +30,9 @@ def matches(sample: Sample) -> bool:
 
 
 def read(file: TraceFile) -> Iterator[TraceState]:
+    if isinstance(file.sample.document, Bad):
+        file.unknown()
+        return
     for index, record in enumerate([file.document()] if file.sample.document is not None else file.records()):
         messages = _conversation(record)
         if messages is None:

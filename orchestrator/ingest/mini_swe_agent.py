@@ -22,16 +22,17 @@ _COMMAND = re.compile(r"```(?:mswea_bash_command|bash)\n")
 
 
 def matches(sample: Sample) -> bool:
-    document = sample.document
-    if isinstance(document, dict):
-        named = str(document.get("trajectory_format", "")).startswith("mini-swe-agent")
-        return isinstance(document.get("messages"), list) and (named or _commands(document["messages"]))
-    return isinstance(document, list) and _commands(document)
+    document, messages = sample.document, _messages(sample.document)
+    named = isinstance(document, dict) and str(document.get("trajectory_format", "")).startswith("mini-swe-agent")
+    return messages is not None and (named or _commands(messages))
 
 
 def read(file: TraceFile) -> Iterator[TraceState]:
+    messages = _messages(file.sample.document)
+    if messages is None:
+        file.unknown()
+        return
     document = file.document()
-    messages = document if isinstance(document, list) else document["messages"]
     version = None if isinstance(document, list) else document.get("trajectory_format")
     if version is not None and version not in _FORMATS:
         for _ in messages:
@@ -51,6 +52,12 @@ def read(file: TraceFile) -> Iterator[TraceState]:
     state = builder.close()
     if state is not None:
         yield state
+
+
+def _messages(document: Any) -> list[Any] | None:
+    """The messages of a document of either form, of its shape at least; None where it is neither."""
+    messages = document.get("messages") if isinstance(document, dict) else document
+    return messages if isinstance(messages, list) else None
 
 
 def _commands(messages: list[Any]) -> bool:

@@ -47,8 +47,10 @@ def read(file: TraceFile) -> Iterator[TraceState]:
         file.tally.skip("conversation state without its events")
     elif isinstance(value, dict):
         yield from _line(file, value)
-    elif value is not None:
+    elif isinstance(value, list):
         yield from _events(file, file.builder(file.path.stem), value)
+    elif value is not None:
+        file.unknown()
     elif any("history" in record for record in file.sample.objects()):
         for record in file.records():
             yield from _line(file, record)

@@ -33,6 +33,9 @@ def matches(sample: Sample) -> bool:
 
 
 def read(file: TraceFile) -> Iterator[TraceState]:
+    if not matches(file.sample):
+        file.unknown()
+        return
     document = file.document()
     builder = file.builder(_trace_id(document, file.path.stem), _model(document))
     history = document.get("history")

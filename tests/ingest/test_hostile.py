@@ -12,7 +12,7 @@ from ingest_traces import MESSAGES, SESSION, TOOLS, answer, lines, prompt, taken
 
 from composer_prime.traces import read_states
 from orchestrator.ingest.command import main
-from orchestrator.ingest.formats import Options, ingest
+from orchestrator.ingest.formats import FORMATS, Options, ingest
 from orchestrator.ingest.reading import Limits
 
 
@@ -99,6 +99,32 @@ def test_nested_too_deeply(tmp_path: Path, place: str, depth: int) -> None:
 
 def nested(record: str, old: str, depth: int) -> bytes:
     return record.replace(old, "[" * depth + "]" * depth).encode()
+
+
+# A format that the user names meets files of any other: everything is counted, nothing raised.
+@pytest.mark.parametrize("name", [reader.NAME for reader in FORMATS])
+def test_a_named_format_on_files_of_another(tmp_path: Path, name: str) -> None:
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"messages": MESSAGES}) + '\n{"history": 3}\n[1]\n"x"\n')
+    documents = ['{"a": 1}', "[1, 2]", "[]", '{"history": {}, "messages": 3}', '{"a":', "7", '{"trajectory": [3]}']
+    for number, document in enumerate(documents):
+        (tmp_path / f"{number}.json").write_text(document)
+    (tmp_path / "folder" / "events").mkdir(parents=True)
+    (tmp_path / "folder" / "base_state.json").write_text("[]")
+    (tmp_path / "folder" / "events" / "0.json").write_text("3")
+    for path in tmp_path.iterdir():
+        _, tally = taken(path, format=name)
+        assert tally.seen > 0 or path.read_text() == "[]", path
+
+
+# The limit of a document holds, upwards as well as downwards.
+def test_the_limit_of_a_document(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps([*MESSAGES[:2], {"role": "assistant", "content": "x" * 2_000_000}], indent=1))
+    _, tally = taken(path, limits=Limits(document_bytes=1 << 20))
+    assert tally.skipped == {"JSON document larger than 1 MiB": 1}
+    path.write_bytes(path.read_bytes() + b" " * (33 << 20))
+    states, _ = taken(path, limits=Limits(document_bytes=64 << 20))
+    assert len(states) == 1
 
 
 # A context that outgrows the limit gives no states until it starts anew.
