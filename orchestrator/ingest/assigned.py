@@ -1,4 +1,5 @@
-"""Secrets that only the name beside them gives away: `api_key: 3f78...`, `DB_PASS=...`, `{\\"token\\": \\"...\\"}`.
+"""Secrets that only the name beside them gives away: `api_key: 3f78...`, `DB_PASS=...`, `{\\"token\\": \\"...\\"}`,
+`--token 3f78...`, and the values of cookies.
 
 Code is full of such names too, so a value counts only where it cannot be code: no word, path, number, call or variable.
 A shell variable (upper case, no space before the value) holds its value as it stands; there any value counts.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-WORDS = ("key", "pass", "pwd", "secret", "token")
+WORDS = ("key", "pass", "pwd", "secret", "token", "cookie")
 """A name that holds none of these, in lower case, is no secret's."""
 _NAME = re.compile(
     r"(?:api|access|auth|private|secret|account|client)[_-]?key|secret|token|passw(?:or)?d|passphrase|pass|pwd"
@@ -30,6 +31,19 @@ _GAP = r"[._/~-]"
 _WORD = r"[A-Za-z]+(?:25519|256|384|512|\d{0,2})"
 _CODE = re.compile(rf"{_GAP}*{_WORD}(?:{_GAP}+(?:{_WORD}|\d{{1,2}}))*{_GAP}*")
 """Words with at most two digits behind each, joined: identifiers, paths, versions, names of algorithms."""
+_VALUE = r"[ \t]{1,8}[\"']?(?![A-Za-z_-]{1,16}=[^=])(?P<secret>[A-Za-z0-9+/=_.~!@#%^*-]{8,512})(?=[\s\"'`\\,;}&)|]|$)"
+_FLAG = re.compile(
+    r"-(?<!\w-)(?:[A-Za-z0-9]{1,16}-){0,3}"
+    r"(?i:(?:api|access|auth|private|secret|account|client)-?key|secret|token|password|passwd|passphrase)" + _VALUE
+)
+"""Not of `--secret id=...` (docker)."""
+_NETRC = re.compile(r"password(?<!\S.{8})" + _VALUE)
+_COOKIE = re.compile(r"cookie\\*[\"']?[ \t]{0,8}[ :=,][ \t]{0,8}\\*[\"']?")
+"""In text in lower case."""
+_COOKIES_END = re.compile(r"[\r\n\"'\\]|\Z")
+_CRUMB = re.compile(r"(?<![\w.-])(?!(?i:domain|path|expires)=)[\w.-]{1,64}=(?P<secret>[^\s;,]{8,4096})")
+_MOST_COOKIES = 4096
+"""Characters of a header."""
 
 
 def spans(text: str, lowered: str) -> Iterator[tuple[int, int]]:
@@ -40,6 +54,22 @@ def spans(text: str, lowered: str) -> Iterator[tuple[int, int]]:
         if match:
             done = match.end()
             yield match.span("secret")
+    for sign, pattern in (("-", _FLAG), ("password ", _NETRC)):
+        for match in pattern.finditer(text) if sign in text else ():
+            yield match.span("secret")
+    done = 0
+    for header in _COOKIE.finditer(lowered) if "cookie" in lowered else ():
+        if header.start() >= done:
+            yield from crumbs(text, header.end())
+            done = header.end() + _MOST_COOKIES
+
+
+def crumbs(text: str, start: int = 0) -> Iterator[tuple[int, int]]:
+    """(start, end) of each value of the cookies that are listed from `start` on."""
+    most = min(start + _MOST_COOKIES, len(text))
+    end = _COOKIES_END.search(text, start, most)
+    for crumb in _CRUMB.finditer(text, start, end.start() if end else most):
+        yield crumb.span("secret")
 
 
 def is_secret(value: str) -> bool:

@@ -33,12 +33,17 @@ from detect_secrets.plugins.slack import SlackDetector
 from detect_secrets.plugins.square_oauth import SquareOAuthDetector
 from detect_secrets.plugins.stripe import StripeDetector
 from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
+from detect_secrets.plugins.twilio import TwilioKeyDetector
 
-from orchestrator.ingest import assigned, keywords
+from orchestrator.ingest import assigned, keywords, named_values
 
 Rule = tuple[str, tuple[str, ...], list[re.Pattern[str]]]
 """(kind, literals of which every match holds one, patterns). Group `secret`, where there is one, is what is masked."""
 
+_PREFIXES = (
+    "npm_", "_v1_", "hvs.", "hvb.", "nvapi-", "r8_", "pplx-", "dckr_", "AGE-S", "xapp-", "k_test_", "shp", "lin_api_",
+    "dapi", "tvly-", "1//0",
+)  # fmt: skip
 _NEWER: list[Rule] = [
     (
         "private-key",
@@ -67,6 +72,12 @@ _NEWER: list[Rule] = [
         ("uthorization", "AUTHORIZATION"),
         [re.compile(r"(?i)\bauthorization\W{1,8}(?:basic|token|apikey) (?P<secret>[A-Za-z0-9._~+/-]{6,}=*)")],
     ),
+    # Without the header's name: base64 has a digit or padding in it, which "Basic authentication" has not.
+    (
+        "basic-auth",
+        ("Basic ",),
+        [re.compile(r"\bBasic (?=[A-Za-z+/]*[0-9=])(?P<secret>[A-Za-z0-9+/]{12,}={0,2})(?!\w)")],
+    ),
     (
         "basic-auth",
         ("curl",),
@@ -78,6 +89,19 @@ _NEWER: list[Rule] = [
         ],
     ),
     ("basic-auth", ("://:",), [re.compile(r"\w://:(?P<secret>[^\s@/\"'$<{][^\s@/\"']{0,200})@")]),
+    (
+        "api-key",
+        _PREFIXES,
+        [
+            re.compile(
+                r"(?<![A-Za-z0-9])(?:npm_[A-Za-z0-9]{36}|do[opr]_v1_[a-f0-9]{64}|hv[sb]\.[A-Za-z0-9_-]{24,}"
+                r"|nvapi-[A-Za-z0-9_-]{40,}|r8_[A-Za-z0-9]{32,}|pplx-[A-Za-z0-9]{32,}|dckr_pat_[A-Za-z0-9_-]{20,}"
+                r"|AGE-SECRET-KEY-1[A-Z0-9]{40,}|xapp-\d-[A-Z0-9]+-\d+-[a-f0-9]+|[rs]k_test_[A-Za-z0-9]{16,}"
+                r"|shp(?:at|ca|pa|ss)_[A-Fa-f0-9]{32}|lin_api_[A-Za-z0-9]{32,}|dapi[a-f0-9]{32}"
+                r"|tvly-[A-Za-z0-9-]{20,}|1//0[A-Za-z0-9_-]{40,})"
+            )
+        ],
+    ),
     ("google-token", ("ya29.",), [re.compile(r"\bya29\.[A-Za-z0-9_-]{16,}")]),
     ("password", ("KEY=", "SECRET=", "TOKEN=", "PASSWORD=", "PASSWD=", "_PASS=", "_PWD="), [assigned.VARIABLE]),
 ]
@@ -116,6 +140,7 @@ _KNOWN: list[tuple[str, type[Any], tuple[str, ...]]] = [
     ("square-token", SquareOAuthDetector, ("sq0csp",)),
     ("stripe-key", StripeDetector, ("_live_",)),
     ("telegram-token", TelegramBotTokenDetector, (":",)),
+    ("twilio-key", TwilioKeyDetector, ("AC", "SK")),
 ]
 
 
@@ -141,9 +166,11 @@ _PLAIN_VALUE = re.compile(r"[A-Za-z_.\s-]*|\W*|<masked:.*")
 """Values that the keyword detector reports and that hold no secret: words, punctuation, what is masked already."""
 _EMAIL = re.compile(r"\b(?!git@)[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b")
 _HOME = re.compile(
-    r"(?P<root>/home/|/Users/|\b[A-Za-z]:\\{1,2}Users\\{1,2}|(?<![\w-])-(?:home|Users)-(?=[^-]))(?P<name>(?!user\b)(?:(?<=-)[A-Za-z0-9._]+|(?<!-)[A-Za-z0-9._-]+))"
+    r"(?P<root>/home/|/Users/|\b[A-Za-z]:\\{1,2}Users\\{1,2}|(?<![\w-])-(?:home|Users)-(?=[^-]))"
+    r"(?P<name>(?!user\b)(?:(?<=-)[\w.]+|(?<=\\)[\w.-]+(?: [\w.-]+){1,3}(?=\\)|(?<!-)[\w.-]+))"
 )
-"""Also as Claude Code names the folder of a project: `-home-jdoe-src`."""
+"""Names have letters of any script; those of Windows spaces too. `-home-jdoe-src` is how Claude Code names the folder
+of a project."""
 
 
 class Masker:
@@ -172,15 +199,21 @@ class Masker:
             text = _HOME.sub(self._home, text)
         return text
 
-    def value(self, value: Any) -> Any:
-        """A JSON value with all its strings masked, keys of objects included."""
+    def value(self, value: Any, name: str = "") -> Any:
+        """A JSON value with all its strings masked, keys of objects included; `name` is what stands beside it."""
         if isinstance(value, str):
-            return self.text(value)
+            return self._named(name, value)
         if isinstance(value, list):
-            return [self.value(item) for item in value]
+            return [self.value(item, beside) for beside, item in named_values.beside_items(value, name)]
         if isinstance(value, dict):
-            return {self.text(key): self.value(item) for key, item in value.items()}
+            members = named_values.beside_members(value)
+            return {self.text(key): self.value(item, beside) for key, beside, item in members}
         return value
+
+    def _named(self, name: str, value: str) -> str:
+        masked = self.text(value)
+        found = named_values.secrets(name, masked) if self._enabled and "<masked:" not in masked else None
+        return self._mask(masked, found[1], kind=found[0]) if found else masked
 
     def _replacer(self, kind: str) -> Callable[[re.Match[str]], str]:
         def replace(match: re.Match[str]) -> str:
@@ -194,14 +227,20 @@ class Masker:
 
         return replace
 
-    def _mask(self, text: str, spans: Iterable[tuple[int, int]], is_secret: Callable[[str], bool]) -> str:
+    def _mask(
+        self,
+        text: str,
+        spans: Iterable[tuple[int, int]],
+        is_secret: Callable[[str], bool] = bool,
+        kind: str = "password",
+    ) -> str:
         """`text` without the values at `spans` that are secrets; of two that overlap the first one goes."""
         parts, done = [], 0
         for start, end in sorted(spans):
             if start >= done and is_secret(text[start:end]):
-                parts += [text[done:start], "<masked:password>"]
+                parts += [text[done:start], f"<masked:{kind}>"]
                 done = end
-                self.found["password"] += 1
+                self.found[kind] += 1
         return "".join([*parts, text[done:]]) if parts else text
 
     def _home(self, match: re.Match[str]) -> str:

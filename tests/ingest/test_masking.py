@@ -26,7 +26,26 @@ SECRETS = {
     "gitlab-token": "glpat-" + ALNUM[:20],
     "stripe-key": "sk_live_" + ALNUM[:24],
     "email": "jane.doe@example.com",
+    "twilio-key": "SK" + "3f78" * 8,
 }
+PREFIXED = [
+    "npm_" + ALNUM[:36],
+    "dop_v1_" + "3f786850" * 8,
+    "hvs." + ALNUM,
+    "nvapi-" + ALNUM + ALNUM[:24],
+    "r8_" + ALNUM[:37],
+    "pplx-" + ALNUM + ALNUM[:8],
+    "dckr_pat_" + ALNUM[:27],
+    "AGE-SECRET-KEY-1" + "QPZRY9X8GF2TVDW0S3JN54KHCE6MUA7L" * 2,
+    "xapp-1-A0123456-1234567890123-" + "3f" * 32,
+    "sk_test_" + ALNUM[:24],
+    "shpat_" + "3f78" * 8,
+    "lin_api_" + ALNUM,
+    "dapi" + "3f78" * 8,
+    "tvly-" + ALNUM[:32],
+    "1//0g" + ALNUM,
+]
+"""Of providers that detect-secrets does not know."""
 
 
 def masked(text: str) -> tuple[str, Counter[str]]:
@@ -39,6 +58,11 @@ def test_tokens_are_masked_and_counted(kind: str) -> None:
     text, found = masked(f"the value {SECRETS[kind]} was printed")
     assert SECRETS[kind] not in text and text.endswith("was printed")
     assert found == {kind: 1}
+
+
+@pytest.mark.parametrize("token", PREFIXED)
+def test_more_providers(token: str) -> None:
+    assert masked(f"x {token} y") == ("x <masked:api-key> y", Counter({"api-key": 1}))
 
 
 # Of what surrounds a secret, nothing is lost.
@@ -64,6 +88,17 @@ def test_tokens_are_masked_and_counted(kind: str) -> None:
         ("got ya29." + ALNUM[:30] + " back", "got <masked:google-token> back"),
         ("ls ~/.claude/projects/-home-alice-src", "ls ~/.claude/projects/-home-user-src"),
         ("C:\\Users\\jdoe\\src", "C:\\Users\\user\\src"),
+        ("C:\\Users\\Jane Doe\\src", "C:\\Users\\user\\src"),
+        ("in C:\\Users\\jdoe and elsewhere", "in C:\\Users\\user and elsewhere"),
+        ("ls /home/jürgen/x /home/j_doe", "ls /home/user/x /home/user"),
+        ("mysql --password Tr0ub4dor3x9 db", "mysql --password <masked:password> db"),
+        ("gh auth --token '3f786850e387550f' x", "gh auth --token '<masked:password>' x"),
+        ("x --secret-access-key abc123def456", "x --secret-access-key <masked:password>"),
+        ("login user password 3f786850e387550f", "login user password <masked:password>"),
+        ("Cookie: a=b; session=3f786850e387", "Cookie: a=b; session=<masked:password>"),
+        ("-H 'Cookie: s=3f786850e387' -d n=3f786850e387", "-H 'Cookie: s=<masked:password>' -d n=3f786850e387"),
+        ("Set-Cookie: sid=3f786850e387; Domain=a1b2c3.io", "Set-Cookie: sid=<masked:password>; Domain=a1b2c3.io"),
+        ("send Basic dXNlcjpwYXNzdzByZA== back", "send Basic <masked:basic-auth> back"),
     ],
 )
 def test_only_the_secret_goes(text: str, expected: str) -> None:
@@ -106,6 +141,11 @@ def test_encrypted_private_keys_go_whole(end: str) -> None:
         "--home-dir x, --api-key=KEY",
         'if "-----BEGIN PRIVATE " in text: load(text)',
         "id 1af7fc5e-8455-4414-9ccd-011d40f70b2a",
+        "run --password PASSWORD --token-file a1b2c3d4e5 --tokenizer x1y2z3w4v5 --max-token 40961234",
+        "docker build --secret id=npm12rc34,src=a1b2c3 . && x --token $T1 --token <token12345>",
+        "Basic authentication and Basic Configuration of npm_config_registry hvs.py dapi_client r8_x",
+        "cookie = SimpleCookie(); cookies: theme=dark; Max-Age=31536000; sk_test_ prefix, the password reset2 page",
+        "next_token 3f786850e387550f, a secret 3f786850e387550f",
     ],
 )
 def test_ordinary_text_stays(text: str) -> None:
@@ -141,7 +181,8 @@ def test_masking_reaches_what_surrounds_the_messages(tmp_path: Path) -> None:
 HOSTILE = [
     "secret", "password=", "secret-", 'password="', "password=`x", "`", "eyJ", "=eyJ", "xsk-", "//", "//:_authToken=",
     "authorization: ", "curl -u ", "://a:", " a@", "a@a.", "/home/", "-----BEGIN PRIVATE " + "KEY-----", "api_key\\",
-    "token: ", "secret==", "'a' == secret", "xoxa-1-", "aws", "-home-",
+    "token: ", "--token ", "-a", "cookie: ", "cookie: a=", "cookie=b;", "password ", "Basic ", "npm_", "1//0",
+    "C:\\Users\\a b ", "secret==", "'a' == secret", "xoxa-1-", "aws", "-home-",
 ]  # fmt: skip
 
 
