@@ -8,6 +8,7 @@ knows, or that two families share (a distilled model), is UNKNOWN: replay refuse
 
 from __future__ import annotations
 
+import os
 import re
 
 UNKNOWN = "unknown"
@@ -47,6 +48,15 @@ _PROVIDERS: dict[str, str] = {
     "granite": r"ibm-granite",
     "seed": r"bytedance-seed",
 }
+_MAKERS = {
+    "openai": "gpt",
+    "google": "gemini",
+    "alibaba": "qwen",
+    "zhipu": "glm",
+    "nvidia": "nemotron",
+    "ibm": "granite",
+}
+"""Companies that a person names for their models, and whose name before a slash would say nothing."""
 
 
 def _words(pattern: str) -> re.Pattern[str]:
@@ -60,15 +70,29 @@ _TINY = re.compile(r"^tiny(?:/(\w+))?$")
 
 
 def family_of(model: str | None) -> str:
-    """The family of `model`: a word such as `claude`, `tiny-teacher_a` for an embedded model, or UNKNOWN."""
+    """The family of `model`: a word such as `claude`, `tiny-teacher_a` for an embedded model, or UNKNOWN.
+
+    Of a folder its own name counts, not those above it.
+    """
     if not model:
         return UNKNOWN
     tiny = _TINY.match(model)
     if tiny:
         return f"tiny-{tiny[1] or 'policy'}"
     whole = model.rstrip("/")
-    found = _matching(_NAMED, whole.rpartition("/")[2]) or _matching(_HINTED, whole)
+    folder = whole.startswith(("/", "~", ".")) or os.path.isdir(whole)
+    found = _matching(_NAMED, whole.rpartition("/")[2]) or ([] if folder else _matching(_HINTED, whole))
     return found[0] if len(found) == 1 else UNKNOWN
+
+
+def family_named(word: str) -> str:
+    """The family that a person or a trace calls `word`, in whichever spelling: `Claude` and `anthropic` are `claude`. A
+    word that no rule knows is a family of its own, in lower case; an empty one is UNKNOWN."""
+    word = word.strip().lower()
+    if not word or word == UNKNOWN:
+        return UNKNOWN
+    known = family_of(word)
+    return _MAKERS.get(word, word) if known == UNKNOWN else known
 
 
 def _matching(patterns: dict[str, re.Pattern[str]], text: str) -> list[str]:

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.errors import ConfigError
-from composer_prime.families import UNKNOWN, family_of
+from composer_prime.families import UNKNOWN, family_named, family_of
 from composer_prime.wording import counted
 
 MODELS_VARIABLE = "COMPOSER_MODELS_URL"
@@ -49,6 +49,11 @@ class TeacherConfig(BaseConfig):
     @property
     def known_family(self) -> str:
         return self.family or family_of(self.model)
+
+    @field_validator("family")
+    @classmethod
+    def _one_spelling(cls, family: str | None) -> str | None:
+        return family if family is None else family_named(family)
 
     def api_key(self) -> str:
         """The endpoint's key, from the environment. Raises ConfigError when it is not there."""
@@ -200,6 +205,11 @@ class TeachersConfig(BaseConfig):
             return []
         models = [teacher.model for teacher in self.teacher if teacher.local]
         return list(dict.fromkeys([*models, base] if self.score else models))
+
+    @field_validator("assume_family")
+    @classmethod
+    def _one_spelling(cls, family: str | None) -> str | None:
+        return family if family is None else family_named(family)
 
     @field_validator("teacher")
     @classmethod

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from composer_prime.console import INTERRUPTED, fail
 from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.families import family_named
 from composer_prime.progress_lines import ProgressLines
 from composer_prime.traces import write_state
 from composer_prime.wording import clock
@@ -53,7 +54,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("-o", "--output", type=Path, required=True, help="states.jsonl to write")
     parser.add_argument("--format", choices=[reader.NAME for reader in FORMATS], help="do not look, take this format")
     parser.add_argument("--model", help="the model that made these traces, where they do not say")
-    parser.add_argument("--family", help="its family (claude, gpt, qwen ...), whatever the traces say")
+    parser.add_argument(
+        "--family", type=family_named, help="its family (claude, gpt, qwen ...), whatever the traces say"
+    )
     parser.add_argument("--no-mask", action="store_true", help="keep secrets: for traces that hold none")
     parser.add_argument("--overwrite", action="store_true", help="replace the output file")
     parser.add_argument("--max-line-mib", type=_mib, default=16, help="longer lines are skipped (default 16)")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import TeacherError
-from composer_prime.families import UNKNOWN
+from composer_prime.families import UNKNOWN, family_named
 from composer_prime.model_source import resolve_model
 from composer_prime.prices import price_of
 from composer_prime.traces import Message, TraceState
@@ -40,7 +40,7 @@ class TeacherPool:
 
     def family_of(self, state: TraceState) -> str:
         """The family that wrote the state, `assume_family` where the trace does not say."""
-        known = state.source_family
+        known = family_named(state.source_family)
         return (self.config.assume_family or UNKNOWN) if known == UNKNOWN else known
 
     def voters(self, state: TraceState) -> list[Teacher]:
