@@ -21,7 +21,8 @@ class Ballot:
     cached_usd: float = 0.0
     """What answers from the cache cost when they were asked for."""
     cached_s: float = 0.0
-    first_disagreed: bool | None = None
+    seconds: float = 0.0
+    """What endpoints took for the votes that were called for; turns, places and money that were waited for are ours."""
     stopped_by: str | None = None
     without_vote: str | None = None
     """Why the last teacher that gave no vote gave none."""

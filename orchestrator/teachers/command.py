@@ -165,6 +165,8 @@ def summary(progress: Progress, pairs: Path) -> list[str]:
         f"entropy   known of {progress.with_entropy} of {progress.states} states; of the others, the error and the "
         "first vote tell what a further one is worth",
     ]
+    if progress.left_out:
+        lines.append(f"left out  {progress.left_out}: {progress.why_left_out}")
     lines += [f"refused   {count}: {reason}" for reason, count in progress.refusals.most_common(3)]
     lines += [f"no vote   {count}: {reason}" for reason, count in progress.without_vote.most_common(3)]
     return [*lines, f"stopped   {progress.stopped}"] if progress.stopped else lines

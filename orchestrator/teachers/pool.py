@@ -12,7 +12,7 @@ from composer_prime.prices import price_of
 from composer_prime.traces import Message, TraceState
 from orchestrator.teachers.budget import Budget
 from orchestrator.teachers.cache import AnswerCache, Question
-from orchestrator.teachers.teacher import Asked, Teacher
+from orchestrator.teachers.teacher import Asked, NotAskedError, Teacher
 
 _TIERS = ("cheap", "mid", "frontier")
 
@@ -70,9 +70,11 @@ class TeacherPool:
         return [teacher for _, teacher in sorted(ranked, key=lambda entry: entry[0])]
 
     async def ask(self, teacher: Teacher, state: TraceState) -> Asked:
-        """Raises TeacherError, also where the teacher is of the state's own family; CapError."""
+        """Raises NoAnswerError; NotAskedError, also where the teacher is of the state's own family; CapError."""
         if teacher.family == self.family_of(state):
-            raise TeacherError(f"{teacher.name} is of family {teacher.family!r}, which wrote the trace: it has no vote")
+            raise NotAskedError(
+                f"{teacher.name} is of family {teacher.family!r}, which wrote the trace: it has no vote"
+            )
         return await teacher.ask(self.question(teacher, state), trace=state.trace_id, state=state.state_id)
 
     def question(self, teacher: Teacher, state: TraceState) -> Question:

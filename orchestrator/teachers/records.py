@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -73,6 +74,8 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """As cost_usd, with answers from the cache at what they cost when they were asked for."""
     vote_s: float = 0.0
     """As seconds, with answers from the cache at the time that they took then, one after another."""
+    content: str = ""
+    """Digest of what the student saw and did: another state under the same id is told apart."""
     pairs: list[str] = []
     dropped: dict[str, int] = {}
     """Pairs that were not written, by reason: length, duplicate."""
@@ -113,21 +116,34 @@ class Records:
             _drop_torn_line(path)
         self.history = list(read_records(votes))
         """What earlier replays wrote down."""
-        self.done = {place for place, record in latest(self.history).items() if record.outcome not in UNDECIDED}
-        written = list(read_pairs(pairs))
-        self.pair_ids = {pair.pair_id for pair in written}
-        self.contents = {content_of(pair) for pair in written}
+        self.done = {
+            place: record.content for place, record in latest(self.history).items() if record.outcome not in UNDECIDED
+        }
+        """(trace, state) -> digest of the state; "" where an older release did not note it."""
+        self._ids: dict[tuple[str, str, str], str] = {}
+        self.contents: set[bytes] = set()
+        for pair in read_pairs(pairs):
+            self._note(pair)
 
     def add(self, record: StateRecord, pairs: list[Pair]) -> int:
         """Write both down; how many pairs the file did not hold before. Raises OSError."""
-        fresh = [pair for pair in pairs if pair.pair_id not in self.pair_ids]
+        fresh = [pair for pair in pairs if self.written_as(pair) is None]
         _append(self.pairs_path, fresh)
-        self.pair_ids.update(pair.pair_id for pair in fresh)
-        self.contents.update(content_of(pair) for pair in fresh)
+        for pair in fresh:
+            self._note(pair)
         _append(self.votes_path, [record])
         if record.outcome not in UNDECIDED:
-            self.done.add((record.trace, record.state))
+            self.done[record.trace, record.state] = record.content
         return len(fresh)
+
+    def written_as(self, pair: Pair) -> str | None:
+        """The id of the pair that the file holds of this state and rejected form; a crash may have come before its
+        votes were written, and other votes may have given another text since."""
+        return self._ids.get(_place(pair))
+
+    def _note(self, pair: Pair) -> None:
+        self._ids[_place(pair)] = pair.pair_id
+        self.contents.add(content_of(pair))
 
 
 def read_records(path: Path) -> Iterator[StateRecord]:
@@ -155,7 +171,17 @@ def content_of(pair: Pair) -> bytes:
 
 def digest(value: Any) -> str:
     """64 bits of a JSON value."""
-    return hashlib.blake2b(msgspec.json.encode(value), digest_size=8).hexdigest()
+    try:
+        content = msgspec.json.encode(value)
+    except UnicodeEncodeError:  # half a character, which JSON can escape
+        content = json.dumps(value).encode()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def _place(pair: Pair) -> tuple[str, str, str]:
+    """(trace, state, digest of the rejected form)."""
+    rejected = pair.teachers.get("rejected_form") or digest(_without_ids(pair.rejected))
+    return pair.trace, pair.state.state_id, rejected
 
 
 def _without_ids(message: dict[str, Any]) -> list[Any]:

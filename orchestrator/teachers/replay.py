@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field, replace
@@ -39,10 +38,10 @@ from orchestrator.teachers.consensus import (
 from orchestrator.teachers.edits import Files
 from orchestrator.teachers.kill_switch import KillSwitch
 from orchestrator.teachers.pool import TeacherPool
-from orchestrator.teachers.records import Records, StateRecord, content_of, digest
+from orchestrator.teachers.records import UNDECIDED, Records, StateRecord, content_of, digest
 from orchestrator.teachers.running_gate import RunningGate
 from orchestrator.teachers.scoring import Scorer, likeliest
-from orchestrator.teachers.teacher import NotAskedError, Teacher
+from orchestrator.teachers.teacher import NoAnswerError, NotAskedError, Teacher
 from orchestrator.teachers.voi import Situation, ValueOfInformation
 
 logger = logging.getLogger(__name__)
@@ -75,6 +74,10 @@ class Progress:
     refusals: Counter[str] = field(default_factory=Counter)
     without_vote: Counter[str] = field(default_factory=Counter)
     """Why teachers gave no vote."""
+    left_out: int = 0
+    """States whose id another state has."""
+    why_left_out: str | None = None
+    """Of the first of them."""
 
     @property
     def price_usd(self) -> float:
@@ -102,6 +105,8 @@ class Replay:
         self._switch = KillSwitch(config.kill, usd_by_trace=dict(budget.by_trace))
         self.gate = gate
         self._stopping = asyncio.Event()
+        self._taken: dict[tuple[str, str], str | None] = {}
+        """(trace, state) -> digest of the states that this replay saw."""
         self._writing = asyncio.Lock()
         for record in records.history:
             self._recall(record)
@@ -175,30 +180,46 @@ class Replay:
             self._voi.learn(situation, minority or record.outcome == "overruled")
 
     def _begin(self, state: TraceState, running: set[asyncio.Task[None]]) -> None:
-        if (state.trace_id, state.state_id) in self._records.done:
-            self.progress.resumed += 1
+        place, content = (state.trace_id, state.state_id), _content(state)
+        known = self._taken.setdefault(place, self._records.done.get(place))
+        if known is not None:
+            self._known(state, known in ("", content))
             return
+        self._taken[place] = content
         self.progress.stopped = self.progress.stopped or self._switch.tripped()
         if self.progress.stopped is None:
             running.add(asyncio.ensure_future(self._one(state)))
 
+    def _known(self, state: TraceState, same: bool) -> None:
+        """A state of this id was there before: this very one, or another, which nobody could tell from it later."""
+        if same:
+            self.progress.resumed += 1
+            return
+        self.progress.left_out += 1
+        if self.progress.why_left_out is None:
+            self.progress.why_left_out = (
+                f"trace {state.trace_id!r} has another state {state.state_id!r}, in this file or in "
+                f"{self._records.votes_path}: give each state an id of its own, or write to another pairs file"
+            )
+            logger.warning("left out of the replay: %s", self.progress.why_left_out)
+
     async def _one(self, state: TraceState) -> None:
         """Vote on one state and write down what came of it. What nobody expected fails this state alone."""
-        start = time.monotonic()
         try:
             ballot, outcome, reason = await self._vote(state)
             if outcome == "run_budget":
                 # Not done: a replay with a larger cap takes it up again, its votes from the cache.
                 self.progress.stopped = self.progress.stopped or reason
                 return
-            pairs, dropped = await self._pairs(ballot) if ballot is not None else ([], Counter[str]())
-            record = self._record(state, ballot, outcome, reason, pairs, dropped, start)
+            decided = ballot is not None and outcome not in UNDECIDED
+            pairs, dropped = await self._pairs(ballot) if decided else ([], Counter[str]())
+            record = self._record(state, ballot, outcome, reason, pairs, dropped)
         except OSError:  # of the disk, which the other states need too
             raise
         except Exception as error:
             logger.exception("state %s of trace %s failed", state.state_id, state.trace_id)
             reason = f"{type(error).__name__}: {error}"
-            pairs, record = [], self._record(state, None, "failed", reason, [], Counter(), start)
+            pairs, record = [], self._record(state, None, "failed", reason, [], Counter())
             self._say_why(reason)
         async with self._writing:
             written = await asyncio.to_thread(self._records.add, record, pairs)
@@ -216,10 +237,8 @@ class Replay:
         reason: str | None,
         pairs: list[Pair],
         dropped: Counter[str],
-        start: float,
     ) -> StateRecord:
-        called = ballot is not None and (ballot.failed > 0 or any(not vote.cached for vote in ballot.votes))
-        usd, seconds = self._budget.take_state(state.state_id), time.monotonic() - start if called else 0.0
+        usd, seconds = self._budget.take_state(state.state_id), ballot.seconds if ballot else 0.0
         return StateRecord(
             trace=state.trace_id,
             state=state.state_id,
@@ -237,7 +256,8 @@ class Replay:
             seconds=seconds,
             price_usd=usd + (ballot.cached_usd if ballot else 0.0),
             vote_s=seconds + (ballot.cached_s if ballot else 0.0),
-            pairs=[pair.pair_id for pair in pairs],
+            content=_content(state),
+            pairs=[self._records.written_as(pair) or pair.pair_id for pair in pairs],
             dropped=dict(dropped),
         )
 
@@ -277,45 +297,49 @@ class Replay:
             price = 0.0
             if self.config.voi.enabled:
                 price = sum(self._pool.price_usd(each, ballot.state) for each in voters[index : index + left])
-            situation = _situation(ballot, ballot.first_disagreed)
+            situation = _situation(ballot)
             if not self._voi.worth(situation, price):
                 chance = self._voi.chance(situation)
                 ballot.stopped_by = f"P(pair) = {chance:.3f} is not worth votes for ${price:.5f}"
                 return
-            await self._ask(ballot, teacher)
+            ballot.seconds += await self._ask(ballot, teacher)
 
     async def _all(self, ballot: Ballot, voters: list[Teacher]) -> None:
         """All planned votes at once; where one fails, the next teacher is asked."""
         first = voters[: ballot.planned]
         asked = await asyncio.gather(*(self._ask(ballot, teacher) for teacher in first), return_exceptions=True)
-        for failure in filter(None, asked):
+        order = [teacher.name for teacher in first]  # votes come in any order, and which is the first must not vary
+        ballot.votes.sort(key=lambda vote: order.index(vote.teacher))
+        for failure in (each for each in asked if isinstance(each, BaseException)):
             raise failure
+        ballot.seconds += max((each for each in asked if isinstance(each, float)), default=0.0)
         for teacher in voters[ballot.planned :]:
             if len(ballot.votes) >= ballot.planned:
                 return
-            await self._ask(ballot, teacher)
+            ballot.seconds += await self._ask(ballot, teacher)
 
-    async def _ask(self, ballot: Ballot, teacher: Teacher) -> None:
-        """Add one vote. An answer that is cut short or empty is none. Raises CapError."""
+    async def _ask(self, ballot: Ballot, teacher: Teacher) -> float:
+        """Add one vote; how long the endpoint took, in seconds. An answer that is cut short, filtered or empty is none.
+
+        Raises CapError.
+        """
         state = ballot.state
         try:
             asked = await self._pool.ask(teacher, state)
         except NotAskedError as error:
             self._no_vote(ballot, str(error), called=False)
-            return
-        except TeacherError as error:
+            return 0.0
+        except NoAnswerError as error:
             self._no_vote(ballot, str(error), called=True)
-            return
+            return error.seconds
         if asked.cached:
             ballot.cached_usd += asked.answer.cost_usd
             ballot.cached_s += asked.answer.seconds
         form = canonical(asked.answer.message, state.tools, Files(state.messages))
-        if form is None or asked.answer.finish_reason == "length":
-            what = "is empty" if form is None else f"was cut at teachers.max_tokens = {self.config.max_tokens}"
-            self._no_vote(ballot, f"an answer of {teacher.name} {what}", called=not asked.cached)
-            return
-        if ballot.first_disagreed is None:
-            ballot.first_disagreed = form != ballot.student
+        unusable = _unusable(form, asked.answer.finish_reason, self.config.max_tokens)
+        if form is None or unusable is not None:
+            self._no_vote(ballot, f"an answer of {teacher.name} {unusable}", called=not asked.cached)
+            return asked.seconds
         ballot.votes.append(
             Vote(
                 teacher=teacher.name,
@@ -331,6 +355,7 @@ class Replay:
                 answer_s=asked.answer.seconds,
             )
         )
+        return asked.seconds
 
     def _no_vote(self, ballot: Ballot, reason: str, *, called: bool) -> None:
         ballot.failed += called
@@ -348,7 +373,7 @@ class Replay:
         student = visible(ballot.state.student_action)
         for candidate in candidates(ballot.votes, student, ballot.student, ballot.planned):
             pair = await self._pair(ballot, candidate)
-            known = pair.pair_id in self._records.pair_ids
+            known = self._records.written_as(pair) is not None
             if length_ratio(pair.chosen, pair.rejected) > self.config.max_length_ratio:
                 dropped["length"] += 1
             elif content_of(pair) in self._records.contents and not known:
@@ -372,7 +397,12 @@ class Replay:
             chosen=chosen,
             rejected=candidate.rejected,
             epsilon=candidate.epsilon,
-            teachers={"votes": votes, "planned": ballot.planned, "chosen_by": how},
+            teachers={
+                "votes": votes,
+                "planned": ballot.planned,
+                "chosen_by": how,
+                "rejected_form": digest(candidate.rejected_form),
+            },
             cost_usd=sum(vote.price_usd for vote in ballot.votes),
         )
 
@@ -401,9 +431,23 @@ class Replay:
         self._switch.note(record.trace, usd, record.seconds if calls else None, calls, record.failed_calls)
 
 
-def _situation(ballot: Ballot, first_disagreed: bool | None) -> Situation:
-    state = ballot.state
-    return Situation(error=state.error is not None, entropy=state.entropy, cheap_disagrees=first_disagreed)
+def _situation(ballot: Ballot) -> Situation:
+    state, votes = ballot.state, ballot.votes
+    disagrees = votes[0].form != ballot.student if votes else None
+    return Situation(error=state.error is not None, entropy=state.entropy, cheap_disagrees=disagrees)
+
+
+def _content(state: TraceState) -> str:
+    return digest([state.messages, state.student_action, state.tools])
+
+
+def _unusable(form: Canonical | None, finish_reason: str, max_tokens: int) -> str | None:
+    """Why an answer is no vote; None where it is one."""
+    if finish_reason == "length":
+        return f"was cut at teachers.max_tokens = {max_tokens}"
+    if finish_reason == "content_filter":
+        return "was filtered by its endpoint (finish_reason content_filter)"
+    return "is empty" if form is None else None
 
 
 def _side(form: Canonical, candidate: Candidate) -> str:

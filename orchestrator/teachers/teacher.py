@@ -51,6 +51,15 @@ class NotAskedError(TeacherError):
     """No call was made."""
 
 
+class NoAnswerError(TeacherError):
+    """Calls were made, and none of them gave an answer."""
+
+    def __init__(self, reason: str, *, seconds: float) -> None:
+        super().__init__(reason)
+        self.seconds = seconds
+        """As Asked.seconds."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """An answer, and what it took this time."""
@@ -61,6 +70,7 @@ class Asked:
     cost_usd: float
     """Paid now; 0 from the cache."""
     seconds: float
+    """Of all attempts and the pauses between them; what was waited for before the first is no part of it."""
 
 
 class _Failed(Exception):
@@ -165,8 +175,9 @@ class Teacher:
         return self._cache.get(question.key) is not None
 
     async def ask(self, question: Question, *, trace: str, state: str) -> Asked:
-        """Raises TeacherError when there is no usable answer, NotAskedError when it may not be asked for, CapError when
-        the call would pass a cap."""
+        """Raises NoAnswerError when there is no usable answer, NotAskedError when it may not be asked for, CapError
+        when the call would pass a cap.
+        """
         key = question.key
         stored = self._cache.get(key)
         if stored is not None:
@@ -191,27 +202,32 @@ class Teacher:
 
     async def _call(self, question: Question, key: str, trace: str, state: str) -> Asked:
         """Attempts until one answers."""
-        start, reason = time.monotonic(), ""
+        seconds, reason = 0.0, ""
         async with self._places:
             for attempt in range(self._shared.max_retries + 1):
                 await self._budget.pause(self._pace.turn_s())
                 reserved = await self._budget.reserve(
                     trace=trace, state=state, teacher=self.name, usd=self.bound_usd(question)
                 )
+                start = time.monotonic()
                 try:
                     answer = await self._attempt(question, key, reserved, attempt)
                 except _Failed as failed:
                     reason = str(failed)
-                    if not failed.again:
-                        break
-                    if self._budget.closed is not None:
+                    if self._budget.closed is not None and failed.again:
                         raise CapError(self._budget.closed, scope="run") from None
-                    if attempt < self._shared.max_retries:
+                    again = failed.again and attempt < self._shared.max_retries
+                    if again:
                         await self._budget.pause(self._pause_s(attempt, failed.after_s))
+                    seconds += time.monotonic() - start
+                    if not again:
+                        break
                     continue
-                seconds = time.monotonic() - start
+                seconds += time.monotonic() - start
                 return Asked(answer=answer, key=key, cached=False, cost_usd=answer.cost_usd, seconds=seconds)
-        raise TeacherError(f"{self.name} ({self.config.model} at {self._endpoint}) gave no answer: {reason}")
+        raise NoAnswerError(
+            f"{self.name} ({self.config.model} at {self._endpoint}) gave no answer: {reason}", seconds=seconds
+        )
 
     async def _attempt(self, question: Question, key: str, reserved: Reservation, attempt: int) -> Answer:
         """One call, settled however it ends; its answer is kept before it is settled. Raises _Failed."""
