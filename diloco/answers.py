@@ -34,6 +34,7 @@ from diloco.wire import (
     Received,
     Refused,
     ToPeer,
+    Unusable,
     Welcome,
     authenticate,
 )
@@ -91,6 +92,8 @@ class Answers:
                 return self._outcome(request)
             case AskState():
                 return self.joins.answer(request, self._clock())
+            case Unusable():
+                return self._unusable(request)
 
     def _hello(self, hello: Hello) -> ToPeer:
         if hello.protocol != PROTOCOL:
@@ -222,6 +225,13 @@ class Answers:
             return Gone(reason=f"{get.name} is not kept any more")
         length = max(0, min(get.length, _MAX_PIECE_BYTES))
         return Piece(name=get.name, offset=get.offset, data=bytes(blob.data[get.offset : get.offset + length]))
+
+    def _unusable(self, said: Unusable) -> ToPeer:
+        source = self.transfers.refuse(said.serial)
+        if source is not None:
+            logger.warning("the state of peer %s is dropped, for peer %s says: %s", source, said.peer, said.reason)
+            self._changed()
+        return Gone(reason="this state is given to nobody")
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from composer_prime.config.diloco import OuterConfig
-from composer_prime.errors import CheckpointError
+from composer_prime.errors import CheckpointError, ChecksumError
 from diloco.fragments import Fragment
 from diloco.outer import build_outer, weighted_mean
 
@@ -37,8 +37,12 @@ class GlobalModel:
     @property
     def hash(self) -> str:
         """Of this rank's masters and the outer step, blake2b-128, hexadecimal."""
-        text = json.dumps([self.outer_step, self._digests])
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return _hash(self.outer_step, self._digests)
+
+    @property
+    def intact(self) -> bool:
+        """Whether the masters are still what `hash` was taken of; reads them all."""
+        return [_digest(master) for master in self.masters] == self._digests
 
     @property
     def sweep(self) -> int:
@@ -96,13 +100,28 @@ class GlobalModel:
             **{f"swept.{index}": values for index, values in enumerate(self.swept[:begun])},
         }
 
+    def check(self, tensors: Mapping[str, Tensor], outer_step: int, expected_hash: str) -> None:
+        """Raises CheckpointError when `tensors` are no state for `load`, ChecksumError when they have another hash."""
+        self._check_shapes(tensors, outer_step)
+        found = _hash(outer_step, [_digest(tensors[f"master.{index}"]) for index in range(len(self.masters))])
+        if found != expected_hash:
+            raise ChecksumError(f"the state of outer step {outer_step} has hash {found}, expected {expected_hash}")
+
     def load(self, tensors: Mapping[str, Tensor], outer_step: int) -> None:
         """Take over `tensors`, as of `outer_step`.
 
         Raises CheckpointError when one is missing or has another size; nothing is changed then.
         """
-        expected = self._tensors_at(outer_step)
-        for name, own in expected.items():
+        self._check_shapes(tensors, outer_step)
+        for index, kept_n in enumerate(self.swept):
+            kept_n.copy_(tensors[f"master.{index}"])  # unless the state names it, below
+        for name, own in self._tensors_at(outer_step).items():
+            own.copy_(tensors[name])
+        self.outer_step = outer_step
+        self._digests = [_digest(master) for master in self.masters]
+
+    def _check_shapes(self, tensors: Mapping[str, Tensor], outer_step: int) -> None:
+        for name, own in self._tensors_at(outer_step).items():
             given = tensors.get(name)
             if given is None or given.shape != own.shape or given.dtype != own.dtype:
                 shape = "missing" if given is None else f"{given.dtype} {list(given.shape)}"
@@ -110,12 +129,10 @@ class GlobalModel:
                     f"global state: {name} is {shape}, expected {own.dtype} {list(own.shape)}: the state is of another "
                     "model, sharding, or [diloco] outer or fragments setting"
                 )
-        for index, kept_n in enumerate(self.swept):
-            kept_n.copy_(tensors[f"master.{index}"])  # unless the state names it, below
-        for name, own in expected.items():
-            own.copy_(tensors[name])
-        self.outer_step = outer_step
-        self._digests = [_digest(master) for master in self.masters]
+
+
+def _hash(outer_step: int, digests: Sequence[str]) -> str:
+    return hashlib.blake2b(json.dumps([outer_step, digests]).encode(), digest_size=16).hexdigest()
 
 
 def _digest(master_n: Tensor) -> str:

@@ -27,7 +27,7 @@ from diloco.exchange import Arrived, Exchange, Found, Left, Offered
 from diloco.keys import JointKey
 from diloco.peer import Position
 from diloco.session import Member, Session
-from diloco.wire import Header, sealed
+from diloco.wire import Header, Unusable, sealed
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -130,6 +130,11 @@ class Link:
         self._served = header.serial
         upload = self._submit(self._connection.upload(sealed(header, self._header_key), body))
         upload.add_done_callback(_note_upload)
+
+    def refuse_state(self, serial: int, reason: str) -> None:
+        """Have another source asked, for this state can not be served, or not be taken over. Never waits."""
+        self._served = serial
+        self._submit(self._connection.call(Unusable(peer=self._config.peer_id, serial=serial, reason=reason)))
 
     def seek(self, outer_step: int, base_hash: str) -> None:
         """Ask for what to join with, being at `outer_step` with `base_hash`; all ranks of the peer must ask."""

@@ -392,7 +392,7 @@ class StreamingDiLoCo:
             found = self._link.found(_SLICE_S)
             ready, in_time = self.ranks.smallest([found is not None, time.monotonic() < deadline])
             if ready and found is not None:
-                if self.ranks.alike([found.serial, found.newest]):
+                if self.ranks.alike([found.serial, found.newest]) and self._usable(found):
                     return found
                 self._link.seek(self.globals.outer_step, self.globals.hash)
             if not in_time:
@@ -401,13 +401,20 @@ class StreamingDiLoCo:
                     f"rendezvous waits for {self._link.waiting_for}"
                 )
 
+    def _usable(self, found: Found) -> bool:
+        """Whether all ranks can take over what they found; if not, another source is asked for it. A collective."""
+        problem = None
+        if found.header is not None:
+            try:
+                self.globals.check(unpacked(found.body)[0], found.header.outer_step, found.header.base_hash)
+            except (CheckpointError, ChecksumError) as error:
+                problem = f"the state that peer {found.header.peer} serves is refused: {error}"
+                logger.warning("%s", problem)
+                self._link.refuse_state(found.serial, problem)
+        return not self.ranks.any(problem is not None)
+
     def _take_over(self, header: Header, body: bytearray) -> None:
-        tensors, facts = unpacked(body)
-        self.globals.load(tensors, facts["outer_step"])
-        if self.globals.hash != header.base_hash:
-            raise ChecksumError(
-                f"the state of peer {header.peer} has hash {self.globals.hash}, its header says {header.base_hash}"
-            )
+        self.globals.load(unpacked(body)[0], header.outer_step)
         given_up = self.work.tokens_held()
         self.work.replace_all()
         for fragment in range(len(self.fragments)):
@@ -419,8 +426,13 @@ class StreamingDiLoCo:
         )  # fmt: skip
 
     def _serve(self, serial: int) -> None:
-        """Copy the global state and upload the copy: training may go on at once."""
-        body = packed(self.globals.tensors(), {"outer_step": self.globals.outer_step})
+        """Copy the global state and upload the copy: training may go on at once. A damaged one is not served."""
+        if not self.globals.intact:
+            problem = f"its global model was damaged in memory since outer step {self.globals.outer_step}"
+            logger.error("the state of peer %s is not served: %s", self.config.peer_id, problem)
+            self._link.refuse_state(serial, problem)
+            return
+        body = packed(self.globals.tensors(), {})
         header = Header(
             kind="state",
             run=self.config.run,

@@ -1,7 +1,7 @@
 """Which peer's state a joining peer gets, as the rendezvous sees it. No I/O here.
 
 A source uploads its state once, whoever asks for it: it stays for later joiners for as long as the rounds since then
-are kept. A source that dies or makes no progress is replaced by another.
+are kept. A source that dies or makes no progress is replaced by another, as is one whose state is refused.
 """
 
 from __future__ import annotations
@@ -59,6 +59,15 @@ class Transfers:
             self._serial += 1
             self.current = Transfer(self._serial, source.name, source.ranks, now)
         return self.current
+
+    def refuse(self, serial: int) -> str | None:
+        """Let go of this state, as its source's failure; the source, or None when the state is not at hand any more."""
+        current = self.current
+        if current is None or current.serial != serial:
+            return None
+        self._failures[current.source] += 1
+        self.drop()
+        return current.source
 
     def drop(self) -> None:
         """Let go of the state at hand or under way, which is of a time that is void."""

@@ -8,6 +8,7 @@
     AskState ---> Current | StateReady | NotReady    whether to join with what one has, or with another peer's state;
                                                decided once all ranks of the peer have asked, for all of them
     Get --------> Piece | Gone                 some bytes of a blob that another peer offered
+    Unusable ---> Gone                         a state cannot be served, or cannot be taken over: ask another source
     (any) ------> Refused                      does not belong here; says why
 
 Every request may be repeated: the answer to the second is that to the first. Headers are authenticated with a key that
@@ -179,6 +180,13 @@ class Get(Message, tag="get"):
     length: int
 
 
+class Unusable(Message, tag="unusable"):
+    peer: str
+    """Who says so."""
+    serial: int
+    reason: str
+
+
 class Welcome(Message, tag="welcome"):
     beat_s: float
     """How often a beat is expected."""
@@ -247,7 +255,7 @@ class Refused(Message, tag="refused"):
     error: str
 
 
-FromPeer = Hello | Beat | Offer | Chunk | AskRound | AskState | Get
+FromPeer = Hello | Beat | Offer | Chunk | AskRound | AskState | Get | Unusable
 ToPeer = Welcome | BeatReply | Received | Closed | Gone | NotReady | Outcome | Current | StateReady | Piece | Refused
 
 _FROM_PEER, _TO_PEER = msgspec.msgpack.Decoder(FromPeer), msgspec.msgpack.Decoder(ToPeer)

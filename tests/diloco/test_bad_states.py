@@ -1,0 +1,94 @@
+"""States that no joiner can use: a damaged source does not serve its own, and what is refused is asked of another."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import msgspec
+import pytest
+import torch
+from joint_run import settings, together, train
+
+from composer_prime.errors import DeadlineError
+from diloco.state_file import packed, unpacked
+from diloco.streaming import StreamingDiLoCo
+from diloco.wire import checksum
+
+
+def damage(engine: StreamingDiLoCo) -> None:
+    engine.globals.masters[0][7] += 0.25
+
+
+def claim_another_hash(engine: StreamingDiLoCo) -> None:
+    serve = engine._link.serve_state
+    engine._link.serve_state = lambda header, body: serve(msgspec.structs.replace(header, base_hash="0" * 32), body)
+
+
+def leave_a_part_out(engine: StreamingDiLoCo) -> None:
+    serve = engine._link.serve_state
+
+    def without(header, body):
+        tensors, facts = unpacked(body)
+        del tensors["velocity.0"]
+        body = packed(tensors, facts)
+        serve(msgspec.structs.replace(header, size=len(body), checksum=checksum(body)), body)
+
+    engine._link.serve_state = without
+
+
+# Peer a, which is asked first, has a damaged model in memory, or serves a state that is not what its header says, or
+# half of one: the joiner refuses it and gets the state of peer b, the very model that b holds.
+@pytest.mark.parametrize("fault", [damage, claim_another_hash, leave_a_part_out])
+def test_another_source_is_asked(make_rendezvous, key_file, caplog, fault):
+    server = make_rendezvous()
+    values = {"sync_every": 1000, "outer": {"lr": 0.7, "momentum": 0.9}}  # no round comes in between
+    apart = partial(settings, server.endpoint, key_file, **values)
+    ready, finished = threading.Barrier(3), threading.Event()
+
+    def steady(name: str, peer: int):
+        def before_step(step, engine):
+            if step == 1:
+                if name == "a":
+                    fault(engine)
+                ready.wait(30)
+            finished.wait(0.02)
+
+        return train(apart(name), peer, 5000, before_step=before_step, stop=finished.is_set)
+
+    def join():
+        ready.wait(30)
+        try:
+            return train(apart("c", heal_timeout_s=20), 2, 1, seed=7)
+        finally:
+            finished.set()
+
+    _, b, c = together(partial(steady, "a", 0), partial(steady, "b", 1), join)
+    assert torch.equal(c.masters[0], b.masters[0]) and c.hashes[0] == b.hashes[0]
+    assert "the state of peer a is dropped" in caplog.text and server.server.transfers.current.source == "b"
+
+
+# With no other source the joiner asks until its patience ends, and says what it waits for.
+def test_no_other_source(make_rendezvous, key_file):
+    server = make_rendezvous()
+    ready, finished = threading.Event(), threading.Event()
+
+    def steady():
+        def before_step(step, engine):
+            if step == 1:
+                damage(engine)
+                ready.set()
+            finished.wait(0.02)
+
+        config = settings(server.endpoint, key_file, "a", sync_every=1000)
+        train(config, 0, 5000, before_step=before_step, stop=finished.is_set)
+
+    def join():
+        assert ready.wait(30)
+        try:
+            with pytest.raises(DeadlineError, match=r"heal_timeout_s = 2 s: .* waits for the state of peer a"):
+                train(settings(server.endpoint, key_file, "c", heal_timeout_s=2), 1, 1, seed=7)
+        finally:
+            finished.set()
+
+    together(steady, join)
