@@ -40,7 +40,7 @@ async def _lied_to(lie: ToPeer, ask: Callable[[Exchange], Awaitable[Any]]) -> An
 
     answering = asyncio.create_task(answer_all())
     connection = Connection(server.endpoint, KEY.client(), "a/1", None)
-    member = Member(rank=1, ranks=2, instance=1, layout=LAYOUT, settings={})
+    member = Member(rank=1, ranks=2, instance=1, layout=LAYOUT, settings={}, frozen="")
     try:
         return await asyncio.wait_for(ask(Exchange(connection, KEY.derive("headers"), "joint", "a", member)), 20)
     finally:

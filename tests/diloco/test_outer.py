@@ -99,8 +99,8 @@ def test_swept_model_is_part_of_a_state(outer_step):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"sync_every": 10, "fragments": 4}, "sync_every is 10 and diloco.fragments is 4.*fragments = 2 or .*= 12"),
-        ({"sync_every": 8, "fragments": 4, "delay": 2}, "delay is 2.*sync_every / fragments = 2 steps.*delay <= 1"),
+        ({"sync_every": 10, "fragments": 4}, "sync_every is 10 and diloco.fragments is 4.*to 2 or .* to 12"),
+        ({"sync_every": 8, "fragments": 4, "delay": 2}, "delay is 2.*diloco.fragments = 2 steps.*delay to at most 1"),
         ({"outer": {"type": "average", "lr": 0.7}}, "type is 'average', but lr is 0.7"),
         ({"rendezvous": "somewhere"}, "expected tcp://HOST:PORT"),
         ({"peer_id": "../b"}, r"'../b' does not"),
