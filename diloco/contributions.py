@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -28,6 +28,10 @@ class Accepted:
     """L2 norm over all ranks, by peer."""
     reasons: dict[str, str]
     """Why a peer's delta does not count."""
+
+    def without_all(self, reason: str) -> Accepted:
+        """The same round with no delta that counts."""
+        return replace(self, deltas=[], weights=[], reasons=dict.fromkeys(self.norms, reason) | self.reasons)
 
 
 def accept(

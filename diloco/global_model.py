@@ -19,7 +19,10 @@ from torch import Tensor
 from composer_prime.config.diloco import OuterConfig
 from composer_prime.errors import CheckpointError, ChecksumError
 from diloco.fragments import Fragment
-from diloco.outer import build_outer, weighted_mean
+from diloco.outer import build_outer, largest_of, weighted_mean
+
+_TOO_LARGE = torch.finfo(torch.float32).max / 2
+"""Half, to be above what rounding adds."""
 
 
 class GlobalModel:
@@ -52,6 +55,14 @@ class GlobalModel:
     def delta(self, fragment: int) -> Tensor:
         """The pseudo-gradient, global minus local, float32 [numel]."""
         return self.masters[fragment] - self.fragments[fragment].read()
+
+    def can_advance(self, fragment: int, deltas: Sequence[Tensor]) -> bool:
+        """Whether an outer step along a mean of `deltas` leaves finite values on this rank, momentum included.
+
+        It looks at largest absolute values, which are exact, so all peers find the same.
+        """
+        largest = max(map(largest_of, deltas), default=0.0)
+        return largest_of(self.masters[fragment]) + self.outer.reach(fragment, largest) < _TOO_LARGE
 
     def advance(self, fragment: int, deltas: Sequence[Tensor], weights: Sequence[float]) -> None:
         """One outer step along the mean delta; without any delta the values stay and the step counts all the same."""

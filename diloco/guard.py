@@ -15,9 +15,21 @@ MEDIAN_FROM = 3
 """Peers from which on the median says who is out of line; of two, either may be."""
 
 
+LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
+"""1.8e19. The squares of larger values are infinite in float32: no model with them can be trained."""
+_LANES = 1 << 14
+
+
 def squared_norm(delta_n: Tensor) -> float:
-    """Sum of squares in float64; NaN or infinity when an element is."""
-    return float(delta_n.to(torch.float64).square().sum())
+    """Sum of squares in float64; NaN or infinity when an element is.
+
+    It has the same bits on any machine: squares of float32 are exact, element i is added in lane i mod 16384, in order,
+    and the lanes are summed with one rounding. The order in which torch's own sum adds depends on the processor.
+    """
+    lanes = torch.zeros(_LANES, dtype=torch.float64)
+    for part in delta_n.split(_LANES):
+        lanes[: len(part)] += part.to(torch.float64).square_()
+    return math.fsum(lanes.tolist())
 
 
 def rejected(squared_norms: Mapping[str, float], config: GuardConfig) -> dict[str, str]:
@@ -26,7 +38,9 @@ def rejected(squared_norms: Mapping[str, float], config: GuardConfig) -> dict[st
     reasons = {peer: "it holds NaN or infinity" for peer in squared_norms if peer not in norms}
     middle = median(norms.values()) if len(norms) >= MEDIAN_FROM else None
     for peer, norm in norms.items():
-        if config.max_norm is not None and norm > config.max_norm:
+        if norm > LARGEST_NORM:
+            reasons[peer] = f"its norm {norm:.4g} is above {LARGEST_NORM:.4g}: no model can be trained with such values"
+        elif config.max_norm is not None and norm > config.max_norm:
             reasons[peer] = f"its norm {norm:.4g} is above diloco.guard.max_norm = {config.max_norm:g}"
         elif middle and norm > config.max_norm_ratio * middle:
             reasons[peer] = (

@@ -32,6 +32,10 @@ class OuterOptimizer(Protocol):
         """Update `master_n` (float32 [numel]) in place; `mean_n` is left as it is."""
         ...
 
+    def reach(self, fragment: int, largest: float) -> float:
+        """No intermediate value, change or momentum of a step is larger than this, no element of its mean `largest`."""
+        ...
+
 
 class Averaging:
     """The global model becomes the mean of the peers'."""
@@ -41,6 +45,9 @@ class Averaging:
 
     def step(self, fragment: int, master_n: Tensor, mean_n: Tensor) -> None:
         master_n.sub_(mean_n)
+
+    def reach(self, fragment: int, largest: float) -> float:
+        return largest
 
 
 class Nesterov:
@@ -57,6 +64,16 @@ class Nesterov:
             velocity_n = self.velocity[fragment].mul_(self.momentum).add_(mean_n)
             direction_n = mean_n + velocity_n * self.momentum
         master_n.sub_(direction_n if self.lr == 1.0 else direction_n * self.lr)
+
+    def reach(self, fragment: int, largest: float) -> float:
+        velocity = largest + (largest_of(self.velocity[fragment]) if self.velocity else 0.0)
+        return max(1.0, self.lr) * (largest + velocity)
+
+
+def largest_of(values_n: Tensor) -> float:
+    """The largest absolute value, 0 of none; NaN when an element is."""
+    low, high = torch.aminmax(values_n) if values_n.numel() else (torch.zeros(()), torch.zeros(()))
+    return max(-float(low), float(high))
 
 
 def build_outer(config: OuterConfig, sizes: Sequence[int]) -> OuterOptimizer:

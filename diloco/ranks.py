@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -23,8 +24,12 @@ class Ranks:
         return self._reduce(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.MIN)
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Element by element over the ranks, in float64. A collective."""
-        return self._reduce(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM)
+        """Element by element over the ranks, rounded once, so that their order does not matter. A collective."""
+        own = torch.tensor(values, dtype=torch.float64)
+        parts = [own] if self.size == 1 else [torch.empty_like(own) for _ in range(self.size)]
+        if self.size > 1:
+            dist.all_gather(parts, own, group=self._group)
+        return [math.fsum(each) for each in zip(*(part.tolist() for part in parts), strict=True)]
 
     def all(self, flag: bool) -> bool:
         return bool(self.smallest([flag])[0])

@@ -338,6 +338,8 @@ class StreamingDiLoCo:
             headers, arrived.bodies, fragment=fragment, n=self.fragments[fragment].numel, guard=self.config.guard,
             ranks=self.ranks,
         )  # fmt: skip
+        if not self.ranks.all(self.globals.can_advance(fragment, accepted.deltas)):
+            accepted = accepted.without_all("the outer step along the round's mean would leave the range of float32")
         for peer, reason in accepted.reasons.items():
             logger.warning("outer step %d: the delta of peer %s is rejected: %s", self.globals.outer_step, peer, reason)
         pending, self._pending = self._pending, None
