@@ -1,12 +1,16 @@
 """When two actions are the same: a canonical form for each.
 
-    edit     ("edit", path, content after it), or (path, lines out, lines in) where the file's content is not known
-    shell    ("shell", tokens)
+    edit     ("edit", path, content after it), or (path, replacements as written) where the file's content is not known
+    shell    ("shell", tokens, sorted JSON of the other arguments)
     call     ("call", name, sorted JSON arguments without defaults, paths normalised)
-    prose    ("prose",): any text without an action, in one bucket
+    prose    ("prose",): any text without an action, in one bucket; the call that ends a trace with a message too
 
-Several calls of one turn are a set. Text beside a call does not count. A command in a fenced block is a shell action, a
-broken call written as text is itself.
+The order of several calls of one turn counts where one of them is a command or an edit; text beside a call does not. A
+command in a fenced block is a
+shell action where the agent had no tools: elsewhere it is an example. A broken call written as text is itself.
+
+Two different actions of one form would make an agreement that is none; two equal ones of different forms only cost a
+pair. So whatever is not sure to be cosmetic counts.
 """
 
 from __future__ import annotations
@@ -14,17 +18,23 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-import shlex
 from typing import Any
 
 from composer_prime.traces import Message
-from orchestrator.teachers.edits import Edit, Files, edit_of
+from orchestrator.teachers.edits import EDIT_ARGUMENTS, Edit, Files, edit_of
+from orchestrator.teachers.shell import shell
 
 Canonical = tuple[Any, ...]
+RULES = 2
+"""Counted up when forms change: votes by other rules are not continued (records.py)."""
+PROSE = ("prose",)
 _SHELLS = {"bash", "shell", "terminal", "execute_bash", "run", "run_command", "cmd_run", "local_shell", "execute"}
 _COMMANDS = ("command", "cmd", "script")
-_COSMETIC = {"description", "summary", "security_risk", "explanation", "thought", "reason", "is_input"}
+_ENDS = {"finish", "submit"}
+_COSMETIC = {"summary", "security_risk", "explanation", "thought"}
 """Arguments that tell of an action and do not change it."""
+_LABELS = _COSMETIC | {"description", "reason"}
+"""The same beside a command or an edit; in other calls these may be what the call is about."""
 _PATH = re.compile(r"(?i)(?:^|_)(?:path|file|filename|filepath|dir|directory|cwd)s?$|file_?(?:path|name)")
 _FENCE = re.compile(r"```(?:mswea_bash_command|bash|sh|shell)\s*\n(.*?)```", re.DOTALL)
 _BARE_FENCE = re.compile(r"```\s*\n(.*?)```\s*$", re.DOTALL)
@@ -32,83 +42,85 @@ _BROKEN = re.compile(r"<tool_call>|<function=")
 
 
 def canonical(action: Message, tools: list[dict[str, Any]], files: Files | None = None) -> Canonical | None:
-    """The canonical form of an assistant message; None for an empty one."""
+    """The canonical form of an assistant message in a state with these tools and files; None for an empty one."""
     calls = action.get("tool_calls") or []
     if calls:
-        defaults = _defaults(tools)
-        forms = [_call(call["function"], defaults, files or Files()) for call in calls]
-        return ("actions", *sorted(set(forms), key=repr))
+        forms = [_call(call["function"], tools, files or Files()) for call in calls]
+        if set(forms) == {PROSE}:
+            return PROSE
+        acts = any(form[0] in ("shell", "edit") for form in forms)
+        return ("actions", *(forms if acts else sorted(forms, key=repr)))
     text = (action.get("content") or "").strip()
     if not text:
         return None
-    fenced = _FENCE.findall(text) or _BARE_FENCE.findall(text)
+    fenced = [] if tools else _FENCE.findall(text) or _BARE_FENCE.findall(text)
     if fenced:
-        return ("actions", shell("\n".join(fenced)))
-    if _BROKEN.search(text):
-        return ("broken", " ".join(text.split()))
-    return ("prose",)
+        return ("actions", *(("shell", shell(command), "{}") for command in fenced))
+    return ("broken", text) if _BROKEN.search(text) else PROSE
 
 
-def shell(command: str) -> Canonical:
-    """("shell", tokens): quoting and spacing do not count, operators are tokens of their own."""
-    try:
-        lexer = shlex.shlex(command.strip(), posix=True, punctuation_chars=True)
-        lexer.whitespace_split = True
-        lexer.commenters = ""
-        return ("shell", *lexer)
-    except ValueError:  # an open quote
-        return ("shell", *command.split())
-
-
-def _call(function: dict[str, Any], defaults: dict[str, dict[str, Any]], files: Files) -> Canonical:
+def _call(function: dict[str, Any], tools: list[dict[str, Any]], files: Files) -> Canonical:
     name, written = function["name"], function["arguments"]
     try:
         arguments = json.loads(written) if written.strip() else {}
+        _json(arguments).encode()  # half of a surrogate pair is no text
+        form = _form(name, arguments, tools, files) if isinstance(arguments, dict) else None
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        return ("broken", name, " ".join(written.split()))
-    command = next((arguments[key] for key in _COMMANDS if isinstance(arguments.get(key), str)), None)
-    if name.lower() in _SHELLS and command is not None:
-        return shell(command)
+        form = None
+    return form or ("broken", name, written)
+
+
+def _form(name: str, arguments: dict[str, Any], tools: list[dict[str, Any]], files: Files) -> Canonical:
+    given = _defaults(name, tools)
+    if name.lower() in _ENDS and arguments.keys() - _COSMETIC <= {"message"}:
+        return PROSE
+    key = next((key for key in _COMMANDS if isinstance(arguments.get(key), str)), None)
+    if name.lower() in _SHELLS and key is not None:
+        others = _kept(arguments, given, _LABELS | {key})
+        several = len({offered for offered in _names(tools) if offered.lower() in _SHELLS}) > 1
+        return ("shell", shell(arguments[key]), others, *([name] if several else []))
     edit = edit_of(name, arguments)
     if edit is not None:
-        return _edit(edit, files)
-    given = defaults.get(name, {})
-    kept = {
-        key: _plain(key, value)
-        for key, value in arguments.items()
-        if value is not None and key not in _COSMETIC and not (key in given and given[key] == value)
-    }
-    return ("call", name, json.dumps(kept, sort_keys=True, ensure_ascii=False))
+        return (*_edit(edit, files), _kept(arguments, given, _LABELS | EDIT_ARGUMENTS))
+    return ("call", name, _kept(arguments, given, _COSMETIC))
 
 
 def _edit(edit: Edit, files: Files) -> Canonical:
-    path = posixpath.normpath(edit.path)
-    after = files.after(edit)
-    return ("edit", path, after) if after is not None else ("edit", path, *edit.changed_lines())
+    path, after = posixpath.normpath(edit.path), files.after(edit)
+    return ("edit", path, *edit.replacements) if after is None else ("edit", path, after.rstrip("\n"))
+
+
+def _kept(arguments: dict[str, Any], defaults: dict[str, Any], without: set[str]) -> str:
+    """Sorted JSON of the arguments that say something."""
+    plain = {key: _plain(key, value) for key, value in arguments.items() if value is not None and key not in without}
+    usual = {key: _json(_plain(key, value)) for key, value in defaults.items()}
+    return _json({key: value for key, value in plain.items() if usual.get(key) != _json(value)})
 
 
 def _plain(key: str, value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, str) and _PATH.search(key):
+    if isinstance(value, str) and _PATH.search(key) and "://" not in value:
         return posixpath.normpath(value.strip()) if value.strip() else ""
-    if isinstance(value, str):
-        return value.strip()
     return value
 
 
-def _defaults(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The default of every argument that a tool's schema gives one, by tool."""
-    found: dict[str, dict[str, Any]] = {}
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _names(tools: list[dict[str, Any]]) -> list[str]:
+    return [str((tool.get("function") or {}).get("name")) for tool in tools]
+
+
+def _defaults(name: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """The default of every argument that the tool's schema gives one."""
     for tool in tools:
         function = tool.get("function") or {}
+        if function.get("name") != name:
+            continue
         parameters = function.get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
         known = properties.items() if isinstance(properties, dict) else ()
-        defaults = {
-            name: schema["default"] for name, schema in known if isinstance(schema, dict) and "default" in schema
-        }
-        found[str(function.get("name"))] = defaults
-    return found
+        return {key: schema["default"] for key, schema in known if isinstance(schema, dict) and "default" in schema}
+    return {}

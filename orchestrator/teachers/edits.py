@@ -1,7 +1,7 @@
 """Edits of files, as the common tools write them, and what a file holds after one.
 
 Two edits are the same when they leave the same content behind, however much context each of them quotes. The content
-before is known where the agent itself wrote the file earlier in the trace.
+before is known where the agent itself wrote the file earlier in the trace; elsewhere an edit is what it says.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ _WRITES = {"write", "create", "write_file", "create_file", "filewrite"}
 _REPLACES = {"edit", "str_replace", "replace", "multiedit", "edit_file", "str_replace_based_edit_tool"}
 _EDITORS = {"str_replace_editor", "file_editor", "str_replace_based_edit_tool", "edit_anthropic"}
 _PATHS = ("file_path", "path", "filename", "file")
+_CONTENTS = ("content", "file_text")
+_SIDES = (("old_string", "new_string"), ("old_str", "new_str"), ("search", "replace"))
+EDIT_ARGUMENTS = {"command", "edits", "replace_all", *_PATHS, *_CONTENTS, *(side for pair in _SIDES for side in pair)}
+"""What an `Edit` is made of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +28,9 @@ class Edit:
     """Replacements in one file; `content` instead where it is written whole."""
 
     path: str
-    replacements: tuple[tuple[str, str], ...] = ()
+    replacements: tuple[tuple[str, str, bool], ...] = ()
+    """(old, new, everywhere instead of at the only place)."""
     content: str | None = None
-
-    def changed_lines(self) -> tuple[Any, ...]:
-        """The lines that go and those that come, without what both share at their ends; the content of a whole file."""
-        if self.content is not None:
-            return ("whole", *_lines(self.content))
-        return tuple(_difference(_lines(old), _lines(new)) for old, new in self.replacements)
 
 
 class Files:
@@ -41,24 +40,27 @@ class Files:
         self._content: dict[str, str] = {}
         for message in messages:
             for call in message.get("tool_calls") or []:
-                edit = edit_of(call["function"]["name"], _arguments(call["function"]["arguments"]))
+                name, arguments = call["function"]["name"], _arguments(call["function"]["arguments"])
+                edit = edit_of(name, arguments)
                 if edit is not None:
                     self._apply(edit)
+                elif name.lower() in _EDITORS and arguments.get("command") != "view":  # insert, undo_edit
+                    self._content.pop(posixpath.normpath(str(arguments.get("path"))), None)
 
     def after(self, edit: Edit) -> str | None:
         """The file's content after `edit`; None where what it holds now is not known, or the edit does not fit it."""
         if edit.content is not None:
-            return "\n".join(_lines(edit.content))
+            return edit.content
         text = self._content.get(posixpath.normpath(edit.path))
-        for old, new in edit.replacements:
-            if text is None or not old or text.count(old) != 1:
+        for old, new, everywhere in edit.replacements:
+            if text is None or not old or old not in text or (text.count(old) > 1 and not everywhere):
                 return None
             text = text.replace(old, new)
-        return None if text is None else "\n".join(_lines(text))
+        return text
 
     def _apply(self, edit: Edit) -> None:
         path = posixpath.normpath(edit.path)
-        after = edit.content if edit.content is not None else self.after(edit)
+        after = self.after(edit)
         if after is None:
             self._content.pop(path, None)
         else:
@@ -73,9 +75,7 @@ def edit_of(name: str, arguments: dict[str, Any]) -> Edit | None:
     tool = name.lower()
     command = arguments.get("command") if tool in _EDITORS else None
     if tool in _WRITES or command == "create":
-        content = next(
-            (arguments[key] for key in ("content", "file_text") if isinstance(arguments.get(key), str)), None
-        )
+        content = next((arguments[key] for key in _CONTENTS if isinstance(arguments.get(key), str)), None)
         return None if content is None else Edit(path=path, content=content)
     if tool in _REPLACES or command == "str_replace":
         listed = arguments.get("edits")
@@ -85,31 +85,13 @@ def edit_of(name: str, arguments: dict[str, Any]) -> Edit | None:
     return None
 
 
-def _replacement(arguments: Any) -> tuple[str, str] | None:
+def _replacement(arguments: Any) -> tuple[str, str, bool] | None:
     if not isinstance(arguments, dict):
         return None
-    for old, new in (("old_string", "new_string"), ("old_str", "new_str"), ("search", "replace")):
+    for old, new in _SIDES:
         if isinstance(arguments.get(old), str) and isinstance(arguments.get(new), str):
-            return arguments[old], arguments[new]
+            return arguments[old], arguments[new], str(arguments.get("replace_all")).lower() == "true"
     return None
-
-
-def _difference(old: list[str], new: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    start = 0
-    while start < min(len(old), len(new)) and old[start] == new[start]:
-        start += 1
-    end = 0
-    while end < min(len(old), len(new)) - start and old[-1 - end] == new[-1 - end]:
-        end += 1
-    return tuple(old[start : len(old) - end]), tuple(new[start : len(new) - end])
-
-
-def _lines(text: str) -> list[str]:
-    """Lines without trailing blanks, and without empty ones at the end."""
-    lines = [line.rstrip() for line in text.splitlines()]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
 
 
 def _arguments(written: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from orchestrator.teachers.canonical import canonical
 from orchestrator.teachers.consensus import epsilon, majority, settled
 from orchestrator.teachers.edits import Files
 from orchestrator.teachers.kill_switch import percentile
+from orchestrator.teachers.records import digest
 
 
 def acts(name: str, **arguments) -> dict:
@@ -45,10 +46,19 @@ WRITTEN = [
         (acts("Bash", command="ls  -la 'a b'", description="list"), acts("bash", command='ls -la "a b"'), True),
         (acts("Bash", command="ls|wc"), acts("Bash", command="ls | wc"), True),
         (acts("Bash", command="rm a # b"), acts("Bash", command="rm a"), False),
-        (acts("Bash", command="echo 'open"), acts("Bash", command="echo  'open"), True),
-        (says("I look.\n```bash\nls\n```"), acts("Bash", command="ls"), True),
+        (acts("Bash", command="ls", cwd="/a"), acts("Bash", command="ls", cwd="/b"), False),
+        (acts("Bash", command="sleep 5"), acts("Bash", command="sleep 5", run_in_background=True), False),
+        (acts("execute_bash", command="C-c"), acts("execute_bash", command="C-c", is_input="true"), False),
+        (acts("Bash", command="ls", cwd="./a"), acts("Bash", command="ls", cwd="a", security_risk="LOW"), True),
+        (acts("grep", pattern=" x"), acts("grep", pattern="x"), False),
+        (acts("grep", pattern="x", limit=True), acts("grep", pattern="x", limit=1), False),
+        (acts("new_issue", description="a"), acts("new_issue", description="b"), False),
+        (acts("fetch", path="https://x/a"), acts("fetch", path="https:/x/a"), False),
         (says("Done."), says("All finished."), True),
         (says("Done."), acts("Bash", command="ls"), False),
+        (acts("finish", message="All is fixed."), says("Done."), True),
+        (acts("submit"), says("Done."), True),
+        (acts("submit", answer="4"), acts("submit", answer="5"), False),
         (says('<tool_call>{"name": "x"'), says("Done."), False),
         (acts("Write", file_path="a.py", content="x\n"), acts("write", path="./a.py", content="x"), True),
     ],
@@ -57,20 +67,69 @@ def test_what_is_the_same_action(first: dict, second: dict, equal: bool) -> None
     assert same(first, second, DEFAULTS) == equal
 
 
+# A command in a fence is an action where that is how the agent acts; where it has tools, it is an example.
+def test_fences_are_actions_of_agents_without_tools() -> None:
+    shown, run = says("Run it with:\n```bash\nls\n```"), acts("Bash", command="ls")
+    assert same(shown, run, []) and not same(shown, run, DEFAULTS) and same(shown, says("Done."), DEFAULTS)
+    assert same(says("```\nls\n```"), run, [])
+    twice = says("```bash\necho a\n```\n```bash\nrm b\n```")
+    assert not same(twice, says("```bash\necho a rm b\n```"), [])
+    assert not same(twice, says("```bash\necho a\nrm b\n```"), [])
+
+
+# Where an agent has two shells, a command in one is not the same in the other.
+def test_a_command_in_another_shell() -> None:
+    both = [{"function": {"name": "bash"}}, {"function": {"name": "terminal"}}]
+    assert not same(acts("bash", command="ls"), acts("terminal", command="ls"), both)
+
+
 # Two edits that quote more or less context, or one edit and a whole new file, leave the same content behind.
 def test_edits_are_compared_by_what_they_leave() -> None:
     narrow = acts("Edit", file_path="a.py", old_string="y", new_string="Y")
     wide = acts("str_replace_editor", command="str_replace", path="./a.py", old_str="x\ny\nz", new_str="x\nY\nz")
     whole = acts("Write", file_path="a.py", content="x\nY\nz")
     assert same(narrow, wide, before=WRITTEN) and same(narrow, whole, before=WRITTEN)
-    assert same(narrow, wide)  # the file is not known: the lines that change are the same
+    assert not same(narrow, wide)  # the file is not known
     assert not same(narrow, acts("Edit", file_path="a.py", old_string="z", new_string="Z"), before=WRITTEN)
 
 
-# Calls of one turn are a set.
-def test_the_order_of_calls_does_not_count() -> None:
+# Where the file is not known, an edit is all that it says: the place, the blanks, and how often.
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"old_string": "def a():\n  return 1", "new_string": "def a():\n  return 2"},
+         {"old_string": "def b():\n  return 1", "new_string": "def b():\n  return 2"}),
+        ({"old_string": "x", "new_string": "y"}, {"old_string": "x", "new_string": "y", "replace_all": True}),
+        ({"old_string": "x", "new_string": "    y"}, {"old_string": "x", "new_string": "y"}),
+        ({"old_string": "x", "new_string": "y"}, {"old_string": "x", "new_string": "y", "expected_replacements": 2}),
+    ],
+)  # fmt: skip
+def test_edits_of_an_unknown_file(first: dict, second: dict) -> None:
+    assert not same(acts("Edit", file_path="a.py", **first), acts("Edit", file_path="a.py", **second))
+    assert same(acts("Edit", file_path="a.py", **first), acts("Edit", file_path="./a.py", **first))
+
+
+# Everywhere and at the only place are one where there is one place; what a tool did that is not followed is not known.
+def test_edits_of_a_known_file() -> None:
+    once = acts("Edit", file_path="a.py", old_string="y", new_string="Y")
+    everywhere = acts("Edit", file_path="a.py", old_string="y", new_string="Y", replace_all=True)
+    more = acts("Write", file_path="a.py", content="y\ny\n")
+    assert same(once, everywhere, before=WRITTEN) and not same(once, everywhere, before=[more])
+    assert same(everywhere, acts("Write", file_path="a.py", content="Y\nY"), before=[more])
+    insert = {"command": "insert", "path": "a.py", "insert_line": 1}
+    one, other = (acts("str_replace_editor", **insert, new_str=text) for text in ("    y", "y"))
+    assert not same(one, other) and not same(once, everywhere, before=[*WRITTEN, other])
+
+
+# Calls that only ask may come in any order; a call more, or commands in another order, are another action.
+def test_the_order_of_calls() -> None:
+    def turn(*calls: dict) -> dict:
+        return {"role": "assistant", "tool_calls": list(calls)}
+
     one, two = call("a", {}), call("b", {}, "c2")
-    assert same({"role": "assistant", "tool_calls": [one, two]}, {"role": "assistant", "tool_calls": [two, one]})
+    assert same(turn(one, two), turn(two, one)) and not same(turn(one, two), turn(one, two, one))
+    remove, make = call("Bash", {"command": "rm -r a"}), call("Bash", {"command": "mkdir a"})
+    assert not same(turn(remove, make), turn(make, remove))
 
 
 def test_an_empty_action_has_no_form() -> None:
@@ -81,7 +140,16 @@ def test_an_empty_action_has_no_form() -> None:
 @given(st.text(), st.one_of(st.text(), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps)))
 def test_any_call_has_a_form(name: str, arguments: str) -> None:
     action = {"tool_calls": [{"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}]}
-    assert hash(canonical(action, [])) is not None
+    assert digest(canonical(action, [])) and hash(canonical(action, [])) is not None
+
+
+# Nor is there text that breaks a form: half of a surrogate pair, and JSON that is nested as deep as it may be.
+@pytest.mark.parametrize(
+    "arguments", ['{"command": "\\ud800"}', *('{"q": ' + "[" * n + "]" * n + "}" for n in (900, 990))]
+)
+def test_a_form_can_be_written_down(arguments: str) -> None:
+    function = {"name": "bash", "arguments": arguments}
+    assert digest(canonical({"tool_calls": [{"id": "c", "type": "function", "function": function}]}, []))
 
 
 # settled() by enumeration: no continuation of the votes may change the majority.
