@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from composer_prime.traces import TraceState
 from orchestrator.teachers.canonical import Canonical
 from orchestrator.teachers.consensus import Cast, Vote
+from orchestrator.teachers.edits import Files
 from orchestrator.teachers.records import VoteRecord, digest
 
 
 @dataclass(slots=True)
 class Ballot:
     state: TraceState
+    files: Files
+    """As the trace left them."""
     student: Canonical
     planned: int
     votes: list[Vote] = field(default_factory=list)

@@ -263,14 +263,15 @@ class Replay:
 
     async def _vote(self, state: TraceState) -> tuple[Ballot | None, str, str | None]:
         """(votes, outcome, reason)."""
-        student = canonical(visible(state.student_action), state.tools, Files(state.messages))
+        files = Files(state.messages)
+        student = canonical(visible(state.student_action), state.tools, files)
         if student is None:
             return None, "refused", "the student's action is empty"
         try:
             voters = self._pool.voters(state)
         except TeacherError as error:
             return None, "refused", str(error)
-        ballot = Ballot(state=state, student=student, planned=min(self.config.voters, len(voters)))
+        ballot = Ballot(state=state, files=files, student=student, planned=min(self.config.voters, len(voters)))
         try:
             await self._all(ballot, voters) if self.config.voting == "all" else await self._sequence(ballot, voters)
         except CapError as error:
@@ -335,7 +336,7 @@ class Replay:
         if asked.cached:
             ballot.cached_usd += asked.answer.cost_usd
             ballot.cached_s += asked.answer.seconds
-        form = canonical(asked.answer.message, state.tools, Files(state.messages))
+        form = canonical(asked.answer.message, state.tools, ballot.files)
         unusable = _unusable(form, asked.answer.finish_reason, self.config.max_tokens)
         if form is None or unusable is not None:
             self._no_vote(ballot, f"an answer of {teacher.name} {unusable}", called=not asked.cached)
