@@ -21,6 +21,7 @@ import msgspec
 
 from composer_prime.errors import ConfigError, UnwritableError
 from composer_prime.pairs import Pair
+from orchestrator.teachers.canonical import RULES
 
 T = TypeVar("T")
 UNDECIDED = {"refused", "failed", "budget"}
@@ -79,6 +80,8 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     pairs: list[str] = []
     dropped: dict[str, int] = {}
     """Pairs that were not written, by reason: length, duplicate."""
+    rules: int = 1
+    """By which forms were compared (canonical.RULES)."""
 
 
 @contextmanager
@@ -110,12 +113,14 @@ class Records:
     """The two files of a replay. One writer at a time (`only_writer`)."""
 
     def __init__(self, pairs: Path, votes: Path) -> None:
+        """Raises ConfigError where the votes were compared by rules that this release no longer has."""
         self.pairs_path, self.votes_path = pairs, votes
         for path in (pairs, votes):
             path.parent.mkdir(parents=True, exist_ok=True)
             _drop_torn_line(path)
         self.history = list(read_records(votes))
         """What earlier replays wrote down."""
+        self._check_rules()
         self.done = {
             place: record.content for place, record in latest(self.history).items() if record.outcome not in UNDECIDED
         }
@@ -124,6 +129,15 @@ class Records:
         self.contents: set[bytes] = set()
         for pair in read_pairs(pairs):
             self._note(pair)
+
+    def _check_rules(self) -> None:
+        other = [record.rules for record in self.history if record.votes and record.rules != RULES]
+        if other:
+            raise ConfigError(
+                f"{self.votes_path} holds {len(other)} states whose votes were compared by rules {other[0]}, this "
+                f"release compares by rules {RULES}, and one file of pairs has one: replay into another (answers come "
+                "from the cache, for nothing), or start the run anew"
+            )
 
     def add(self, record: StateRecord, pairs: list[Pair]) -> int:
         """Write both down; how many pairs the file did not hold before. Raises OSError."""

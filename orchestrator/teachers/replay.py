@@ -25,7 +25,7 @@ from composer_prime.pairs import Pair, State
 from composer_prime.traces import TraceState
 from orchestrator.teachers.ballot import Ballot, vote_record
 from orchestrator.teachers.budget import Budget
-from orchestrator.teachers.canonical import Canonical, canonical
+from orchestrator.teachers.canonical import RULES, Canonical, canonical
 from orchestrator.teachers.consensus import (
     Candidate,
     Vote,
@@ -259,6 +259,7 @@ class Replay:
             content=_content(state),
             pairs=[self._records.written_as(pair) or pair.pair_id for pair in pairs],
             dropped=dict(dropped),
+            rules=RULES,
         )
 
     async def _vote(self, state: TraceState) -> tuple[Ballot | None, str, str | None]:

@@ -20,6 +20,7 @@ from composer_prime.pairs import Pair, PairFile, State
 from composer_prime.pairs_gate import check_binding, gate_file, read_gate
 from composer_prime.preflight import check
 from orchestrator.preferences.released import Released
+from orchestrator.teachers.canonical import RULES
 from orchestrator.teachers.chart import draw
 from orchestrator.teachers.density import Density, Margins, measure
 from orchestrator.teachers.margins import base_margins
@@ -42,7 +43,7 @@ def record(trace: str, number: int, forms: str, *, usd: float = 0.2, seconds: fl
     votes = [vote(name, form, form == "s") for name, form in zip(("gpt", "qwen", "glm"), forms, strict=False)]
     return StateRecord(
         trace=trace, state=f"{trace}/{number}", step=number, family="claude", outcome="overruled", planned=3,
-        votes=votes, cost_usd=usd, seconds=seconds,
+        votes=votes, cost_usd=usd, seconds=seconds, rules=RULES,
     )  # fmt: skip
 
 

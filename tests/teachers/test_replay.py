@@ -11,8 +11,9 @@ from pydantic import ValidationError
 
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.costs import spent
-from composer_prime.errors import TeacherError
+from composer_prime.errors import ConfigError, TeacherError
 from orchestrator.teachers.budget import Budget
+from orchestrator.teachers.canonical import RULES
 from orchestrator.teachers.pool import TeacherPool
 from orchestrator.teachers.records import read_pairs, read_records, votes_beside
 
@@ -161,6 +162,15 @@ def test_nothing_is_paid_twice(tmp_path: Path) -> None:
     assert {pair.pair_id for pair in once} == {pair.pair_id for pair in twice}
     assert spent(tmp_path / "costs.jsonl").usd == pytest.approx(1.1)
     assert spent(tmp_path / "again" / "costs.jsonl").usd == 0
+
+
+# Votes that were compared by other rules are not continued.
+def test_votes_by_other_rules_are_not_continued(tmp_path: Path) -> None:
+    play(tmp_path, overrule, [state(0)])
+    votes = votes_beside(tmp_path / "pairs.jsonl")
+    votes.write_bytes(votes.read_bytes().replace(b'"rules":%d' % RULES, b'"rules":1'))
+    with pytest.raises(ConfigError, match=rf"rules 1, this release compares by rules {RULES}.*replay into another"):
+        play(tmp_path, overrule, [state(0), state(1)])
 
 
 # An answer from the cache keeps the price and the time of when it was asked for, beside what is paid now.
