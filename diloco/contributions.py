@@ -18,6 +18,8 @@ from diloco.wire import Header
 MAX_WEIGHT = 1e15
 """Tokens; far above what any round trains on, far below where a sum of weights would overflow."""
 
+_ELSEWHERE = "another rank of this cluster cannot use its part: that rank's log says why"
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
@@ -38,27 +40,30 @@ def accept(
     headers: Sequence[Header], bodies: Sequence[memoryview], *, fragment: int, n: int, guard: GuardConfig, ranks: Ranks
 ) -> Accepted:
     """Decode this rank's part of a round's deltas; a peer that fails on one rank fails on all. A collective."""
-    deltas = {
-        header.peer: _decoded(header, body, fragment, n) for header, body in zip(headers, bodies, strict=True)
-    }
-    own = [math.nan if delta is None else squared_norm(delta) for delta in deltas.values()]
-    squared = dict(zip(deltas, ranks.total(own), strict=True))
-    reasons = rejected(squared, guard)
+    deltas: dict[str, Tensor] = {}
+    wrong: dict[str, str] = {}
+    for header, body in zip(headers, bodies, strict=True):
+        try:
+            deltas[header.peer] = _decoded(header, body, fragment, n)
+        except ValueError as error:
+            wrong[header.peer] = str(error)
+    own = [squared_norm(deltas[header.peer]) if header.peer in deltas else math.nan for header in headers]
+    squared = {header.peer: total for header, total in zip(headers, ranks.total(own), strict=True)}
+    elsewhere = [peer for peer, sent in zip(squared, own, strict=True) if math.isnan(squared[peer]) and sent >= 0]
+    reasons = rejected(squared, guard) | dict.fromkeys(elsewhere, _ELSEWHERE) | wrong
     kept = [header for header in headers if header.peer not in reasons]
     return Accepted(
-        deltas=[delta for header in kept if (delta := deltas[header.peer]) is not None],
+        deltas=[deltas[header.peer] for header in kept],
         weights=[header.weight for header in kept],
         norms={peer: math.sqrt(value) for peer, value in squared.items()},
         reasons=reasons,
     )
 
 
-def _decoded(header: Header, body: memoryview, fragment: int, n: int) -> Tensor | None:
-    """None for a body that is not what its header says, or one of another fragment."""
-    if header.fragment != fragment or not 0 <= header.weight <= MAX_WEIGHT:
-        return None
-    try:
-        codec = codec_from_spec(header.codec)
-        return codec.decode(shared(body), n)
-    except ValueError:
-        return None
+def _decoded(header: Header, body: memoryview, fragment: int, n: int) -> Tensor:
+    """Raises ValueError for a body that is not what its header says, or one of another fragment."""
+    if header.fragment != fragment:
+        raise ValueError(f"it is of fragment {header.fragment}, this round is of fragment {fragment}")
+    if not 0 <= header.weight <= MAX_WEIGHT:
+        raise ValueError(f"its weight is {header.weight:g}, expected 0 to {MAX_WEIGHT:g}")
+    return codec_from_spec(header.codec).decode(shared(body), n)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 
-from composer_prime.config.diloco import GuardConfig
-from diloco.codec import codec_from_spec
+from composer_prime.config.diloco import MAX_BLOCK, CodecConfig, GuardConfig
+from diloco.codec import build_codec, codec_from_spec
 from diloco.contributions import accept
 from diloco.ranks import Ranks
 from diloco.wire import Header, checksum
@@ -22,17 +23,30 @@ def contribution(peer: str, values: torch.Tensor, **fields) -> tuple[Header, mem
 
 
 # Good ones decode; a delta that claims another fragment, an unknown codec, a length that does not fit its codec or an
-# impossible weight is rejected, whoever sent it.
+# impossible weight is rejected, whoever sent it, and the reason says which it is.
 @pytest.mark.parametrize(
-    "wrong",
-    [{"fragment": 0}, {"codec": "zip"}, {"codec": "fp32"}, {"weight": math.nan}, {"weight": -1.0}, {"weight": 1e308}],
+    ("wrong", "reason"),
+    [
+        ({"fragment": 0}, "of fragment 0, this round is of fragment 1"),
+        ({"codec": "zip"}, "no codec is called 'zip'"),
+        ({"codec": "fp32"}, r"fp32: \d+ bytes, but 300 values take 1200"),
+        ({"weight": math.nan}, "weight is nan, expected 0 to 1e"),
+        ({"weight": -1.0}, "weight is -1"),
+        ({"weight": 1e308}, "weight is 1e"),
+    ],
 )
-def test_wrong_contributions(wrong):
+def test_wrong_contributions(wrong, reason):
     values = torch.linspace(-1, 1, 300)
     good, bad = contribution("a", values), contribution("b", values, **wrong)
     found = accept(
         [good[0], bad[0]], [good[1], bad[1]], fragment=1, n=300, guard=GuardConfig(), ranks=Ranks()
     )
-    assert list(found.reasons) == ["b"] and found.weights == [2.0]
+    assert list(found.reasons) == ["b"] and re.search(reason, found.reasons["b"]) and found.weights == [2.0]
     assert torch.allclose(found.deltas[0], values, atol=1 / 127)
     assert found.norms["a"] == pytest.approx(float(values.norm()), rel=0.01)
+
+
+# The largest block that the configuration allows is one that peers decode.
+def test_largest_block():
+    codec = build_codec(CodecConfig(type="int4", block=MAX_BLOCK))
+    assert codec.decode(codec.encode(torch.ones(3)), 3).tolist() == pytest.approx([1.0] * 3, rel=0.01)
