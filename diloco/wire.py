@@ -94,7 +94,7 @@ def authenticate(header: Header, key: bytes, *, run: str) -> None:
         raise RunMismatchError(f"{header.peer} speaks protocol {header.protocol}, this is {PROTOCOL}: use one release")
     if header.run != run:
         raise RunMismatchError(f"{header.peer} sends for run {header.run!r}, this is {run!r}: check diloco.run")
-    if not hmac.compare_digest(header.mac, _mac(header, key)):
+    if not hmac.compare_digest(header.mac.encode(), _mac(header, key).encode()):
         raise ChecksumError(f"the header of {header.name} was not made with this run's key, or was altered on the way")
 
 

@@ -14,6 +14,9 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
+MAX_BLOCK = 1 << 20
+"""Of codec.block: what a peer is ready to decode."""
+
 
 class CodecConfig(BaseConfig):
     type: Literal["fp32", "bf16", "int8", "int4", "e3m0", "sparse"] = "int4"
@@ -26,6 +29,8 @@ class CodecConfig(BaseConfig):
     @field_validator("block")
     @classmethod
     def _even(cls, block: int) -> int:
+        if block > MAX_BLOCK:
+            raise ValueError(f"diloco.codec.block is {block}, but peers decode at most {MAX_BLOCK}: 256 is usual")
         if block % 2:
             raise ValueError(f"diloco.codec.block is {block}, but two 4-bit values share a byte: use {block + 1}")
         return block

@@ -6,7 +6,7 @@ Every codec is a pure function of its input, so all peers decode the same values
 
 from __future__ import annotations
 
-from composer_prime.config.diloco import CodecConfig
+from composer_prime.config.diloco import MAX_BLOCK, CodecConfig
 from diloco.codec.base import Codec
 from diloco.codec.dense import Bfloat16Codec, Float32Codec
 from diloco.codec.e3m0 import E3M0Codec
@@ -30,7 +30,7 @@ def codec_from_spec(spec: str) -> Codec:
     kind, _, number = spec.partition("/")
     if kind in ("fp32", "bf16") and not number:
         return Float32Codec() if kind == "fp32" else Bfloat16Codec()
-    if number.isdecimal() and 0 < int(number) <= 1 << 20:
+    if number.isdecimal() and 0 < int(number) <= MAX_BLOCK:
         size = int(number)
         if kind in ("int8", "int4") and size % 2 == 0:
             return EntropyCodec(IntegerCodec(bits=int(kind[3:]), block=size))

@@ -265,7 +265,9 @@ def test_garbage_and_replays_are_refused(make_rendezvous, key_file):
         await connection._socket.send_multipart([b"one frame"])
         blob = server.server.rounds.closed(0).blobs["a", 0]
         altered = msgspec.structs.replace(blob.header, outer_step=5)
-        for forged in (altered, sealed(altered, b"another key".ljust(32)), msgspec.structs.replace(altered, run="x")):
+        replaced = partial(msgspec.structs.replace, altered)
+        stranger = sealed(altered, b"another key".ljust(32))
+        for forged in (altered, stranger, replaced(run="x"), replaced(mac="\u00e9" * 64)):
             with pytest.raises(RefusedError, match=r"not made with this run's key|for run 'x'"):
                 await connection.call(Offer(header=forged), 5)
         assert await connection.call(Offer(header=blob.header), 5) == Closed(outer_step=0)

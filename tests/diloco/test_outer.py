@@ -105,6 +105,7 @@ def test_swept_model_is_part_of_a_state(outer_step):
         ({"rendezvous": "somewhere"}, "expected tcp://HOST:PORT"),
         ({"peer_id": "../b"}, r"'../b' does not"),
         ({"codec": {"block": 9}}, "use 10"),
+        ({"codec": {"block": 2_000_000}}, "block is 2000000, but peers decode at most 1048576: 256 is usual"),
         ({"task_shard": [2, 2]}, r"task_shard is \[2, 2\]; expected \[i, n\] with 0 <= i < n"),
     ],
 )
