@@ -51,14 +51,19 @@ def console_script(name: str) -> list[str]:
 
 
 def run_module(module: str, words: list[str]) -> int:
-    """Exit status of `python -m module words...`; Ctrl-C reaches it by itself, and how it then ends is its matter."""
+    """Exit status of `python -m module words...`, as a shell gives it. Ctrl-C reaches it by itself, SIGTERM is passed
+    on; how it then ends is its matter."""
     process = subprocess.Popen([sys.executable, "-m", module, *words])
-    while True:
-        try:
-            status = process.wait()
-            return INTERRUPTED if status == -signal.SIGINT else status
-        except KeyboardInterrupt:
-            continue
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        while True:
+            try:
+                status = process.wait()
+                return status if status >= 0 else 128 - status
+            except KeyboardInterrupt:
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def until_the_reader_leaves(work: Callable[[], int]) -> int:

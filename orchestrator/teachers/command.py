@@ -2,7 +2,7 @@
 
 Exit status: 0 replayed, 2 wrong input, 3 stopped by a cap or the kill switch, or without an answer to any state, 130 by
 Ctrl-C. All are safe to repeat. The first Ctrl-C waits for the calls in flight, for they may be charged; a second one
-drops them, and they count at their bound.
+drops them, and they count at their bound. SIGTERM is taken as Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from orchestrator.teachers.replay import Progress, Replay
 STOPPED = 3
 INTERRUPTION = "interrupted: repeat the command to go on"
 _SHOW_S = 0.2
+_SAME_S = 0.3
+"""One signal can arrive twice: where it is sent to a whole process group, `composer` passes it on as well."""
 _COLUMNS = (
     TextColumn("{task.description}"),
     BarColumn(),
@@ -110,22 +112,29 @@ async def replay(arguments: Arguments) -> Progress:
 
 @contextmanager
 def _interruptible(run: Replay) -> Iterator[None]:
-    """Ctrl-C ends the replay with the calls in flight; once it is ending, Ctrl-C drops them."""
+    """Ctrl-C, or SIGTERM, ends the replay with the calls in flight; once it is ending, it drops them."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
+    same_until = 0.0
 
     def interrupt() -> None:
+        nonlocal same_until
+        again, same_until = loop.time() < same_until, loop.time() + _SAME_S
+        if again:
+            return
         if run.progress.stopped is not None:
             task.cancel()
             return
         run.stop(INTERRUPTION)
         print("ending: waiting for the calls in flight; Ctrl-C again drops them, at their bound", file=sys.stderr)
 
-    loop.add_signal_handler(signal.SIGINT, interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
 
 
 async def _show(bar: Bar, progress: Progress, total: int) -> None:

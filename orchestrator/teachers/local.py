@@ -86,8 +86,13 @@ class LocalModels:
         for model in self._models:
             command += ["--model", model]
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads), "TOKENIZERS_PARALLELISM": "false"}
+        # In a session of its own: Ctrl-C is not for the models, whose answers are waited for then.
         self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
         )
         assert self._process.stdout is not None
         names = ", ".join(self._models)

@@ -77,14 +77,15 @@ def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 # The first Ctrl-C: the call in flight ends and its answer is kept, no other is made; the next replay pays for the rest.
-def test_an_interruption_pays_nothing_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_pays_nothing_twice(tmp_path: Path, number: int) -> None:
     states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
     states.write_bytes(b"".join(write_state(state(number)) for number in range(3)))
     endpoint = Endpoint(answers=overrule)
 
     def interrupting(model: str, messages: list[dict]) -> tuple[str, dict]:
         endpoint.answers = overrule
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         return overrule(model, messages)
 
     async def run() -> None:
