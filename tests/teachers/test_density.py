@@ -154,6 +154,7 @@ def test_the_verdict_holds_the_weight_at_zero(tmp_path: Path, capsys: pytest.Cap
     assert measured.verdicts[0].digest in found and file.digest(3) in found and "composer pairs report" in found
     wrong = {(tmp_path / "none.jsonl",): "does not exist", (tmp_path,): "is a folder"}
     wrong |= {(pairs, "--base", tmp_path / "model"): "there is no folder", (pairs, "--margin-pairs", "3"): "from 10 on"}
+    wrong |= {(pairs, "--min-pairs", word): "not a number above 0" for word in ("nan", "0", "many")}
     for words, told in wrong.items():
         with pytest.raises(SystemExit):
             main([str(word) for word in words])
