@@ -77,13 +77,15 @@ class Answers:
 
     def to(self, request: FromPeer) -> ToPeer:
         """Raises WireErrors for a request that does not belong here. NotReady asks the sender to come again."""
+        if (speaker := self._speaker(request)) is not None:
+            self.rounds.check_not_succeeded(*speaker)
         match request:
             case Hello():
                 return self._hello(request)
             case Beat():
                 return self._beat(request)
             case Offer():
-                return self._offer(request.header)
+                return self._offer(request.header, request.instance)
             case Chunk():
                 return self._chunk(request)
             case Get():
@@ -94,6 +96,17 @@ class Answers:
                 return self.joins.answer(request, self._clock())
             case Unusable():
                 return self._unusable(request)
+
+    def _speaker(self, request: FromPeer) -> tuple[str, int] | None:
+        """The peer, and which start of it; None where it does not matter."""
+        match request:
+            case Hello() | Beat() | AskRound() | AskState():
+                return request.peer, request.instance
+            case Offer():
+                return request.header.peer, request.instance
+            case Chunk() if (blob := self._find(request.name)) is not None:
+                return blob.header.peer, request.instance
+        return None
 
     def _hello(self, hello: Hello) -> ToPeer:
         if hello.protocol != PROTOCOL:
@@ -134,11 +147,11 @@ class Answers:
 
     # -- bodies ----------------------------------------------------------------------------------------------------
 
-    def _offer(self, header: Header) -> ToPeer:
+    def _offer(self, header: Header, instance: int) -> ToPeer:
         authenticate(header, self._header_key, run=self.settings.run)
         now = self._clock()
         peer = self.rounds.peers.get(header.peer)
-        if peer is None or header.rank not in peer.layouts:
+        if peer is None or peer.instance != instance or header.rank not in peer.layouts:
             return Gone(reason="say hello first")
         self._check(header, peer)
         peer.heard[header.rank] = now
@@ -191,10 +204,10 @@ class Answers:
 
     def _chunk(self, chunk: Chunk) -> ToPeer:
         blob = self._find(chunk.name)
-        if blob is None:
+        peer = self.rounds.peers.get(blob.header.peer) if blob is not None else None
+        if blob is None or peer is None or peer.instance != chunk.instance:
             return Gone(reason=f"nothing called {chunk.name} is expected")
-        if peer := self.rounds.peers.get(blob.header.peer):
-            peer.heard[blob.header.rank] = self._clock()
+        peer.heard[blob.header.rank] = self._clock()
         try:
             blob.add(chunk.offset, chunk.data)
         except ChecksumError as error:

@@ -101,7 +101,8 @@ class OwnWork:
     def install(self, fragment: int, fate: Fate, offer: Offer | None, before_n: Tensor | None) -> None:
         """Give the parameters their values after a round whose outcome the global model already holds. A collective.
 
-        `offer`: where COUNTED; `before_n`: the fragment's global values before the round, where MISSED.
+        `offer`: where COUNTED, and where EARLIER shuts out a delta of this process; `before_n`: the fragment's global
+        values before the round, where MISSED.
         """
         values_n = self._model.masters[fragment]
         if fate is Fate.COUNTED and offer is not None:
@@ -144,7 +145,7 @@ class OwnWork:
             totals.carried += since.tokens * share
             totals.overwritten += (1 - self._mixing) * mixed.tokens * share
             kept = since.plus(mixed, self._mixing)
-        elif fate is Fate.REPLACED:
+        elif fate is Fate.REPLACED or (fate is Fate.EARLIER and offer is not None):
             totals.overwritten += held.tokens * share
         self.held[fragment] = kept
 

@@ -111,20 +111,23 @@ class Connection:
             except WireError as error:
                 future.set_exception(error)
 
-    async def upload(self, header: Header, body: memoryview) -> bool:
-        """Bring a blob over; whether all of it is there (else its round closed, or nobody wants it any more).
+    async def upload(self, header: Header, body: memoryview, instance: int) -> bool:
+        """Bring a blob of this start of the peer over; whether all of it is there.
 
-        Raises RefusedError.
+        If not, its round closed, or nobody wants it any more. Raises RefusedError.
         """
         while True:
-            answer = await self.call(Offer(header=header))
+            answer = await self.call(Offer(header=header, instance=instance))
             if isinstance(answer, Closed | Gone):
                 return False
             assert isinstance(answer, Received)
             if answer.size == header.size:
                 return True
             starts = range(answer.size, header.size, PIECE_BYTES)
-            chunks = (Chunk(name=header.name, offset=at, data=bytes(body[at : at + PIECE_BYTES])) for at in starts)
+            chunks = (
+                Chunk(name=header.name, offset=at, data=bytes(body[at : at + PIECE_BYTES]), instance=instance)
+                for at in starts
+            )
             # Whatever goes wrong on the way, the next offer's answer says where to go on.
             with contextlib.suppress(TimeoutError):
                 async for chunk, reply in self._pipelined(chunks):

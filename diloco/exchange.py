@@ -80,10 +80,14 @@ class Exchange:
 
     async def take_part(self, part: Offered) -> Arrived | Left:
         """Bring a delta, and fetch the outcome of its round. Raises WireErrors."""
-        ask = AskRound(peer=self._peer, rank=self._member.rank, outer_step=part.outer_step, base_hash=part.base_hash)
+        member = self._member
+        ask = AskRound(
+            peer=self._peer, rank=member.rank, instance=member.instance, outer_step=part.outer_step,
+            base_hash=part.base_hash,
+        )  # fmt: skip
         while True:
             if part.header is not None:
-                await self._connection.upload(part.header, part.body)
+                await self._connection.upload(part.header, part.body, member.instance)
             answer = await self._connection.call(ask)
             if isinstance(answer, Outcome):
                 self._check_outcome(answer, part)

@@ -128,7 +128,9 @@ class Link:
     def serve_state(self, header: Header, body: memoryview) -> None:
         """Upload a copy of the state in the background; `body` must not change any more."""
         self._served = header.serial
-        upload = self._submit(self._connection.upload(sealed(header, self._header_key), body))
+        upload = self._submit(
+            self._connection.upload(sealed(header, self._header_key), body, self._member.instance)
+        )
         upload.add_done_callback(_note_upload)
 
     def refuse_state(self, serial: int, reason: str) -> None:
@@ -176,7 +178,7 @@ class Link:
 
     async def _open(self) -> None:
         config, member = self._config, self._member
-        identity = f"{config.peer_id}/{member.rank}"
+        identity = f"{config.peer_id}/{member.rank}/{member.instance}"  # a successor's answers are not this process's
         connection = Connection(config.rendezvous, self._client, identity, config.rate_limit_mbit)
         self._connection = connection
         self._exchange = Exchange(connection, self._header_key, config.run, config.peer_id, member)

@@ -60,6 +60,8 @@ class Rounds:
         self.settled = False
         """A round was closed since the start, or since `go_to`: until then the highest outer step wins."""
         self._beat_timeout_s, self._keep = beat_timeout_s, keep
+        self._succeeded: set[tuple[str, int]] = set()
+        """Peers and starts of them whose place another start has taken."""
 
     def admit(self, hello: Hello, now: float) -> str | None:
         """Enter a rank into the books; what to wait for when it cannot be entered yet.
@@ -71,6 +73,7 @@ class Rounds:
             if known.alive(now, self._beat_timeout_s / 2):
                 return f"another process that is peer {hello.peer!r} to fall silent; each cluster needs its own peer_id"
             self._drop_open_deltas(hello.peer)
+            self._succeeded.add((known.name, known.instance))
             known = None
         for other in self.peers.values():
             if other.name != hello.peer and other.alive(now, self._beat_timeout_s):
@@ -81,6 +84,14 @@ class Rounds:
         known.layouts[hello.rank], known.frozen[hello.rank] = hello.layout, hello.frozen
         known.note(hello.rank, Position(hello.outer_step, hello.base_hash, hello.training), now)
         return None
+
+    def check_not_succeeded(self, peer: str, instance: int) -> None:
+        """Raises RunMismatchError when this start of the peer was silent and another has taken its place."""
+        if (peer, instance) in self._succeeded:
+            raise RunMismatchError(
+                f"peer {peer} was silent, and another process has taken its place in the run: this one must end, for "
+                "only one may speak for a peer. Start each cluster once, with a diloco.peer_id of its own"
+            )
 
     def _drop_open_deltas(self, peer: str) -> None:
         """What a process brought that is gone: its successor's ranks bring their own."""

@@ -84,7 +84,7 @@ class Session:
             await asyncio.sleep(0.2)
 
     async def keep_beating(self, connection: Connection) -> None:
-        """Until cancelled; an outage is nothing special here, for whoever waits for an outcome has a deadline."""
+        """Until cancelled or refused; an outage is nothing special: whoever waits for an outcome has a deadline."""
         silent = False
         while True:
             await asyncio.sleep(self._beat_s)
@@ -94,6 +94,7 @@ class Session:
             except WireError as error:  # RefusedError, or an answer of another release
                 self.failure = RunMismatchError(str(error))
                 logger.warning("%s", error)
+                return
             except DeadlineError as error:
                 if not silent:
                     logger.warning("%s", error)

@@ -210,23 +210,20 @@ class StreamingDiLoCo:
         covered = self.work.held[fragment]
         encoded = self.feedback.encode(fragment, self.globals.delta(fragment), self._codec)
         body = memoryview(encoded.data.numpy()).cast("B")
-        header = Header(
-            kind="delta",
-            run=self.config.run,
-            peer=self.config.peer_id,
-            rank=self.ranks.rank,
-            outer_step=step,
-            base_hash=self.globals.hash,
-            layout_hash=self._layout_hash,
-            size=len(body),
-            checksum=checksum(body),
-            fragment=fragment,
-            codec=self._codec.spec,
-            weight=float(getattr(covered, self.config.weighting)),
-            inner_steps=round(covered.steps),
-        )
+        header = self._header(
+            "delta", body, fragment=fragment, codec=self._codec.spec,
+            weight=float(getattr(covered, self.config.weighting)), inner_steps=round(covered.steps),
+        )  # fmt: skip
         self._offer(Pending(self._link.seal(header), body, encoded.residual_n, Offer(covered)))
         self._due = self._inner + self.config.delay
+
+    def _header(self, kind: str, body: memoryview, **facts: Any) -> Header:
+        """Of a body of now."""
+        return Header(
+            kind=kind, run=self.config.run, peer=self.config.peer_id, rank=self.ranks.rank, size=len(body),
+            outer_step=self.globals.outer_step, base_hash=self.globals.hash, layout_hash=self._layout_hash,
+            checksum=checksum(body), **facts,
+        )  # fmt: skip
 
     def _offer(self, pending: Pending) -> None:
         self._pending = pending
@@ -350,6 +347,11 @@ class StreamingDiLoCo:
             self.feedback.settle(fragment, pending.residual_n)
         elif fate is Fate.EARLIER:
             self.feedback.reset(fragment)
+            if pending is not None:
+                logger.warning(
+                    "outer step %d holds a delta of another process of peer %s: this one's, of %.0f tokens, is lost",
+                    self.globals.outer_step - 1, self.config.peer_id, pending.offer.work.tokens,
+                )  # fmt: skip
         self.work.install(fragment, fate, pending and pending.offer, before_n)
         self._link.position(self.globals.outer_step, self.globals.hash)
         sent, received = self._link.traffic
@@ -435,18 +437,7 @@ class StreamingDiLoCo:
             self._link.refuse_state(serial, problem)
             return
         body = packed(self.globals.tensors(), {})
-        header = Header(
-            kind="state",
-            run=self.config.run,
-            peer=self.config.peer_id,
-            rank=self.ranks.rank,
-            outer_step=self.globals.outer_step,
-            base_hash=self.globals.hash,
-            layout_hash=self._layout_hash,
-            size=len(body),
-            checksum=checksum(body),
-            serial=serial,
-        )
+        header = self._header("state", body, serial=serial)
         logger.info("serving the global state of outer step %d (%.1f MB)", header.outer_step, len(body) / 1e6)
         self._link.serve_state(header, body)
 

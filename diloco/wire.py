@@ -149,17 +149,21 @@ class Beat(Message, tag="beat"):
 
 class Offer(Message, tag="offer"):
     header: Header
+    instance: int
+    """Which start of the peer brings it; as in its hello."""
 
 
 class Chunk(Message, tag="chunk"):
     name: str
     offset: int
     data: bytes
+    instance: int
 
 
 class AskRound(Message, tag="ask_round"):
     peer: str
     rank: int
+    instance: int
     outer_step: int
     base_hash: str
 

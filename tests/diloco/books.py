@@ -66,8 +66,9 @@ class Books:
             checksum=checksum(body),
             **{"layout_hash": layout_hash([]), "base_hash": base(outer_step, rank), **facts},
         )  # fmt: skip
-        answer = self.answers.to(Offer(header=sealed(header, KEY)))
-        self.answers.to(Chunk(name=header.name, offset=0, data=body))
+        instance = self.rounds.peers[peer].instance if peer in self.rounds.peers else 1
+        answer = self.answers.to(Offer(header=sealed(header, KEY), instance=instance))
+        self.answers.to(Chunk(name=header.name, offset=0, data=body, instance=instance))
         return answer
 
     def close(self, outer_step: int, *peers: str, body: bytes = b"delta") -> Round:

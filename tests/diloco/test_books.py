@@ -6,7 +6,7 @@ import pytest
 from books import BEAT_TIMEOUT_S, Books, base
 
 from composer_prime.errors import RunMismatchError, WireError
-from diloco.wire import AskRound, Beat, NotReady, Welcome
+from diloco.wire import AskRound, Beat, Chunk, NotReady, Offer, Welcome
 
 
 # Bodies in memory stay below the bound: the oldest rounds go first, the newest stays for those that are late.
@@ -49,7 +49,7 @@ def test_a_successor_brings_its_own():
 
 
 # Of two processes with one peer id the first stays; when it is silent the second takes its place on all ranks, and the
-# first is not known any more.
+# first is refused from then on, also when the second is silent.
 def test_two_processes_with_one_name():
     books = Books()
     books.begin("a", ranks=2)
@@ -57,8 +57,30 @@ def test_two_processes_with_one_name():
     books.now += BEAT_TIMEOUT_S
     assert [type(answer) for answer in books.hello("a", ranks=2, instance=2)] == [Welcome, Welcome]
     late = Beat(peer="a", rank=0, instance=1, outer_step=0, base_hash="", training=True)
-    assert not books.answers.to(late).known
-    assert isinstance(books.hello("a", ranks=2, instance=1)[0], NotReady)
+    for request in (late, AskRound(peer="a", rank=1, instance=1, outer_step=0, base_hash="")):
+        with pytest.raises(RunMismatchError, match="peer a was silent, and another process has taken its place"):
+            books.answers.to(request)
+    books.now += 2 * BEAT_TIMEOUT_S
+    with pytest.raises(RunMismatchError, match="another process has taken its place"):
+        books.hello("a", ranks=2, instance=1)
+
+
+# A process that thaws after another has taken its place cannot bring its delta, nor go on with one that it had begun:
+# its successor's is what the round holds.
+def test_a_thawed_predecessor_brings_nothing():
+    books = Books()
+    books.begin("a", "b")
+    books.now += BEAT_TIMEOUT_S
+    books.hello("b", instance=2)
+    books.offer("b", 0, body=b"successor")
+    blob = books.rounds.open_round().blobs["b", 0]
+    for request in (
+        Offer(header=blob.header, instance=1),
+        Chunk(name=blob.header.name, offset=0, data=b"predecess", instance=1),
+    ):
+        with pytest.raises(RunMismatchError, match="another process has taken its place"):
+            books.answers.to(request)
+    assert blob.complete and bytes(blob.data) == b"successor"
 
 
 # A body of another layout than its sender said hello with is refused, with both.
@@ -84,7 +106,7 @@ def test_a_party_too_small_to_close():
     books.begin("a", "b", "c")
 
     def ask(peer, run=""):
-        return books.answers.to(AskRound(peer=peer, rank=0, outer_step=0, base_hash=base(0, run=run)))
+        return books.answers.to(AskRound(peer=peer, rank=0, instance=1, outer_step=0, base_hash=base(0, run=run)))
 
     books.offer("a", 0, base_hash=base(0))
     books.offer("b", 0, base_hash=base(0, run="other"))

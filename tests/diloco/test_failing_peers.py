@@ -69,6 +69,24 @@ def test_peer_fails(make_rendezvous, key_file, tmp_path, kind, moment):
     assert len(first.seen.keys() & again.seen.keys()) > 10
 
 
+# A peer is frozen until another process has taken its place, and thaws: it ends and says why. What its successor and
+# the other peer hold is the same throughout.
+@pytest.mark.slow
+def test_thawed_predecessor_ends(make_rendezvous, key_file, tmp_path):
+    values = {"rendezvous": make_rendezvous(start_peers=2).endpoint, "key_file": str(key_file)}
+    values |= {"sync_every": 8, "fragments": 2, "delay": 2, "outer": {"lr": 0.7, "momentum": 0.9}}
+    first = start_peer(tmp_path, "a", 0, 10_000, values, until=60)
+    frozen = start_peer(tmp_path, "b", 1, 10_000, values, failure=(23, signal.SIGSTOP))
+    frozen.wait_stopped()
+    successor = start_peer(tmp_path, "b", 1, 10_000, values, until=55)
+    successor.wait_until(max(first.seen, default=0) + 3)
+    frozen.signal(signal.SIGCONT)
+    assert [frozen.end(), successor.end(), first.end()] == [1, 0, 0]
+    assert "another process has taken its place" in frozen.lines.with_name(frozen.lines.name + ".log").read_text()
+    assert_agree(first, frozen, successor)
+    assert len(first.seen.keys() & successor.seen.keys()) > 10
+
+
 # The rendezvous is restarted and has forgotten everything: the peers find one another again.
 @pytest.mark.slow
 def test_rendezvous_restarts(make_rendezvous, key_file, tmp_path):
@@ -263,18 +281,19 @@ def test_garbage_and_replays_are_refused(make_rendezvous, key_file):
         connection = Connection(server.endpoint, key.client(), "mallory/0", None)
         await connection._socket.send_multipart([b"x" * 8, b"\xc1garbage"])
         await connection._socket.send_multipart([b"one frame"])
-        blob = server.server.rounds.closed(0).blobs["a", 0]
+        blob, start = server.server.rounds.closed(0).blobs["a", 0], server.server.rounds.peers["a"].instance
         altered = msgspec.structs.replace(blob.header, outer_step=5)
         replaced = partial(msgspec.structs.replace, altered)
         stranger = sealed(altered, b"another key".ljust(32))
         for forged in (altered, stranger, replaced(run="x"), replaced(mac="\u00e9" * 64)):
             with pytest.raises(RefusedError, match=r"not made with this run's key|for run 'x'"):
-                await connection.call(Offer(header=forged), 5)
-        assert await connection.call(Offer(header=blob.header), 5) == Closed(outer_step=0)
+                await connection.call(Offer(header=forged, instance=start), 5)
+        assert await connection.call(Offer(header=blob.header, instance=start), 5) == Closed(outer_step=0)
         header = sealed(msgspec.structs.replace(blob.header, outer_step=6), key.derive("headers"))
         server.server.rounds.peers["a"].heard[0] = time.monotonic()
-        assert "brings a delta of outer step 6" in (await connection.call(Offer(header=header), 5)).reason
-        answer = await connection.call(Chunk(name="delta/0/../../etc/passwd/0", offset=0, data=b"x"), 5)
+        offer = Offer(header=header, instance=start)
+        assert "brings a delta of outer step 6" in (await connection.call(offer, 5)).reason
+        answer = await connection.call(Chunk(name="delta/0/../../etc/passwd/0", offset=0, data=b"x", instance=1), 5)
         assert "is expected" in answer.reason
         await connection.close()
 

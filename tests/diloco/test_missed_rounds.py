@@ -194,6 +194,17 @@ def test_step_longer_than_the_deadline(make_rendezvous, key_file):
     assert max(metrics.get("diloco/missed_rounds", 0) for metrics in slow.metrics.values()) >= 1
 
 
+# Another process of this peer delivered in its name: what this one had on offer is lost and counted as such; a process
+# that only catches up has lost nothing.
+@pytest.mark.parametrize(("offered", "lost"), [(True, 7), (False, 0)])
+def test_a_delta_of_another_process(offered, lost):
+    module = Numbers()
+    work = OwnWork(GlobalModel(partition(module.named_parameters(), 1, "strided"), OuterConfig()), 0.0, Ranks())
+    work.count(Work(steps=1, tokens=7))
+    work.install(0, Fate.EARLIER, Offer(work.held[0]) if offered else None, None)
+    assert work.totals.overwritten == lost and work.tokens_held() == 0
+
+
 class Numbers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
