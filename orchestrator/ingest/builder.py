@@ -94,7 +94,7 @@ class TraceBuilder:
         if error is not None:
             self.error(error)
         state = self.close()
-        self._append({"role": role, "content": self._masker.text(text)}, {mark} if mark else set())
+        self._append({"role": role, "content": self._masked(text)}, {mark} if mark else set())
         return state
 
     def assistant(
@@ -185,7 +185,7 @@ class TraceBuilder:
         gone = set(marks)
         kept = [(m, k) for m, k in zip(self.messages, self._marks, strict=True) if not k or not k <= gone]
         first = next((index for index, (m, _) in enumerate(kept) if m["role"] not in ("system", "user")), len(kept))
-        message = {"role": "user", "content": self._masker.text(summary)}
+        message = {"role": "user", "content": self._masked(summary)}
         kept = kept[:first] + ([(message, set())] if summary else []) + kept[first:]
         self._truncate(0)
         for message, message_marks in _paired(kept):
@@ -204,7 +204,7 @@ class TraceBuilder:
             marks = set(turn.marks)
             self._append(shown, marks)
             for call in turn.calls:
-                text = self._masker.text(turn.results.get(call.call_id, NO_RESULT))
+                text = self._masked(turn.results.get(call.call_id, NO_RESULT))
                 self._append({"role": "tool", "tool_call_id": call.call_id, "content": text}, marks)
         for mark in turn.marks:
             self._place(mark)
@@ -212,12 +212,16 @@ class TraceBuilder:
 
     def _action(self, turn: _Turn) -> Message:
         self.tools.saw(turn.calls)
-        action: Message = {"role": "assistant", "content": self._masker.text("\n\n".join(turn.text)) or None}
+        action: Message = {"role": "assistant", "content": self._masked("\n\n".join(turn.text)) or None}
         if turn.calls:
             action["tool_calls"] = [self._call(call) for call in turn.calls]
         if turn.reasoning:
             action["reasoning_content"] = self._masker.text("\n\n".join(turn.reasoning))
         return action
+
+    def _masked(self, text: str) -> str:
+        """A text that is longer than any context is never shown (_append, _passed_over): its masking can be spared."""
+        return text if len(text) > self._limits.context_chars else self._masker.text(text)
 
     def _call(self, call: Call) -> dict[str, Any]:
         masked = self._masker.value(call.arguments)
@@ -245,7 +249,7 @@ class TraceBuilder:
             source_model=model and self._masker.text(model),
             source_family=self.origin.family or family_of(model),
             tools=self.tools.schemas(),
-            error=None if turn.error is None else self._masker.text(turn.error)[:ERROR_CHARS],
+            error=None if turn.error is None else self._masker.text(turn.error[: 4 * ERROR_CHARS])[:ERROR_CHARS],
             entropy=turn.entropy,
             format=self.origin.format,
         )
@@ -253,6 +257,8 @@ class TraceBuilder:
     def _passed_over(self, action: Message) -> str | None:
         if self._overflow:
             return f"context over {self._limits.context_chars:,} characters"
+        if _size(action) > self._limits.context_chars:
+            return f"action over {self._limits.context_chars:,} characters"
         if not action.get("content") and not action.get("tool_calls"):
             return "no visible action (thinking only, or empty)"
         if not self.messages:

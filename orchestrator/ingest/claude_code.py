@@ -53,6 +53,7 @@ def read(file: TraceFile) -> Iterator[TraceState]:
     session = _Session(file)
     for record in file.records():
         yield from session.record(record)
+        del record
     yield from session.end()
 
 

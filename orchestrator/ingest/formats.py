@@ -60,7 +60,8 @@ class TraceFile:
     """A file being read: what a format's reader needs."""
 
     path: Path
-    sample: Sample
+    whole: Any
+    """The value of a file that is one JSON document, or `Bad`; None when it is a file of lines, or a folder."""
     options: Options
     tally: Tally
     format: str
@@ -69,7 +70,10 @@ class TraceFile:
     progress: Callable[[int], None] | None = None
 
     def records(self) -> Iterator[Any]:
-        """The values of a file of lines; a `Bad` one is skipped and counted here."""
+        """The values of a file of lines; a `Bad` one is skipped and counted here.
+
+        A reader lets go of one (del) before it draws the next, so that two large ones are never held together.
+        """
         if self.path.is_dir():
             self.tally.skip(NO_TRACE)
             return
@@ -78,16 +82,17 @@ class TraceFile:
                 self.tally.skip(value.reason)
             else:
                 yield value
+            del value
 
     def document(self) -> Any:
-        """The value of a file that is one JSON document."""
+        """`whole`, about to be read."""
         if self.progress is not None:
             self.progress(self.path.stat().st_size)
-        return self.sample.document
+        return self.whole
 
     def unknown(self) -> None:
         """Every record is skipped: the file is none of the reader's."""
-        if self.path.is_dir() or self.sample.document is not None:
+        if self.path.is_dir() or self.whole is not None:
             value = self.document()
             self.tally.skip(value.reason if isinstance(value, Bad) else NO_TRACE)
             return
@@ -130,12 +135,12 @@ def ingest(
     """
     options, tally = options or Options(), Tally() if tally is None else tally
     named = _named(options.format) if options.format else None
-    sample = take_sample(path, options.limits)
-    reader = named or next((f for f in FORMATS if f.matches(sample)), None)
+    found, whole = _detected(path, options.limits)
+    reader = named or found
     tally.format = f"{reader.NAME}/{reader.VERSION}" if reader else None
     file = TraceFile(
         path=path,
-        sample=sample,
+        whole=whole,
         options=options,
         tally=tally,
         format=tally.format or "",
@@ -147,6 +152,12 @@ def ingest(
         file.unknown()
     else:
         yield from reader.read(file)
+
+
+def _detected(path: Path, limits: Limits) -> tuple[Format | None, Any]:
+    """(the format that knows the file, its value where it is one document); of lines no sample is kept."""
+    sample = take_sample(path, limits)
+    return next((reader for reader in FORMATS if reader.matches(sample)), None), sample.document
 
 
 def _named(name: str) -> Format:

@@ -30,26 +30,36 @@ def matches(sample: Sample) -> bool:
 
 
 def read(file: TraceFile) -> Iterator[TraceState]:
-    if isinstance(file.sample.document, Bad):
+    if isinstance(file.whole, Bad):
         file.unknown()
         return
-    for index, record in enumerate([file.document()] if file.sample.document is not None else file.records()):
-        messages = _conversation(record)
-        if messages is None:
-            file.tally.skip("no list of messages")
-            continue
-        named = record if isinstance(record, dict) else {}
-        trace_id = next((named[key] for key in _IDS if named.get(key)), None)
-        fallback = file.path.stem if file.sample.document is not None else f"{file.path.stem}:{index}"
-        builder = file.builder(trace_id or fallback, next((named[key] for key in _MODELS if named.get(key)), None))
-        builder.tools.given(named.get("tools"))
-        try:
-            check(messages)
-        except Unreadable as error:
-            file.tally.skip(str(error))
-            continue
-        file.tally.take()
-        yield from feed(builder, messages)
+    if file.whole is not None:
+        yield from _trace(file, file.document(), file.path.stem)
+        return
+    index = 0
+    for record in file.records():
+        yield from _trace(file, record, f"{file.path.stem}:{index}")
+        index += 1  # noqa: SIM113 - enumerate holds the record until it has the next
+        del record
+
+
+def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
+    """The states of one record; `unnamed` is its id where it has none."""
+    messages = _conversation(record)
+    if messages is None:
+        file.tally.skip("no list of messages")
+        return
+    named = record if isinstance(record, dict) else {}
+    trace_id = next((named[key] for key in _IDS if named.get(key)), unnamed)
+    builder = file.builder(trace_id, next((named[key] for key in _MODELS if named.get(key)), None))
+    builder.tools.given(named.get("tools"))
+    try:
+        check(messages)
+    except Unreadable as error:
+        file.tally.skip(str(error))
+        return
+    file.tally.take()
+    yield from feed(builder, messages)
 
 
 def _conversation(record: Any) -> list[Any] | None:

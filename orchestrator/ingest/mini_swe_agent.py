@@ -28,7 +28,7 @@ def matches(sample: Sample) -> bool:
 
 
 def read(file: TraceFile) -> Iterator[TraceState]:
-    messages = _messages(file.sample.document)
+    messages = _messages(file.whole)
     if messages is None:
         file.unknown()
         return

@@ -9,8 +9,9 @@ A record is an event; of output.jsonl, also a line that holds no history.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 NAME, VERSION = "openhands", 1
 """Written for events of OpenHands 0.2x to 0.5x and of its software-agent-sdk 1.x."""
 _CONVERSATION = {"agent", "workspace", "execution_status"}
+_PEEKED = 100
 
 
 def matches(sample: Sample) -> bool:
@@ -40,7 +42,7 @@ def matches(sample: Sample) -> bool:
 
 
 def read(file: TraceFile) -> Iterator[TraceState]:
-    value = file.sample.document
+    value = file.whole
     if file.path.is_dir():
         yield from _folder(file)
     elif isinstance(value, dict) and not isinstance(value.get("history"), list):
@@ -51,11 +53,19 @@ def read(file: TraceFile) -> Iterator[TraceState]:
         yield from _events(file, file.builder(file.path.stem), value)
     elif value is not None:
         file.unknown()
-    elif any("history" in record for record in file.sample.objects()):
-        for record in file.records():
-            yield from _line(file, record)
     else:
-        yield from _events(file, file.builder(file.path.stem), file.records())
+        yield from _records(file)
+
+
+def _records(file: TraceFile) -> Iterator[TraceState]:
+    """A file of lines: of output.jsonl, or the events of one trace."""
+    kind, records = _peek(file.records())
+    if kind != "output":
+        yield from _events(file, file.builder(file.path.stem), records)
+        return
+    for record in records:
+        yield from _line(file, record)
+        del record
 
 
 def _line(file: TraceFile, record: Any) -> Iterator[TraceState]:
@@ -89,9 +99,9 @@ def _folder(file: TraceFile) -> Iterator[TraceState]:
 
 
 def _events(file: TraceFile, builder: TraceBuilder, events: Any) -> Iterator[TraceState]:
-    first, rest = _peek(iter(events))
+    kind, rest = _peek(iter(events))
     take: Callable[[TraceBuilder, dict[str, Any]], openhands_v1.Taken] = (
-        openhands_v1.take if isinstance(first, dict) and "kind" in first else openhands_v0.Reader().take
+        openhands_v1.take if kind == "v1" else openhands_v0.Reader().take
     )
     for event in rest:
         if not isinstance(event, dict):
@@ -104,19 +114,36 @@ def _events(file: TraceFile, builder: TraceBuilder, events: Any) -> Iterator[Tra
             file.tally.skip(skipped)
         if state is not None:
             yield state
+        del event
     state = builder.close()
     if state is not None:
         yield state
 
 
-def _peek(events: Iterator[Any]) -> tuple[Any, Iterator[Any]]:
-    """(the first event that is an object, all events)."""
-    ahead = []
-    for event in events:
-        ahead.append(event)
-        if isinstance(event, dict) or len(ahead) > 100:
+def _peek(records: Iterator[Any]) -> tuple[str | None, Iterator[Any]]:
+    """(what the first record that tells is: output, v1 or v0; all records, which are let go of as they are drawn)."""
+    ahead: deque[Any] = deque()
+    kind = None
+    for record in islice(records, _PEEKED):
+        ahead.append(record)
+        kind = _kind(record)
+        if kind:
             break
-    return (ahead[-1] if ahead else None), chain(ahead, events)
+    return kind, _rejoined(ahead, records)
+
+
+def _rejoined(ahead: deque[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    while ahead:
+        yield ahead.popleft()
+    yield from rest
+
+
+def _kind(record: Any) -> str | None:
+    if not isinstance(record, dict):
+        return None
+    if "history" in record:
+        return "output"
+    return "v1" if "kind" in record else "v0" if "action" in record or "observation" in record else None
 
 
 def _flat(history: Any) -> list[Any] | None:

@@ -31,17 +31,22 @@ def matches(sample: Sample) -> bool:
 def read(file: TraceFile) -> Iterator[TraceState]:
     model = _model(file)
     for record in file.records():
-        reason = _unusable(record)
-        if reason is not None:
-            file.tally.skip(reason)
-            continue
-        file.tally.take()
-        turns = record["turns"]
-        for number, branch in enumerate(_branches(turns)):
-            name = f"{record['rollout_id']}" + (f"/{number}" if number else "")
-            builder = file.builder(name, model)
-            builder.tools.given(record.get("tools"))
-            yield from _branch(builder, [turns[index] for index in branch])
+        yield from _rollout(file, record, model)
+        del record
+
+
+def _rollout(file: TraceFile, record: Any, model: str | None) -> Iterator[TraceState]:
+    reason = _unusable(record)
+    if reason is not None:
+        file.tally.skip(reason)
+        return
+    file.tally.take()
+    turns = record["turns"]
+    for number, branch in enumerate(_branches(turns)):
+        name = f"{record['rollout_id']}" + (f"/{number}" if number else "")
+        builder = file.builder(name, model)
+        builder.tools.given(record.get("tools"))
+        yield from _branch(builder, [turns[index] for index in branch])
 
 
 def _branch(builder: TraceBuilder, turns: list[dict[str, Any]]) -> Iterator[TraceState]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 from orchestrator.ingest.reading import Bad, Limits, document, lines
 
-SAMPLE_RECORDS = 64
+SAMPLE_RECORDS, SAMPLE_BYTES = 64, 1 << 20
+"""A sample ends with the record that reaches either."""
 SNIFF_BYTES = 1 << 16
 
 
@@ -36,10 +38,19 @@ def take_sample(path: Path, limits: Limits | None = None) -> Sample:
     value = document(path, limits) if _one_document(path) else None
     if value is not None and not isinstance(value, Bad):
         return Sample(path=path, document=value)
-    records = [record for record in islice(lines(path, limits), SAMPLE_RECORDS) if not isinstance(record, Bad)]
+    records = [record for record in _first(path, limits) if not isinstance(record, Bad)]
     if isinstance(value, Bad) and not any(isinstance(record, dict) for record in records):
         return Sample(path=path, document=value)
     return Sample(path=path, records=records)
+
+
+def _first(path: Path, limits: Limits) -> Iterator[Any]:
+    """The values of a file's first lines, `Bad` ones too."""
+    read: list[int] = []
+    for record in islice(lines(path, limits, read.append), SAMPLE_RECORDS):
+        yield record
+        if sum(read) >= SAMPLE_BYTES:
+            break
 
 
 def _one_document(path: Path) -> bool:

@@ -26,14 +26,11 @@ _STEP = {"action", "observation"}
 
 
 def matches(sample: Sample) -> bool:
-    document = sample.document
-    return isinstance(document, dict) and (
-        _is_history(document.get("history")) or _is_steps(document.get("trajectory"))
-    )
+    return _has_messages(sample.document)
 
 
 def read(file: TraceFile) -> Iterator[TraceState]:
-    if not matches(file.sample):
+    if not _has_messages(file.whole):
         file.unknown()
         return
     document = file.document()
@@ -99,6 +96,13 @@ def _message(entry: dict[str, Any]) -> dict[str, Any]:
 
 def _listed_calls(entry: dict[str, Any]) -> list[Any]:
     return entry["tool_calls"] if entry.get("role") == "assistant" and calls_of(entry) else []
+
+
+def _has_messages(document: object) -> bool:
+    """Whether a document has a history or steps."""
+    return isinstance(document, dict) and (
+        _is_history(document.get("history")) or _is_steps(document.get("trajectory"))
+    )
 
 
 def _is_history(history: object) -> bool:
