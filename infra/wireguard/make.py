@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,24 @@ def _interface(host: Host) -> str:
     return f"[Interface]\nAddress = {host.address}/24\nPrivateKey = {host.private}\n"
 
 
+def write(folder: Path, texts: dict[str, str]) -> list[Path]:
+    """HOST.conf files of mode 600, all of them new. Raises FileExistsError, with none written, when one exists."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    try:
+        for name, text in texts.items():
+            path = folder / f"{name}.conf"
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            written.append(path)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text)
+    except OSError:
+        for path in written:
+            path.unlink()
+        raise
+    return written
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="WireGuard configurations of a hub and the clusters that join it.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write HOST.conf files to, mode 600")
@@ -60,12 +79,16 @@ def main() -> int:
         parser.error(f"{len(words.hosts)} hosts were given; expected 2 to {MAX_HOSTS} different names")
     if not words.endpoint.rpartition(":")[2].isdecimal():
         parser.error(f"--endpoint is {words.endpoint!r}; expected HOST:PORT")
-    words.out.mkdir(parents=True, exist_ok=True)
-    for name, text in configurations(words.hosts, words.endpoint).items():
-        descriptor = os.open(words.out / f"{name}.conf", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        print(f"wrote {words.out / f'{name}.conf'}")
+    if not all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) for name in words.hosts):
+        parser.error(f"{words.hosts} name files; use letters, digits, '.', '-' and '_'")
+    try:
+        for path in write(words.out, configurations(words.hosts, words.endpoint)):
+            print(f"wrote {path}")
+    except FileExistsError as error:
+        parser.error(
+            f"{error.filename} exists, and new keys fit none of the old ones: nothing was written. Take another --out, "
+            "or remove the old files to give every host new keys"
+        )
     return 0
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
 
+import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 PATH = Path(__file__).parents[2] / "infra/wireguard/make.py"
@@ -30,3 +32,30 @@ def test_configurations():
     for number, (name, text) in enumerate(found.items(), start=2):
         assert f"# {name}\n[Peer]\nPublicKey = {public_of(text)}\nAllowedIPs = 10.77.0.{number}/32" in hub
         assert f"PublicKey = {public_of(hub)}\nAllowedIPs = 10.77.0.1/32\nEndpoint = hub.example.org:51820" in text
+
+
+# The files are private whatever the umask; a second run into the same folder writes nothing and says what to do, even
+# where only one of its files is there, and readable by all.
+def test_files_are_private_and_never_replaced(tmp_path, monkeypatch, capsys):
+    def run(*hosts: str) -> None:
+        words = ["make.py", "--out", str(tmp_path / "overlay"), "--endpoint", "hub.example.org:51820", *hosts]
+        monkeypatch.setattr(sys, "argv", words)
+        assert make.main() == 0
+
+    before = os.umask(0)
+    try:
+        run("hub", "a")
+    finally:
+        os.umask(before)
+    first = {path.name: path.read_text() for path in (tmp_path / "overlay").iterdir()}
+    assert first.keys() == {"hub.conf", "a.conf"}
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in (tmp_path / "overlay").iterdir())
+    (tmp_path / "overlay/a.conf").chmod(0o644)
+    (tmp_path / "overlay/hub.conf").unlink()
+    with pytest.raises(SystemExit):
+        run("hub", "a", "b")
+    assert "a.conf exists" in (told := capsys.readouterr().err) and "Take another --out" in told
+    assert {path.name: path.read_text() for path in (tmp_path / "overlay").iterdir()} == {"a.conf": first["a.conf"]}
+    with pytest.raises(SystemExit):
+        run("hub", "../a")
+    assert "name files" in capsys.readouterr().err
