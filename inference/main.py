@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 
 from composer_prime.config import load
 from composer_prime.console import EXIT_USAGE, fail
@@ -21,6 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
+    status = _main()
+    if any(thread.daemon for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # An engine still loads, or hangs: taken down under its thread the interpreter may crash.
+    return status
+
+
+def _main() -> int:
     words = sys.argv[1:]
     try:
         assignment, dry_run = _assigned(words)

@@ -240,6 +240,28 @@ def test_close_does_not_wait_for_a_thread_that_hangs(folder, monkeypatch):
     run(scenario())
 
 
+def test_close_does_not_wait_for_a_model_that_loads(folder):
+    # Large models load for minutes; the thread ends by itself once it is through.
+    loads, over = threading.Event(), threading.Event()
+
+    class Loading(Computer):
+        def _load(self) -> None:
+            loads.set()
+            over.wait()
+            super()._load()
+
+    async def scenario():
+        engine = LocalEngine(folder, InferenceConfig(device="cpu"), MAX_CONTEXT, computer=Loading)
+        starting = asyncio.ensure_future(engine.start())
+        await asyncio.to_thread(loads.wait, 60)
+        starting.cancel()
+        await asyncio.wait_for(engine.close(), 5)
+        over.set()
+        await asyncio.wait_for(engine._computer.ended, 60)
+
+    run(scenario())
+
+
 def test_a_failed_compute_thread_fails_every_request(folder):
     # When the thread dies, what waits and what comes later gets an EngineError that says why; nothing hangs.
     class Breaking(Computer):

@@ -102,6 +102,33 @@ def test_wrong_command_lines_say_what_is_wrong(words, said, token):
     assert status == 2 and said in text and "Traceback" not in text
 
 
+def test_a_node_that_is_stopped_while_it_loads_ends_at_once(folder, token):
+    # Also where loading takes longer than anybody waits, as of a large model: status 0, no crash of the interpreter
+    # under the thread that loads.
+    code = """
+import sys, torch
+from inference.engines.local.compute import Computer
+from inference.main import main
+
+def load(self):
+    print("loading for long", flush=True)
+    while True:
+        torch.randn(256, 256) @ torch.randn(256, 256)
+
+Computer._load = load
+sys.exit(main())
+"""
+    words = ["join", "tcp://127.0.0.1:5500", "--model", str(folder), "--token", token]
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "loading for long\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.stdout.close()
+
+
 def test_a_joined_node_serves_and_leaves(loop, keys, publisher, folder, token):
     # `inference join` with the token in the environment: pulls weights, answers, and ends with Goodbye at SIGTERM.
     async def scenario():

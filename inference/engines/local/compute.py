@@ -66,6 +66,8 @@ class Computer:
         self.ready: asyncio.Future = self._loop.create_future()
         self.ended: asyncio.Future = self._loop.create_future()
         """Resolved when the thread ends, for whatever reason."""
+        self.loaded = False
+        """The model is there; until then the thread does not look at its orders."""
         self.failure: ComposerError | None = None
         """What every later call raises; set before `ended`."""
         self._thread = threading.Thread(target=self._main, name="local-engine", daemon=True)
@@ -88,6 +90,7 @@ class Computer:
         try:
             with torch.inference_mode():
                 self._load()
+                self.loaded = True
                 self._resolve(self.ready, None)
                 self._deliver()
                 while self._open:

@@ -145,15 +145,19 @@ class LocalEngine:
         )
 
     async def close(self) -> None:
-        """Every waiting request gets an EngineError."""
-        if self._computer is not None:
-            self._computer.post(Close())
-            ended, _ = await asyncio.wait([self._computer.ended], timeout=_CLOSE_S)
-            if not ended:
-                self._abandon()
+        """Every waiting request gets an EngineError. An engine that still loads is not waited for."""
+        if self._computer is None:
+            return
+        self._computer.post(Close())
+        if not self._computer.loaded:
+            logger.info("closed while the model was loading")
+            return
+        ended, _ = await asyncio.wait([self._computer.ended], timeout=_CLOSE_S)
+        if not ended:
+            self._abandon()
 
     def _abandon(self) -> None:
-        """The compute thread is stuck in a step, or still loading: it is a daemon and ends with the process."""
+        """The compute thread is stuck in a step: it is a daemon and ends with the process."""
         logger.error("the compute thread does not end within %g s: it is left behind", _CLOSE_S)
         for future in self._active.values():
             if not future.done():
