@@ -61,7 +61,7 @@ class PortInUseError(ConfigError, OSError):
 
 
 class UnwritableError(ConfigError, OSError):
-    """A file that has to be written cannot be opened for it. Of use to a person who can name another."""
+    """A file that has to be written cannot be opened for it. The message names the file and the reason."""
 
 
 class WireError(ComposerError, ValueError):

@@ -14,7 +14,7 @@ from composer_prime.errors import ComposerError
 COMMANDS = {
     "plan": "check a configuration and say what a run of it would be (@ file.toml ...)",
     "eval": "score one model, or compare two, on a configuration's held-out tasks",
-    "report": "reward curve, evaluations, throughput and memory of one or several runs",
+    "report": "reward curve, evaluations, time, hints, pairs, rounds of a joint run, of one or several runs",
     "ladder": "several arms and seeds side by side at equal steps, with intervals over seeds",
     "rollouts": "look at rollouts: list, filter, show one",
     "ingest": "read real agent sessions into states.jsonl (PATHS... -o states.jsonl)",

@@ -32,12 +32,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--eval", action="store_true", help="held-out evaluations instead of training")
     parser.add_argument("--source", help="only this source")
     parser.add_argument("--task", help="only tasks whose id contains this")
-    parser.add_argument("--min-reward", type=float)
-    parser.add_argument("--max-reward", type=float)
+    parser.add_argument("--min-reward", type=float, help="only rollouts with at least this reward")
+    parser.add_argument("--max-reward", type=float, help="only rollouts with at most this reward")
     parser.add_argument("--failed", action="store_true", help="only rollouts that failed (they have no reward)")
     parser.add_argument("--tool-errors", action="store_true", help="only rollouts in which a tool call was an error")
-    parser.add_argument("--status", help="trained, filtered, stale, failed, evaluated")
-    parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--status", help="only trained, filtered, stale, failed or evaluated ones")
+    parser.add_argument("--limit", type=int, default=20, help="lines of the list (default 20)")
     parser.add_argument("--last", action="store_true", help="the last ones instead of the first")
     return parser
 
