@@ -133,7 +133,8 @@ def _write(files: list[Path], output: Path, how: Options, console: Console) -> l
             advance = _advancing(bar, sum(map(_size, files)))
             for path in files:
                 tally = Tally()
-                bar.update(bar.task_ids[0], description=path.name[:40])
+                name = path.name.encode("utf-8", "replace").decode("utf-8")
+                bar.update(bar.task_ids[0], description=name[:40])
                 states = ingest(
                     path,
                     tally,
@@ -143,7 +144,7 @@ def _write(files: list[Path], output: Path, how: Options, console: Console) -> l
                     progress=advance,
                 )
                 file.writelines(write_state(state) for state in states)
-                tallies.append((path.name, tally))
+                tallies.append((name, tally))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(output)

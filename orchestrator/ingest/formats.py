@@ -103,7 +103,8 @@ class TraceFile:
         """A builder for a trace; an id that another trace has already gets a number."""
         wanted = str(trace_id)[:200] if isinstance(trace_id, str | int) and str(trace_id).strip() else self.path.stem
         masker = Masker(self.tally.masked, self.options.mask)
-        wanted = masker.text(wanted)
+        # The name of a file need not be UTF-8.
+        wanted = masker.text(wanted.encode("utf-8", "replace").decode("utf-8"))
         name, number = wanted, 1
         while not self.trace_ids.add(hashlib.blake2b(name.encode(), digest_size=8).digest()):
             number += 1

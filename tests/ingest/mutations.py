@@ -23,7 +23,24 @@ WRONG: list[Any] = [
     [None],
     {"type": "text"},
     "2" * 400,
+    10**30,
+    "half \ud83d",
+    {"\udc00": ["\ud83d"]},
+    DEEP := "nested deeply",
 ]
+REPEATED = [
+    "<think>",
+    "</think>",
+    "<think>\n</think>",
+    "password=",
+    "--token ",
+    "cookie: a=",
+    "-----BEGIN ",
+    "eyJ",
+    "```",
+]
+"""What a reader or a pattern may look for, thousands of times."""
+DEPTHS = (50, 100, 101, 480, 2_000)
 
 
 def mutated(rng: random.Random, record: Any, keys: list[str]) -> bytes:
@@ -31,7 +48,8 @@ def mutated(rng: random.Random, record: Any, keys: list[str]) -> bytes:
     value = copy.deepcopy(record)
     for _ in range(rng.choice((0, 1, 1, 2, 4))):
         value = _changed(rng, value, keys)
-    raw = json.dumps(value).encode()
+    depth = rng.choice(DEPTHS)
+    raw = json.dumps(value).replace(f'"{DEEP}"', "[" * depth + "]" * depth).encode()
     if rng.random() < 0.15 and raw:
         start = rng.randrange(len(raw))
         raw = rng.choice(
@@ -65,7 +83,7 @@ def _changed(rng: random.Random, value: Any, keys: list[str]) -> Any:
         else:
             value[index] = _changed(rng, value[index], keys)
         return value
-    return copy.deepcopy(rng.choice(WRONG))
+    return rng.choice(REPEATED) * 2_000 if rng.random() < 0.02 else copy.deepcopy(rng.choice(WRONG))
 
 
 def keys_of(value: Any) -> list[str]:

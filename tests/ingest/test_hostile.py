@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,15 @@ def test_nan_and_lone_surrogates(tmp_path: Path) -> None:
     raw = json.dumps(answer("a9", "a5", text("half \ud83d"))).encode().replace(b'"uuid"', b'"cost": NaN, "uuid"')
     states, _ = taken(lines(tmp_path / "s.jsonl", *SESSION, prompt("u2", "a5", "go"), raw))
     assert states[-1].student_action["content"] == "half ?"
+
+
+# A file's name need not be UTF-8 either.
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere such names cannot be")
+def test_a_name_that_is_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = lines(Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jsonl")), {"messages": MESSAGES})
+    assert main([str(path), "-o", str(tmp_path / "states.jsonl")]) == 0
+    assert [state.trace_id for state in read_states(tmp_path / "states.jsonl")] == ["caf?:0"] * 2
+    assert "caf?.jsonl" in capsys.readouterr().out
 
 
 # A line of 50 MB is passed over without being held.
