@@ -19,17 +19,29 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def bootstrap_interval(
-    values: Sequence[float], *, level: float = 0.95, resamples: int = 2000, seed: int = 0
+    values: Sequence[float],
+    *,
+    clusters: Sequence[str] | None = None,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
 ) -> tuple[float, float] | None:
     """Percentile bootstrap interval of the mean of `values` that have no upper bound: costs, seconds, counts a trace.
 
-    None for fewer than two values. Reproducible: the same values and seed give the same interval.
+    Values of one cluster, named in `clusters` ([values]), are alike, as the steps of a trace are: whole clusters are
+    drawn (Davison and Hinkley 1997, 3.8). None for fewer than two values, or clusters. Reproducible: the same values
+    and seed give the same interval.
     """
-    if len(values) < 2:
+    sums = np.asarray(values, dtype=np.float64)
+    counts = np.ones(len(sums))
+    if clusters is not None:
+        _, places = np.unique(np.asarray(clusters), return_inverse=True)
+        sums, counts = np.bincount(places, weights=sums), np.bincount(places).astype(np.float64)
+    if len(sums) < 2:
         return None
-    data = np.asarray(values, dtype=np.float64)
-    drawn = np.random.default_rng(seed).integers(0, len(data), size=(resamples, len(data)))
-    low, high = np.quantile(data[drawn].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
+    drawn = np.random.default_rng(seed).integers(0, len(sums), size=(resamples, len(sums)))
+    means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 

@@ -133,8 +133,8 @@ class GateConfig(BaseConfig):
     """The density gate on pairs that are made online: measured a window at a time, and trained only where it passes."""
 
     window_pairs: int = Field(default=64, ge=MIN_WINDOW_PAIRS)
-    """Pairs of a window: so many wait at most until they are measured. What is left when the states end is a window of
-    its own, from 16 pairs on."""
+    """Pairs of a window: so many wait until they are measured, and more where they are of fewer than 8 traces. What is
+    left when the states end is a window of its own, from 16 pairs of 8 traces on."""
     min_pairs_a_trace: float = Field(default=5.0, gt=0)
     """Pairs that a trace is to give; short traces cannot give five."""
 

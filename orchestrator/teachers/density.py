@@ -1,10 +1,13 @@
 """The density gate: are there enough pairs, do they say something, and what did they cost?
 
     at least 5 pairs a trace         less than $5 a trace         less than 30 s a step (p95)
-    real pairs' base margin differs from label-flipped and from cross-step pairs', permutation p < .01 each
+    real pairs' base margin differs from label-flipped and from cross-step pairs', permutation p < .01 each, over traces
 
 The base margin of a pair is log p(chosen) - log p(rejected) a token under the frozen base, after the pair's context. A
-label-flipped pair has its sides exchanged; a cross-step pair has the rejected answer of another state. Cost and time
+label-flipped pair has its sides exchanged; a cross-step pair has the rejected answer of another state. The chosen
+answer is in both, so that a pair and its cross-step pair are compared by the rejected answers alone. Pairs of one trace
+are alike: the tests exchange whole traces, and the intervals draw whole traces. Eight traces are the fewest that can
+reach p < .01. Cost and time
 are those of asking: an answer from the cache counts at what it cost when it was asked for. The gates are this project's
 own.
 """
@@ -14,17 +17,19 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, count
 from statistics import fmean
 
 from composer_prime.estimates import bootstrap_interval
 from composer_prime.pairs import Pair
+from composer_prime.wording import counted
 from orchestrator.teachers.kill_switch import percentile
 from orchestrator.teachers.records import StateRecord, latest
-from orchestrator.teachers.statistics import difference_p, fleiss_kappa, sign_flip_p
+from orchestrator.teachers.statistics import Interval, fleiss_kappa, kappa_interval, sign_flip_p, smallest_p
 
 MIN_PAIRS_A_TRACE, MAX_USD_A_TRACE, MAX_S_A_STEP, MAX_P = 5.0, 5.0, 30.0, 0.01
-Interval = tuple[float, float] | None
+FEWEST_TRACES = next(traces for traces in count(1) if smallest_p(traces) < MAX_P)
+"""With pairs: with fewer, no margins can reach MAX_P."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +38,19 @@ class Margins:
 
     real: list[float]
     cross_step: list[float]
+    """Of the same pairs, with another state's rejected answer."""
+    traces: list[str]
+    """Of the same pairs."""
 
     @property
     def p_flipped(self) -> float:
-        return sign_flip_p(self.real)
+        return sign_flip_p(self.real, self.traces)
 
     @property
     def p_cross_step(self) -> float:
-        return difference_p(self.real, self.cross_step)
+        """Whether rejected and strange answer could be exchanged: the difference of both margins is theirs."""
+        differences = [cross - real for real, cross in zip(self.real, self.cross_step, strict=True)]
+        return sign_flip_p(differences, self.traces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +67,7 @@ class Density:
     dropped: Mapping[str, int]
     kappa: float | None
     """Of "agrees with the student" between teachers."""
+    kappa_interval: Interval
     agreement: Mapping[tuple[str, str], tuple[int, int]]
     """(states where both families gave the same action, states where both voted), by pair of families."""
     usd_a_trace: float
@@ -94,16 +105,18 @@ def measure(
     `min_pairs` a trace are wanted: short traces cannot give five. `by_trace`: pairs of each trace, where `pairs` are
     not all that these traces gave.
     """
-    count = Counter(pair.trace for pair in pairs) if by_trace is None else by_trace
-    traces = list(dict.fromkeys(record.trace for record in records)) or list(count)
+    given = Counter(pair.trace for pair in pairs) if by_trace is None else by_trace
+    traces = list(dict.fromkeys(record.trace for record in records)) or list(given)
     paid, price = defaultdict[str, float](float), defaultdict[str, float](float)
     for record in records:
         paid[record.trace] += record.cost_usd
     votes, records = bool(records), list(latest(records).values())
     for record in records:
         price[record.trace] += record.price_usd
-    seconds = [value for record in records if (value := max(record.seconds, record.vote_s)) > 0]
-    pairs_of = [float(count.get(trace, 0)) for trace in traces]
+    timed = [(record.trace, value) for record in records if (value := max(record.seconds, record.vote_s)) > 0]
+    seconds = [value for _, value in timed]
+    pairs_of = [float(given.get(trace, 0)) for trace in traces]
+    agreeing = [_agreeing(record) for record in records]
     # A state that was tried twice was paid for twice, and decided once.
     costs = [max(paid[trace], price[trace]) for trace in traces]
     density = Density(
@@ -114,13 +127,14 @@ def measure(
         pairs_interval=bootstrap_interval(pairs_of),
         outcomes=Counter(record.outcome for record in records),
         dropped=sum((Counter(record.dropped) for record in records), Counter()),
-        kappa=fleiss_kappa([_agreeing(record) for record in records]),
+        kappa=fleiss_kappa(agreeing),
+        kappa_interval=kappa_interval(agreeing, [record.trace for record in records]),
         agreement=_families(records),
         usd_a_trace=_mean(costs),
         usd_interval=bootstrap_interval(costs),
         paid_usd=sum(paid.values()),
         s_a_step=_mean(seconds),
-        s_interval=bootstrap_interval(seconds),
+        s_interval=bootstrap_interval(seconds, clusters=[trace for trace, _ in timed]),
         s_p95=percentile(seconds, 0.95),
         epsilons=Counter(round(pair.epsilon, 4) for pair in pairs),
         margins=margins,
@@ -143,6 +157,13 @@ def _missed(density: Density) -> list[str]:
         missed.append("the votes are missing, so traces without a pair, agreement, cost and time are not known")
     if density.margins is None:
         return [*missed, "the base margins were not measured"]
+    traces = len(set(density.margins.traces))
+    if traces < FEWEST_TRACES:
+        missed.append(
+            f"base margins of {counted(traces, 'trace')}, which can reach p = {smallest_p(traces):.3g} at best: "
+            f"{FEWEST_TRACES} traces with pairs are needed for p below {MAX_P:g}"
+        )
+        return missed
     for name, p in (("label-flipped", density.margins.p_flipped), ("cross-step", density.margins.p_cross_step)):
         if p >= MAX_P:
             missed.append(f"real pairs' base margins do not differ from {name} ones (p = {p:.3f}, below {MAX_P:g})")

@@ -31,7 +31,7 @@ async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400
             except TeacherError:
                 return None
 
-    async def margins(pair: Pair) -> tuple[float, float] | None:
+    async def margins(pair: Pair) -> tuple[float, float, str] | None:
         others = [other for other in drawn if _place(other) != _place(pair)]
         if not others:
             return None
@@ -40,7 +40,7 @@ async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400
         chosen, rejected, cross = scores
         if chosen is None or rejected is None or cross is None:
             return None
-        return chosen - rejected, chosen - cross
+        return chosen - rejected, chosen - cross, pair.trace
 
     found = [each for each in await asyncio.gather(*map(margins, drawn)) if each is not None]
     if len(found) < 10:
@@ -48,7 +48,8 @@ async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400
             f"the base scored {len(found)} of {len(drawn)} pairs: at least ten, from two states, are needed; replay "
             "more states, or, where it scored fewer than there are, give a base with a longer context"
         )
-    return Margins(real=[real for real, _ in found], cross_step=[cross for _, cross in found])
+    real, cross_step, traces = (list(column) for column in zip(*found, strict=True))
+    return Margins(real=real, cross_step=cross_step, traces=traces)
 
 
 def _place(pair: Pair) -> tuple[str, str]:

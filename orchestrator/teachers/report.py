@@ -18,12 +18,14 @@ from composer_prime.model_source import resolve_model
 from composer_prime.pairs import Pair, PairFile, resolve_pairs
 from composer_prime.pairs_gate import Gate, Verdict, gate_file, read_gate, write_gate
 from composer_prime.run_dir import write_atomic
+from composer_prime.wording import counted
 from orchestrator.teachers.chart import draw
-from orchestrator.teachers.density import MIN_PAIRS_A_TRACE, Density, Interval, Margins, measure
+from orchestrator.teachers.density import MIN_PAIRS_A_TRACE, Density, Margins, measure
 from orchestrator.teachers.local import LocalModels
 from orchestrator.teachers.margins import base_margins
 from orchestrator.teachers.records import only_writer, read_pairs, read_records, votes_beside
 from orchestrator.teachers.scoring import ServedScorer
+from orchestrator.teachers.statistics import Interval
 
 MISSED = 1
 _FEWEST_MARGINS = 10
@@ -160,7 +162,7 @@ def text(density: Density) -> list[str]:
 
 def _of_votes(density: Density) -> list[str]:
     outcomes = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in density.outcomes.items())
-    kappa = "-" if density.kappa is None else f"{density.kappa:.3f}"
+    kappa = "-" if density.kappa is None else f"{density.kappa:.3f}{_interval(density.kappa_interval, '.3f')}"
     time = f"{density.s_a_step:.2f} s a step{_interval(density.s_interval, '.2f')}, p95 {density.s_p95:.2f} s"
     return [
         f"states      {density.states} in {density.traces} traces: {outcomes}",
@@ -181,8 +183,9 @@ def _of_margins(density: Density) -> list[str]:
         return ["missing     base margins (--base)"]
     margins = density.margins
     real, cross = (sum(values) / len(values) for values in (margins.real, margins.cross_step))
+    measured = f"{len(margins.real)} pairs of {counted(len(set(margins.traces)), 'trace')}"
     return [
-        f"margins     {len(margins.real)} pairs, nats a token: real {real:+.3f}, flipped {-real:+.3f} "
+        f"margins     {measured}, nats a token: real {real:+.3f}, flipped {-real:+.3f} "
         f"(p = {margins.p_flipped:.4f}), cross-step {cross:+.3f} (p = {margins.p_cross_step:.4f})"
     ]
 

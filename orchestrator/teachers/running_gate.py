@@ -1,8 +1,10 @@
 """The density gate on pairs that are trained while they are made: a verdict for each window of the growing file.
 
-    a state's record, its pairs ──> window ── teachers.gate.window_pairs full ──> measure ──> PAIRS.gate.json
-                                           └─ no more states ─────────────────────────┘
+    a state's record, its pairs ──> window ── teachers.gate.window_pairs, of 8 traces ──> measure ──> PAIRS.gate.json
+                                           └─ no more states ─────────────────────────────┘
                                                                          (read by orchestrator/preferences/released.py)
+
+Pairs of fewer traces can pass no permutation test: their window stays open until more traces gave a pair.
 
 A window's figures are those of the traces that had a state in it, with all that these traces gave so far: a trace that
 goes on in the next window counts there with the whole. The pairs of a window that missed the gate are never trained;
@@ -20,7 +22,8 @@ from composer_prime.config.teachers import MIN_WINDOW_PAIRS, GateConfig
 from composer_prime.errors import ConfigError
 from composer_prime.pairs import Pair, PairFile
 from composer_prime.pairs_gate import Gate, Verdict, check_binding, read_gate, write_gate
-from orchestrator.teachers.density import Density, Margins, measure
+from composer_prime.wording import counted
+from orchestrator.teachers.density import FEWEST_TRACES, Density, Margins, measure
 from orchestrator.teachers.margins import base_margins
 from orchestrator.teachers.records import Records, StateRecord
 from orchestrator.teachers.scoring import Scorer
@@ -40,7 +43,9 @@ class RunningGate:
         self._votes = 0
         self._by_trace: dict[str, list[StateRecord]] = defaultdict(list)
         self._in_window: set[str] = set()
-        """Traces that had a state since the newest verdict."""
+        """Traces that had a state since the newest verdict, """
+        self._giving: set[str] = set()
+        """and those that gave a pair."""
         self._measuring = asyncio.Lock()
         self._recall(records.history)
 
@@ -52,6 +57,7 @@ class RunningGate:
             if record.trace in kept:
                 self._by_trace[record.trace].append(record)
         self._in_window = {record.trace for record in history[begun:]}
+        self._giving = {record.trace for record in history[begun:] if record.pairs}
         self._votes = len(history)
 
     def note(self, record: StateRecord, pairs: int) -> None:
@@ -60,6 +66,8 @@ class RunningGate:
         self._votes += 1
         self._by_trace[record.trace].append(record)
         self._in_window.add(record.trace)
+        if record.pairs:
+            self._giving.add(record.trace)
 
     async def measure_when_due(self) -> None:
         """Give the open window its verdict once it is full, then the next one if it filled up meanwhile.
@@ -69,7 +77,7 @@ class RunningGate:
         if self._measuring.locked():
             return
         async with self._measuring:
-            while self._pairs - self.gate.measured >= self._config.window_pairs:
+            while self._measurable(self._config.window_pairs):
                 await self._measure(self.gate.measured, self._pairs, self._votes)
 
     async def measure_rest(self) -> None:
@@ -79,19 +87,24 @@ class RunningGate:
         """
         async with self._measuring:
             first, last = self.gate.measured, self._pairs
-            if last - first >= MIN_WINDOW_PAIRS:
+            if self._measurable(MIN_WINDOW_PAIRS):
                 await self._measure(first, last, self._votes)
             elif last > first:
                 logger.warning(
-                    "density gate, pairs %d to %d: %d are needed for a verdict, so that these are not trained; further "
-                    "states would open the window again",
+                    "density gate, pairs %d to %d of %s: %d pairs of %d traces are needed for a verdict, so that these "
+                    "are not trained; further states would open the window again",
                     first,
                     last,
+                    counted(len(self._giving), "trace"),
                     MIN_WINDOW_PAIRS,
+                    FEWEST_TRACES,
                 )
 
+    def _measurable(self, pairs: int) -> bool:
+        return self._pairs - self.gate.measured >= pairs and len(self._giving) >= FEWEST_TRACES
+
     async def _measure(self, first: int, last: int, votes: int) -> None:
-        traces, self._in_window = self._in_window, set()
+        traces, self._in_window, self._giving = self._in_window, set(), set()
         records = [record for trace in traces for record in self._by_trace[trace]]
         given = Counter({trace: sum(len(each.pairs) for each in self._by_trace[trace]) for trace in traces})
         pairs = await asyncio.to_thread(self._read, first, last)

@@ -179,7 +179,7 @@ def test_bad_lines_of_a_states_file_are_left_out(tmp_path: Path) -> None:
 def test_a_window_that_missed_leaves_beta_at_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_dir, path = RunDir(tmp_path / "x"), tmp_path / "states.jsonl"
     run_dir.root.mkdir(parents=True)
-    path.write_bytes(b"".join(write_state(state(number)) for number in range(16)))
+    path.write_bytes(b"".join(write_state(state(number, f"t{number}")) for number in range(16)))
 
     async def run() -> None:
         async with serving(Endpoint(answers=overrule)) as endpoint:
