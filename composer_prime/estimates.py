@@ -68,7 +68,8 @@ def bounded_interval(
     weights = np.random.default_rng(seed).standard_gamma(counts, size=(draws, len(points)))
     low, high = np.quantile(weights @ points / weights.sum(axis=1), [(1 - level) / 2, (1 + level) / 2])
     mean = float(data.mean())
-    return min(float(low), mean), max(float(high), mean)
+    # Sums are rounded: of values at a bound the mean may come out beyond it.
+    return max(min(float(low), mean), least), min(max(float(high), mean), most)
 
 
 def scale_of(values: Iterable[float]) -> tuple[float, float]:

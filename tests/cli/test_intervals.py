@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import comb
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.stats import beta
 
@@ -48,6 +48,7 @@ def test_intervals_hold_their_level_at_sixteen_tasks():
 
 
 @given(st.lists(st.floats(-2, 3), min_size=2, max_size=40))
+@example([1.38414043679045] * 3)
 def test_the_mean_is_inside_and_the_interval_has_width(values):
     # Also of values that are all alike, and of scores beyond 0 to 1; the same values give the same interval.
     least, most = scale_of(values)
