@@ -167,7 +167,10 @@ class Answers:
         # Fresher than the last beat.
         peer.note(header.rank, Position(header.outer_step, header.base_hash, peer.positions[header.rank].training), now)
         self._make_room(header)
-        return Received(name=header.name, size=self.rounds.delta(header, now).received)
+        blob = self.rounds.delta(header)
+        if blob.complete:
+            self.rounds.note_whole(header, now)
+        return Received(name=header.name, size=blob.received)
 
     def _check(self, header: Header, peer: Peer) -> None:
         if header.kind not in ("delta", "state") or header.outer_step < 0 or header.size < 0:
@@ -216,6 +219,8 @@ class Answers:
         if blob.header.kind == "state" and self.transfers.current:
             self.transfers.current.progress_at = self._clock()
         if blob.complete:
+            if blob.header.kind == "delta":
+                self.rounds.note_whole(blob.header, self._clock())
             self._changed()
         return Received(name=chunk.name, size=blob.received)
 

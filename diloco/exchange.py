@@ -77,6 +77,8 @@ class Exchange:
         self._connection, self._key, self._run, self._peer, self._member = connection, key, run, peer, member
         self._layout_hash = layout_hash(member.layout)
         self.waiting_for = "the rendezvous' answer"
+        self.upload_s = 0.0
+        """What it took to bring the last delta."""
 
     async def take_part(self, part: Offered) -> Arrived | Left:
         """Bring a delta, and fetch the outcome of its round. Raises WireErrors."""
@@ -85,9 +87,12 @@ class Exchange:
             peer=self._peer, rank=member.rank, instance=member.instance, outer_step=part.outer_step,
             base_hash=part.base_hash,
         )  # fmt: skip
+        brought = False
         while True:
             if part.header is not None:
-                await self._connection.upload(part.header, part.body, member.instance)
+                began = time.monotonic()
+                if await self._connection.upload(part.header, part.body, member.instance) and not brought:
+                    brought, self.upload_s = True, time.monotonic() - began
             answer = await self._connection.call(ask)
             if isinstance(answer, Outcome):
                 self._check_outcome(answer, part)

@@ -113,11 +113,11 @@ class Link:
         return self._hellos != self._session.hellos
 
     def left_s(self, outer_step: int) -> float | None:
-        """Until the deadline of this round, if another peer has opened it; as of the last beat."""
+        """Until a delta that is begun now would miss the deadline of this round, if that runs; as of the last beat."""
         status = self._session.status
         if status.open_round != outer_step or status.left_s is None:
             return None
-        return status.left_s - (time.monotonic() - self._session.status_at)
+        return status.left_s - (time.monotonic() - self._session.status_at) - self._exchange.upload_s
 
     @property
     def state_wanted(self) -> int:

@@ -7,9 +7,9 @@
                                      joins (who joins with what), transfers (states for joiners)
 
 Who waits on whom: a rank that asks for a round waits for the peers that are training, at most round_deadline_s after
-the first delta; a joiner for one source's upload. Requests are answered at once or, with NotReady, after a second.
-The rendezvous keeps nothing on disk. Restarted, it learns from the peers' hellos and offers where the run stands: the
-highest outer step wins, once start_peers are there or gather_s is over.
+the first whole delta; a joiner for one source's upload. Requests are answered at once or, with NotReady, after a
+second. The rendezvous keeps nothing on disk. Restarted, it learns from the peers' hellos and offers where the run
+stands: the highest outer step wins, once start_peers are there or gather_s is over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The rendezvous' books: which peers there are, what has arrived, when a round closes and with whom. No I/O here.
 
-A round is one outer step. It opens with the first delta that arrives for it and closes when every peer that is alive
-and training has brought its own, or at the deadline, with those that have. What it closed with never changes: every
+A round is one outer step. It opens with the first header that arrives for it and closes when every peer that is alive
+and training has brought its own delta, or with those that have, at the deadline, which the first whole delta starts: on
+a slow link the first of equal peers needs as long to bring one as the others. What it closed with never changes: every
 peer applies exactly these deltas, also one that comes late, whose own is then not among them.
 
 Peers that start a round from different global values cannot average. The larger party stays (of equal ones the one with
@@ -24,7 +25,8 @@ from diloco.wire import Header, Hello
 @dataclass(slots=True)
 class Round:
     outer_step: int
-    opened: float
+    whole_since: float | None = None
+    """When the first peer had brought a whole delta; None while nobody has."""
     blobs: dict[tuple[str, int], Blob] = field(default_factory=dict)
     """By peer and rank."""
     quorum_id: int | None = None
@@ -122,20 +124,27 @@ class Rounds:
             return self.newest + 1
         return max((peer.outer_step for peer in self.awaited(now)), default=0)
 
-    def delta(self, header: Header, now: float) -> Blob:
+    def delta(self, header: Header) -> Blob:
         """The blob of an acceptable delta; a new one replaces the same rank's earlier in an open round."""
-        current = self.rounds.setdefault(header.outer_step, Round(header.outer_step, now))
+        current = self.rounds.setdefault(header.outer_step, Round(header.outer_step))
         key = (header.peer, header.rank)
         blob = current.blobs.get(key)
         if blob is None or blob.header.checksum != header.checksum or blob.header.base_hash != header.base_hash:
             blob = current.blobs[key] = Blob(header)
         return blob
 
-    def left_s(self, current: Round, now: float) -> float:
-        """Until the deadline; the most impatient contributor's counts."""
-        brought = {name for name, _ in current.blobs}
-        patience = [self.peers[name].deadline_s for name in brought if name in self.peers]
-        return current.opened + min(patience, default=0.0) - now
+    def note_whole(self, header: Header, now: float) -> None:
+        """A delta of this header is there: the first that is whole starts the deadline."""
+        current = self.rounds.get(header.outer_step)
+        if current is not None and list(current.contributors(self.peers)) == [header.peer]:
+            current.whole_since = now
+
+    def left_s(self, current: Round, now: float) -> float | None:
+        """Until the deadline, None before it runs; the most impatient contributor's counts."""
+        patience = [self.peers[name].deadline_s for name in current.contributors(self.peers)]
+        if current.whole_since is None or not patience:
+            return None
+        return current.whole_since + min(patience) - now
 
     def closable(self, now: float, min_peers: int) -> dict[str, Base] | None:
         """The open round's contributions when it is time to close it: the largest party with equal global values."""
@@ -150,7 +159,8 @@ class Rounds:
         current = self.open_round()
         whole = current.contributors(self.peers) if current is not None else {}
         missing = [peer.name for peer in self.awaited(now) if peer.name not in whole]
-        if current is None or (missing and self.left_s(current, now) > 0):
+        left_s = self.left_s(current, now) if current is not None else None
+        if missing and (left_s is None or left_s > 0):
             return {}, {}
         winners = largest_party(whole)
         return (

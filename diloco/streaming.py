@@ -9,7 +9,7 @@
 
 Departures from the paper:
 1. Deltas are weighted by the tokens they were trained on, and their compression error is fed back into the next.
-2. H is what a peer plans. When another peer has opened the round and its deadline nears, this one sends what it has.
+2. H is what a peer plans. When another peer has brought its delta and the deadline nears, this one sends what it has.
 3. A round that does not come to an end in time is not dropped: training goes on, its delta stays on offer, and the
    outcome is taken when it comes. A peer that missed rounds applies them one by one as long as they are kept.
 4. Work that an outcome does not hold is kept (carry.py): steps after the delay are carried on, and a peer whose delta
@@ -191,7 +191,7 @@ class StreamingDiLoCo:
             self._stepped = time.monotonic()
 
     def _look_around(self) -> tuple[bool, int]:
-        """Whether another step would miss the deadline of a round that others have opened; `Link.state_wanted`.
+        """Whether another step would miss the deadline of a round that another has begun; `Link.state_wanted`.
 
         A collective: all ranks see the same.
         """

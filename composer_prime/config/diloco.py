@@ -95,7 +95,7 @@ class DilocoConfig(BaseConfig):
     connect_timeout_s: float = Field(default=60.0, gt=0)
     """How long the rendezvous may take to answer and to admit this peer when training starts."""
     round_deadline_s: float = Field(default=120.0, gt=0)
-    """How long after the first delta of a round the others may bring theirs; a slower peer sends what it has then."""
+    """How long after a round's first whole delta the others may bring theirs; a slower peer sends what it has then."""
     round_timeout_s: float = Field(default=600.0, gt=0)
     """How long a peer waits for the outcome of a round before it goes on alone and asks again at the next one."""
     offline_timeout_s: float = Field(default=3600.0, gt=0)

@@ -40,6 +40,19 @@ def waiting_share(fleet: Fleet, interval_s: float) -> float:
     return sum(shares) / len(shares)
 
 
+def deadline_warning(sync_s: float, deadline_s: float, key: str) -> str:
+    """Words for a synchronisation that takes longer than the deadline, which `key` sets; empty for others.
+
+    The deadline runs from the first whole delta. Who starts to send then is too late.
+    """
+    if sync_s <= deadline_s:
+        return ""
+    return (
+        f"a synchronisation takes {sync_s:.3g} s, more than {key} = {deadline_s:g}: a peer that starts to send when "
+        f"another has sent comes too late for the round; set {key} above {sync_s:.3g}, or send fewer bits"
+    )
+
+
 def availability(fleet: Fleet, heal_s: float, *, together: bool) -> float:
     """Share of the time that a peer trains; `together`: all stop when one fails, as in data-parallel training."""
     if fleet.mtbf_h is None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from diloco.simulate.fleet import Fleet, goodput
-from diloco.simulate.product import JointRun
+from diloco.simulate.fleet import Fleet, deadline_warning, goodput
+from diloco.simulate.product import JointRun, forecast
 from diloco.simulate.reduce import WAYS, best, pipe, seconds
 from diloco.simulate.shares import Shares, number
 from diloco.simulate.utilisation import (
@@ -87,11 +87,17 @@ def peers_table(runs: Sequence[JointRun], link: Link, fleet: Fleet) -> tuple[Tab
         for row in _ways(run, link, fleet):
             table.add_row(*row)
         table.add_section()
+    syncs = {run.peers: forecast(run, run.net(link.gbit, link.latency_s, link.relay_gbit)).sync_s for run in runs}
+    warnings = [
+        f"\nWarning: with {peers} peers {text}"
+        for peers, sync_s in syncs.items()
+        if (text := deadline_warning(sync_s, fleet.deadline_s, "--deadline-s"))
+    ]
     relayed = pipe("relay", first.net(link.gbit, link.latency_s, link.relay_gbit))
     return table, (
         "sync: from encoding to the installed outcome; waits: what of it training waits for; *: the quickest way. "
         f"relay is what runs here; with {first.peers} peers, "
-        f"{Shares.of(first.workload, first.scheme, relayed).text()}"
+        f"{Shares.of(first.workload, first.scheme, relayed).text()}" + "".join(warnings)
     )
 
 

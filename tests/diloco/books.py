@@ -58,9 +58,10 @@ class Books:
         ))  # fmt: skip
 
     def offer(
-        self, peer: str, outer_step: int, *, kind: str = "delta", rank: int = 0, body: bytes = b"delta", **facts: Any
-    ) -> ToPeer:
-        """Announce a body, and bring it over."""
+        self, peer: str, outer_step: int, *, kind: str = "delta", rank: int = 0, body: bytes = b"delta",
+        brought: int | None = None, **facts: Any,
+    ) -> ToPeer:  # fmt: skip
+        """Announce a body, and bring it over, or its first bytes."""
         header = Header(
             kind=kind, run="joint", peer=peer, rank=rank, outer_step=outer_step, size=len(body),
             checksum=checksum(body),
@@ -68,7 +69,7 @@ class Books:
         )  # fmt: skip
         instance = self.rounds.peers[peer].instance if peer in self.rounds.peers else 1
         answer = self.answers.to(Offer(header=sealed(header, KEY), instance=instance))
-        self.answers.to(Chunk(name=header.name, offset=0, data=body, instance=instance))
+        self.answers.to(Chunk(name=header.name, offset=0, data=body[:brought], instance=instance))
         return answer
 
     def close(self, outer_step: int, *peers: str, body: bytes = b"delta") -> Round:

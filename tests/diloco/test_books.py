@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from books import BEAT_TIMEOUT_S, Books, base
+from books import BEAT_TIMEOUT_S, DEADLINE_S, Books, base
 
 from composer_prime.errors import RunMismatchError, WireError
 from diloco.wire import AskRound, Beat, Chunk, NotReady, Offer, Welcome
@@ -36,6 +36,37 @@ def test_parts_of_two_deltas():
     assert books.rounds.open_round().contributors(books.rounds.peers) == {}
     books.offer("a", 0, rank=0, body=b"newer", weight=5.0)
     assert list(books.rounds.open_round().contributors(books.rounds.peers)) == ["a"]
+
+
+# Both peers need longer than the deadline to bring their deltas: it runs from the first that is whole, so neither is
+# left out. What is not there when it ends does not count.
+@pytest.mark.parametrize(("late_s", "members"), [(DEADLINE_S - 1, {"a", "b"}), (DEADLINE_S + 1, {"a"})])
+def test_uploads_longer_than_the_deadline(late_s, members):
+    books, half = Books(), DEADLINE_S + 1
+    books.begin("a", "b")
+
+    def closable_after(seconds):
+        books.now += seconds
+        books.beat("a", 0)
+        books.beat("b", 0)
+        closable = books.rounds.closable(books.now, 1)
+        return closable if closable is None else set(closable)
+
+    def bring(peer, offset):
+        name = books.rounds.open_round().blobs[peer, 0].header.name
+        books.answers.to(Chunk(name=name, offset=offset, data=b"x" * 5, instance=1))
+
+    for peer in "ab":
+        books.offer(peer, 0, body=b"x" * 10, brought=5)
+    assert closable_after(half) is None
+    bring("a", 5)
+    assert books.rounds.left_s(books.rounds.open_round(), books.now) == DEADLINE_S
+    if late_s < DEADLINE_S:
+        assert closable_after(late_s) is None
+        bring("b", 5)
+        assert closable_after(0) == members
+    else:
+        assert closable_after(late_s) == members
 
 
 # What a process brought to an open round goes when another takes its place.

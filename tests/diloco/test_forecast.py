@@ -41,6 +41,14 @@ def test_bytes(tmp_path):
     assert float(text(tmp_path, "--trainer.lora.rank", "4").split()[0]) < parameters / 10
 
 
+# A link on which a synchronisation takes longer than the rounds' deadline is told with both figures and the remedy.
+def test_link_slower_than_the_deadline(tmp_path):
+    said = text(tmp_path, "--diloco.rate-limit-mbit", "0.01", "--diloco.round-deadline-s", "60")
+    found = re.search(r"warning: .* takes ([\d.e+]+) s, more than diloco.round_deadline_s = 60: .*set .* above ", said)
+    assert found and float(found[1]) > 60
+    assert "warning" not in text(tmp_path)
+
+
 # A run that has steps says itself how long one takes.
 def test_step_time_of_the_run(tmp_path):
     assert "60 s a step (assumed)" in text(tmp_path)
