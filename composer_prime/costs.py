@@ -1,6 +1,6 @@
 """costs.jsonl: what was spent, one line an event, appended and never rewritten.
 
-    {"kind": "reserved", "call": id, "trace": …, "usd": bound, …}     before a teacher is called
+    {"kind": "reserved", "call": id, "usd": held, "bound": …, …}      before a teacher is called
     {"kind": "settled", "call": id, "usd": cost, …}                   after: the cost by the endpoint's own token counts
     {"kind": "stopped", "reason": …}                                  replay ended early
     {"kind": "hint", "endpoint": …, "usd": cost}                      a call that judged a turn or wrote a hint
@@ -31,6 +31,8 @@ class Spent:
     calls: int = 0
     by_trace: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_teacher: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    charge_ratios: dict[str, float] = field(default_factory=dict)
+    """Of each teacher's newest answer: what it cost over what it was bounded by."""
     unsettled: int = 0
     failed: int = 0
     hint_usd: float = 0.0
@@ -81,6 +83,9 @@ def spent(path: Path) -> Spent:
             reserved = open_calls.pop(line["call"], line)
             total.failed += line.get("status") != "ok"
             _add(total, reserved, line["usd"])
+            bound = reserved.get("bound", 0.0)
+            if line.get("status") == "ok" and bound > 0:
+                total.charge_ratios[str(reserved.get("teacher"))] = line["usd"] / bound
         elif line.get("kind") == "hint":
             total.hint_usd += line["usd"]
             total.hint_calls += 1

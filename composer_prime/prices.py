@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from decimal import Decimal
+from typing import TYPE_CHECKING
 
 from composer_prime.config.teachers import TeacherConfig
 from composer_prime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from genai_prices.types import ModelPrice, TieredPrices
 
 PER_MILLION = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """USD per token."""
+    """What tokens cost: at most so many USD each; where the price rises with the prompt, by the prompt's tier."""
 
     input_usd: float
+    """A prompt token, of the dearest tier."""
     output_usd: float
+    """An answer token, of the dearest tier."""
+    tiers: ModelPrice | None = None
 
     def cost_usd(self, input_tokens: int, output_tokens: int) -> float:
+        """Of a call with a prompt of this length."""
+        if self.tiers is None:
+            return self.bound_usd(input_tokens, output_tokens)
+        from genai_prices import Usage
+
+        usage = Usage(input_tokens=input_tokens, output_tokens=output_tokens)
+        return float(self.tiers.calc_price(usage)["total_price"])
+
+    def bound_usd(self, input_tokens: int, output_tokens: int) -> float:
+        """The most that a call with so many tokens may cost."""
         return input_tokens * self.input_usd + output_tokens * self.output_usd
 
 
 def price_of(teacher: TeacherConfig) -> Price:
-    """The configured price, nothing for a local model, else that of genai-prices.
+    """The configured price, nothing for a local model, else that of genai-prices as it is now.
 
     Raises ConfigError when nobody knows the price: a cap on an unknown cost would be no cap.
     """
@@ -39,15 +57,20 @@ def _listed(teacher: TeacherConfig) -> Price:
     from genai_prices import Usage, calc_price
 
     try:
-        # Tiered prices rise with the length of the prompt: a long one gives the bound.
-        listed = calc_price(
-            Usage(input_tokens=1_000_000, output_tokens=1_000_000),
-            model_ref=teacher.model,
-            provider_api_url=teacher.base_url,
-        )
+        usage = Usage(input_tokens=1, output_tokens=1)
+        listed = calc_price(usage, model_ref=teacher.model, provider_api_url=teacher.base_url).model_price
     except LookupError as error:
         raise ConfigError(
             f"genai-prices has no price for teacher {teacher.name!r} ({teacher.model} at {teacher.base_url}: {error}): "
             "set input_usd_per_mtok and output_usd_per_mtok for it"
         ) from None
-    return Price(input_usd=float(listed.input_price) * PER_MILLION, output_usd=float(listed.output_price) * PER_MILLION)
+    dearest = {"input_usd": _dearest(listed.input_mtok), "output_usd": _dearest(listed.output_mtok)}
+    return Price(**dearest, tiers=listed)
+
+
+def _dearest(price: Decimal | TieredPrices | None) -> float:
+    """USD a token."""
+    if price is None:
+        return 0.0
+    steps = [price] if isinstance(price, Decimal) else [price.base, *(tier.price for tier in price.tiers)]
+    return float(max(steps) / 10**6)

@@ -4,7 +4,9 @@
                                           └──> nothing came back    the whole reservation stays spent
 
 Sums are checked with everything in flight counted at its bound, so no order of replies can pass a cap. A charge above
-the bound or above the price list closes the budget: no further call is made.
+the bound or above the price list closes the budget: no further call is made. Of teachers that have not kept to a bound
+yet one call at a time is in flight, so that who charges too much from the start does so in one call. The next replay
+holds for a teacher as many times its bound as it charged last.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ class Reservation:
     state: str
     teacher: str
     usd: float
+    bound_usd: float
+    """What the call may cost; `usd` is more where the teacher charged more before."""
 
 
 class Budget:
@@ -39,6 +43,9 @@ class Budget:
         before = spent(path)
         self.spent_usd = before.usd
         self._by_trace: dict[str, float] = defaultdict(float, before.by_trace)
+        self._ratios = before.charge_ratios
+        self._tried: set[str] = set()
+        """Teachers that kept to the bound of a call, or whose call was counted at it."""
         # Summed anew each time: a running sum would keep a rest of rounding when nothing is in flight any more.
         self._in_flight: dict[str, Reservation] = {}
         self._by_state: dict[str, float] = defaultdict(float)
@@ -70,51 +77,79 @@ class Budget:
                 await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def reserve(self, *, trace: str, state: str, teacher: str, usd: float) -> Reservation:
-        """Set `usd` aside for a call; waits where only calls in flight, which rarely cost their bound, are in the way.
+        """Set aside what a call may cost, `usd`, or as many times that as the teacher charged last.
+
+        Waits where only calls in flight, which rarely cost their bound, are in the way, or one of another teacher that
+        was not tried yet.
 
         Raises CapError, which names the cap, when it does not fit.
         """
-        while self._refusal(trace, teacher, usd, in_flight=True) is not None:
+        while self._refusal(trace, teacher, usd, in_flight=True) is not None or self._has_to_wait(teacher, usd):
             refusal = self._refusal(trace, teacher, usd, in_flight=False)
             if refusal is not None:
                 raise refusal
             self._settled.clear()
             await self._settled.wait()
-        reservation = Reservation(call=secrets.token_hex(8), trace=trace, state=state, teacher=teacher, usd=usd)
-        self._ledger.write("reserved", call=reservation.call, trace=trace, state=state, teacher=teacher, usd=usd)
+        held = usd * self._ratio(teacher)
+        reservation = Reservation(
+            call=secrets.token_hex(8), trace=trace, state=state, teacher=teacher, usd=held, bound_usd=usd
+        )
+        self._ledger.write(
+            "reserved", call=reservation.call, trace=trace, state=state, teacher=teacher, usd=held, bound=usd
+        )
         self._in_flight[reservation.call] = reservation
         return reservation
 
+    def _ratio(self, teacher: str) -> float:
+        return max(self._ratios.get(teacher, 1.0), 1.0)
+
+    def _has_to_wait(self, teacher: str, usd: float) -> bool:
+        """Whether the call would be the second in flight of teachers that may charge and were not tried yet."""
+        if usd == 0 or teacher in self._tried:
+            return False
+        return any(each.usd > 0 and each.teacher not in self._tried for each in self._in_flight.values())
+
     def _refusal(self, trace: str, teacher: str, usd: float, *, in_flight: bool) -> CapError | None:
-        """Which cap another `usd` would pass, with what is reserved for calls in flight counted or not."""
+        """Which cap a call bounded by `usd` would pass, with what is reserved for calls in flight counted or not."""
         if self.closed is not None:
             return CapError(self.closed, scope="run")
         caps = self._config
         counted = list(self._in_flight.values()) if in_flight else []
         in_trace = self._by_trace[trace] + sum(each.usd for each in counted if each.trace == trace)
         in_run = self.spent_usd + sum(each.usd for each in counted)
-        for scope, used, cap in (
-            ("call", 0.0, caps.usd_per_call),
-            ("trace", in_trace, caps.usd_per_trace),
-            ("run", in_run, caps.usd_per_run),
+        held = usd * self._ratio(teacher)
+        for scope, used, needed, cap in (
+            ("call", 0.0, usd, caps.usd_per_call),
+            ("trace", in_trace, held, caps.usd_per_trace),
+            ("run", in_run, held, caps.usd_per_run),
         ):
-            if used + usd > cap:
+            if used + needed > cap:
                 return CapError(
-                    f"a call to {teacher} may cost ${usd:.4f}, but ${used:.4f} of teachers.budget.usd_per_{scope} = "
+                    f"a call to {teacher} may cost ${needed:.4f}, but ${used:.4f} of teachers.budget.usd_per_{scope} = "
                     f"${cap:g} is spent: raise the cap, or leave this teacher out",
                     scope=scope,
                 )
         return None
 
-    def settle(self, reservation: Reservation, usd: float, **facts: object) -> None:
-        """The call ended and cost `usd`."""
+    def settle(self, reservation: Reservation, usd: float, *, status: str, **facts: object) -> None:
+        """The call ended and cost `usd`; `status` is ok where it was answered."""
         del self._in_flight[reservation.call]
+        if status == "ok" and reservation.bound_usd > 0:
+            self._ratios[reservation.teacher] = usd / reservation.bound_usd
+        if usd <= reservation.bound_usd if status == "ok" else usd > 0:
+            self._tried.add(reservation.teacher)
         self.spent_usd += usd
         self._by_trace[reservation.trace] += usd
         self._by_state[reservation.state] += usd
         self._settled.set()
         self._ledger.write(
-            "settled", call=reservation.call, trace=reservation.trace, teacher=reservation.teacher, usd=usd, **facts
+            "settled",
+            call=reservation.call,
+            trace=reservation.trace,
+            teacher=reservation.teacher,
+            usd=usd,
+            status=status,
+            **facts,
         )
 
     def stopped(self, reason: str) -> None:

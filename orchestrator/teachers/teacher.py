@@ -103,11 +103,25 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _CostDetails(msgspec.Struct):
+    upstream_inference_cost: float | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     cost: float | None = None
     """USD, where the endpoint says what it charged (OpenRouter)."""
+    is_byok: bool | None = None
+    """Whether the model's provider charged beside that, by a key of the user's own."""
+    cost_details: _CostDetails | None = None
+
+    def charged(self, listed_usd: float) -> float:
+        """USD: what the endpoint says; by its price list where it does not."""
+        if self.cost is None or self.cost < 0:
+            return listed_usd
+        upstream = self.cost_details.upstream_inference_cost if self.cost_details and self.is_byok else None
+        return self.cost + (upstream or 0.0)
 
 
 class _Reply(msgspec.Struct):
@@ -163,7 +177,7 @@ class Teacher:
         """The most that asking may cost, by the bytes of the question and the limit of the answer."""
         size = len(msgspec.json.encode([question.messages, question.tools]))
         tokens = int(size / self._shared.budget.bytes_per_token) + _PROMPT_OVERHEAD_TOKENS
-        return self.price.cost_usd(tokens, question.max_tokens)
+        return self.price.bound_usd(tokens, question.max_tokens)
 
     def expected_usd(self, question: Question) -> float:
         """What asking will cost, about."""
@@ -237,7 +251,7 @@ class Teacher:
             reply = _decoded(raw)
             tokens = (reply.usage.prompt_tokens, reply.usage.completion_tokens)
             listed = self.price.cost_usd(*tokens)
-            usd, status = max(listed, reply.usage.cost or 0.0), "ok"
+            usd, status = reply.usage.charged(listed), "ok"
             self._check_charge(usd, listed, reserved)
             answer = _answer(reply, usd, time.monotonic() - start)
             await asyncio.to_thread(self._cache.put, key, answer)
@@ -288,9 +302,9 @@ class Teacher:
 
     def _check_charge(self, usd: float, listed: float, reserved: Reservation) -> None:
         """An endpoint that charges more than the bound, or than its prices, ends the replay: no cap could hold."""
-        if usd > reserved.usd:
+        if usd > reserved.bound_usd:
             self._budget.close(
-                f"{self.name} charged ${usd:.6f} for a call that was bounded by ${reserved.usd:.6f}: lower "
+                f"{self.name} charged ${usd:.6f} for a call that was bounded by ${reserved.bound_usd:.6f}: lower "
                 "teachers.budget.bytes_per_token, and check that the endpoint keeps to max_tokens"
             )
         elif usd > listed * (1 + _ROUNDING):

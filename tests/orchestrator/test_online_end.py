@@ -35,7 +35,16 @@ def config_of(tmp_path: Path, url: str) -> Config:
 @pytest.mark.parametrize("interrupted", [False, True])
 async def test_answers_in_flight_are_kept(open_run, run_dir, tmp_path, monkeypatch, interrupted: bool) -> None:
     monkeypatch.setenv("LOOPBACK_KEY", "made-up")
-    async with serving(Endpoint(answers=overrule, hold=asyncio.Event())) as endpoint:
+    hold = asyncio.Event()
+    hold.set()
+
+    def holding(model: str, messages: list[dict]) -> tuple[str, dict]:
+        """Until its first answer a teacher is called alone: from then on nobody is answered."""
+        hold.clear()
+        endpoint.answers = overrule
+        return overrule(model, messages)
+
+    async with serving(Endpoint(answers=holding, hold=hold)) as endpoint:
         config = config_of(tmp_path, endpoint.url)
         async with open_run(config) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
             await trainer.attach(0)
@@ -51,12 +60,12 @@ async def test_answers_in_flight_are_kept(open_run, run_dir, tmp_path, monkeypat
                     await asyncio.sleep(0.01)
                 _, waiting = await asyncio.wait({run.task}, timeout=0.5)
                 assert waiting and endpoint.in_flight == 2
-                endpoint.hold.set()
+                hold.set()
                 await asyncio.gather(run.task, return_exceptions=True)
             assert interrupted == run.task.cancelled()
             said = [line["waiting_for"] for line in run.lines() if line.get("waiting_for")]
             assert interrupted or said[-1].startswith("answers of teachers that may charge: 2 calls in flight")
-        assert len(endpoint.answered) == 2
+        assert len(endpoint.answered) == 3
         await asyncio.wait_for(OnlineReplay(config, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1).run(), 60)
     assert len(endpoint.asked) == len(set(endpoint.answered)) == 6
     lines = list(read_costs(run_dir.root / "costs.jsonl"))

@@ -35,6 +35,14 @@ def test_prices() -> None:
         teacher(input_usd_per_mtok=2.0)
 
 
+# Where a price rises with the prompt, a call costs what a prompt of its length costs; its bound is at the dearest tier.
+def test_tiers() -> None:
+    price = price_of(teacher(model="google/gemini-2.5-pro"))
+    assert price.cost_usd(10_000, 1_000) == pytest.approx(10_000 * 1.25e-6 + 1_000 * 10e-6)
+    assert price.cost_usd(300_000, 1_000) == pytest.approx(0.75 + 0.015) == price.bound_usd(300_000, 1_000)
+    assert price.bound_usd(10_000, 1_000) == pytest.approx(10_000 * 2.5e-6 + 1_000 * 15e-6)
+
+
 # A settlement replaces its reservation; one without settlement stays spent; a torn line harms no other.
 def test_the_ledger_adds_up(tmp_path: Path) -> None:
     path = tmp_path / "costs.jsonl"
@@ -55,12 +63,13 @@ def test_no_rest_of_rounding_stays_reserved(tmp_path: Path) -> None:
     async def run() -> None:
         caps = BudgetConfig(usd_per_call=0.05, usd_per_trace=0.05, usd_per_run=0.05)
         budget = Budget(caps, tmp_path / "costs.jsonl")
+        budget.settle(await budget.reserve(trace="t", state="s", teacher="x", usd=0.001), 0.0, status="ok")
         # In doubles, 0.01 + 0.007 + 0.02 - 0.01 - 0.007 - 0.02 > 0.
         held = [await budget.reserve(trace="t", state="s", teacher="x", usd=usd) for usd in (0.01, 0.007, 0.02)]
         for reservation, usd in zip(held, (0.0, 0.0, 0.04), strict=True):
-            budget.settle(reservation, usd)
+            budget.settle(reservation, usd, status="ok")
         async with asyncio.timeout(2):
-            await budget.reserve(trace="t", state="s", teacher="x", usd=0.01)
+            await budget.reserve(trace="t", state="s", teacher="y", usd=0.01)
 
     asyncio.run(run())
 
