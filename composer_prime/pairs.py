@@ -115,8 +115,11 @@ class PairFile:
             line = file.readline()
         try:
             pair = msgspec.json.decode(line, type=Pair)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{self.path}, pair {index + 1}: {error}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{self.path}, pair {index + 1} is none ({error}): take its line out, and measure the file with "
+                f"`composer pairs report {self.path} --base MODEL`"
+            ) from None
         if not 0 <= pair.epsilon <= 0.5:
             raise ConfigError(f"{self.path}, pair {index + 1}: epsilon is {pair.epsilon}, expected 0 <= epsilon <= 0.5")
         return pair

@@ -23,7 +23,7 @@ from orchestrator.teachers.chart import draw
 from orchestrator.teachers.density import MIN_PAIRS_A_TRACE, Density, Margins, measure
 from orchestrator.teachers.local import LocalModels
 from orchestrator.teachers.margins import base_margins
-from orchestrator.teachers.records import only_writer, read_pairs, read_records, votes_beside
+from orchestrator.teachers.records import only_writer, read_records, votes_beside
 from orchestrator.teachers.scoring import ServedScorer
 from orchestrator.teachers.statistics import Interval
 
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         "--min-pairs", type=_min_pairs, help=f"pairs a trace that are wanted (as last time, or {MIN_PAIRS_A_TRACE:g})"
     )
     parser.add_argument("--chart", type=Path, help="SVG file to draw (PAIRS.svg by default)")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="for loading the base, and for each score")
+    parser.add_argument("--timeout-s", type=_above_zero, default=300.0, help="for loading the base, and for each score")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the base")
     return parser
 
@@ -75,20 +75,31 @@ def _min_pairs(word: str) -> float:
     return wanted
 
 
+def _above_zero(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number above 0")
+    return value
+
+
 def report(options: argparse.Namespace) -> int:
     path, shipped = resolve_pairs(options.pairs, Path()), str(options.pairs) == "tiny"
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: name the pairs.jsonl in it")
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: name a pairs.jsonl that `composer replay` wrote")
-    pairs, votes = list(read_pairs(path)), votes_beside(path)
+    # The digest first: lines that change after it are no longer what it says, whatever is measured of them.
+    file, votes = PairFile(path), votes_beside(path)
+    digest = file.digest(file.refresh())
+    pairs = [file.read(index) for index in range(len(file))]
     records = list(read_records(votes))
     if not pairs and not records:
         raise ConfigError(f"{path} holds no pairs and {votes} no votes: make both with `composer replay`")
     if options.base:
         resolve_model(options.base, timeout_s=options.timeout_s)  # before a process is started for it
-    file = PairFile(path)
-    file.refresh()
     margins = asyncio.run(_margins(options, pairs)) if options.base and pairs else None
     density = measure(records, pairs, margins, min_pairs=_wanted(options, path))
     chart = options.chart or (Path("tiny-pairs.svg") if shipped else path.with_suffix(".svg"))
@@ -99,7 +110,7 @@ def report(options: argparse.Namespace) -> int:
     if not density.votes:
         verdict = f"none: there are no votes in {votes}"
     else:
-        verdict = f"{gate_file(path)}, as shipped" if shipped else _verdict(file, density, len(records))
+        verdict = f"{gate_file(path)}, as shipped" if shipped else _verdict(path, digest, density, len(records))
     print("\n".join([*text(density), f"chart       {chart}", f"verdict     {verdict}"]))
     return 0 if density.passed else MISSED
 
@@ -112,26 +123,26 @@ def _wanted(options: argparse.Namespace, path: Path) -> float:
     return gate.verdicts[-1].min_pairs_a_trace if gate and gate.verdicts else MIN_PAIRS_A_TRACE
 
 
-def _verdict(file: PairFile, density: Density, votes: int) -> str:
+def _verdict(pairs: Path, digest: str, density: Density, votes: int) -> str:
     """Writes it beside the pairs; where it is."""
-    before = read_gate(file.path)
+    before = read_gate(pairs)
     if density.margins is None and before is not None and before.passed:
-        return f"{gate_file(file.path)}, as it was: without --base nothing was measured that could replace it"
+        return f"{gate_file(pairs)}, as it was: without --base nothing was measured that could replace it"
     verdict = Verdict(
         first=0,
-        last=len(file),
-        digest=file.digest(len(file)),
+        last=density.pairs,
+        digest=digest,
         passed=density.passed,
         reasons=density.failures,
         min_pairs_a_trace=density.min_pairs,
         votes=votes,
     )
     try:
-        with only_writer(file.path):
-            write_gate(file.path, Gate(verdicts=[verdict]))
+        with only_writer(pairs):
+            write_gate(pairs, Gate(verdicts=[verdict]))
     except ConfigError as error:
         return f"not written: {error}"
-    return f"{gate_file(file.path)} (digest {verdict.digest})"
+    return f"{gate_file(pairs)} (digest {verdict.digest})"
 
 
 async def _margins(options: argparse.Namespace, pairs: Sequence[Pair]) -> Margins:

@@ -127,6 +127,9 @@ def test_margins_of_real_and_cross_step_pairs() -> None:
     assert sorted(found.traces) == sorted(f"t{number}" for number in range(12))
 
 
+WRONG_NUMBERS = [("--min-pairs", value) for value in ("0", "nan", "-1", "inf", "many")] + [("--timeout-s", "0")]
+
+
 # Nothing is worth a weight that was not measured, that missed the gate, or that is not what was measured.
 def test_the_verdict_holds_the_weight_at_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def run() -> None:
@@ -149,6 +152,7 @@ def test_the_verdict_holds_the_weight_at_zero(tmp_path: Path, capsys: pytest.Cap
     wrong = {(tmp_path / "none.jsonl",): "does not exist", (tmp_path,): "is a folder"}
     wrong |= {(pairs, "--base", tmp_path / "model"): "there is no folder", (pairs, "--margin-pairs", "3"): "from 10 on"}
     wrong |= {(pairs, "--min-pairs", word): "not a number above 0" for word in ("nan", "0", "many")}
+    wrong |= {(pairs, option, value): f"'{value}' is not a number above 0" for option, value in WRONG_NUMBERS}
     for words, told in wrong.items():
         with pytest.raises(SystemExit):
             main([str(word) for word in words])
@@ -163,6 +167,23 @@ def test_a_verdict_holds_for_what_it_measured(tmp_path: Path) -> None:
     with pairs.open("ab") as file:
         file.write(msgspec.json.encode(pair("a", 4)) + b"\n")
     assert problems(pairs, weight=0.5) == ""
+
+
+# A verdict covers what was measured, and nothing else: not a line that is still being written, and a file with a line
+# that is no pair has none.
+@pytest.mark.parametrize("line", [b"{}", b'{"trace": "\xff"}', b"no pair"])
+def test_a_verdict_covers_what_was_measured(line: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    Records(pairs, votes_beside(pairs)).add(record("a", 0, "xx"), [pair("a", number) for number in range(3)])
+    whole = pairs.read_bytes()
+    pairs.write_bytes(whole + msgspec.json.encode(pair("a", 3)))  # without the end of its line
+    assert main([str(pairs)]) == 1 and "3 (3 with epsilon" in capsys.readouterr().out
+    gate = read_gate(pairs)
+    assert gate is not None and gate.measured == 3
+    pairs.write_bytes(line + b"\n" + whole)
+    with pytest.raises(SystemExit):
+        main([str(pairs)])
+    assert "pairs.jsonl, pair 1 is none" in capsys.readouterr().err and read_gate(pairs) == gate
 
 
 # Without votes the report tells what pairs alone tell, names what is missing, and gives no verdict.
