@@ -77,12 +77,14 @@ class JointRun:
 
     def net(self, gbit: float, latency_s: float = 0.0, relay_gbit: float | None = None) -> Net:
         """A link, with what handling a fragment takes on this package's constants."""
-        busy_ns = ENCODE_NS[self.codec.type] + self.peers * DECODE_NS + INSTALL_NS
+        each_s = self.size / self.ranks * 1e-9
+        encode_s, decode_s = each_s * ENCODE_NS[self.codec.type], each_s * DECODE_NS
         relayed = self.peers**2 * self.size * codec_bits(self.codec) / 8
         handling_s = ROUND_S + relayed * RELAY_NS * 1e-9
         return Net(
             peers=self.peers, gbit_s=gbit, latency_s=latency_s, relay_gbit_s=relay_gbit,
-            connections=self.ranks, busy_s=self.size / self.ranks * busy_ns * 1e-9, handling_s=handling_s,
+            connections=self.ranks, busy_s=encode_s + self.peers * decode_s + each_s * INSTALL_NS, encode_s=encode_s,
+            decode_s=decode_s, handling_s=handling_s,
         )  # fmt: skip
 
 

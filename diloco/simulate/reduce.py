@@ -8,7 +8,8 @@
     ring           2 (N - 1) / N of a delta up and down, 2 (N - 1) trips one after the other
 
 hierarchical and ring add up on the way: deltas are decoded and encoded again at each hop, and a bad one can only be
-rejected before it enters.
+rejected before it enters. In return no peer decodes all: a leader decodes its members' and one of each group and
+encodes two sums; in a ring a peer decodes N - 1 parts of 1 / N, twice, and encodes as many as make up one delta.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ class Net:
     connections: int = 1
     """Of a peer with the rendezvous, each with a window of its own."""
     busy_s: float = 0.0
-    """As in Pipe."""
+    """As in Pipe, where every peer decodes every delta (relay, mesh)."""
+    encode_s: float = 0.0
+    """Of it, encoding one delta."""
+    decode_s: float = 0.0
+    """Of it, decoding one of the N."""
     handling_s: float = 0.0
     """Of the rendezvous, as in Pipe; ways without a relay have none."""
 
@@ -47,7 +52,7 @@ def pipe(way: str, net: Net) -> Pipe:
     n = net.peers
     if n < 2:
         return Pipe(gbit_s=net.gbit_s, factor=0.0, hops=0)
-    gbit = net.gbit_s
+    gbit, encoded, decoded = net.gbit_s, 1.0, float(n)
     match way:
         case "relay":
             if net.latency_s:
@@ -60,14 +65,15 @@ def pipe(way: str, net: Net) -> Pipe:
             group = group_size(n)
             leaders = math.ceil(n / group)
             factor, hops = 2 * (group - 1) + (leaders - 1), 3
+            encoded, decoded = 2.0, group - 1 + leaders
         case "ring":
             factor, hops = 2 * (n - 1) / n, 2 * (n - 1)
+            decoded = factor
         case _:
             raise ValueError(f"no way of reducing is called {way!r}; there are {', '.join(WAYS)}")
     handling_s = net.handling_s if way == "relay" else 0.0
-    return Pipe(
-        gbit_s=gbit, latency_s=net.latency_s, factor=factor, hops=hops, busy_s=net.busy_s, handling_s=handling_s
-    )
+    busy_s = net.busy_s + (encoded - 1) * net.encode_s + (decoded - n) * net.decode_s
+    return Pipe(gbit_s=gbit, latency_s=net.latency_s, factor=factor, hops=hops, busy_s=busy_s, handling_s=handling_s)
 
 
 def group_size(peers: int) -> int:

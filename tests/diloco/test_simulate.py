@@ -14,7 +14,7 @@ from composer_prime.config.diloco import CodecConfig
 from diloco.codec import build_codec
 from diloco.simulate.fleet import Fleet, availability, goodput, waiting_share
 from diloco.simulate.product import FRAMING, JointRun, codec_bits, forecast
-from diloco.simulate.reduce import WAYS, Net, best, pipe, seconds
+from diloco.simulate.reduce import WAYS, Net, best, group_size, pipe, seconds
 from diloco.simulate.shares import Shares, number
 from diloco.simulate.utilisation import (
     BACKWARD_SHARE,
@@ -129,6 +129,14 @@ def test_ways_of_reducing():
         # a large delta goes round the ring, a small one does not pay its trips
         assert best(net, 1e12) == "ring" and best(net, 1e5) in ("mesh", "hierarchical")
         assert seconds("ring", net, 0) == pytest.approx(2 * (peers - 1) * 0.05)
+
+
+# With the relay and in a mesh a peer decodes all deltas. In groups of 2 of 8 peers a leader decodes its member's and
+# four sums, and encodes two sums; in a ring a peer decodes 7 eighths twice, and encodes as much as one delta.
+def test_codec_work_of_each_way():
+    net = Net(peers=8, gbit_s=1.0, latency_s=0.0, busy_s=3 + 8 * 1 + 2, encode_s=3, decode_s=1)
+    assert group_size(8) == 2
+    assert [pipe(way, net).busy_s for way in WAYS] == [13, 13, 2 * 3 + 5 * 1 + 2, 3 + 7 / 4 + 2]
 
 
 # A long way bounds what is under way at once: 64 Mibit in a round trip of 0.2 s, whatever the link.
