@@ -95,7 +95,9 @@ def _run(session: _Session, supervisor: Supervisor) -> tuple[int, str | None]:
             time.sleep(TICK_S)
     except RoleFailedError as error:
         failure = str(error)
-        session.view.event(failure.partition("\n")[0].partition(";")[0] + ": stopping the run")
+        answers = _answers_text(supervisor)
+        cause = failure.partition("\n")[0].partition(";")[0]
+        session.view.event(f"{cause}: stopping the run{answers and '; '}{answers}")
     finally:
         if session.signals.count:
             session.view.event(_stopping_text(supervisor))
@@ -118,14 +120,18 @@ def _account(session: _Session, supervisor: Supervisor) -> None:
 
 
 def _stopping_text(supervisor: Supervisor) -> str:
-    running = {child.role.kind for child in supervisor.children if child.running}
-    waits = []
-    if "rank" in running:
-        waits.append(f"the step at hand may end and a checkpoint be written, at most {supervisor.save_s:g} s")
-    if "orchestrator" in running and supervisor.answers_s:
-        waits.append(f"teachers may answer what they were asked, at most {supervisor.answers_s:g} s")
-    without = ", without one" if "rank" in running else ""
-    return f"stopping{': ' if waits else ''}{'; then '.join(waits)} (again Ctrl-C kills at once{without})"
+    ranks = any(child.role.kind == "rank" and child.running for child in supervisor.children)
+    save = f"the step at hand may end and a checkpoint be written, at most {supervisor.save_s:g} s" if ranks else ""
+    waits = "; then ".join(filter(None, [save, _answers_text(supervisor)]))
+    return f"stopping{waits and ': '}{waits} (again Ctrl-C kills at once{', without one' if ranks else ''})"
+
+
+def _answers_text(supervisor: Supervisor) -> str:
+    """What the end of the orchestrator may take longer for; nothing where no teacher charges."""
+    asks = any(child.role.kind == "orchestrator" and child.running for child in supervisor.children)
+    if not asks or not supervisor.answers_s:
+        return ""
+    return f"teachers may answer what they were asked, at most {supervisor.answers_s:g} s"
 
 
 def _close(session: _Session, status: int, failure: str | None) -> None:
