@@ -158,8 +158,14 @@ def _linear(pattern: re.Pattern[str]) -> re.Pattern[str]:
 _RULES: list[Rule] = _NEWER + [
     (kind, literals, [_linear(pattern) for pattern in detector.denylist]) for kind, detector, literals in _KNOWN
 ]
+_SPACED = {"private-key", "bearer-token", "basic-auth", "password", "artifactory-token", "aws-key", "npm-token"}
+"""Kinds whose matches may hold spaces or be short. All others are words of _SHORTEST_WORD characters or more."""
 _LITERALS = [(literal, number) for number, (_, literals, _) in enumerate(_RULES) for literal in literals]
+_IN_TEXT = [(literal, number) for literal, number in _LITERALS if _RULES[number][0] in _SPACED]
+_IN_WORDS = [(literal, number) for literal, number in _LITERALS if _RULES[number][0] not in _SPACED]
 """Flat, with the rule's number: most texts hold none, and this is what they cost."""
+_SHORTEST_WORD, _SPLIT_CHARS = 16, 1 << 20
+"""Longer texts are not split: their words could take many times their size in memory."""
 _PARTIAL = {"basic-auth": 1, "npm-token": 1, "aws-key": -1}
 """Patterns of detect-secrets that match more than the secret: the group that holds it, -1 for the last."""
 _PLAIN_VALUE = re.compile(r"[A-Za-z_.\s-]*|\W*|<masked:.*")
@@ -183,7 +189,7 @@ class Masker:
         """`text` with every secret replaced by `<masked:kind>`, a home folder's owner by `user`."""
         if not self._enabled or len(text) < 6:
             return text
-        for number in sorted({number for literal, number in _LITERALS if literal in text}):
+        for number in _rules_of(text):
             kind, _, patterns = _RULES[number]
             for pattern in patterns:
                 text = pattern.sub(self._replacer(kind), text)
@@ -201,6 +207,8 @@ class Masker:
 
     def value(self, value: Any, name: str = "") -> Any:
         """A JSON value with all its strings masked, keys of objects included; `name` is what stands beside it."""
+        if not self._enabled:
+            return value
         if isinstance(value, str):
             return self._named(name, value)
         if isinstance(value, list):
@@ -212,7 +220,7 @@ class Masker:
 
     def _named(self, name: str, value: str) -> str:
         masked = self.text(value)
-        found = named_values.secrets(name, masked) if self._enabled and "<masked:" not in masked else None
+        found = named_values.secrets(name, masked) if "<masked:" not in masked else None
         return self._mask(masked, found[1], kind=found[0]) if found else masked
 
     def _replacer(self, kind: str) -> Callable[[re.Match[str]], str]:
@@ -246,6 +254,15 @@ class Masker:
     def _home(self, match: re.Match[str]) -> str:
         self.found["home-folder"] += 1
         return f"{match['root']}user"
+
+
+def _rules_of(text: str) -> list[int]:
+    """Numbers of the rules of which a literal occurs, in order."""
+    words = text
+    if len(text) <= _SPLIT_CHARS:
+        words = " ".join([word for word in text.split() if len(word) >= _SHORTEST_WORD])
+    numbers = {number for literal, number in _IN_TEXT if literal in text}
+    return sorted(numbers.union(number for literal, number in _IN_WORDS if literal in words))
 
 
 def lower(text: str) -> str:

@@ -43,7 +43,7 @@ def lines(path: Path, limits: Limits, progress: Callable[[int], None] | None = N
     with path.open("rb", buffering=CHUNK_BYTES) as file:
         done = 0
         while raw := file.readline(limits.line_bytes + 1):
-            whole, blank = raw.endswith(b"\n"), not raw.strip()
+            whole, blank = raw.endswith(b"\n"), raw.isspace()
             size = len(raw)
             if not whole and size > limits.line_bytes:
                 del raw
