@@ -220,7 +220,7 @@ class Masker:
 
     def _named(self, name: str, value: str) -> str:
         masked = self.text(value)
-        found = named_values.secrets(name, masked) if "<masked:" not in masked else None
+        found = named_values.secrets(name, masked)
         return self._mask(masked, found[1], kind=found[0]) if found else masked
 
     def _replacer(self, kind: str) -> Callable[[re.Match[str]], str]:
