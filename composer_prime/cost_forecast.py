@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from composer_prime.config import Config
-from composer_prime.config.teachers import TeacherConfig
+from composer_prime.config.teachers import TeacherConfig, TeachersConfig
 from composer_prime.errors import ConfigError
-from composer_prime.prices import price_of
+from composer_prime.families import UNKNOWN, family_named
+from composer_prime.prices import Price, price_of
 
 BYTES_PER_TOKEN = 4.0
 """Of English and code, about; budgets reserve with fewer (teachers.budget.bytes_per_token)."""
@@ -19,18 +22,22 @@ SAMPLE_LINES = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """USD of a whole replay."""
+    """USD of a whole replay, by the length and the family of the states that were looked at."""
 
     states: int
     state_usd: float
-    """Two votes on one state, answers of a quarter of max_tokens."""
+    """Two votes on one state, of the cheapest two families that may judge it, answers of a quarter of max_tokens."""
     low_usd: float
-    """Two votes on each state, answers of a quarter of max_tokens."""
+    """Such votes on each state."""
     high_usd: float
-    """All voters on each state, answers of max_tokens; at most the cap of the run."""
+    """All voters on each state, the dearest that may judge it, answers of max_tokens; at most the cap of the run."""
 
     def text(self) -> str:
         return f"${self.low_usd:,.2f} to ${self.high_usd:,.2f} for {self.states:,} states"
+
+
+class _Line(msgspec.Struct):
+    source_family: str = UNKNOWN
 
 
 def forecast(config: Config, states_file: Path | None = None) -> Forecast | None:
@@ -42,31 +49,53 @@ def forecast(config: Config, states_file: Path | None = None) -> Forecast | None
     path = states_file or teachers.states
     if path is None or not teachers.teacher:
         return None
-    states, mean_bytes = _measure(path)
-    tiers = ("cheap", "mid", "frontier")
-    asked = sorted(teachers.teacher, key=lambda each: (tiers.index(each.tier), price_of(each).output_usd))
-    prompt = mean_bytes / BYTES_PER_TOKEN
-    low = sum(_vote(each, prompt, ANSWER_SHARE * teachers.max_tokens) for each in asked[:2])
-    high = sum(_vote(each, prompt, teachers.max_tokens) for each in asked[: teachers.voters])
+    states, lines = _sampled(path)
+    priced = [(each, price_of(each)) for each in teachers.teacher]
+    costs = [_state_usd(teachers, priced, _family(line, teachers), len(line) / BYTES_PER_TOKEN) for line in lines]
+    low, high = (sum(each) / len(lines) for each in zip(*costs, strict=True)) if lines else (0.0, 0.0)
     cap = teachers.budget.usd_per_run
-    return Forecast(
-        states=states, state_usd=low, low_usd=min(states * low, cap), high_usd=min(states * high, cap)
-    )
+    return Forecast(states=states, state_usd=low, low_usd=min(states * low, cap), high_usd=min(states * high, cap))
 
 
-def _vote(teacher: TeacherConfig, prompt_tokens: float, answer_tokens: float) -> float:
-    return price_of(teacher).cost_usd(int(prompt_tokens), int(answer_tokens))
+def beside_the_cap(config: Config, expected: Forecast | None) -> str:
+    """What a replay will probably cost, and what it cannot cost more than. Raises ConfigError for an unknown price."""
+    free = all(price_of(each).bound_usd(1, 1) == 0 for each in config.teachers.teacher)
+    cost = "nothing: all are local" if free else expected.text() if expected else "grows with the rollouts"
+    return f"cost forecast: {cost}; never more than ${config.teachers.budget.usd_per_run:g}"
 
 
-def _measure(path: Path) -> tuple[int, float]:
-    """(states, mean bytes of one); of a large file, from its first lines and its size."""
+def _state_usd(
+    teachers: TeachersConfig, priced: list[tuple[TeacherConfig, Price]], family: str, prompt_tokens: float
+) -> tuple[float, float]:
+    """(low, high) of one state; nothing where it will be refused."""
+    allowed = [(each, price) for each, price in priced if each.known_family != family]
+    cheapest: dict[str, float] = {}
+    for each, price in allowed:
+        usd = price.cost_usd(int(prompt_tokens), int(ANSWER_SHARE * teachers.max_tokens))
+        cheapest[each.known_family] = min(usd, cheapest.get(each.known_family, usd))
+    if family == UNKNOWN or len(cheapest) < 2:
+        return 0.0, 0.0
+    full = sorted((price.cost_usd(int(prompt_tokens), teachers.max_tokens) for _, price in allowed), reverse=True)
+    return sum(sorted(cheapest.values())[:2]), sum(full[: teachers.voters])
+
+
+def _family(line: bytes, teachers: TeachersConfig) -> str:
+    """The family that wrote a state; UNKNOWN also of a line that is none."""
+    try:
+        known = family_named(msgspec.json.decode(line, type=_Line).source_family)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return UNKNOWN
+    return (teachers.assume_family or UNKNOWN) if known == UNKNOWN else known
+
+
+def _sampled(path: Path) -> tuple[int, list[bytes]]:
+    """(states, lines of some); of a large file, from its first lines and its size."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            lengths = [len(line) for line, _ in zip(file, range(SAMPLE_LINES), strict=False)]
+            lines = [line for line, _ in zip(file, range(SAMPLE_LINES), strict=False)]
     except OSError as error:
         raise ConfigError(f"the states file {path} cannot be read ({error}): make it with `composer ingest`") from None
-    if not lengths:
-        return 0, 0.0
-    mean = sum(lengths) / len(lengths)
-    return (len(lengths) if len(lengths) < SAMPLE_LINES else round(size / mean)), mean
+    if len(lines) < SAMPLE_LINES:
+        return len(lines), lines
+    return round(size * len(lines) / sum(map(len, lines))), lines

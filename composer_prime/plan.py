@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import VoiConfig
-from composer_prime.cost_forecast import Forecast, forecast
+from composer_prime.cost_forecast import Forecast, beside_the_cap, forecast
 from composer_prime.costs import spent
 from composer_prime.errors import ConfigError
 from composer_prime.footprint import ModelShape, Need, disk_bytes, node_need, orchestrator_need, rank_need
 from composer_prime.machine import Machine, free_bytes, look
 from composer_prime.placement import uses_cuda
 from composer_prime.preflight import Findings, check
-from composer_prime.prices import price_of
 from composer_prime.run_dir import RunDir
 from composer_prime.run_folder import folder_state
 from composer_prime.setting_notes import setting_notes
@@ -178,12 +177,11 @@ def _teachers(config: Config, found: Findings) -> Rows:
     rows = [("teachers", f"{families}; {teachers.voting} voting of {teachers.voters}, {when}")]
     try:
         expected = forecast(config)
-        free = all(price_of(each).cost_usd(1, 1) == 0 for each in teachers.teacher)
+        cost = beside_the_cap(config, expected)
     except ConfigError as error:
         found.problems.append(str(error))
         return rows
-    cost = "nothing: all are local" if free else expected.text() if expected else "grows with the rollouts"
-    rows.append(("", f"cost forecast: {cost}; never more than ${teachers.budget.usd_per_run:g}"))
+    rows.append(("", cost))
     if expected:
         _votes_worth_it(teachers.voi, expected, found)
     paid = spent(config.run.directory / "costs.jsonl")

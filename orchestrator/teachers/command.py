@@ -22,6 +22,7 @@ from rich.progress import Progress as Bar
 from composer_prime.config import Config
 from composer_prime.config.load import resolve
 from composer_prime.console import INTERRUPTED, fail
+from composer_prime.cost_forecast import Forecast, beside_the_cap, forecast
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.progress_lines import ProgressLines
 from composer_prime.traces import read_states
@@ -69,7 +70,7 @@ def main(words: list[str] | None = None) -> int:
         return INTERRUPTED
     except (ComposerError, OSError) as error:
         fail(error, command="composer replay")
-    print("\n".join(summary(progress, arguments.pairs)))
+    print("\n".join(summary(progress, arguments.pairs, forecast(arguments.config, arguments.states))))
     if progress.stopped == INTERRUPTION:
         return INTERRUPTED
     return STOPPED if progress.stopped else 0
@@ -95,6 +96,7 @@ async def replay(arguments: Arguments) -> Progress:
     costs = pairs.with_name(f"{pairs.stem}.costs.jsonl")
     console = Console(stderr=True)
     async with opened(arguments.config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as run:
+        print(beside_the_cap(arguments.config, forecast(arguments.config, arguments.states)), file=sys.stderr)
         with Bar(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as bar:
             showing = asyncio.create_task(_show(bar, run.progress, total))
             try:
@@ -162,15 +164,16 @@ def count_states(path: Path) -> int:
         return sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 20), b""))
 
 
-def summary(progress: Progress, pairs: Path) -> list[str]:
-    """What a replay did, as lines."""
+def summary(progress: Progress, pairs: Path, expected: Forecast | None = None) -> list[str]:
+    """What a replay did, as lines; its cost beside what was `expected`."""
+    beside = f"; the forecast was {expected.text()}" if expected else ""
     outcomes = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in progress.outcomes.most_common())
     dropped = ", ".join(f"{count} {reason}" for reason, count in progress.dropped.most_common())
     lines = [
         f"states    {progress.states} replayed ({outcomes or 'none'}); {progress.resumed} were done before",
         f"pairs     {progress.pairs} written to {pairs}" + (f"; dropped: {dropped}" if dropped else ""),
         f"votes     {progress.calls} called, {progress.cached} from the cache, {progress.failed} failed",
-        f"cost      ${progress.usd:.4f} paid now, ${progress.price_usd:.4f} as first asked",
+        f"cost      ${progress.usd:.4f} paid now, ${progress.price_usd:.4f} as first asked{beside}",
         f"entropy   known of {progress.with_entropy} of {progress.states} states; of the others, the error and the "
         "first vote tell what a further one is worth",
     ]

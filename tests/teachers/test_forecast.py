@@ -1,0 +1,68 @@
+"""What a replay will cost, said before it, and what it did cost, after it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from loopback import Endpoint, run_config, serving, state
+
+from composer_prime.config import Config
+from composer_prime.cost_forecast import forecast
+from composer_prime.traces import write_state
+from orchestrator.teachers.command import Arguments, replay, summary
+
+POOL = {"gpt-a": 1.0, "gpt-b": 2.0, "qwen-c": 3.0, "claude-d": 50.0}
+"""USD a million tokens."""
+
+
+def pool(folder: Path, url: str, **more) -> Config:
+    config = run_config(folder, url, models=tuple(POOL), voters=2, **more)
+    for teacher in config.teachers.teacher:
+        teacher.input_usd_per_mtok = teacher.output_usd_per_mtok = POOL[teacher.name]
+    return config
+
+
+def expected(folder: Path, *families: str, **more) -> tuple[float, float]:
+    """(low, high) in USD per million of the tokens that a vote takes, over one state of each family."""
+    path = folder / "states.jsonl"
+    lines = [write_state(state(0, family=family)) for family in families]
+    path.write_bytes(b"".join(lines))
+    found = forecast(pool(folder, "http://x/v1", states=path, **more))
+    assert found is not None and found.states == len(families)
+    prompt = len(lines[0]) // 4
+    return found.low_usd * 1e6 / (prompt + 5), found.high_usd * 1e6 / (prompt + 20)
+
+
+# Low: the cheapest teachers of two families that may judge a state; high: the dearest that may. A state that will be
+# refused costs nothing.
+@pytest.mark.parametrize(
+    ("family", "low", "high"),
+    [("glm", 1 + 3, 50 + 3), ("gpt", 3 + 50, 3 + 50), ("anthropic", 1 + 3, 3 + 2), ("unknown", 0, 0)],
+)
+def test_of_teachers_that_may_judge(tmp_path: Path, family: str, low: float, high: float) -> None:
+    assert expected(tmp_path, family) == (pytest.approx(low, rel=0.05), pytest.approx(high, rel=0.05))
+
+
+# Of a file of several families each state counts with its own; assume_family speaks for those that name none.
+def test_of_several_families(tmp_path: Path) -> None:
+    found = expected(tmp_path, "claude", "glm", "unknown", assume_family="Claude")
+    assert found == (pytest.approx(4 * 3, rel=0.05), pytest.approx(5 + 53 + 5, rel=0.05))
+
+
+# `composer replay` says what it will probably cost beside the cap before it asks, and after it what it did cost.
+def test_composer_replay_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
+    states.write_bytes(b"".join(write_state(state(number)) for number in range(3)))
+
+    async def run() -> None:
+        async with serving(Endpoint(answers=lambda model, messages: ("cat", {"path": "a.py"}))) as endpoint:
+            config = run_config(tmp_path, endpoint.url)
+            progress = await replay(Arguments(states=states, pairs=pairs, config=config))
+            before, after = capsys.readouterr().err, summary(progress, pairs, forecast(config, states))
+            said = forecast(config, states)
+            assert said is not None and f"cost forecast: {said.text()}; never more than $1000\n" in before
+            assert f"cost      $0.6600 paid now, $0.6600 as first asked; the forecast was {said.text()}" in after
+
+    asyncio.run(run())
