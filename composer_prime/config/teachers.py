@@ -15,6 +15,7 @@ from composer_prime.wording import counted
 
 MODELS_VARIABLE = "COMPOSER_MODELS_URL"
 """Environment variable by which the launcher tells the orchestrator where it serves local teachers and base."""
+OPENROUTER = "https://openrouter.ai/api/v1"
 MIN_WINDOW_PAIRS = 16
 """Fewer pairs are too few for a verdict of the density gate."""
 Tier = Literal["cheap", "mid", "frontier"]
@@ -27,12 +28,12 @@ class TeacherConfig(BaseConfig):
     """Name in votes, pairs and costs."""
     model: str
     """The endpoint's name of the model (OpenRouter: anthropic/claude-sonnet-4); with local, a model folder or tiny/…"""
-    base_url: str = "https://openrouter.ai/api/v1"
+    base_url: str = OPENROUTER
     """The endpoint; not used with local."""
     local: bool = False
     """Serve the model on this machine's loopback with the local engine; it costs nothing."""
     api_key_var: str = "OPENROUTER_API_KEY"
-    """The environment variable that holds the endpoint's key."""
+    """The environment variable that holds the endpoint's key; to be given with any other base_url."""
     family: str | None = None
     """Its family (claude, gpt, qwen ...): a trace of this family is never shown to it. None takes it from the name."""
     tier: Tier = "mid"
@@ -71,6 +72,16 @@ class TeacherConfig(BaseConfig):
             raise ValueError(
                 f"teachers.teacher {self.name!r} has model {self.model!r}, whose family no rule knows: a teacher must "
                 'never judge traces of its own family; set family = "..." for it'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _key_goes_where_it_belongs(self) -> TeacherConfig:
+        elsewhere = not self.local and self.base_url.rstrip("/") != OPENROUTER
+        if elsewhere and "api_key_var" not in self.model_fields_set:
+            raise ValueError(
+                f"teachers.teacher {self.name!r} has base_url = {self.base_url!r} and no api_key_var, whose default "
+                f"{self.api_key_var} names the key of {OPENROUTER}: name the variable that holds this endpoint's key"
             )
         return self
 

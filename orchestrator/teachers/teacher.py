@@ -13,6 +13,7 @@ no connection came about, nothing was asked, and nothing is spent.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import math
 import random
@@ -323,8 +324,19 @@ class Teacher:
 
 def _client(config: TeacherConfig, endpoint: str, timeout_s: float) -> openai.AsyncOpenAI:
     key = "local" if config.local else config.api_key()
+    # A proxy that the environment names leads out of this machine: what is on it would not be found there.
+    direct = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=timeout_s) if _is_here(endpoint) else None
     # Retries are ours: each has to be paid for and accounted.
-    return openai.AsyncOpenAI(api_key=key, base_url=endpoint, timeout=timeout_s, max_retries=0)
+    return openai.AsyncOpenAI(api_key=key, base_url=endpoint, timeout=timeout_s, max_retries=0, http_client=direct)
+
+
+def _is_here(endpoint: str) -> bool:
+    """Whether the endpoint is on this machine's loopback."""
+    host = httpx.URL(endpoint).host
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _decoded(raw: bytes) -> _Reply:

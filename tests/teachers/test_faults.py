@@ -6,11 +6,15 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from loopback import ANSWER_TOKENS, FAULTS, PROMPT_TOKENS, Endpoint, configured, replayed, serving, state
 
+from composer_prime.config.teachers import KillSwitchConfig
 from composer_prime.costs import read_costs, spent
 from composer_prime.errors import CapError
 from orchestrator.teachers.budget import Budget
+from orchestrator.teachers.kill_switch import KillSwitch, percentile
 from orchestrator.teachers.pool import TeacherPool
 from orchestrator.teachers.records import read_pairs, read_records, votes_beside
 
@@ -114,6 +118,16 @@ def test_a_fault_after_the_stop(tmp_path: Path) -> None:
         assert stopped.value.scope == "run" and len(endpoint.asked) == 1
 
     asyncio.run(run())
+
+
+# A proxy that the environment names is not asked for what is on this machine.
+def test_a_proxy_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    progress, endpoint = play(tmp_path, [state(0)], max_retries=0)
+    assert progress.pairs == 1 and len(endpoint.asked) == 2
 
 
 # A teacher that never answers is replaced by the next one; the state is not lost.
@@ -281,6 +295,18 @@ def test_the_kill_switch(tmp_path: Path, kill: dict, more: dict, named: str) -> 
     assert again.stopped is not None and named in again.stopped and len(endpoint.asked) == asked
     progress, _ = play(tmp_path, states, endpoint=endpoint, kill={**roomy, "min_states": 99})
     assert progress.states + progress.resumed == 20 and progress.resumed >= 5
+
+
+# What the switch keeps in order is what it would find by looking at everything anew.
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 9), st.none() | st.floats(0, 9)), max_size=40))
+def test_the_switch_looks_at_everything(noted: list[tuple[str, float, float | None]]) -> None:
+    switch, usd = KillSwitch(KillSwitchConfig(min_states=1), usd_by_trace={"a": 1.5}), {"a": 1.5}
+    for trace, cost, seconds in noted:
+        switch.note(trace, cost, seconds, 1, 0)
+        usd[trace] = usd.get(trace, 0.0) + cost
+        waited = [each for _, _, each in noted[: switch.calls] if each is not None]
+        values = (sum(usd.values()) / len(usd), percentile(usd.values(), 0.95), percentile(waited, 0.95))
+        assert (switch.tripped() is not None) == (bool(waited) and any(map(float.__gt__, values, (5.0, 10.0, 30.0))))
 
 
 # At most so many calls of a teacher are in flight.

@@ -30,7 +30,9 @@ def test_prices() -> None:
     assert own.cost_usd(1_000_000, 500_000) == pytest.approx(6.0)
     assert price_of(teacher(model="tiny/teacher_a", local=True)).cost_usd(10**6, 10**6) == 0
     with pytest.raises(ConfigError, match="set input_usd_per_mtok"):
-        price_of(teacher(model="claude-nobody-knows-this", base_url="http://127.0.0.1:9/v1"))
+        price_of(teacher(model="claude-nobody-knows-this", base_url="http://127.0.0.1:9/v1", api_key_var="K"))
+    with pytest.raises(ValidationError, match=r"base_url = 'http://127.0.0.1:9/v1' and no api_key_var"):
+        teacher(base_url="http://127.0.0.1:9/v1")
     with pytest.raises(ValidationError, match="set both"):
         teacher(input_usd_per_mtok=2.0)
 
