@@ -10,8 +10,8 @@ from typing import Any
 
 from orchestrator.ingest.reading import Bad, Limits, document, lines
 
-SAMPLE_RECORDS, SAMPLE_BYTES = 64, 1 << 20
-"""A sample ends with the record that reaches either."""
+SAMPLE_RECORDS, SAMPLE_BYTES = 64, 4 << 20
+"""A sample ends with the record that reaches either; lines that hold none take no bytes."""
 SNIFF_BYTES = 1 << 16
 
 
@@ -49,6 +49,8 @@ def _first(path: Path, limits: Limits) -> Iterator[Any]:
     read: list[int] = []
     for record in islice(lines(path, limits, read.append), SAMPLE_RECORDS):
         yield record
+        if isinstance(record, Bad):
+            read.clear()
         if sum(read) >= SAMPLE_BYTES:
             break
 

@@ -137,6 +137,13 @@ def test_the_limit_of_a_document(tmp_path: Path) -> None:
     assert len(states) == 1
 
 
+# Lines at the beginning that are skipped for their size do not hide what the file is.
+def test_a_file_that_begins_with_long_lines(tmp_path: Path) -> None:
+    path = lines(tmp_path / "s.jsonl", *[b"x" * 6_000_000] * 2, *SESSION)
+    states, tally = taken(path, limits=Limits(line_bytes=5 << 20))
+    assert len(states) == 2 and tally.skipped == {"line longer than 5 MiB": 2}
+
+
 # A line of very many values is skipped, for they take many times its size in memory; commas in a text are no values.
 def test_a_line_of_many_values(tmp_path: Path) -> None:
     many, text = {"messages": MESSAGES, "x": [[]] * 260_000}, {"messages": MESSAGES, "x": 'a "[{, \\' * 200_000}
