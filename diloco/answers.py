@@ -124,6 +124,7 @@ class Answers:
         waiting = self.rounds.admit(hello, self._clock())
         if waiting is not None:
             return NotReady(waiting_for=waiting)
+        self._compare_models(hello.peer, hello.rank)
         self._changed()
         logger.info("peer %s rank %d said hello at outer step %d", hello.peer, hello.rank, hello.outer_step)
         return Welcome(beat_s=self.settings.beat_timeout_s / 5)
@@ -136,6 +137,7 @@ class Answers:
         peer.note(beat.rank, Position(beat.outer_step, beat.base_hash, beat.training), now)
         if peer.training:
             self.joins.trains(peer.name)
+        self._compare_models(peer.name, beat.rank)
         self._changed()
         current = self.rounds.open_round()
         return BeatReply(
@@ -144,6 +146,14 @@ class Answers:
             left_s=self.rounds.left_s(current, now) if current else None,
             state_wanted=self.transfers.wanted(beat.peer),
         )
+
+    def _compare_models(self, peer: str, rank: int) -> None:
+        """Say so when a peer that has begun holds another global model than the others at its outer step."""
+        where = self.rounds.peers[peer].positions[rank]
+        if where.training or where.outer_step > 0:
+            difference = self.rounds.agreement.difference(peer, rank, where)
+            if difference:
+                logger.error("%s", difference)
 
     # -- bodies ----------------------------------------------------------------------------------------------------
 

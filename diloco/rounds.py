@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from composer_prime.errors import RunMismatchError
+from diloco.agreement import Agreement
 from diloco.blob import Blob
 from diloco.layout import difference
 from diloco.peer import Base, Peer, Position, largest_party
@@ -62,6 +63,7 @@ class Rounds:
         self.settled = False
         """A round was closed since the start, or since `go_to`: until then the highest outer step wins."""
         self._beat_timeout_s, self._keep = beat_timeout_s, keep
+        self.agreement = Agreement()
         self._succeeded: set[tuple[str, int]] = set()
         """Peers and starts of them whose place another start has taken."""
 
@@ -189,6 +191,7 @@ class Rounds:
         closed = [each for each in self.rounds.values() if joined and each.quorum_id is not None]
         self.rounds = {each.outer_step: each for each in closed if each.outer_step < lead}
         self.newest, self.settled = (lead - 1 if lead else None), False
+        self.agreement.go_to(lead)
 
     @property
     def oldest(self) -> int:

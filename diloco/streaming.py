@@ -155,12 +155,19 @@ class StreamingDiLoCo:
         """What the coming inner step is trained on, over all ranks of this cluster."""
         self.work.count(Work(tokens=tokens, samples=samples))
 
-    def finish(self) -> None:
-        """Take the outcome of a round that is still under way, so that no delta is left behind."""
+    def finish(self) -> dict[str, int | str]:
+        """Take the outcome of a round that is under way, so that no delta is left behind; no round waits for another.
+
+        Outer step and hash that the global model ended with: equal on all peers, rank by rank. A collective.
+        """
         if self._pending is not None:
             self._complete(heed_stop=False)
         if left := self.work.tokens_held():
             logger.info("the global model is without the last work on %.0f tokens, which no round was due for", left)
+        step, found = self.globals.outer_step, self.globals.hash
+        self._link.position(step, found, training=False)
+        logger.info("the global model ended at outer step %d, with hash %s: all peers' must be the same", step, found)
+        return {"diloco/final_outer_step": step, "diloco/final_hash": found}
 
     @property
     def outer_step(self) -> int:

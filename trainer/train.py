@@ -278,7 +278,9 @@ class Trainer:
     def _finish(self, client: StepClient, start: int, last: int) -> None:
         """final/ and the last checkpoint. Raises CheckpointError when either cannot be written."""
         if self.outer:
-            self.outer.finish()
+            ended = self.outer.finish()
+            if self.world.first:
+                self.metrics.log(last, ended)
         with self.outer.global_values() if self.outer else contextlib.nullcontext():
             export(self.policy, self.config, self.folder, self.run_dir.final, self.world, self.publisher.dtype)
         if last > start and last not in self.run_dir.complete_checkpoints():

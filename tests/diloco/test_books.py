@@ -122,6 +122,35 @@ def test_layout_of_a_body():
         books.offer("a", 0, layout_hash="other")
 
 
+# Peers that say of one outer step that they hold different models are named, with both hashes, once: also of the last
+# step, which no round starts from, of a peer that has ended meanwhile, and by a rendezvous that was restarted.
+@pytest.mark.parametrize("restarted", [False, True])
+def test_different_final_models(restarted, caplog):
+    books = Books()
+    books.begin("a", "b", rounds=2)
+    assert not caplog.messages
+    books.beat("a", 2, training=False)
+    if restarted:
+        books = Books()
+        books.hello("a", 2)
+        books.hello("b", 1)
+    for _ in range(2):
+        books.beat("b", 2, run="other")
+    (said,) = caplog.messages
+    models = f"{base(2)} and {base(2, 0, 'other')}"
+    assert f"peers a and b hold different global models of outer step 2 (hashes {models} of rank 0)" in said
+
+
+# A newcomer brings a model of its own, and steps that the run goes back to are taken anew: that is no difference.
+def test_newcomers_and_void_steps_are_no_difference(caplog):
+    books = Books()
+    books.begin("a", "b", rounds=3)
+    books.hello("c", run="other")
+    books.rounds.go_to(1)
+    books.beat("a", 3, run="other")
+    assert not [each for each in caplog.messages if "different" in each]
+
+
 # What the books say of a peer that is not in them.
 def test_unknown_peer():
     books = Books()

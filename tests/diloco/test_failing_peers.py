@@ -230,6 +230,32 @@ def test_damaged_global_model(make_rendezvous, key_file):
     assert max(metrics.get("diloco/participants", 0) for step, metrics in a.metrics.items() if step > 3) == 3
 
 
+# What a peer ended with, it says; from then on no round waits for it, though it is there while it writes its model.
+def test_no_round_waits_for_one_that_has_ended(make_rendezvous, key_file):
+    address = make_rendezvous(start_peers=2).endpoint
+    config = partial(settings, address, key_file, sync_every=2, round_deadline_s=100, round_timeout_s=110)
+    ended = threading.Event()
+
+    def short():
+        model = Blocks()
+        optimizer = adamw(model)
+        with StreamingDiLoCo(model.named_parameters(), optimizer, config("a", offline_timeout_s=120)) as engine:
+            for step in range(4):
+                inner_step(model, optimizer, 0, step)
+            said = engine.finish()
+            assert ended.wait(40)
+        return said
+
+    def long():
+        try:
+            return train(config("b", offline_timeout_s=120), 1, 8)
+        finally:
+            ended.set()
+
+    said, seen = together(short, long)
+    assert said == {"diloco/final_outer_step": 2, "diloco/final_hash": seen.hashes[2]} and max(seen.hashes) == 4
+
+
 # The same of one of two peers where a round needs both: neither party can close the round, so the damaged one is told
 # at once, takes over the other's state, and the round closes with both, long before any deadline.
 def test_damaged_global_model_of_one_in_two(make_rendezvous, key_file, caplog):

@@ -60,7 +60,9 @@ def test_two_clusters(tmp_path):
         assert not same_weights(folders[0] / "final", ROOT / "composer_prime/assets/tiny/policy")
         assert not tasks(folders[0]) & tasks(folders[1])
         for folder in folders:
-            last = metrics(folder)[-1]
+            last, ended = metrics(folder)[-2:]
+            others = metrics(folders[0])[-1]
+            assert ended["diloco/final_outer_step"] == 4 and ended["diloco/final_hash"] == others["diloco/final_hash"]
             assert last["diloco/outer_step"] == 4 and last["diloco/participants"] == 2
             assert last["diloco/bytes_sent"] > 1e6
             assert [path.name for path in sorted((folder / "weights").rglob("*.manifest"))][-1] == "v000002.manifest"
