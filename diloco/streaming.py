@@ -23,19 +23,15 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import msgspec
 import torch
-from torch import Tensor
 
 from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import CheckpointError, ChecksumError, DeadlineError, RunMismatchError
 from diloco.carry import Fate, Offer, OwnWork, Work, fate_of
 from diloco.codec import ErrorFeedback, build_codec
-from diloco.codec.base import shared
 from diloco.contributions import accept
 from diloco.exchange import Arrived, Found, Left
 from diloco.figures import figures
@@ -45,6 +41,7 @@ from diloco.global_model import GlobalModel
 from diloco.keys import JointKey
 from diloco.layout import layout_hash
 from diloco.link import Link
+from diloco.pending import Pending
 from diloco.ranks import Ranks
 from diloco.schedule import Schedule
 from diloco.session import Member, agreed_settings
@@ -56,16 +53,6 @@ _SLICE_S = 0.2
 """How often ranks that wait for a round compare notes."""
 _TELLINGS = 3
 """How often in a row the ranks may be told of different outcomes; a rendezvous that was restarted tells them once."""
-
-
-@dataclass(slots=True)
-class Pending:
-    """A delta that is on offer."""
-
-    header: Header
-    body: memoryview
-    residual_n: Tensor
-    offer: Offer
 
 
 class StreamingDiLoCo:
@@ -457,14 +444,8 @@ class StreamingDiLoCo:
             "rank": self.ranks.rank, "ranks": self.ranks.size, "layout": self._layout_hash,
         }  # fmt: skip
         if self._pending is not None:
-            offer = self._pending.offer
-            facts["pending"] = msgspec.to_builtins(self._pending.header)
-            facts["offer"] = msgspec.to_builtins([offer.work, offer.due])
-            tensors |= {
-                "pending.body": shared(self._pending.body),
-                "pending.residual": self._pending.residual_n,
-            }
-            tensors |= {} if offer.due_n is None else {"pending.due": offer.due_n}
+            facts |= self._pending.facts()
+            tensors |= self._pending.tensors()
         return packed(tensors, facts)
 
     def load(self, raw: bytes | memoryview) -> None:
@@ -483,8 +464,4 @@ class StreamingDiLoCo:
         self.feedback.residuals = [tensors[f"residual.{index}"] for index in range(len(self.fragments))]
         self._inner, self._due = facts["inner"], facts["due"]
         self.work.restore(facts["work"])
-        if "pending" in facts:
-            header = msgspec.convert(facts["pending"], Header)
-            body = memoryview(tensors["pending.body"].numpy()).cast("B")
-            offer = Offer(*msgspec.convert(facts["offer"], tuple[Work, Work | None]), tensors.get("pending.due"))
-            self._pending = Pending(header, body, tensors["pending.residual"], offer)
+        self._pending = Pending.restored(facts, tensors)
