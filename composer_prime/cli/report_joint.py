@@ -6,9 +6,7 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 
-from composer_prime.config.load import read
 from composer_prime.errors import ComposerError
-from composer_prime.footprint import ModelShape, trained_parameters
 from composer_prime.monitor.progress import number
 from composer_prime.monitor.tail import Line
 from composer_prime.run_dir import RunDir
@@ -106,6 +104,9 @@ def _final(run_dir: RunDir) -> list[str]:
 
 def _bits(run_dir: RunDir, rounds: Rounds) -> str:
     """All that was sent over the parameters of the fragments sent; "" where the model cannot be read (yet)."""
+    from composer_prime.config.load import read  # a second of CPU time, for joint runs only
+    from composer_prime.footprint import ModelShape, trained_parameters
+
     try:
         config = read(run_dir.config)
         shape = ModelShape.read(run_dir.final)
