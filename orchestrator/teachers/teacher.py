@@ -238,7 +238,7 @@ class Teacher:
                     if not again:
                         break
                     continue
-                seconds += time.monotonic() - start
+                seconds += answer.seconds
                 return Asked(answer=answer, key=key, cached=False, cost_usd=answer.cost_usd, seconds=seconds)
         raise NoAnswerError(
             f"{self.name} ({self.config.model} at {self._endpoint}) gave no answer: {reason}", seconds=seconds
