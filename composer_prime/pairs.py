@@ -9,6 +9,7 @@ Messages have the OpenAI form; `chosen` and `rejected` are assistant messages, t
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,8 +52,8 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.state.state_id}/{hashlib.blake2b(content, digest_size=4).hexdigest()}"
 
 
-class PairFile:
-    """A pairs.jsonl that may grow while it is read; lines are counted from 0."""
+class PairFile(Sequence[Pair]):
+    """A pairs.jsonl that may grow while it is read; lines are counted from 0. A pair is read when it is asked for."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,6 +108,9 @@ class PairFile:
             f"{self.path} held {len(self)} pairs and is no longer there: put it back and go on with --resume, or set "
             "orchestrator.preferences.pairs_per_step = 0"
         )
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.read(index)
 
     def read(self, index: int) -> Pair:
         """Raises ConfigError, naming file and line, when the line is no pair."""

@@ -21,7 +21,7 @@ async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400
     Raises ConfigError when fewer than ten pairs, or fewer than two states, could be scored.
     """
     rng = random.Random(seed)
-    drawn = rng.sample(list(pairs), min(most, len(pairs)))
+    drawn = rng.sample(pairs, min(most, len(pairs)))
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def score(pair: Pair, answer: Message) -> float | None:

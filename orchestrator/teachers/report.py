@@ -92,9 +92,8 @@ def report(options: argparse.Namespace) -> int:
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: name a pairs.jsonl that `composer replay` wrote")
     # The digest first: lines that change after it are no longer what it says, whatever is measured of them.
-    file, votes = PairFile(path), votes_beside(path)
-    digest = file.digest(file.refresh())
-    pairs = [file.read(index) for index in range(len(file))]
+    pairs, votes = PairFile(path), votes_beside(path)
+    digest = pairs.digest(pairs.refresh())
     records = list(read_records(votes))
     if not pairs and not records:
         raise ConfigError(f"{path} holds no pairs and {votes} no votes: make both with `composer replay`")
