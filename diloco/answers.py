@@ -10,7 +10,7 @@ import msgspec
 from composer_prime.errors import ChecksumError, RunMismatchError, WireError
 from diloco.blob import Blob
 from diloco.joining import Joins
-from diloco.layout import layout_hash
+from diloco.layout import largest_body, layout_hash
 from diloco.peer import Base, Peer, Position, largest_party
 from diloco.rounds import Rounds
 from diloco.transfer import Transfers
@@ -41,6 +41,8 @@ from diloco.wire import (
 
 logger = logging.getLogger(__name__)
 _MAX_PIECE_BYTES = 1 << 22
+_MAX_RANKS = 4096
+"""Of one peer; the books go through them all."""
 
 
 class RendezvousSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,8 +121,9 @@ class Answers:
                 error=f"peer {hello.peer} joins run {hello.run!r}, this rendezvous serves {self.settings.run!r}: "
                 "check diloco.run and diloco.rendezvous"
             )
-        if not 0 <= hello.rank < hello.ranks:
-            return Refused(error=f"peer {hello.peer} says hello as rank {hello.rank} of {hello.ranks}")
+        if not 0 <= hello.rank < hello.ranks <= _MAX_RANKS:
+            told = f"rank {hello.rank} of {hello.ranks}, expected 1 to {_MAX_RANKS} ranks and one of them"
+            return Refused(error=f"peer {hello.peer} says hello as {told}")
         waiting = self.rounds.admit(hello, self._clock())
         if waiting is not None:
             return NotReady(waiting_for=waiting)
@@ -193,6 +196,9 @@ class Answers:
             raise RunMismatchError(
                 f"{header.name} is of layout {header.layout_hash}, but peer {peer.name} said hello with {expected}"
             )
+        limit = largest_body(peer.layouts[header.rank], None if header.kind == "state" else header.fragment)
+        if header.size > limit:
+            raise WireError(f"{header.name} has {header.size} bytes, a {header.kind} of its layout at most {limit}")
 
     def _offered_state(self, header: Header, now: float) -> ToPeer:
         if self.transfers.wanted(header.peer) == header.serial:

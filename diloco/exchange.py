@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from composer_prime.errors import RunMismatchError
 from diloco.connection import Connection
-from diloco.layout import layout_hash
+from diloco.layout import largest_body, layout_hash
 from diloco.session import Member
 from diloco.wire import AskRound, AskState, Current, Gone, Header, NotReady, Outcome, StateReady, authenticate
 
@@ -128,10 +128,12 @@ class Exchange:
             )
 
     async def _bodies(self, headers: Sequence[Header], own: dict[str, memoryview]) -> list[memoryview] | None:
-        """None when the rendezvous lost them meanwhile."""
+        """None when the rendezvous lost them meanwhile; of one larger than can be, nothing: no peer will decode it."""
         bodies = []
         for header in headers:
             body = own.get(header.checksum)
+            if header.size > largest_body(self._member.layout, header.fragment):
+                body = memoryview(b"")
             if body is None:
                 fetched = await self._connection.download(header)
                 if fetched is None:
@@ -175,6 +177,9 @@ class Exchange:
                 "refused"
             )
         self._check_layout(header)
+        limit = largest_body(self._member.layout, None)
+        if header.size > limit:
+            raise RunMismatchError(f"{header.name} has {header.size} bytes, a state of this layout at most {limit}")
         reached = max(header.outer_step, ready.newest + 1)
         if reached < outer_step:
             raise RunMismatchError(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import msgspec
+
+_DELTA_BYTES, _STATE_BYTES, _MORE_BYTES = 5, 13, 1 << 21
+"""At most, of a parameter: fp32 has 4; master, momentum and swept values 12. And beside them: a last block, names."""
 
 
 class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +21,12 @@ class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
     local_shape: list[int]
     """Of this rank's shard; equal to `shape` without sharding."""
     fragment: int
+
+
+def largest_body(tensors: Sequence[TensorLayout], fragment: int | None) -> int:
+    """Bytes that no delta of this fragment exceeds; None: no state."""
+    count = sum(math.prod(each.local_shape) for each in tensors if fragment in (None, each.fragment))
+    return _MORE_BYTES + count * (_STATE_BYTES if fragment is None else _DELTA_BYTES)
 
 
 def layout_hash(tensors: Sequence[TensorLayout]) -> str:

@@ -27,6 +27,19 @@ def test_a_body_beyond_the_bound():
         books.offer("a", 0, body=b"x" * 600)
 
 
+# A body of more bytes than its layout can have is refused, whatever room there is, and nothing is dropped for it; so is
+# a peer of more ranks than can be.
+@pytest.mark.parametrize("kind", ["delta", "state"])
+def test_sizes_that_cannot_be(kind):
+    books = Books(max_bytes=10**8)
+    books.begin("a", "b", rounds=3)
+    with pytest.raises(WireError, match=rf"has 10000000 bytes, a {kind} of its layout at most 2097152"):
+        books.offer("a", 3, kind=kind, body=bytes(10**7))
+    assert books.rounds.oldest == 0 and books.rounds.open_round() is None
+    (refused, *_) = books.hello("c", ranks=4097)[:1]
+    assert "rank 0 of 4097, expected 1 to 4096 ranks" in refused.error
+
+
 # Ranks whose parts are not of one delta (another weight: trained on since) do not make a contribution.
 def test_parts_of_two_deltas():
     books = Books()

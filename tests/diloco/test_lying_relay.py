@@ -97,6 +97,20 @@ def test_states(facts, newest, error, message):
         lied_to(lie, lambda exchange: exchange.fetch_state(7, "base", attempt=1))
 
 
+# A delta of more bytes than the fragment can have is not fetched: it comes as nothing, which no peer decodes. A state
+# of that kind is refused.
+def test_bodies_too_large_to_be():
+    size = 10**15
+    part = Offered(outer_step=5, base_hash="base")
+    arrived = lied_to(outcome(header(size=size, fragment=0)), lambda exchange: exchange.take_part(part))
+    assert [bytes(body) for body in arrived.bodies] == [b""]
+    with pytest.raises(RunMismatchError, match=f"state/0/b/1 has {size} bytes, a state of this layout at most 2097178"):
+        lied_to(
+            StateReady(header=header(kind="state", size=size), newest=6),
+            lambda exchange: exchange.fetch_state(5, "base", attempt=1),
+        )
+
+
 # A body that is not what its header says.
 def test_altered_body():
     async def download(exchange: Exchange) -> Any:
