@@ -67,7 +67,8 @@ def open_run(folder: str) -> RunDir:
     """The run directory `folder`. Raises ConfigError when it is none."""
     run_dir = RunDir(Path(folder))
     if not (run_dir.root / "config.json").is_file():
-        near = sorted(path.parent for path in Path("outputs").glob("*/config.json"))[:6]
+        inside = sorted(run_dir.root.glob("*/config.json"))  # a joint run's folder holds one of each peer
+        near = [path.parent for path in inside or sorted(Path("outputs").glob("*/config.json"))][:6]
         there = f"; there is {', '.join(map(str, near))}" if near else ""
         raise ConfigError(f"{folder} is no run directory (it has no config.json){there}")
     return run_dir

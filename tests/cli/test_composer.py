@@ -95,11 +95,14 @@ def test_rollouts_shows_one_turn_by_turn(run_dir, capsys):
 
 
 def test_rollouts_refuses_what_is_not_there(run_dir, tmp_path):
-    # Unknown id, step and folder each have a message.
+    # Unknown id, step and folder each have a message; a folder of run directories names them.
+    (tmp_path / "joint" / "peer-a").mkdir(parents=True)
+    (tmp_path / "joint" / "peer-a" / "config.json").write_text("{}")
     for words, said in (
         ([str(run_dir), "nope"], "no rollout 'nope'"),
         ([str(run_dir), "--step", "99"], "steps 5 to 6"),
         ([str(tmp_path / "elsewhere")], "no run directory"),
+        ([str(tmp_path / "joint")], "no run directory .*there is .*peer-a"),
     ):
         with pytest.raises(ConfigError, match=said):
             rollouts_command.run(words)
