@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,13 @@ MODELS = ("gpt-a", "qwen-b", "glm-c")
 
 
 class LastFirst(Endpoint):
-    """The first teacher's answer comes last."""
+    """Once every teacher has answered a first question, one after another, the first one's answer comes last."""
 
     async def _reply(self, request: web.Request, fault: str, body: dict) -> web.StreamResponse:
-        behind = MODELS[MODELS.index(body["model"]) + 1 :]
-        while not {model for model, _ in self.answered} >= set(behind):
-            await asyncio.sleep(0.01)
+        question, behind = json.dumps(body["messages"]), MODELS[MODELS.index(body["model"]) + 1 :]
+        if {model for model, asked in self.answered if asked != question} == set(MODELS):
+            while not {model for model, asked in self.answered if asked == question} >= set(behind):
+                await asyncio.sleep(0.01)
         return await super()._reply(request, fault, body)
 
 
@@ -33,15 +35,16 @@ def said(model: str, messages: list[dict]) -> str:
 def test_the_order_of_answers_does_not_matter(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(LastFirst(answers=said)) as endpoint:
-            config = configured(tmp_path, endpoint.url, voting="all")
-            await replayed(tmp_path, config, [state(0)])
-            again = await replayed(tmp_path / "again", config, [state(0)])
+            config = configured(tmp_path, endpoint.url, voting="all", concurrent_states=1)
+            await replayed(tmp_path, config, [state(1), state(0)])
+            assert [model for model, _ in endpoint.answered[3:]] == list(reversed(MODELS))
+            again = await replayed(tmp_path / "again", config, [state(1), state(0)])
             assert again.calls == 0
 
     asyncio.run(run())
     once, twice = (list(read_pairs(folder / "pairs.jsonl")) for folder in (tmp_path, tmp_path / "again"))
     assert once == twice and once[0].chosen["content"] == "All done, says gpt-a."
-    assert [list(pair.teachers["votes"]) for pair in once] == [list(MODELS)]
+    assert [list(pair.teachers["votes"]) for pair in once] == [list(MODELS)] * 2
 
 
 # A crash before the votes were written, and a teacher that is back since: the pair of the state stays the one it is,
