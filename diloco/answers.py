@@ -62,6 +62,11 @@ class RendezvousSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int = 16_000_000_000
     """Most bytes of deltas and of a state in memory."""
 
+    @property
+    def listen_s(self) -> float:
+        """After its start: until then every peer that trains is heard, also if its last request was lost in between."""
+        return 0.6 * self.beat_timeout_s
+
 
 class Answers:
     def __init__(
@@ -75,7 +80,10 @@ class Answers:
         self.settings, self._header_key, self._clock, self._changed = settings, header_key, clock, changed
         self.rounds = Rounds(beat_timeout_s=settings.beat_timeout_s, keep=settings.keep_rounds)
         self.transfers = Transfers(stall_s=2 * settings.beat_timeout_s)
-        self.joins = Joins(self.rounds, self.transfers, expected=settings.start_peers, gather_s=settings.gather_s)
+        self.joins = Joins(
+            self.rounds, self.transfers, expected=settings.start_peers, gather_s=settings.gather_s,
+            listens_until=clock() + settings.listen_s,
+        )  # fmt: skip
 
     def to(self, request: FromPeer) -> ToPeer:
         """Raises WireErrors for a request that does not belong here. NotReady asks the sender to come again."""

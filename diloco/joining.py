@@ -5,7 +5,8 @@
     nobody trains         the start, or all have stopped: those that come wait for one another, at most gather_s. The
                           highest outer step among them wins, and rounds that were closed beyond it are void.
 
-A peer counts as training only if it was heard after the asker asked: one that was killed a moment ago does not.
+A peer counts as training only if it was heard after the asker asked: one that was killed a moment ago does not. A
+rendezvous that was started a moment ago listens first: peers that trained with the one before it may be on their way.
 """
 
 from __future__ import annotations
@@ -49,10 +50,15 @@ class Join:
 
 
 class Joins:
-    def __init__(self, rounds: Rounds, transfers: Transfers, *, expected: int, gather_s: float) -> None:
-        """`expected`: peers that are waited for when nobody trains, besides those that are known to the books."""
+    def __init__(
+        self, rounds: Rounds, transfers: Transfers, *, expected: int, gather_s: float, listens_until: float
+    ) -> None:
+        """`expected`: peers that are waited for when nobody trains, besides those that are known to the books.
+
+        `listens_until`: a moment; nobody is told before it that nobody trains.
+        """
         self._rounds, self._transfers = rounds, transfers
-        self._expected, self._gather_s = expected, gather_s
+        self._expected, self._gather_s, self._listens_until = expected, gather_s, listens_until
         self._joins: dict[str, Join] = {}
 
     def answer(self, ask: AskState, now: float) -> Answer:
@@ -132,6 +138,8 @@ class Joins:
     # -- when nobody trains ----------------------------------------------------------------------------------------
 
     def _gather(self, peer: Peer, join: Join, now: float) -> Answer:
+        if (left := self._listens_until - now) > 0:
+            return NotReady(waiting_for=f"clusters that train already to be heard, {left:.0f} s at most")
         here = [each for each in self._rounds.alive(now) if self._waits(each)]
         leaders = leading(here)
         lead, newest = leaders[0].outer_step, self._rounds.newest

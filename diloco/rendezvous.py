@@ -144,7 +144,7 @@ class Rendezvous:
         waited, training = now - self._unsettled_since, self.rounds.awaited(now)
         if self.rounds.settled:
             return True
-        if waited < self.settings.beat_timeout_s / 2:
+        if waited < self.settings.listen_s:
             return False
         if len(training) >= self.settings.start_peers:
             return True

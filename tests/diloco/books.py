@@ -19,12 +19,14 @@ def base(outer_step: int, rank: int = 0, run: str = "") -> str:
 
 
 class Books:
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, just_started: bool = False, **settings: Any) -> None:
         self.now = 100.0
         given = {"start_peers": 2, "beat_timeout_s": BEAT_TIMEOUT_S, "gather_s": GATHER_S, **settings}
         settings = RendezvousSettings(bind="unused", run="joint", **given)
         self.answers = Answers(settings, KEY, lambda: self.now, lambda: None)
         self.rounds, self.transfers = self.answers.rounds, self.answers.transfers
+        if not just_started:
+            self.now += settings.listen_s
 
     def hello(
         self, peer: str, outer_step: int = 0, *, ranks: int = 1, instance: int = 1, run: str = ""

@@ -102,6 +102,36 @@ def test_rendezvous_restarts(make_rendezvous, key_file, tmp_path):
     assert max(peers[0].seen) == 60
 
 
+# The rendezvous is restarted while peer a trains, and a newcomer reaches it first: it takes no step on its own model.
+@pytest.mark.slow
+def test_newcomer_at_a_restarted_rendezvous(make_rendezvous, key_file):
+    server = make_rendezvous(beat_timeout_s=8)
+    config = partial(settings, server.endpoint, key_file, sync_every=2)
+    advanced, finished = threading.Event(), threading.Event()
+    first: list[int] = []
+
+    def pace(step, engine):
+        if engine.outer_step == 4:
+            advanced.set()
+        finished.wait(0.02)
+
+    def newcomer():
+        assert advanced.wait(60)
+        server.stop()
+        server.start()
+        try:
+            return train(config("b"), 1, 6, seed=7, before_step=lambda step, engine: first.append(engine.outer_step))
+        finally:
+            finished.set()
+
+    a, b = together(
+        lambda: train(config("a"), 0, 5000, before_step=pace, stop=finished.is_set), newcomer, timeout_s=120
+    )
+    both = a.hashes.keys() & b.hashes.keys()
+    assert first[0] >= 4 and b.metrics[max(b.metrics)]["diloco/overwritten_tokens"] == 0
+    assert len(both) >= 2 and all(a.hashes[step] == b.hashes[step] for step in both)
+
+
 # The source of a joiner's state is killed while it uploads (its link is throttled): another source takes over.
 @pytest.mark.slow
 def test_state_source_dies(make_rendezvous, key_file, tmp_path):

@@ -154,6 +154,30 @@ def test_source_behind_the_front():
     assert answer.header.outer_step == 2 and answer.newest == 2
 
 
+# A rendezvous was restarted under peer a, which trains on, and whoever joins is heard first: a newcomer, or one that
+# was stopped further back. It gets a's state all the same, also where a single peer is enough to start.
+@pytest.mark.parametrize("step", [0, 10])
+def test_a_restarted_rendezvous_listens_first(step):
+    books = Books(just_started=True, start_peers=1)
+    books.hello("b", step)
+    assert books.ask("b", step, base_hash="other").waiting_for == "clusters that train already to be heard, 6 s at most"
+    books.now += 5
+    books.hello("a", 12)
+    books.beat("a", 12)
+    assert "the state of peer a" in books.ask("b", step, base_hash="other").waiting_for
+    books.serve("a", 12)
+    assert books.ask("b", step, base_hash="other").header.outer_step == 12
+
+
+# It does not listen for longer than that.
+def test_listening_ends():
+    books = Books(just_started=True, start_peers=1)
+    books.hello("b")
+    assert isinstance(books.ask("b", 0), NotReady)
+    books.now += 6
+    assert books.ask("b", 0) == Current(newest=-1)
+
+
 # A request that was sent again and comes late does not make a training peer a joining one.
 def test_a_late_question():
     books = Books()
