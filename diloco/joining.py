@@ -141,6 +141,8 @@ class Joins:
         if (left := self._listens_until - now) > 0:
             return NotReady(waiting_for=f"clusters that train already to be heard, {left:.0f} s at most")
         here = [each for each in self._rounds.alive(now) if self._waits(each)]
+        if peer not in here:
+            return NotReady(waiting_for=f"a sign of life of every rank of peer {peer.name}")
         leaders = leading(here)
         lead, newest = leaders[0].outer_step, self._rounds.newest
         if newest is None and not any(each.outer_step for each in self._rounds.alive(now)):  # a new run
@@ -177,6 +179,12 @@ class Joins:
         if transfer.outer_step is None:  # its ranks answered at different steps
             self._transfers.drop()
             return NotReady(waiting_for="a state that is of one outer step on all ranks")
+        closed = self._rounds.closed(transfer.outer_step)
+        if closed is not None and closed.base != transfer.base:  # it fits no round that would follow on it
+            step = closed.outer_step
+            logger.warning("the state of peer %s is not the others' of outer step %d", transfer.source, step)
+            self._transfers.refuse(transfer.serial)
+            return NotReady(waiting_for="a state that the rounds since go on from")
         newest = join.given.setdefault(transfer.serial, -1 if self._rounds.newest is None else self._rounds.newest)
         return StateReady(header=transfer.blobs[rank].header, newest=newest)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diloco.blob import Blob
-from diloco.peer import Peer
+from diloco.peer import Base, Peer
 from diloco.wire import Header
 
 
@@ -34,6 +34,10 @@ class Transfer:
     def outer_step(self) -> int | None:
         steps = {blob.header.outer_step for blob in self.blobs.values()}
         return steps.pop() if len(steps) == 1 else None
+
+    @property
+    def base(self) -> Base:
+        return tuple(self.blobs[rank].header.base_hash for rank in sorted(self.blobs))
 
 
 class Transfers:

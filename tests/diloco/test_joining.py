@@ -141,6 +141,33 @@ def test_never_back():
     assert books.ask("c", 5) == Current(newest=5)  # its model is the others': it replays round 5
 
 
+# A rank of a joining peer that falls silent leaves the other without an answer, not with an error.
+def test_a_silent_rank_of_a_joiner():
+    books = Books()
+    books.hello("a", 4, ranks=2)
+    assert [type(books.ask("a", 4, rank=rank)) for rank in range(2)] == [NotReady, NotReady]
+    books.now += 2 * BEAT_TIMEOUT_S
+    assert "a sign of life of every rank of peer a" in books.ask("a", 4, rank=0).waiting_for
+
+
+# A source whose memory was damaged before it sent its state: the rounds since go on from another model, so the joiner
+# is given the state of another peer.
+def test_a_state_of_another_model():
+    books = Books()
+    books.begin("a", "b", "c", rounds=2)
+    books.hello("d")
+    assert "the state of peer a" in books.ask("d", 0, base_hash="other").waiting_for
+    books.offer("a", 2, kind="state", base_hash="damaged", body=b"state", serial=books.transfers.wanted("a"))
+    books.beat("a", 2, training=False)
+    books.close(2, "b", "c")
+    books.beat("b", 3)
+    books.beat("c", 3)
+    assert "rounds since" in books.ask("d", 0, base_hash="other").waiting_for
+    assert "the state of peer b" in books.ask("d", 0, base_hash="other").waiting_for
+    books.serve("b", 3)
+    assert books.ask("d", 0, base_hash="other").header.peer == "b"
+
+
 # A source may be behind the front, as long as the rounds since are kept: of two it is not always the quick one.
 def test_source_behind_the_front():
     books = Books()
