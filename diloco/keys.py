@@ -48,15 +48,17 @@ class JointKey:
         """Raises ConfigError when `path` is missing, is no key, or others on this machine may read it."""
         path = path.expanduser()
         try:
-            text, mode = path.read_text().strip(), path.stat().st_mode
+            text, mode = path.read_bytes().strip(), path.stat().st_mode
         except FileNotFoundError:
             raise ConfigError(
                 f"key file {path} is missing: make it once with `diloco keygen {path}`, then copy it to every cluster"
             ) from None
+        except OSError as error:
+            raise ConfigError(f"key file {path} cannot be read: {error.strerror}") from None
         if mode & 0o077:
             raise ConfigError(f"key file {path} has mode {mode & 0o777:o}, others may read it: chmod 600 {path}")
         try:
-            raw = bytes.fromhex(text)
+            raw = bytes.fromhex(text.decode("ascii"))
         except ValueError:
             raw = b""
         if len(raw) != _SIZE:

@@ -413,9 +413,12 @@ def test_key_file(tmp_path):
     with pytest.raises(ConfigError, match="mode 644, others may read it"):
         JointKey.read(path)
     path.chmod(0o600)
-    path.write_text("abc")
-    with pytest.raises(ConfigError, match="does not hold 32 bytes"):
-        JointKey.read(path)
+    for wrong in (b"abc", b"\xff" * 32):
+        path.write_bytes(wrong)
+        with pytest.raises(ConfigError, match="does not hold 32 bytes"):
+            JointKey.read(path)
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        JointKey.read(tmp_path)
     with pytest.raises(ConfigError, match="missing"):
         JointKey.read(tmp_path / "none")
 
