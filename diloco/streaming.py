@@ -96,6 +96,10 @@ class StreamingDiLoCo:
         """Figures of the last completed outer step."""
         self.stopping: Callable[[], bool] = lambda: False
         """Turning true ends the wait for a round in mid-training: its delta stays on offer and in `state`."""
+        self.replayed: Callable[[int], None] = lambda steps: None
+        """Told how many inner steps more than this peer's own are behind the rounds that it has just caught up with."""
+        self.replaced: Callable[[], None] = lambda: None
+        """Told that all parameters come from another peer's state now: averages over their past mean nothing."""
 
     # -- as a context --------------------------------------------------------------------------------------------
 
@@ -236,11 +240,12 @@ class StreamingDiLoCo:
             if not self.ranks.any(stopping()):
                 self._go_on_alone()
             return False
-        exposed_s = time.monotonic() - began
-        while isinstance(arrived, Arrived):
+        if isinstance(arrived, Arrived):
+            exposed_s = time.monotonic() - began
             self._apply(arrived, exposed_s)
-            arrived = self._fetch_next(arrived.outcome.newest)
-        if isinstance(arrived, Left):
+            self._inner = max(0, self._inner - self.schedule.interval)
+            arrived = self._replay(arrived.outcome.newest, exposed_s)
+        if arrived is not None:
             logger.warning("joining anew: %s", arrived.reason)
             self._pending = None
             self._join()
@@ -258,6 +263,18 @@ class StreamingDiLoCo:
         self._prepare()
         if self._inner >= self._due:
             self._complete()
+
+    def _replay(self, newest: int, exposed_s: float) -> Left | None:
+        """Apply the closed rounds up to `newest` and those that close meanwhile. A collective."""
+        began = self.outer_step
+        arrived = self._fetch_next(newest)
+        while isinstance(arrived, Arrived):
+            self._apply(arrived, exposed_s)
+            arrived = self._fetch_next(arrived.outcome.newest)
+        elsewhere = (self.outer_step - began) * self.schedule.interval - self._inner
+        if self.outer_step > began and elsewhere > 0:
+            self.replayed(elsewhere)
+        return arrived
 
     def _fetch_next(self, newest: int) -> Arrived | Left | None:
         """The next closed round of those up to `newest`; None when there is none. A collective."""
@@ -364,17 +381,14 @@ class StreamingDiLoCo:
         """Stand where the others stand: with what this peer has, or with the state of one of them. A collective."""
         self._link.position(self.globals.outer_step, self.globals.hash, training=False)
         before, deadline = self.globals.hash, time.monotonic() + self.config.heal_timeout_s
-        missed: Arrived | Left | None = Left("not joined yet")
-        while isinstance(missed, Left):
+        left: Left | None = Left("not joined yet")
+        while left is not None:
             found = self._find_state(deadline)
             if found.header is not None:
                 self._take_over(found.header, found.body)
             if self._pending is not None:  # its outcome is taken when it is due, as if this peer had not been away
                 break
-            missed = self._fetch_next(found.newest)
-            while isinstance(missed, Arrived):
-                self._apply(missed, 0.0)
-                missed = self._fetch_next(found.newest)
+            left = self._replay(found.newest, 0.0)
         if self.globals.hash != before:
             self._restart_interval()
         elif self._pending is not None:
@@ -418,6 +432,7 @@ class StreamingDiLoCo:
         for fragment in range(len(self.fragments)):
             self.feedback.reset(fragment)
         self._pending = None
+        self.replaced()
         logger.info(
             "took over the state of peer %s at outer step %d; own work on %.0f tokens is given up", header.peer,
             self.globals.outer_step, given_up,

@@ -60,6 +60,7 @@ class SelfTeacher:
         self._policy, self._channels, self._cache = policy, channels, cache
         self._sets = weight_sets(channels)
         self._averages = {name: Shadow(policy) for name in AVERAGES if name in self._sets.needed}
+        self._rates = {"teacher": channels.sdpo.teacher.rate, "reference": channels.policy.kl.ema_rate}
         self._weights: dict[str, Weights] = dict(self._averages)
         if "frozen" in self._sets.needed:
             self._weights["frozen"] = AdaptersOff(policy) if policy.adapted else Shadow(policy)
@@ -93,9 +94,18 @@ class SelfTeacher:
 
     def follow(self) -> None:
         """After a step: the averages move towards the new weights."""
-        rates = {"teacher": self._channels.sdpo.teacher.rate, "reference": self._channels.policy.kl.ema_rate}
         for name, average in self._averages.items():
-            average.follow(rates[name])
+            average.follow(self._rates[name])
+
+    def catch_up(self, steps: int) -> None:
+        """The weights moved as in `steps` steps, which other clusters took: the averages follow as far."""
+        for name, average in self._averages.items():
+            average.follow(1.0 - (1.0 - self._rates[name]) ** steps)
+
+    def start_anew(self) -> None:
+        """The averages begin at the policy's present weights: their past is another model's."""
+        for average in self._averages.values():
+            average.reset()
 
     def averages(self) -> dict[str, dict[str, Tensor]]:
         """The moving averages by name, for the checkpoint; loading writes into these tensors."""

@@ -1,4 +1,4 @@
-"""Two clusters' trainers with real step servers and a real rendezvous: stopped and resumed as if never stopped."""
+"""Two clusters' trainers with real step servers and a real rendezvous: stopped and resumed, or joined late."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from small_runs import Run, make_samples
+import torch
+from hinted_runs import make_hinted
+from safetensors.torch import load_file
+from small_runs import Run
 from step_peer import StepPeer
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from diloco.keys import JointKey
 from diloco.state_file import unpacked
@@ -21,6 +25,10 @@ DILOCO = {
     "run": "joint", "sync_every": 4, "fragments": 2, "delay": 1, "codec": {"type": "int4"},
     "outer": {"lr": 0.7, "momentum": 0.9},
 }  # fmt: skip
+CHANNELS = {  # two moving averages: a reference and a teacher
+    "policy": {"correction": "none", "kl": {"weight": 0.1, "estimator": "k3", "reference": "ema"}},
+    "sdpo": {"weight": 0.7, "teacher": {"kind": "ema", "rate": 0.01}},
+}
 VERSIONS = {step: step // 4 for step in range(STEPS + 1)}
 """The policy version after each step: full sweeps."""
 
@@ -30,12 +38,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 class JointRun:
     """Peers a and b of one joint run, each in a run directory of its own."""
 
-    def __init__(self, folder: Path, name: str, make_run, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, name: str, make_run, stack: ExitStack, *options: str) -> None:
+        """`options`: of the rendezvous."""
         key = folder / f"{name}.key"
         JointKey.create(key)
         command = [sys.executable, "-m", "diloco.main", "lighthouse", "--run", "joint", "--key-file", str(key)]
         rendezvous = subprocess.Popen(
-            [*command, "--bind", "tcp://127.0.0.1:0", "--start-peers", "2", "--min-peers", "2"],
+            [*command, "--bind", "tcp://127.0.0.1:0", *options],
             stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         )  # fmt: skip
         stack.callback(rendezvous.wait, 60)
@@ -45,11 +54,14 @@ class JointRun:
         self.servers: list[StepPeer] = []
         for index, peer in enumerate("ab"):
             run = make_run(
-                f"{name}-{peer}", run={"max_steps": STEPS}, diloco=diloco | {"peer_id": peer},
-                trainer={"checkpoint": {"every_steps": 0}, "optim": {"lr": 1e-3}},
+                f"{name}-{peer}", run={"max_steps": STEPS}, diloco=diloco | {"peer_id": peer}, channels=CHANNELS,
+                trainer={
+                    "checkpoint": {"every_steps": 0}, "optim": {"lr": 1e-3}, "orchestrator_timeout_s": 300,
+                    "micro_batch_tokens": 1024,
+                },
             )  # fmt: skip
             self.runs.append(run)
-            samples = lambda step, index=index: make_samples(100 * index + step, version=0)
+            samples = lambda step, index=index: make_hinted(100 * index + step, version=0)
             self.servers.append(stack.enter_context(StepPeer(run.dir, samples, max_steps=STEPS)))
 
     def start(self, peer: int, until: int = STEPS, resume: bool = False):
@@ -62,6 +74,12 @@ class JointRun:
     def versions(self, peer: int) -> dict[int, int]:
         """By step, as the orchestrator was told."""
         return {done.step: done.version for done in self.servers[peer].done}
+
+    def saved(self, peer: int, step: int) -> dict:
+        """What ranks of any number load from the checkpoint of `step`: model, averages and the rest."""
+        whole = self.runs[peer].dir.root / "whole.pt"
+        dcp_to_torch_save(self.runs[peer].dir.checkpoint(step) / "trainer", whole)
+        return torch.load(whole, weights_only=False)
 
     def model(self, peer: int) -> bytes:
         return (self.runs[peer].dir.final / "model.safetensors").read_bytes()
@@ -76,7 +94,7 @@ class JointRun:
 def joint(tmp_path, make_run):
     pytest.importorskip("torchft")
     with ExitStack() as stack:
-        yield lambda name: JointRun(tmp_path, name, make_run, stack)
+        yield lambda name, *options: JointRun(tmp_path, name, make_run, stack, *options)
 
 
 def stopped(rank, step: int) -> None:
@@ -88,7 +106,7 @@ def stopped(rank, step: int) -> None:
 
 
 def assert_equal_ends(joint: JointRun, whole: JointRun) -> None:
-    """Versions, final models, momentum and error feedback are those of the run that was never stopped."""
+    """Versions, models, momentum, error feedback and moving averages are those of the run that was never stopped."""
     for peer in range(2):
         assert joint.versions(peer) == whole.versions(peer) == VERSIONS
         assert joint.model(peer) == whole.model(peer) == whole.model(0)
@@ -97,16 +115,21 @@ def assert_equal_ends(joint: JointRun, whole: JointRun) -> None:
         assert all(tensors[name].equal(expected[name]) for name in tensors), facts
         assert facts["outer_step"] == told["outer_step"] == 2 * STEPS // 4 and facts["work"] == told["work"]
         assert expected["residual.1"].any() and expected["velocity.1"].any()
+        averages, straight = (each.saved(peer, STEPS)["averages"] for each in (joint, whole))
+        assert averages.keys() == straight.keys() == {"teacher", "reference"}
+        for name, values in averages.items():
+            assert all(value.equal(straight[name][key]) for key, value in values.items())
 
 
 # Both clusters are stopped after step 5, with a delta under way, and after step 8, at a full sweep; or one of them is
 # after step 5, while the other waits for it. Resumed, they end as the run that was never stopped.
 @pytest.mark.parametrize(("leaving", "cuts"), [((0, 1), (5, 8)), ((1,), (5,))])
 def test_stopped_and_resumed(joint, leaving, cuts):
-    whole = joint("whole")
+    both = "--start-peers", "2", "--min-peers", "2"
+    whole = joint("whole", *both)
     ranks = [whole.start(peer) for peer in range(2)]
     assert [rank.wait(200) for rank in ranks] == [0, 0], [rank.output for rank in ranks]
-    again = joint("again")
+    again = joint("again", *both)
     ranks = [again.start(peer, cuts[0] if peer in leaving else STEPS) for peer in range(2)]
     for cut, until in zip(cuts, (*cuts[1:], STEPS), strict=True):
         for peer in leaving:
@@ -115,3 +138,22 @@ def test_stopped_and_resumed(joint, leaving, cuts):
             ranks[peer] = again.start(peer, until, resume=True)
     assert [rank.wait(200) for rank in ranks] == [0, 0], [rank.output for rank in ranks]
     assert_equal_ends(again, whole)
+
+
+# Cluster b comes when a has taken eight steps alone, and is given a's state: its teacher and its reference begin there,
+# not at the weights that it came with.
+def test_averages_of_a_late_joiner(joint):
+    late = joint("late", "--keep-rounds", "1")
+    first = late.start(0, until=8)
+    first.wait_for("step 8:", 200)
+    second = late.start(1, until=1)
+    second.wait_for("waits for the state of peer a", 200)
+    late.servers[0].quiet_from = 10
+    stopped(second, 1)
+    late.servers[0].quiet_from = None
+    assert first.wait(200) == 0, first.output
+    start, saved = load_file(Path(late.runs[1].config.model.path) / "model.safetensors"), late.saved(1, 1)
+    model = saved["model"]
+    for values in saved["averages"].values():
+        for name, value in values.items():
+            assert value.dist(model[name]) < 0.5 * start[name.removeprefix("lm.")].dist(model[name]), name
