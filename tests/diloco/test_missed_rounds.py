@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -31,6 +32,7 @@ from diloco.fragments import partition
 from diloco.global_model import GlobalModel
 from diloco.ranks import Ranks
 from diloco.streaming import StreamingDiLoCo
+from diloco.wire import BeatReply
 
 LR, MOMENTUM = 0.7, 0.9
 OUTER = {"outer": {"lr": LR, "momentum": MOMENTUM}}
@@ -165,6 +167,22 @@ def test_late_outcome_keeps_the_steps_since(make_rendezvous, key_file, delay, al
     assert seen[1].metrics[3]["diloco/carried_tokens"] == 3
     assert seen[1].metrics[3]["diloco/missed_rounds"] == 0
     assert seen[0].metrics[3]["diloco/overwritten_tokens"] == 3 * (1 - alpha) * delay
+
+
+# On a link that needs seconds for a delta, a peer sends what it has so much earlier before a deadline.
+def test_the_upload_counts_before_a_deadline(make_rendezvous, key_file):
+    config = settings(make_rendezvous().endpoint, key_file, "a", sync_every=2, rate_limit_mbit=0.005)
+    left: list[float] = []
+
+    def look(step, engine):
+        if step == 2:
+            link = engine._link
+            link._session.status = BeatReply(known=True, open_round=1, left_s=5.0, state_wanted=0)
+            link._session.status_at = time.monotonic()
+            left.append(link.left_s(1))
+
+    train(config, 0, 3, before_step=look)
+    assert left[0] < 4
 
 
 # A peer whose single step takes longer than the others' deadline still gets its work in, again and again.
