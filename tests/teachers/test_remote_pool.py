@@ -19,7 +19,8 @@ from orchestrator.preferences.released import Released
 from orchestrator.teachers.online import OnlineReplay
 from orchestrator.teachers.records import read_pairs
 
-STATES, WINDOW = 48, 32
+STATES, WINDOW = 44, 32
+"""What is left after the window is too little for a verdict of its own."""
 
 
 def toolsmith() -> list[Pair]:
