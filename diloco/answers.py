@@ -190,7 +190,7 @@ class Answers:
         self._make_room(header)
         blob = self.rounds.delta(header)
         if blob.complete:
-            self.rounds.note_whole(header, now)
+            self.rounds.note_whole(header.outer_step, now)
         return Received(name=header.name, size=blob.received)
 
     def _check(self, header: Header, peer: Peer) -> None:
@@ -244,7 +244,7 @@ class Answers:
             self.transfers.current.progress_at = self._clock()
         if blob.complete:
             if blob.header.kind == "delta":
-                self.rounds.note_whole(blob.header, self._clock())
+                self.rounds.note_whole(blob.header.outer_step, self._clock())
             self._changed()
         return Received(name=chunk.name, size=blob.received)
 

@@ -102,6 +102,7 @@ class Rounds:
         for each in self.rounds.values():
             if each.quorum_id is None:
                 each.blobs = {key: blob for key, blob in each.blobs.items() if key[0] != peer}
+                self._stop_deadline(each)
 
     def alive(self, now: float) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.alive(now, self._beat_timeout_s)]
@@ -133,13 +134,19 @@ class Rounds:
         blob = current.blobs.get(key)
         if blob is None or blob.header.checksum != header.checksum or blob.header.base_hash != header.base_hash:
             blob = current.blobs[key] = Blob(header)
+            self._stop_deadline(current)
         return blob
 
-    def note_whole(self, header: Header, now: float) -> None:
-        """A delta of this header is there: the first that is whole starts the deadline."""
-        current = self.rounds.get(header.outer_step)
-        if current is not None and list(current.contributors(self.peers)) == [header.peer]:
+    def note_whole(self, outer_step: int, now: float) -> None:
+        """A rank's part of a delta is there: the first delta that is whole starts the deadline, once."""
+        current = self.rounds.get(outer_step)
+        if current is not None and current.whole_since is None and current.contributors(self.peers):
             current.whole_since = now
+
+    def _stop_deadline(self, current: Round) -> None:
+        """Where no whole delta is left, the next one starts it anew."""
+        if not current.contributors(self.peers):
+            current.whole_since = None
 
     def left_s(self, current: Round, now: float) -> float | None:
         """Until the deadline, None before it runs; the most impatient contributor's counts."""

@@ -82,14 +82,36 @@ def test_uploads_longer_than_the_deadline(late_s, members):
         assert closable_after(late_s) == members
 
 
-# What a process brought to an open round goes when another takes its place.
+# A peer that waits for the outcome offers its whole delta again each second; the deadline runs from the first time. A
+# newer delta in its place is another delta, which starts it anew.
+@pytest.mark.parametrize("replaced_s", [None, 2])
+def test_the_deadline_ends_while_a_delta_is_offered_again(replaced_s):
+    books = Books()
+    books.begin("a", "b")
+    ends = int(DEADLINE_S) + (replaced_s or 0)
+    for second in range(ends + 1):
+        body = b"newer" if replaced_s is not None and second >= replaced_s else b"delta"
+        books.offer("a", 0, body=body)
+        books.beat("a", 0)
+        books.beat("b", 0)
+        closable = books.rounds.closable(books.now, 1)
+        assert closable is None if second < ends else set(closable) == {"a"}
+        books.now += 1
+
+
+# What a process brought to an open round goes when another takes its place, and with it the deadline that it started.
 def test_a_successor_brings_its_own():
     books = Books()
     books.begin("a", "b")
     books.offer("b", 0)
     books.now += BEAT_TIMEOUT_S
     books.hello("b", instance=2)
-    assert books.rounds.open_round().contributors(books.rounds.peers) == {}
+    current = books.rounds.open_round()
+    assert current.contributors(books.rounds.peers) == {}
+    books.beat("a", 0)
+    books.beat("b", 0)
+    books.offer("b", 0)
+    assert books.rounds.left_s(current, books.now) == DEADLINE_S
 
 
 # Of two processes with one peer id the first stays; when it is silent the second takes its place on all ranks, and the

@@ -113,6 +113,30 @@ def test_missed_deadline_loses_nothing(make_rendezvous, key_file):
     assert (last["diloco/b/inner_steps"], last["diloco/b/weight"]) == (2, 10)
 
 
+# While peer b trains on its first step, peer a asks for the outcome again and again: the round closes without b when
+# the deadline is over, which is longer than one such request.
+def test_a_slow_peer_is_not_waited_for_beyond_the_deadline(make_rendezvous, key_file):
+    server, deadline_s = make_rendezvous(start_peers=2), 2.0
+    over, took_s = threading.Event(), []
+
+    def lead(step, engine):
+        took_s.append(time.monotonic())
+        if step == 2:
+            over.set()
+
+    def lag(step, engine):
+        if step == 1:
+            assert over.wait(30)
+
+    config = partial(settings, server.endpoint, key_file, sync_every=2, round_deadline_s=deadline_s)
+    seen = together(
+        partial(train, config("a"), 0, 3, before_step=lead), partial(train, config("b"), 1, 2, before_step=lag)
+    )
+    assert server.server.rounds.closed(0).members == ("a",)
+    assert deadline_s <= took_s[2] - took_s[1] < 5 * deadline_s
+    assert seen[1].metrics[2]["diloco/missed_rounds"] == 1
+
+
 # The outcome of round 1 comes three steps after it was due. They stand on top of the new global values and weigh in the
 # next delta; with delay and mixing only the steps of the delay are mixed. Bit for bit that of the plain algorithm.
 @pytest.mark.parametrize(("delay", "alpha"), [(0, 0.0), (1, 0.5)])
