@@ -2,7 +2,8 @@
 
     file      at most 500 lines, median at most 150
     function  at most 60 lines, median at most 12 (tests are not counted in the medians)
-    names     no utils, helpers, common or misc module: a name says what it holds
+    names     no utils, helpers, common or misc module: a name says what it holds; each module of tests/ another one, for
+              pytest imports them side by side
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -51,6 +53,9 @@ def findings(root: Path) -> list[str]:
     lengths = {path: len(path.read_text().splitlines()) for path in files}
     found = [f"{path.relative_to(root)} has {count} lines" for path, count in lengths.items() if count > MAX_FILE]
     found += [f"{path.relative_to(root)}: the name says nothing" for path in files if path.stem in VAGUE]
+    tests = Counter(path.name for path in files if path.relative_to(root).parts[0] == "tests")
+    twice = [name for name, count in tests.items() if count > 1 and name != "conftest.py"]
+    found += [f"several files below tests/ are called {name}" for name in twice]
     source = [path for path in files if path.relative_to(root).parts[0] != "tests" and lengths[path]]
     every = {path: functions(path, root) for path in files}
     for path in files:
