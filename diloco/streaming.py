@@ -147,18 +147,27 @@ class StreamingDiLoCo:
         self.work.count(Work(tokens=tokens, samples=samples))
 
     def finish(self) -> dict[str, int | str]:
-        """Take the outcome of a round that is under way, so that no delta is left behind; no round waits for another.
+        """Take the outcome of a round that is under way, where it ends in time; no round waits for this peer any more.
 
-        Outer step and hash that the global model ended with: equal on all peers, rank by rank. A collective.
+        Outer step and hash that the global model ended with: equal, rank by rank, on every peer that ended at this
+        outer step. `diloco/final_left_behind` is the outer step of a delta whose round did not end in time; one that
+        was late already is not waited for. A collective.
         """
         if self._pending is not None:
             self._complete(heed_stop=False)
-        if left := self.work.tokens_held():
-            logger.info("the global model is without the last work on %.0f tokens, which no round was due for", left)
         step, found = self.globals.outer_step, self.globals.hash
+        ended: dict[str, int | str] = {"diloco/final_outer_step": step, "diloco/final_hash": found}
+        if self._pending is not None:
+            ended["diloco/final_left_behind"] = self._pending.header.outer_step
+            logger.warning("a delta of outer step %d is left behind: its round did not end in time", step)
+        if left := self.work.tokens_held():
+            logger.info("the global model is without this peer's last work, on %.0f tokens", left)
         self._link.position(step, found, training=False)
-        logger.info("the global model ended at outer step %d, with hash %s: all peers' must be the same", step, found)
-        return {"diloco/final_outer_step": step, "diloco/final_hash": found}
+        logger.info(
+            "the global model ended at outer step %d, with hash %s: equal on every peer that ended at this outer step",
+            step, found,
+        )  # fmt: skip
+        return ended
 
     @property
     def outer_step(self) -> int:

@@ -26,10 +26,8 @@ def summary(prepared: Prepared, progress: Progress, status: int, peak_bytes: int
         lines.append(f"  memory      {gib(peak_bytes)} at most, all processes together")
     if run_dir.final.is_dir() and status == 0 and config.run.max_steps:
         lines.append(f"  model       {run_dir.final} (Hugging Face format)")
-    ended = progress.latest.get("trainer", {})
-    if "diloco/final_hash" in ended:
-        step, found = ended["diloco/final_outer_step"], ended["diloco/final_hash"]
-        lines.append(f"  joint model outer step {step}, hash {found}; on every peer the same")
+    if progress.ended is not None and status == 0:
+        lines.append(f"  joint model {progress.ended.text}")
     lines.append(f"  everything  {run_dir.root}")
     return "\n".join(lines + _next(prepared, status, taken))
 

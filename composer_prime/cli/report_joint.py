@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from composer_prime.errors import ComposerError
-from composer_prime.monitor.progress import number
+from composer_prime.monitor.progress import Progress, number
 from composer_prime.monitor.tail import Line
 from composer_prime.run_dir import RunDir
 from composer_prime.wording import counted
@@ -89,11 +89,9 @@ def joint_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
 
 def _final(lines: list[Line]) -> list[str]:
     """The global model that the run ended with; nothing where it has not ended."""
-    ended = next((line for line in reversed(lines) if "diloco/final_hash" in line), None)
-    if ended is None:
-        return []
-    step, found = ended["diloco/final_outer_step"], ended["diloco/final_hash"]
-    return [f"{_INDENT}joint model: outer step {step:.0f}, hash {found}; on every peer the same"]
+    progress = Progress()
+    progress.update(lines)
+    return [f"{_INDENT}joint model: {progress.ended.text}"] if progress.ended is not None else []
 
 
 def _bits(run_dir: RunDir, rounds: Rounds) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
+from composer_prime.monitor.ending import Ending
 from composer_prime.monitor.tail import Line
 
 
@@ -84,6 +85,8 @@ class Progress:
     """Last line of each role."""
     peak_bytes: dict[str, float] = field(default_factory=dict)
     """Largest memory/peak_bytes by role."""
+    ended: Ending | None = None
+    """Of a joint run; None where steps were taken since, or where a resume took its steps back."""
 
     def update(self, lines: Iterable[Line]) -> list[Step]:
         """Take in new lines; returns the steps among them."""
@@ -92,9 +95,13 @@ class Progress:
             if line.get("event") == "resume":
                 self.steps = {step: value for step, value in self.steps.items() if step <= line["step"]}
                 self.evals = {step: value for step, value in self.evals.items() if step <= line["step"]}
+                if self.ended is not None and self.ended.step > line["step"]:
+                    self.ended = None
             step = self._take(line)
             if step is not None:
                 self.steps[step.step] = step
+                if self.ended is not None and self.ended.step < step.step:
+                    self.ended = None
                 fresh.append(step)
         return fresh
 
@@ -102,6 +109,7 @@ class Progress:
         role = str(line.get("role", "?"))
         self.latest[role] = {**self.latest.get(role, {}), **line}
         self._take_waiting(role, line)
+        self.ended = Ending.of(line) or self.ended
         peak = number(line, "memory/peak_bytes")
         if peak is not None:
             self.peak_bytes[role] = max(peak, self.peak_bytes.get(role, 0.0))

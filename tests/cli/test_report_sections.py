@@ -89,7 +89,18 @@ def test_joint_run_says_rounds_peers_link_and_waiting(tmp_path):
 
 
 def test_the_model_that_a_joint_run_ended_with_is_named(tmp_path):
-    # Compared by eye across machines: outer step and hash, from the line that the trainer writes at its end.
-    ended = {"diloco/final_outer_step": 4, "diloco/final_hash": "0badcafe"}
-    lines = [round_line(2, 1, "ab", 100), {"step": 8, "role": "trainer", **ended}]
-    assert "joint model: outer step 4, hash 0badcafe" in joint_lines(RunDir(tmp_path), lines)[-1]
+    # Compared by eye across machines: outer step and hash, from the line that the trainer writes at its end. It says
+    # nothing of a run that has gone on since.
+    end = {"step": 8, "role": "trainer", "diloco/final_outer_step": 4, "diloco/final_hash": "0badcafe"}
+    text = "joint model: outer step 4, hash 0badcafe, equal on every peer that ended at this outer step"
+
+    def said(*more):
+        return joint_lines(RunDir(tmp_path), [round_line(8, 4, "ab", 100), *more])[-1].strip()
+
+    assert said(end) == text
+    assert said({**end, "diloco/final_left_behind": 4}) == f"{text}; a delta of outer step 4 was left behind"
+    resumed = {"step": 8, "role": "launcher", "event": "resume"}
+    assert said(end, resumed) == text
+    assert "joint model" not in said(end, resumed, round_line(9, 4, "ab", 100))
+    assert said(end, resumed, round_line(9, 4, "ab", 100), {**end, "step": 9}) == text
+    assert "joint model" not in said(end, {**resumed, "step": 6})

@@ -286,6 +286,20 @@ def test_no_round_waits_for_one_that_has_ended(make_rendezvous, key_file):
     assert said == {"diloco/final_outer_step": 2, "diloco/final_hash": seen.hashes[2]} and max(seen.hashes) == 4
 
 
+# A peer whose last round did not end in time says that its delta was left behind, and does not wait for it again.
+def test_a_delta_left_behind_is_told(make_rendezvous, key_file, caplog):
+    config = settings(make_rendezvous(min_peers=2).endpoint, key_file, "a", sync_every=2, round_timeout_s=0.2)
+    model = Blocks()
+    optimizer = adamw(model)
+    with StreamingDiLoCo(model.named_parameters(), optimizer, config) as engine:
+        for step in range(2):
+            inner_step(model, optimizer, 0, step)
+        said = engine.finish()
+    hashed = {"diloco/final_outer_step": 0, "diloco/final_hash": engine.globals.hash}
+    assert said == hashed | {"diloco/final_left_behind": 0}
+    assert "a delta of outer step 0 is left behind" in caplog.text
+
+
 # The same of one of two peers where a round needs both: neither party can close the round, so the damaged one is told
 # at once, takes over the other's state, and the round closes with both, long before any deadline.
 def test_damaged_global_model_of_one_in_two(make_rendezvous, key_file, caplog):

@@ -13,8 +13,11 @@ from pathlib import Path
 
 from composer_prime.config import Config
 from composer_prime.monitor.progress import Progress
+from composer_prime.run_dir import RunDir
 from composer_prime.wording import clock
+from trainer.prepare import Prepared
 from trainer.step_text import channels_text, round_text, step_line
+from trainer.summary import summary
 from trainer.view import PlainView, eval_text, panel_rows
 
 CONFIG = {
@@ -62,6 +65,21 @@ def test_a_joint_run_tells_of_each_round_once(capsys):
     resumed.begin(progress)
     resumed.refresh(progress, fresh[-1:], None)
     assert "joint run" not in capsys.readouterr().out
+
+
+def test_the_summary_names_the_joint_model_of_a_run_that_finished(tmp_path):
+    # A run that was interrupted has no final model, whatever a run before it in the same folder ended with.
+    progress = Progress()
+    progress.update(
+        [line(4), {"step": 4, "role": "trainer", "diloco/final_outer_step": 2, "diloco/final_hash": "0badcafe"}]
+    )
+    with (tmp_path / "lock").open("wb") as lock:
+        prepared = Prepared(
+            run_dir=RunDir(tmp_path), config=Config.model_validate(CONFIG), start_step=4, notes=(), lock=lock
+        )
+        finished, interrupted = (summary(prepared, progress, status, 0) for status in (0, 130))
+    assert "  joint model outer step 2, hash 0badcafe, equal on every peer that" in finished
+    assert "joint model" not in interrupted
 
 
 def test_panel_shows_progress_pace_and_who_waits():
