@@ -60,16 +60,21 @@ def spans(text: str, lowered: str) -> Iterator[tuple[int, int]]:
     done = 0
     for header in _COOKIE.finditer(lowered) if "cookie" in lowered else ():
         if header.start() >= done:
-            yield from crumbs(text, header.end())
-            done = header.end() + _MOST_COOKIES
+            done = _end_of_cookies(text, header.end())
+            yield from crumbs(text, header.end(), done)
 
 
-def crumbs(text: str, start: int = 0) -> Iterator[tuple[int, int]]:
+def crumbs(text: str, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
     """(start, end) of each value of the cookies that are listed from `start` on."""
+    for crumb in _CRUMB.finditer(text, start, _end_of_cookies(text, start) if end is None else end):
+        yield crumb.span("secret")
+
+
+def _end_of_cookies(text: str, start: int) -> int:
+    """Where the header ends whose cookies begin at `start`: of a longer one, after _MOST_COOKIES."""
     most = min(start + _MOST_COOKIES, len(text))
     end = _COOKIES_END.search(text, start, most)
-    for crumb in _CRUMB.finditer(text, start, end.start() if end else most):
-        yield crumb.span("secret")
+    return end.start() if end else most
 
 
 def is_secret(value: str) -> bool:

@@ -98,6 +98,11 @@ def test_more_providers(token: str) -> None:
         ("Cookie: a=b; session=3f786850e387", "Cookie: a=b; session=<masked:password>"),
         ("-H 'Cookie: s=3f786850e387' -d n=3f786850e387", "-H 'Cookie: s=<masked:password>' -d n=3f786850e387"),
         ("Set-Cookie: sid=3f786850e387; Domain=a1b2c3.io", "Set-Cookie: sid=<masked:password>; Domain=a1b2c3.io"),
+        (
+            "Set-Cookie: sid=3f786850e387; Path=/\nSet-Cookie: csrf=c0ffee123456\n",
+            "Set-Cookie: sid=<masked:password>; Path=/\nSet-Cookie: csrf=<masked:password>\n",
+        ),
+        ("cookie jar\nCookie: sid=3f786850e387", "cookie jar\nCookie: sid=<masked:password>"),
         ("send Basic dXNlcjpwYXNzdzByZA== back", "send Basic <masked:basic-auth> back"),
     ],
 )
@@ -181,8 +186,8 @@ def test_masking_reaches_what_surrounds_the_messages(tmp_path: Path) -> None:
 HOSTILE = [
     "secret", "password=", "secret-", 'password="', "password=`x", "`", "eyJ", "=eyJ", "xsk-", "//", "//:_authToken=",
     "authorization: ", "curl -u ", "://a:", " a@", "a@a.", "/home/", "-----BEGIN PRIVATE " + "KEY-----", "api_key\\",
-    "token: ", "--token ", "-a", "cookie: ", "cookie: a=", "cookie=b;", "password ", "Basic ", "npm_", "1//0",
-    "C:\\Users\\a b ", "secret==", "'a' == secret", "xoxa-1-", "aws", "-home-",
+    "token: ", "--token ", "-a", "cookie: ", "cookie: a=", "cookie=b;", "cookie: a=b\n", "cookie\\", "password ",
+    "Basic ", "npm_", "1//0", "C:\\Users\\a b ", "secret==", "'a' == secret", "xoxa-1-", "aws", "-home-",
 ]  # fmt: skip
 
 
