@@ -40,16 +40,17 @@ def waiting_share(fleet: Fleet, interval_s: float) -> float:
     return sum(shares) / len(shares)
 
 
-def deadline_warning(sync_s: float, deadline_s: float, key: str) -> str:
-    """Words for a synchronisation that takes longer than the deadline, which `key` sets; empty for others.
+def deadline_warning(send_s: float, deadline_s: float, key: str) -> str:
+    """Words for a delta that takes longer to bring than the deadline, which `key` sets; empty for others.
 
-    The deadline runs from the first whole delta. Who starts to send then is too late.
+    The deadline runs from the first whole delta, so equal peers that start together have all the time they need. Who
+    starts when another has brought its own is too late.
     """
-    if sync_s <= deadline_s:
+    if send_s <= deadline_s:
         return ""
     return (
-        f"a synchronisation takes {sync_s:.3g} s, more than {key} = {deadline_s:g}: a peer that starts to send when "
-        f"another has sent comes too late for the round; set {key} above {sync_s:.3g}, or send fewer bits"
+        f"encoding and sending a delta takes {send_s:.3g} s, more than {key} = {deadline_s:g}: a peer that begins when "
+        f"another's delta is there comes too late for the round; set {key} above {send_s:.3g}, or send fewer bits"
     )
 
 

@@ -59,7 +59,7 @@ def _link_text(run: JointRun, mbit: float, deadline_s: float) -> str:
     said = forecast(run, run.net(mbit / 1e3))
     interval_s = run.every / run.fragments * run.step_s + said.exposed_s
     hidden = f", all but {said.exposed_s:.2g} s hidden by delay {run.delay:g}" if run.delay else ""
-    warning = deadline_warning(said.sync_s, deadline_s, "diloco.round_deadline_s")
+    warning = deadline_warning(said.send_s, deadline_s, "diloco.round_deadline_s")
     codec = f" ({said.codec_s:.2g} s of it codec work, never hidden)"
     return (
         f"at {mbit:,.0f} Mbit/s: {said.sync_s:.2g} s a synchronisation{codec}{hidden}, utilisation "

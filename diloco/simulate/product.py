@@ -94,6 +94,8 @@ class Forecast:
 
     sync_s: float
     """From the start of encoding to the installed outcome."""
+    send_s: float
+    """From the start of encoding until the delta is at the rendezvous, with the links to itself."""
     hidden_step_s: float
     """Inner steps of at least this many seconds hide a transfer; infinite without delay."""
     exposed_s: float
@@ -116,8 +118,10 @@ def forecast(run: JointRun, net: Net) -> Forecast:
     """What `net` gives `run`."""
     way, bits = pipe("relay", net), run.size * run.scheme.bits
     sync_s = seconds("relay", net, bits)
+    up_gbit = min(way.gbit_s, net.relay_gbit_s or way.gbit_s)
     return Forecast(
         sync_s=sync_s,
+        send_s=net.encode_s + bits / (up_gbit * 1e9) + net.latency_s,
         hidden_step_s=(sync_s - way.busy_s) / run.delay if run.delay else float("inf"),
         exposed_s=exposed_s(run.workload, run.scheme, way),
         codec_s=way.busy_s,

@@ -87,17 +87,13 @@ def peers_table(runs: Sequence[JointRun], link: Link, fleet: Fleet) -> tuple[Tab
         for row in _ways(run, link, fleet):
             table.add_row(*row)
         table.add_section()
-    syncs = {run.peers: forecast(run, run.net(link.gbit, link.latency_s, link.relay_gbit)).sync_s for run in runs}
-    warnings = [
-        f"\nWarning: with {peers} peers {text}"
-        for peers, sync_s in syncs.items()
-        if (text := deadline_warning(sync_s, fleet.deadline_s, "--deadline-s"))
-    ]
-    relayed = pipe("relay", first.net(link.gbit, link.latency_s, link.relay_gbit))
+    net = first.net(link.gbit, link.latency_s, link.relay_gbit)
+    warning = deadline_warning(forecast(first, net).send_s, fleet.deadline_s, "--deadline-s")
     return table, (
         "sync: from encoding to the installed outcome; waits: what of it training waits for; *: the quickest way. "
         f"relay is what runs here; with {first.peers} peers, "
-        f"{Shares.of(first.workload, first.scheme, relayed).text()}" + "".join(warnings)
+        f"{Shares.of(first.workload, first.scheme, pipe('relay', net)).text()}"
+        + (f"\nWarning: {warning}" if warning else "")
     )
 
 
