@@ -40,7 +40,7 @@ class Vote:
     cost_usd: float
     """Paid now; 0 from the cache."""
     seconds: float
-    """Waited now."""
+    """What the endpoint took now: all attempts and the pauses between them; about 0 from the cache."""
     price_usd: float
     """Paid when it was first asked for."""
     answer_s: float

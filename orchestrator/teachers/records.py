@@ -67,10 +67,12 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     entropy: float | None = None
     failed_calls: int = 0
     """Calls of this replay that gave no vote; an answer from the cache that gives none is not one."""
+    broken: bool = False
+    """Whether what nobody expected failed it: the kill switch counts its calls as failed."""
     cost_usd: float = 0.0
     """Paid now, retries included."""
     seconds: float = 0.0
-    """From the first call to the last answer; 0 where all came from the cache."""
+    """What endpoints took for the votes that were called for, as Ballot.seconds; 0 where all came from the cache."""
     price_usd: float = 0.0
     """As cost_usd, with answers from the cache at what they cost when they were asked for."""
     vote_s: float = 0.0

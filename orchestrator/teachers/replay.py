@@ -20,34 +20,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from composer_prime.config.teachers import TeachersConfig
-from composer_prime.errors import CapError, TeacherError
+from composer_prime.errors import TeacherError
 from composer_prime.pairs import Pair, State
 from composer_prime.traces import TraceState
 from orchestrator.teachers.ballot import Ballot, vote_record
 from orchestrator.teachers.budget import Budget
 from orchestrator.teachers.canonical import RULES, Canonical, canonical
-from orchestrator.teachers.consensus import (
-    Candidate,
-    Vote,
-    candidates,
-    length_ratio,
-    majority,
-    settled,
-    visible,
-)
+from orchestrator.teachers.consensus import Candidate, candidates, length_ratio, visible
 from orchestrator.teachers.edits import Files
 from orchestrator.teachers.kill_switch import KillSwitch
 from orchestrator.teachers.pool import TeacherPool
 from orchestrator.teachers.records import UNDECIDED, Records, StateRecord, content_of, digest
 from orchestrator.teachers.running_gate import RunningGate
 from orchestrator.teachers.scoring import Scorer, likeliest
-from orchestrator.teachers.teacher import NoAnswerError, NotAskedError, Teacher
+from orchestrator.teachers.teacher import Teacher
 from orchestrator.teachers.voi import Situation, ValueOfInformation
+from orchestrator.teachers.voting import Voting
 
 logger = logging.getLogger(__name__)
-
-MAX_REASONS = 50
-"""Endpoints word their errors as they like: so many are told apart."""
 
 
 @dataclass(slots=True)
@@ -102,6 +92,7 @@ class Replay:
         self._pool, self._budget, self._records, self._scorer = pool, budget, records, scorer
         self._spent_before_usd = budget.spent_usd
         self._voi = ValueOfInformation(config.voi, seed)
+        self._voting = Voting(config, pool, self._voi, self.progress.without_vote)
         self._switch = KillSwitch(config.kill, usd_by_trace=dict(budget.by_trace))
         self.gate = gate
         self._stopping = asyncio.Event()
@@ -205,28 +196,33 @@ class Replay:
 
     async def _one(self, state: TraceState) -> None:
         """Vote on one state and write down what came of it. What nobody expected fails this state alone."""
+        ballot, pairs, dropped, broken = None, [], Counter[str](), False
         try:
-            ballot, outcome, reason = await self._vote(state)
+            try:
+                ballot, voters = self._ballot(state)
+            except TeacherError as error:
+                outcome, reason = "refused", str(error)
+            else:
+                outcome, reason = await self._voting.vote(ballot, voters)
             if outcome == "run_budget":
                 # Not done: a replay with a larger cap takes it up again, its votes from the cache.
                 self.progress.stopped = self.progress.stopped or reason
                 return
-            decided = ballot is not None and outcome not in UNDECIDED
-            pairs, dropped = await self._pairs(ballot) if decided else ([], Counter[str]())
-            record = self._record(state, ballot, outcome, reason, pairs, dropped)
+            if ballot is not None and outcome not in UNDECIDED:
+                pairs, dropped = await self._pairs(ballot)
         except OSError:  # of the disk, which the other states need too
             raise
         except Exception as error:
             logger.exception("state %s of trace %s failed", state.state_id, state.trace_id)
-            reason = f"{type(error).__name__}: {error}"
-            pairs, record = [], self._record(state, None, "failed", reason, [], Counter())
-            self._say_why(reason)
+            outcome, reason, pairs, dropped, broken = "failed", f"{type(error).__name__}: {error}", [], Counter(), True
+            self._voting.say_why(reason)
+        record = self._record(state, ballot, outcome, reason, pairs, dropped, broken=broken)
         async with self._writing:
             written = await asyncio.to_thread(self._records.add, record, pairs)
             if self.gate is not None:
                 self.gate.note(record, written)
         self._count(record, len(pairs))
-        if self.gate is not None:
+        if self.gate is not None and self.progress.stopped is None:
             await self.gate.measure_when_due()
 
     def _record(
@@ -237,6 +233,8 @@ class Replay:
         reason: str | None,
         pairs: list[Pair],
         dropped: Counter[str],
+        *,
+        broken: bool,
     ) -> StateRecord:
         usd, seconds = self._budget.take_state(state.state_id), ballot.seconds if ballot else 0.0
         return StateRecord(
@@ -252,6 +250,7 @@ class Replay:
             error=state.error is not None,
             entropy=state.entropy,
             failed_calls=ballot.failed if ballot else 0,
+            broken=broken,
             cost_usd=usd,
             seconds=seconds,
             price_usd=usd + (ballot.cached_usd if ballot else 0.0),
@@ -262,111 +261,14 @@ class Replay:
             rules=RULES,
         )
 
-    async def _vote(self, state: TraceState) -> tuple[Ballot | None, str, str | None]:
-        """(votes, outcome, reason)."""
+    def _ballot(self, state: TraceState) -> tuple[Ballot, list[Teacher]]:
+        """(ballot, voters). Raises TeacherError where nobody can judge the state."""
         files = Files(state.messages)
         student = canonical(visible(state.student_action), state.tools, files)
         if student is None:
-            return None, "refused", "the student's action is empty"
-        try:
-            voters = self._pool.voters(state)
-        except TeacherError as error:
-            return None, "refused", str(error)
-        ballot = Ballot(state=state, files=files, student=student, planned=min(self.config.voters, len(voters)))
-        try:
-            await self._all(ballot, voters) if self.config.voting == "all" else await self._sequence(ballot, voters)
-        except CapError as error:
-            if error.scope == "run":
-                return ballot, "run_budget", str(error)
-            return ballot, "budget", str(error)
-        if ballot.stopped_by is not None:
-            return ballot, "not_worth_it", ballot.stopped_by
-        form = majority(ballot.cast, ballot.planned)
-        if form is None:
-            alone = len({vote.family for vote in ballot.votes}) < 2
-            failed = alone and ballot.without_vote is not None
-            return ballot, "failed" if failed else "no_majority", ballot.without_vote if failed else None
-        return ballot, "agreed" if form == student else "overruled", None
-
-    async def _sequence(self, ballot: Ballot, voters: list[Teacher]) -> None:
-        """One vote after another, while the majority is open and the next ones are worth their price."""
-        if self.config.voi.enabled:
-            self._voi.expect(sum(self._pool.expected_usd(each, ballot.state) for each in voters[: ballot.planned]))
-        for index, teacher in enumerate(voters):
-            if settled(ballot.cast, ballot.planned):
-                return
-            left = max(ballot.planned // 2 + 1 - len(ballot.votes), 1)
-            price = 0.0
-            if self.config.voi.enabled:
-                price = sum(self._pool.price_usd(each, ballot.state) for each in voters[index : index + left])
-            situation = _situation(ballot)
-            if not self._voi.worth(situation, price):
-                chance = self._voi.chance(situation)
-                ballot.stopped_by = f"P(pair) = {chance:.3f} is not worth votes for ${price:.5f}"
-                return
-            ballot.seconds += await self._ask(ballot, teacher)
-
-    async def _all(self, ballot: Ballot, voters: list[Teacher]) -> None:
-        """All planned votes at once; where one fails, the next teacher is asked."""
-        first = voters[: ballot.planned]
-        asked = await asyncio.gather(*(self._ask(ballot, teacher) for teacher in first), return_exceptions=True)
-        order = [teacher.name for teacher in first]  # votes come in any order, and which is the first must not vary
-        ballot.votes.sort(key=lambda vote: order.index(vote.teacher))
-        for failure in (each for each in asked if isinstance(each, BaseException)):
-            raise failure
-        ballot.seconds += max((each for each in asked if isinstance(each, float)), default=0.0)
-        for teacher in voters[ballot.planned :]:
-            if len(ballot.votes) >= ballot.planned:
-                return
-            ballot.seconds += await self._ask(ballot, teacher)
-
-    async def _ask(self, ballot: Ballot, teacher: Teacher) -> float:
-        """Add one vote; how long the endpoint took, in seconds. An answer that is cut short, filtered or empty is none.
-
-        Raises CapError.
-        """
-        state = ballot.state
-        try:
-            asked = await self._pool.ask(teacher, state)
-        except NotAskedError as error:
-            self._no_vote(ballot, str(error), called=False)
-            return 0.0
-        except NoAnswerError as error:
-            self._no_vote(ballot, str(error), called=True)
-            return error.seconds
-        if asked.cached:
-            ballot.cached_usd += asked.answer.cost_usd
-            ballot.cached_s += asked.answer.seconds
-        form = canonical(asked.answer.message, state.tools, ballot.files)
-        unusable = _unusable(form, asked.answer.finish_reason, self.config.max_tokens)
-        if form is None or unusable is not None:
-            self._no_vote(ballot, f"an answer of {teacher.name} {unusable}", called=not asked.cached)
-            return asked.seconds
-        ballot.votes.append(
-            Vote(
-                teacher=teacher.name,
-                family=teacher.family,
-                tier=teacher.config.tier,
-                form=form,
-                message=asked.answer.message,
-                key=asked.key,
-                cached=asked.cached,
-                cost_usd=asked.cost_usd,
-                seconds=asked.seconds,
-                price_usd=asked.answer.cost_usd,
-                answer_s=asked.answer.seconds,
-            )
-        )
-        return asked.seconds
-
-    def _no_vote(self, ballot: Ballot, reason: str, *, called: bool) -> None:
-        ballot.failed += called
-        ballot.without_vote = reason
-        self._say_why(reason)
-
-    def _say_why(self, reason: str) -> None:
-        reasons = self.progress.without_vote
-        reasons[reason if reason in reasons or len(reasons) < MAX_REASONS else "other reasons"] += 1
+            raise TeacherError("the student's action is empty")
+        voters = self._pool.voters(state)
+        return Ballot(state=state, files=files, student=student, planned=min(self.config.voters, len(voters))), voters
 
     async def _pairs(self, ballot: Ballot) -> tuple[list[Pair], Counter[str]]:
         """The pairs that are kept, and why others are not."""
@@ -428,28 +330,15 @@ class Replay:
         progress.stopped = progress.stopped or self._budget.closed or self._switch.tripped()
 
     def _note(self, record: StateRecord, *, usd: float) -> None:
-        """Show the kill switch a state."""
+        """Show the kill switch a state. Of one that broke all calls count as failed, and one where it made none."""
         calls = sum(not vote.cached for vote in record.votes) + record.failed_calls
-        self._switch.note(record.trace, usd, record.seconds if calls else None, calls, record.failed_calls)
-
-
-def _situation(ballot: Ballot) -> Situation:
-    state, votes = ballot.state, ballot.votes
-    disagrees = votes[0].form != ballot.student if votes else None
-    return Situation(error=state.error is not None, entropy=state.entropy, cheap_disagrees=disagrees)
+        calls = max(calls, 1) if record.broken else calls
+        failed = calls if record.broken else record.failed_calls
+        self._switch.note(record.trace, usd, record.seconds if calls else None, calls, failed)
 
 
 def _content(state: TraceState) -> str:
     return digest([state.messages, state.student_action, state.tools])
-
-
-def _unusable(form: Canonical | None, finish_reason: str, max_tokens: int) -> str | None:
-    """Why an answer is no vote; None where it is one."""
-    if finish_reason == "length":
-        return f"was cut at teachers.max_tokens = {max_tokens}"
-    if finish_reason == "content_filter":
-        return "was filtered by its endpoint (finish_reason content_filter)"
-    return "is empty" if form is None else None
 
 
 def _side(form: Canonical, candidate: Candidate) -> str:

@@ -98,3 +98,18 @@ def test_two_states_of_one_id(tmp_path: Path, at_once: int) -> None:
             assert (later.states, later.left_out, later.resumed) == (0, 1, 1)
 
     asyncio.run(run())
+
+
+# A cap that one vote meets does not hide that the disk refused the answer to another.
+def test_a_cap_does_not_hide_a_broken_disk(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    async def run() -> None:
+        async with serving(Endpoint(answers=said)) as endpoint:
+            pool = [each.model_dump() for each in configured(tmp_path, endpoint.url).teacher]
+            pool[0] |= {"tier": "cheap", "input_usd_per_mtok": 1e5}
+            config = configured(tmp_path, endpoint.url, voting="all", teacher=pool, cache_dir=tmp_path / "file")
+            await replayed(tmp_path, config, [state(0)])
+
+    with pytest.raises(OSError, match="file"):
+        asyncio.run(run())
