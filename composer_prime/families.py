@@ -80,19 +80,24 @@ def family_of(model: str | None) -> str:
     if tiny:
         return f"tiny-{tiny[1] or 'policy'}"
     whole = model.rstrip("/")
-    folder = whole.startswith(("/", "~", ".")) or os.path.isdir(whole)
-    found = _matching(_NAMED, whole.rpartition("/")[2]) or ([] if folder else _matching(_HINTED, whole))
-    return found[0] if len(found) == 1 else UNKNOWN
+    # A name without a slash is a model's, also where a folder is called so.
+    return _of(whole, folder=whole.startswith(("/", "~", ".")) or ("/" in whole and os.path.isdir(whole)))
 
 
 def family_named(word: str) -> str:
     """The family that a person or a trace calls `word`, in whichever spelling: `Claude` and `anthropic` are `claude`. A
-    word that no rule knows is a family of its own, in lower case; an empty one is UNKNOWN."""
+    word that no rule knows is a family of its own, in lower case; an empty one is UNKNOWN. Folders do not count."""
     word = word.strip().lower()
     if not word or word == UNKNOWN:
         return UNKNOWN
-    known = family_of(word)
+    known = family_of(word) if _TINY.match(word) else _of(word, folder=False)
     return _MAKERS.get(word, word) if known == UNKNOWN else known
+
+
+def _of(name: str, *, folder: bool) -> str:
+    """Of a name of which the part before the last slash says who serves the model, unless it is a folder."""
+    found = _matching(_NAMED, name.rpartition("/")[2]) or ([] if folder else _matching(_HINTED, name))
+    return found[0] if len(found) == 1 else UNKNOWN
 
 
 def _matching(patterns: dict[str, re.Pattern[str]], text: str) -> list[str]:

@@ -57,3 +57,12 @@ def test_a_folder_is_known_by_its_own_name(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     assert family_of("claude/step_100") == UNKNOWN
     assert family_of("anthropic/some-name") == "claude"
+
+
+# A family is what the word says, whatever folders there are where the command runs.
+@pytest.mark.parametrize("word", ["anthropic", "Anthropic", "moonshotai", "anthropic/some-name"])
+def test_a_family_does_not_depend_on_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    elsewhere = family_named(word)
+    (tmp_path / word.lower()).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert family_named(word) == elsewhere in ("claude", "kimi")
