@@ -23,6 +23,8 @@ class Price:
     """A prompt token, of the dearest tier."""
     output_usd: float
     """An answer token, of the dearest tier."""
+    request_usd: float = 0.0
+    """A call, whatever its length (perplexity's search)."""
     tiers: ModelPrice | None = None
 
     def cost_usd(self, input_tokens: int, output_tokens: int) -> float:
@@ -36,7 +38,7 @@ class Price:
 
     def bound_usd(self, input_tokens: int, output_tokens: int) -> float:
         """The most that a call with so many tokens may cost."""
-        return input_tokens * self.input_usd + output_tokens * self.output_usd
+        return self.request_usd + input_tokens * self.input_usd + output_tokens * self.output_usd
 
 
 def price_of(teacher: TeacherConfig) -> Price:
@@ -65,7 +67,8 @@ def _listed(teacher: TeacherConfig) -> Price:
             "set input_usd_per_mtok and output_usd_per_mtok for it"
         ) from None
     dearest = {"input_usd": _dearest(listed.input_mtok), "output_usd": _dearest(listed.output_mtok)}
-    return Price(**dearest, tiers=listed)
+    request_usd = float(listed.calc_price(Usage(input_tokens=0, output_tokens=0))["total_price"])
+    return Price(**dearest, request_usd=request_usd, tiers=listed)
 
 
 def _dearest(price: Decimal | TieredPrices | None) -> float:

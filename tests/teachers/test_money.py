@@ -45,6 +45,14 @@ def test_tiers() -> None:
     assert price.bound_usd(10_000, 1_000) == pytest.approx(10_000 * 2.5e-6 + 1_000 * 15e-6)
 
 
+# What a call costs whatever its length (perplexity's search) is in its bound too.
+@pytest.mark.parametrize("model", ["sonar", "sonar-pro", "sonar-reasoning-pro"])
+def test_a_fee_for_each_call(model: str) -> None:
+    price = price_of(teacher(model=model, base_url="https://api.perplexity.ai", api_key_var="K", family="perplexity"))
+    assert 0.01 < price.cost_usd(1, 1) < price.bound_usd(2, 2)
+    assert price.cost_usd(0, 0) == pytest.approx(price.bound_usd(0, 0))
+
+
 # A settlement replaces its reservation; one without settlement stays spent; a torn line harms no other.
 def test_the_ledger_adds_up(tmp_path: Path) -> None:
     path = tmp_path / "costs.jsonl"
