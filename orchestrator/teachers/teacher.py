@@ -42,6 +42,8 @@ _MAYBE_CHARGED = {408, 504, *range(520, 525)}
 """A proxy gave up on the endpoint, which may have answered, and charged, all the same."""
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 """The question did not leave: nobody can have charged for it."""
+_CONNECT_S = 10.0
+"""The longest that a connection may take to come about."""
 _PROMPT_OVERHEAD_TOKENS = 64
 """What an endpoint's chat template may add around the messages."""
 _ROUNDING = 0.01
@@ -196,7 +198,7 @@ class Teacher:
         key = question.key
         stored = self._cache.get(key)
         if stored is not None:
-            return Asked(answer=stored, key=key, cached=True, cost_usd=0.0, seconds=0.0)
+            return Asked(answer=_without_thinking(stored), key=key, cached=True, cost_usd=0.0, seconds=0.0)
         if self._client is None:
             raise NotAskedError(
                 f"teachers.cache_only is true, and {self._shared.cache_dir} holds no answer of {self.name} to this "
@@ -324,10 +326,12 @@ class Teacher:
 
 def _client(config: TeacherConfig, endpoint: str, timeout_s: float) -> openai.AsyncOpenAI:
     key = "local" if config.local else config.api_key()
+    # A connection that does not come about ends before the whole attempt, which may have been charged for, does.
+    timeout = httpx.Timeout(timeout_s, connect=min(timeout_s / 2, _CONNECT_S))
     # A proxy that the environment names leads out of this machine: what is on it would not be found there.
-    direct = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=timeout_s) if _is_here(endpoint) else None
+    direct = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=timeout) if _is_here(endpoint) else None
     # Retries are ours: each has to be paid for and accounted.
-    return openai.AsyncOpenAI(api_key=key, base_url=endpoint, timeout=timeout_s, max_retries=0, http_client=direct)
+    return openai.AsyncOpenAI(api_key=key, base_url=endpoint, timeout=timeout, max_retries=0, http_client=direct)
 
 
 def _is_here(endpoint: str) -> bool:
@@ -373,6 +377,12 @@ def _answer(reply: _Reply, usd: float, seconds: float) -> Answer:
         cost_usd=usd,
         seconds=seconds,
     )
+
+
+def _without_thinking(stored: Answer) -> Answer:
+    """Answers that an older release kept may hold some: it is taken out as it is from a reply."""
+    said = split_thinking(_text(stored.message.get("content")))[0].strip()
+    return msgspec.structs.replace(stored, message={**stored.message, "content": said or None})
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:

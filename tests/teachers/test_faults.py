@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,19 @@ def test_an_endpoint_that_is_not_there(tmp_path: Path) -> None:
     assert progress.outcomes == {"failed": 1} and progress.usd == 0
     calls = settled_calls(tmp_path)
     assert len(calls) == 6 and {settled["status"] for _, settled in calls} == {"connection"}
+
+
+# One whose address takes no connection costs nothing either: connecting is given up before the attempt is.
+def test_a_connection_that_hangs(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as waiting:
+        for _ in range(4):
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        config = configured(tmp_path, f"http://127.0.0.1:{full.getsockname()[1]}/v1", max_retries=0, timeout_s=2.0)
+        progress = asyncio.run(replayed(tmp_path, config, [state(0)]))
+    assert progress.outcomes == {"failed": 1} and progress.usd == 0
+    assert [settled["status"] for _, settled in settled_calls(tmp_path)] == ["deadline"] * 3
 
 
 # A call that fails after the replay was stopped says nothing about its teacher: its state stays open, to be asked anew.

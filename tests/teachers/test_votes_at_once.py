@@ -100,6 +100,22 @@ def test_two_states_of_one_id(tmp_path: Path, at_once: int) -> None:
     asyncio.run(run())
 
 
+# An answer that an older release kept with its thinking gives a pair without it, and is not paid for again.
+def test_thinking_of_a_kept_answer(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(Endpoint(answers=lambda model, messages: "All done.")) as endpoint:
+            config = configured(tmp_path, endpoint.url)
+            await replayed(tmp_path, config, [state(0)])
+            for path in (tmp_path / "cache").glob("*/*.json"):
+                path.write_bytes(path.read_bytes().replace(b"All done.", b"<think>Perhaps not.</think>All done."))
+            again = await replayed(tmp_path / "again", config, [state(0)])
+            assert (again.calls, again.cached, again.pairs) == (0, 2, 1)
+
+    asyncio.run(run())
+    (pair,) = read_pairs(tmp_path / "again" / "pairs.jsonl")
+    assert pair.chosen["content"] == "All done."
+
+
 # A cap that one vote meets does not hide that the disk refused the answer to another.
 def test_a_cap_does_not_hide_a_broken_disk(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
