@@ -106,7 +106,7 @@ def _adapt(lm: PreTrainedModel, config: Config) -> None:
         from trainer.lora import inject  # peft takes seconds to import
 
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_adapter_seed(config))
+            torch.default_generator.manual_seed(_adapter_seed(config))  # torch.manual_seed would reseed GPUs for good
             inject(lm, config.trainer.lora)
 
 
