@@ -440,7 +440,7 @@ class StreamingDiLoCo:
         self.work.replace_all()
         for fragment in range(len(self.fragments)):
             self.feedback.reset(fragment)
-        self._pending = None
+        self._restart_interval()
         self.replaced()
         logger.info(
             "took over the state of peer %s at outer step %d; own work on %.0f tokens is given up", header.peer,
