@@ -46,7 +46,7 @@ from diloco.ranks import Ranks
 from diloco.schedule import Schedule
 from diloco.session import Member, agreed_settings
 from diloco.state_file import packed, unpacked
-from diloco.wire import Header, checksum
+from diloco.wire import PROTOCOL, Header, checksum
 
 logger = logging.getLogger(__name__)
 _SLICE_S = 0.2
@@ -475,14 +475,15 @@ class StreamingDiLoCo:
     def load(self, raw: bytes | memoryview) -> None:
         """Go on from `state`; before the context is entered. The parameters are restored by who saved them.
 
-        Raises CheckpointError when it is of another layout or rank.
+        Raises CheckpointError when it is of another layout or rank, or of a release whose delta under way no rendezvous
+        of this one takes.
         """
         tensors, facts = unpacked(raw)
         ours = {"rank": self.ranks.rank, "ranks": self.ranks.size, "layout": self._layout_hash}
         theirs = {name: facts[name] for name in ours}
         if ours != theirs:
             raise CheckpointError(f"the outer state is of {theirs}, this is {ours}: resume with the same trainer.ranks")
-        if "work" not in facts:
+        if "work" not in facts or facts.get("pending", {}).get("protocol", PROTOCOL) != PROTOCOL:
             raise CheckpointError("the outer state was written by an older release: end that run with the one it began")
         self.globals.load(tensors, facts["outer_step"])
         self.feedback.residuals = [tensors[f"residual.{index}"] for index in range(len(self.fragments))]

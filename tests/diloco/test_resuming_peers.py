@@ -25,7 +25,9 @@ from joint_run import (
 )
 
 from composer_prime.errors import CheckpointError
+from diloco.state_file import packed, unpacked
 from diloco.streaming import StreamingDiLoCo
+from diloco.wire import PROTOCOL
 
 VALUES = {"sync_every": 6, "fragments": 2, "delay": 1, "outer": {"lr": 0.7, "momentum": 0.9}, "codec": {"type": "e3m0"}}
 STEPS = 18
@@ -170,3 +172,13 @@ def test_state_of_another_layout(key_file):
         StreamingDiLoCo(model.named_parameters(), adamw(model), config).load(state)
     with pytest.raises(CheckpointError, match="no packed global state"):
         StreamingDiLoCo(model.named_parameters(), adamw(model), config).load(b"nonsense")
+
+
+# So is one with a delta under way that an older release made, with the remedy: it could never be brought.
+def test_a_delta_of_an_older_release(key_file):
+    model = Blocks()
+    engine = StreamingDiLoCo(model.named_parameters(), adamw(model), settings("tcp://127.0.0.1:1", key_file, "a"))
+    tensors, facts = unpacked(engine.state())
+    facts["pending"] = {"protocol": PROTOCOL - 1, "peer": "a"}
+    with pytest.raises(CheckpointError, match="older release: end that run with the one it began"):
+        engine.load(packed(tensors, facts))
