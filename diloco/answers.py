@@ -84,6 +84,7 @@ class Answers:
             self.rounds, self.transfers, expected=settings.start_peers, gather_s=settings.gather_s,
             listens_until=clock() + settings.listen_s,
         )  # fmt: skip
+        self._unsettled_since = clock()
 
     def to(self, request: FromPeer) -> ToPeer:
         """Raises WireErrors for a request that does not belong here. NotReady asks the sender to come again."""
@@ -278,7 +279,7 @@ class Answers:
     # -- rounds ----------------------------------------------------------------------------------------------------
 
     def _outcome(self, ask: AskRound) -> ToPeer:
-        found = self.rounds.closed(ask.outer_step)
+        found, now = self.rounds.closed(ask.outer_step), self._clock()
         if found is not None:
             if not _starts_from(ask, found.base):
                 return _differs(ask, found.members)
@@ -289,21 +290,39 @@ class Answers:
                 newest=self.rounds.newest if self.rounds.newest is not None else ask.outer_step,
                 digest=found.digest,
             )
-        if not self.rounds.accepts(ask.outer_step, self._clock()):
+        if not self.rounds.accepts(ask.outer_step, now):
             return Gone(reason=f"round {ask.outer_step} is over and its deltas are not kept any more")
-        winners, others = self.rounds.parties(self._clock())
+        winners, others = self.rounds.parties(now) if self.begun(now) else ({}, {})
         # Who has taken over the winners' model since asks from there, with its earlier delta still in the books.
         if ask.peer in others and _starts_from(ask, others[ask.peer]):
             return _differs(ask, sorted(winners))
-        return NotReady(waiting_for=self._missing(ask.outer_step))
+        return NotReady(waiting_for=self._missing(ask.outer_step, now))
 
-    def _missing(self, outer_step: int) -> str:
-        current = self.rounds.rounds.get(outer_step)
+    def begun(self, now: float) -> bool:
+        """Whether rounds may end: after a start or restart, the most advanced peers have had a chance to be heard.
+
+        To be asked all the time: that chance begins with the last answer while rounds were settled.
+        """
+        if self.rounds.settled:
+            self._unsettled_since = now
+            return True
+        waited, training = now - self._unsettled_since, self.rounds.awaited(now)
+        if waited < self.settings.listen_s:
+            return False
+        if len(training) >= self.settings.start_peers:
+            return True
+        return waited >= self.settings.gather_s and any(peer.outer_step > 0 for peer in training)
+
+    def _missing(self, outer_step: int, now: float) -> str:
+        current, training = self.rounds.rounds.get(outer_step), self.rounds.awaited(now)
         brought = current.contributors(self.rounds.peers) if current else {}
-        missing = sorted(peer.name for peer in self.rounds.awaited(self._clock()) if peer.name not in brought)
+        missing = sorted(peer.name for peer in training if peer.name not in brought)
         short = self.settings.min_peers - len(largest_party(brought)) - len(missing)
         waits = [f"the deltas of {', '.join(missing)}"] if missing else []
         waits += [f"{short} more peer(s) with the same global model (--min-peers)"] if short > 0 else []
+        if not self.begun(now):
+            absent = self.settings.start_peers - len(training)
+            waits += [f"{absent} more peer(s) to train (--start-peers)" if absent > 0 else "peers that may come yet"]
         return " and ".join(waits) or "the lighthouse's quorum"
 
 

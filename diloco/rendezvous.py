@@ -48,7 +48,6 @@ class Rendezvous:
         self.endpoint = self._server.endpoint
         self.answers = Answers(settings, key.derive("headers"), clock, self._pulse)
         self.rounds, self.transfers = self.answers.rounds, self.answers.transfers
-        self._unsettled_since = clock()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._present: set[str] = set()
@@ -120,10 +119,8 @@ class Rendezvous:
         while True:
             now = self._clock()
             self._say_who_came_and_went(now)
-            if self.rounds.settled:
-                self._unsettled_since = now
-            members = self.rounds.closable(now, self.settings.min_peers)
-            if members is not None and self._begun(now):
+            begun, members = self.answers.begun(now), self.rounds.closable(now, self.settings.min_peers)
+            if begun and members is not None:
                 await self._close(dict(members))
             await asyncio.sleep(_TICK_S)
 
@@ -138,17 +135,6 @@ class Rendezvous:
             else:  # it said farewell, or ended while it joined
                 logger.info("peer %s has left", name)
         self._present = set(present)
-
-    def _begun(self, now: float) -> bool:
-        """After a start or restart, first the most advanced peers must have had a chance to be heard."""
-        waited, training = now - self._unsettled_since, self.rounds.awaited(now)
-        if self.rounds.settled:
-            return True
-        if waited < self.settings.listen_s:
-            return False
-        if len(training) >= self.settings.start_peers:
-            return True
-        return waited >= self.settings.gather_s and any(peer.outer_step > 0 for peer in training)
 
     async def _close(self, members: dict[str, tuple[str, ...]]) -> None:
         current = self.rounds.open_round()

@@ -194,6 +194,25 @@ def test_unknown_peer():
     assert "hello first" in books.offer("a", 0).reason
 
 
+# Of peers with different global models the smaller party is told to join anew when the run has begun, not while those
+# that may outvote the larger are waited for. Who waits is told for how many.
+def test_nobody_is_outvoted_before_the_run_has_begun():
+    books = Books(start_peers=3)
+    books.begin("a", "b")
+
+    def ask(peer, run=""):
+        return books.answers.to(AskRound(peer=peer, rank=0, instance=1, outer_step=0, base_hash=base(0, run=run)))
+
+    books.offer("a", 0)
+    assert ask("a").waiting_for == "the deltas of b and 1 more peer(s) to train (--start-peers)"
+    books.offer("b", 0, base_hash=base(0, run="other"))
+    assert ask("b", "other").waiting_for == "1 more peer(s) to train (--start-peers)"
+    books.hello("c", run="other")
+    books.beat("c", 0, run="other")
+    books.offer("c", 0, base_hash=base(0, run="other"))
+    assert "global model of peer a before outer step 0 is not that of b, c" in ask("a").reason
+
+
 # Two peers with different global models, each too few for --min-peers: the second by name is told to join anew, which
 # makes the party whole. Not before all are there, for a third may outvote the first.
 def test_a_party_too_small_to_close():
