@@ -3,7 +3,8 @@
     somebody trains       the asker's own will do if it is theirs or the rounds since are kept; else it gets a state.
                           A state that would take it back is never given: it waits until the others have passed it.
     nobody trains         the start, or all have stopped: those that come wait for one another, at most gather_s. The
-                          highest outer step among them wins, and rounds that were closed beyond it are void.
+                          highest outer step among them wins, and rounds that were closed beyond it are void, unless
+                          a peer that ended with them is there: who can replays them.
 
 A peer counts as training only if it was heard after the asker asked: one that was killed a moment ago does not. A
 rendezvous that was started a moment ago listens first: peers that trained with the one before it may be on their way.
@@ -152,10 +153,17 @@ class Joins:
         if missing > 0 and left > 0:
             return NotReady(waiting_for=f"{missing} more peer(s) to come, {left:.0f} s at most")
         if newest is not None and lead != newest + 1:
+            if lead <= newest and self._ended(newest, now) and self._replayable(join.outer_step, join.base):
+                return self._keep(join)
             self._go_to(lead, leaders)
         if peer not in leaders:
             return NotReady(waiting_for=f"peer {leaders[0].name}, at outer step {lead}, to stand ready")
         return self._keep(join)
+
+    def _ended(self, newest: int, now: float) -> bool:
+        """Whether a peer is there that has all rounds behind it and trains no more: what it ended with stands."""
+        beyond = [each for each in self._rounds.alive(now) if each.outer_step > newest]
+        return any(not each.training and not self._waits(each) for each in beyond)
 
     def _waits(self, peer: Peer) -> bool:
         join = self._joins.get(peer.name)

@@ -67,6 +67,27 @@ def test_resume_of_all(farewell):
     assert books.close(4, "a", "b").members == ("a", "b")
 
 
+# A peer that has ended stays for a while, to write its model. One that comes back meanwhile waits, as anybody does
+# where nobody trains; then it takes the rounds since its checkpoint, for the other's model holds them. Where nobody is
+# left that ended with them, they are void.
+@pytest.mark.parametrize("there", [True, False])
+def test_a_joiner_after_the_end(there):
+    books = Books()
+    books.begin("a", "b", rounds=3)
+    books.beat("a", 3, training=False)
+    books.now += BEAT_TIMEOUT_S + 1
+    books.hello("b", 1, instance=2)
+    for second in range(int(GATHER_S) + 1):
+        if there:
+            books.beat("a", 3, training=False)
+        answer = books.ask("b", 1)
+        if second < GATHER_S:
+            assert "1 more peer(s) to come" in answer.waiting_for
+        books.now += 1
+    assert answer == Current(newest=2 if there else 0)
+    assert (books.rounds.closed(2) is not None) is there
+
+
 # A process that said hello and nothing else does not make the rendezvous forget the rounds of the others.
 def test_a_silent_newcomer_voids_nothing():
     books = Books()
