@@ -57,13 +57,17 @@ class OnlineReplay:
         self._ending_since: float | None = None
 
     async def run(self) -> None:
-        """Until the states end or it is cancelled. Raises ConfigError: no key, no price, no such file.
+        """Until the states end or it is cancelled. Raises ConfigError before it begins: no key, no price, no such file.
 
         Any other error ends the replay and not the run, also a pairs.jsonl that cannot be written.
         """
         pairs, costs = self._run_dir.root / "pairs.jsonl", self._run_dir.root / "costs.jsonl"
+        begun, states = False, self._config.teachers.states
         try:
+            if states is not None:
+                next(read_states(states, lambda error: None), None)  # a file that cannot be read is told at once
             async with opened(self._config, pairs=pairs, votes=votes_beside(pairs), costs=costs, gated=True) as replay:
+                begun = True
                 if self._ending_since is not None:
                     return
                 self._replay, report = replay, asyncio.create_task(self._report(replay))
@@ -79,7 +83,7 @@ class OnlineReplay:
                 if _stopped(replay):
                     logger.error("replay stopped, training goes on: %s", replay.progress.stopped)
         except Exception as error:
-            if isinstance(error, ConfigError) and not isinstance(error, UnwritableError):
+            if not begun and isinstance(error, ConfigError) and not isinstance(error, UnwritableError):
                 raise
             expected = isinstance(error, (ComposerError, OSError))
             logger.error("replay failed, training goes on: %s", error, exc_info=None if expected else error)
@@ -105,12 +109,13 @@ class OnlineReplay:
         try:
             await asyncio.wait_for(self._ended.wait(), self._left_s())
         except TimeoutError:
-            logger.warning(
-                "the replay did not end within %g s (teachers.timeout_s): %s in flight, counted at the bound; a resume "
-                "takes up the states under way, with the answers there are",
-                self._config.teachers.end_timeout_s,
-                counted(replay.in_flight, "call"),
-            )
+            calls = counted(replay.in_flight, "call")
+            dropped = "no call in flight, but pairs that were being scored or measured; a resume does that anew"
+            if replay.in_flight:
+                under_way = "a resume takes up the states under way, with the answers there are"
+                dropped = f"{calls} in flight, counted at the bound; {under_way}"
+            end_s = self._config.teachers.end_timeout_s
+            logger.warning("the replay did not end within %g s (teachers.timeout_s): %s", end_s, dropped)
 
     def _left_s(self) -> float:
         """Until the end of the run waits no more."""
@@ -121,8 +126,11 @@ class OnlineReplay:
         """What the end of the run waits for here, `subject: how far that is`; None while it does not."""
         if self._ending_since is None or self._replay is None or not self._config.teachers.end_timeout_s:
             return None
-        calls = counted(self._replay.in_flight, "call")
-        return f"answers of teachers that may charge: {calls} in flight, given up in {self._left_s():.0f} s"
+        calls = self._replay.in_flight
+        left = f"given up in {self._left_s():.0f} s"
+        if not calls:
+            return f"the pairs of answers that are there: being scored or measured, {left}"
+        return f"answers of teachers that may charge: {counted(calls, 'call')} in flight, {left}"
 
     async def _states(self) -> AsyncIterator[TraceState]:
         path = self._config.teachers.states

@@ -138,7 +138,8 @@ class Records:
             raise ConfigError(
                 f"{self.votes_path} holds {len(other)} states whose votes were compared by rules {other[0]}, this "
                 f"release compares by rules {RULES}, and one file of pairs has one: replay into another (answers come "
-                "from the cache, for nothing), or start the run anew"
+                f"from the cache, for nothing); in a run, move {self.pairs_path.stem}*.json* in "
+                f"{self.pairs_path.parent} elsewhere, or set teachers.online = false"
             )
 
     def add(self, record: StateRecord, pairs: list[Pair]) -> int:

@@ -16,6 +16,7 @@ from composer_prime.cost_forecast import forecast
 from composer_prime.costs import read_costs
 from composer_prime.errors import ConfigError, DeadlineError
 from composer_prime.monitor.jsonl import MetricsFile
+from composer_prime.pairs_gate import gate_file
 from composer_prime.plan import build
 from composer_prime.run_dir import RunDir
 from composer_prime.traces import write_state
@@ -172,6 +173,63 @@ def test_bad_lines_of_a_states_file_are_left_out(tmp_path: Path) -> None:
     assert logged["replay/states"] == logged["replay/pairs"] == logged["replay/bad_lines"] == 2
     with pytest.raises(ConfigError, match="cannot be read"):
         asyncio.run(run(tmp_path / "nowhere.jsonl"))
+
+
+# What is wrong with a file once the replay has begun ends it alone, though it would be the user's to put right.
+def test_pairs_that_break_end_the_replay_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir, path = RunDir(tmp_path / "x"), tmp_path / "states.jsonl"
+    run_dir.root.mkdir(parents=True)
+    path.write_bytes(b"".join(write_state(state(number, f"t{number}")) for number in range(17)))
+
+    def breaking(model: str, messages: list[dict]) -> tuple[str, dict]:
+        if messages[-1]["content"].startswith("Task 16 "):
+            with (run_dir.root / "pairs.jsonl").open("rb+") as pairs:
+                pairs.write(b"x")
+        return overrule(model, messages)
+
+    async def run() -> None:
+        async with serving(Endpoint(answers=breaking)) as endpoint:
+            values = run_config(tmp_path, endpoint.url, online=True, states=path, concurrent_states=1)
+            online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
+            await asyncio.wait_for(online.run(), 60)
+
+    asyncio.run(run())
+    assert "replay failed, training goes on" in caplog.text and "pair 1 is none" in caplog.text
+
+
+# The window that the last answers of a run fill is not measured while the run ends: its resume does that.
+def test_no_measurement_begins_at_the_end(tmp_path: Path) -> None:
+    run_dir, path = RunDir(tmp_path / "x"), tmp_path / "states.jsonl"
+    run_dir.root.mkdir(parents=True)
+    path.write_bytes(b"".join(write_state(state(number, f"t{number}")) for number in range(16)))
+    hold = asyncio.Event()
+    hold.set()
+
+    def holding(model: str, messages: list[dict]) -> tuple[str, dict]:
+        if len(endpoint.asked) == 30:
+            hold.clear()  # the last state's voters wait
+        return overrule(model, messages)
+
+    async def run() -> None:
+        def online() -> OnlineReplay:
+            more = {"states": path, "concurrent_states": 1, "gate": {"window_pairs": 16}, "voting": "all", "voters": 2}
+            values = run_config(tmp_path, endpoint.url, online=True, **more)
+            return OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
+
+        async with serving(endpoint):
+            first = online()
+            task = asyncio.create_task(first.run())
+            await until(lambda: endpoint.in_flight == 2 and not hold.is_set())
+            first.stop()
+            hold.set()
+            await asyncio.wait_for(task, 20)
+            assert len(list(read_pairs(run_dir.root / "pairs.jsonl"))) == 16
+            assert not gate_file(run_dir.root / "pairs.jsonl").exists()
+            await asyncio.wait_for(online().run(), 20)
+        assert gate_file(run_dir.root / "pairs.jsonl").exists()
+
+    endpoint = Endpoint(answers=holding, hold=hold)
+    asyncio.run(run())
 
 
 # The states end before a window is full: what there is has its verdict. It misses (no base: no margins), which leaves
