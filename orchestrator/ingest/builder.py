@@ -175,7 +175,7 @@ class TraceBuilder:
     def restart(self) -> TraceState | None:
         """Forget the context: it was compacted, and its summary follows."""
         state = self.close()
-        self._truncate(0)
+        self._clear()
         self._positions.clear()
         return state
 
@@ -187,7 +187,7 @@ class TraceBuilder:
         first = next((index for index, (m, _) in enumerate(kept) if m["role"] not in ("system", "user")), len(kept))
         message = {"role": "user", "content": self._masked(summary)}
         kept = kept[:first] + ([(message, set())] if summary else []) + kept[first:]
-        self._truncate(0)
+        self._clear()
         for message, message_marks in _paired(kept):
             self._append(message, message_marks)
         return state
@@ -287,12 +287,14 @@ class TraceBuilder:
             del self._positions[next(iter(self._positions))]
 
     def _truncate(self, length: int) -> None:
-        if length == 0:
-            self._overflow = False
-        elif self._overflow:
+        if self._overflow:  # the messages are gone, and with them what positions meant
             return
         del self.messages[length:], self._marks[length:], self._prefixes[length:]
         self._chars = sum(map(_size, self.messages))
+
+    def _clear(self) -> None:
+        self.messages, self._marks, self._prefixes = [], [], []
+        self._chars, self._overflow = 0, False
 
 
 def _paired(kept: list[tuple[Message, set[str]]]) -> list[tuple[Message, set[str]]]:

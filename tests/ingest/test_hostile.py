@@ -171,6 +171,16 @@ def test_a_context_without_end(tmp_path: Path) -> None:
     assert len(states) == 5 and tally.passed_over == {"context over 5,500 characters": 15}
 
 
+# A branch that leaves behind the place where the context was given up has no context either: what came before is gone.
+def test_a_branch_of_a_context_without_end(tmp_path: Path) -> None:
+    records = [prompt("u0", None, "task"), answer("a0", "u0", text("y")), prompt("u1", "a0", "x" * 1000)]
+    records += [answer("a1", "u1", text("y")), prompt("u2", "a1", "x"), answer("a2", "u2", text("y"))]
+    records += [prompt("u3", "a1", "again"), answer("a3", "u3", text("y")), prompt("u4", "a3", "x")]
+    path = lines(tmp_path / "s.jsonl", *records, answer("a4", "u4", text("z")))
+    states, tally = taken(path, limits=Limits(context_chars=500))
+    assert [state.step for state in states] == [0] and tally.passed_over == {"context over 500 characters": 4}
+
+
 # A session file of 200 MB (made of many sessions and of one without end) stays within 200 MB of memory with everything
 # that the interpreter itself needs. (Read from VmHWM: a child's ru_maxrss begins at the peak of whoever forked it.)
 @pytest.mark.slow
