@@ -111,7 +111,7 @@ class Answers:
     def _speaker(self, request: FromPeer) -> tuple[str, int] | None:
         """The peer, and which start of it; None where it does not matter."""
         match request:
-            case Hello() | Beat() | AskRound() | AskState():
+            case Hello() | Beat() | AskRound() | AskState() | Unusable():
                 return request.peer, request.instance
             case Offer():
                 return request.header.peer, request.instance

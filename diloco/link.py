@@ -136,7 +136,10 @@ class Link:
     def refuse_state(self, serial: int, reason: str) -> None:
         """Have another source asked, for this state can not be served, or not be taken over. Never waits."""
         self._served = serial
-        self._submit(self._connection.call(Unusable(peer=self._config.peer_id, serial=serial, reason=reason)))
+        said = Unusable(
+            peer=self._config.peer_id, instance=self._member.instance, serial=serial, reason=reason
+        )  # fmt: skip
+        self._submit(self._connection.call(said))
 
     def seek(self, outer_step: int, base_hash: str) -> None:
         """Ask for what to join with, being at `outer_step` with `base_hash`; all ranks of the peer must ask."""

@@ -187,6 +187,7 @@ class Get(Message, tag="get"):
 class Unusable(Message, tag="unusable"):
     peer: str
     """Who says so."""
+    instance: int
     serial: int
     reason: str
 

@@ -6,7 +6,7 @@ import pytest
 from books import BEAT_TIMEOUT_S, DEADLINE_S, Books, base
 
 from composer_prime.errors import RunMismatchError, WireError
-from diloco.wire import AskRound, Beat, Chunk, NotReady, Offer, Welcome
+from diloco.wire import AskRound, Beat, Chunk, NotReady, Offer, Unusable, Welcome
 
 
 # Bodies in memory stay below the bound: the oldest rounds go first, the newest stays for those that are late.
@@ -132,7 +132,7 @@ def test_two_processes_with_one_name():
 
 
 # A process that thaws after another has taken its place cannot bring its delta, nor go on with one that it had begun:
-# its successor's is what the round holds.
+# its successor's is what the round holds. Nor does it have a say in which state is given to joiners.
 def test_a_thawed_predecessor_brings_nothing():
     books = Books()
     books.begin("a", "b")
@@ -143,6 +143,7 @@ def test_a_thawed_predecessor_brings_nothing():
     for request in (
         Offer(header=blob.header, instance=1),
         Chunk(name=blob.header.name, offset=0, data=b"predecess", instance=1),
+        Unusable(peer="b", instance=1, serial=1, reason="damaged"),
     ):
         with pytest.raises(RunMismatchError, match="another process has taken its place"):
             books.answers.to(request)
