@@ -17,6 +17,8 @@ class Agreement:
         self._models: dict[tuple[int, int], tuple[str, str]] = {}
         """By outer step and rank: who came first, and the hash of its model."""
         self._told: set[int] = set()
+        self._front = -1
+        """The most advanced outer step."""
 
     def difference(self, peer: str, rank: int, position: Position) -> str:
         """What differs from the first that was at this outer step, in words that name both; empty when nothing does.
@@ -27,7 +29,9 @@ class Agreement:
         first, model = self._models.get((step, rank), (peer, ""))
         if first == peer:  # it may have joined anew since
             self._models[step, rank] = peer, position.base_hash
-            self._forget_before(max(at for at, _ in self._models) - _KEPT)
+            if step > self._front:
+                self._front = step
+                self._forget_before(step - _KEPT)
             return ""
         if model == position.base_hash or step in self._told:
             return ""
@@ -42,6 +46,7 @@ class Agreement:
         """The run goes on from this outer step: what was said of it and of later ones is void."""
         self._models = {key: found for key, found in self._models.items() if key[0] < outer_step}
         self._told = {step for step in self._told if step < outer_step}
+        self._front = min(self._front, outer_step - 1)
 
     def _forget_before(self, outer_step: int) -> None:
         for key in [key for key in self._models if key[0] < outer_step]:
