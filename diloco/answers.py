@@ -292,10 +292,12 @@ class Answers:
             )
         if not self.rounds.accepts(ask.outer_step, now):
             return Gone(reason=f"round {ask.outer_step} is over and its deltas are not kept any more")
-        winners, others = self.rounds.parties(now) if self.begun(now) else ({}, {})
-        # Who has taken over the winners' model since asks from there, with its earlier delta still in the books.
-        if ask.peer in others and _starts_from(ask, others[ask.peer]):
-            return _differs(ask, sorted(winners))
+        current = self.rounds.open_round()
+        if current is not None and current.split and self.begun(now):
+            winners, others = self.rounds.parties(now)
+            # Who has taken over the winners' model since asks from there, with its earlier delta still in the books.
+            if ask.peer in others and _starts_from(ask, others[ask.peer]):
+                return _differs(ask, sorted(winners))
         return NotReady(waiting_for=self._missing(ask.outer_step, now))
 
     def begun(self, now: float) -> bool:

@@ -48,6 +48,12 @@ class Round:
         return whole
 
     @property
+    def split(self) -> bool:
+        """Whether deltas in it, whole or not, start from different global values."""
+        bases = {(rank, blob.header.base_hash) for (_, rank), blob in self.blobs.items()}
+        return len(bases) > len({rank for rank, _ in bases})
+
+    @property
     def held(self) -> int:
         """Bytes in memory."""
         return sum(len(blob.data) for blob in self.blobs.values())
