@@ -64,13 +64,13 @@ def main(words: list[str] | None = None) -> int:
         return 0
     try:
         arguments = parse(words)
-        progress = asyncio.run(replay(arguments))
+        progress, expected = asyncio.run(replay(arguments))
     except (KeyboardInterrupt, asyncio.CancelledError):
         print(INTERRUPTION, file=sys.stderr)
         return INTERRUPTED
     except (ComposerError, OSError) as error:
         fail(error, command="composer replay")
-    print("\n".join(summary(progress, arguments.pairs, forecast(arguments.config, arguments.states))))
+    print("\n".join(summary(progress, arguments.pairs, expected)))
     if progress.stopped == INTERRUPTION:
         return INTERRUPTED
     return STOPPED if progress.stopped else 0
@@ -90,13 +90,17 @@ def parse(words: Sequence[str]) -> Arguments:
     return Arguments(states=Path(own[0]), pairs=Path(own[2]), config=config)
 
 
-async def replay(arguments: Arguments) -> Progress:
-    """Raises ConfigError when the states cannot be read, or none of them can be judged."""
+async def replay(arguments: Arguments) -> tuple[Progress, Forecast | None]:
+    """(what was done, what it was expected to cost).
+
+    Raises ConfigError when the states cannot be read, or none of them can be judged.
+    """
     pairs, total = arguments.pairs, count_states(arguments.states)
     costs = pairs.with_name(f"{pairs.stem}.costs.jsonl")
     console = Console(stderr=True)
     async with opened(arguments.config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as run:
-        print(beside_the_cap(arguments.config, forecast(arguments.config, arguments.states)), file=sys.stderr)
+        expected = forecast(arguments.config, arguments.states)
+        print(beside_the_cap(arguments.config, expected), file=sys.stderr)
         with Bar(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as bar:
             showing = asyncio.create_task(_show(bar, run.progress, total))
             try:
@@ -109,7 +113,7 @@ async def replay(arguments: Arguments) -> Progress:
         raise ConfigError(f"all {progress.states} states were refused: {reasons}")
     if progress.states and progress.outcomes["failed"] == progress.states:
         progress.stopped = progress.stopped or "no state was voted on: repeat the command once the teachers answer"
-    return progress
+    return progress, expected
 
 
 @contextmanager

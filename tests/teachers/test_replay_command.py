@@ -92,9 +92,9 @@ def test_an_interruption_pays_nothing_twice(tmp_path: Path, number: int) -> None
         endpoint.answers = interrupting
         async with serving(endpoint):
             config = run_config(tmp_path, endpoint.url, concurrent_states=1)
-            first = await replay(Arguments(states=states, pairs=pairs, config=config))
+            first, _ = await replay(Arguments(states=states, pairs=pairs, config=config))
             assert first.stopped == INTERRUPTION and len(endpoint.asked) == 1 and first.usd > 0
-            second = await replay(Arguments(states=states, pairs=pairs, config=config))
+            second, _ = await replay(Arguments(states=states, pairs=pairs, config=config))
             assert second.stopped is None and second.pairs == 3
 
     asyncio.run(run())
@@ -132,7 +132,7 @@ def test_why_there_was_no_vote(tmp_path: Path) -> None:
         async with serving(Endpoint(answers=overrule, script=script)) as endpoint:
             return await replay(Arguments(states=states, pairs=pairs, config=run_config(tmp_path, endpoint.url)))
 
-    progress = asyncio.run(run())
+    progress, _ = asyncio.run(run())
     shown = "\n".join(summary(progress, pairs))
     assert "gpt-a (gpt-a at http://127.0.0.1" in shown and "status 401" in shown and "stopped" in shown
 

@@ -51,17 +51,22 @@ def test_of_several_families(tmp_path: Path) -> None:
     assert found == (pytest.approx(4 * 3, rel=0.05), pytest.approx(5 + 53 + 5, rel=0.05))
 
 
-# `composer replay` says what it will probably cost beside the cap before it asks, and after it what it did cost.
+# `composer replay` says what it will probably cost beside the cap before it asks, and after it what it did cost; the
+# file of states may be gone by then.
 def test_composer_replay_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
     states.write_bytes(b"".join(write_state(state(number)) for number in range(3)))
 
+    def removing(model: str, messages: list[dict]) -> tuple[str, dict]:
+        states.unlink(missing_ok=True)
+        return "cat", {"path": "a.py"}
+
     async def run() -> None:
-        async with serving(Endpoint(answers=lambda model, messages: ("cat", {"path": "a.py"}))) as endpoint:
+        async with serving(Endpoint(answers=removing)) as endpoint:
             config = run_config(tmp_path, endpoint.url)
-            progress = await replay(Arguments(states=states, pairs=pairs, config=config))
-            before, after = capsys.readouterr().err, summary(progress, pairs, forecast(config, states))
             said = forecast(config, states)
+            progress, told = await replay(Arguments(states=states, pairs=pairs, config=config))
+            before, after = capsys.readouterr().err, summary(progress, pairs, told)
             assert said is not None and f"cost forecast: {said.text()}; never more than $1000\n" in before
             assert f"cost      $0.6600 paid now, $0.6600 as first asked; the forecast was {said.text()}" in after
 
