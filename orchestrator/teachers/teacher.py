@@ -48,6 +48,9 @@ _PROMPT_OVERHEAD_TOKENS = 64
 """What an endpoint's chat template may add around the messages."""
 _ROUNDING = 0.01
 """By which share a bill may differ from the price list."""
+_OWN_KEY_FEE = 0.05
+"""What OpenRouter takes for a call by a key of one's own, as a share of its price:
+https://openrouter.ai/docs/features/byok."""
 
 
 class NotAskedError(TeacherError):
@@ -123,8 +126,16 @@ class _Usage(msgspec.Struct):
         """USD: what the endpoint says; by its price list where it does not."""
         if self.cost is None or self.cost < 0:
             return listed_usd
-        upstream = self.cost_details.upstream_inference_cost if self.cost_details and self.is_byok else None
-        return self.cost + (upstream or 0.0)
+        return self.cost + self._upstream_usd
+
+    def limit(self, listed_usd: float) -> float:
+        """USD: the most that a call of this price may be charged with."""
+        return listed_usd * (1 + _ROUNDING + (_OWN_KEY_FEE if self._upstream_usd else 0.0))
+
+    @property
+    def _upstream_usd(self) -> float:
+        """What the model's provider charged, where that is not in `cost`."""
+        return (self.cost_details.upstream_inference_cost if self.cost_details and self.is_byok else None) or 0.0
 
 
 class _Reply(msgspec.Struct):
@@ -255,7 +266,7 @@ class Teacher:
             tokens = (reply.usage.prompt_tokens, reply.usage.completion_tokens)
             listed = self.price.cost_usd(*tokens)
             usd, status = reply.usage.charged(listed), "ok"
-            self._check_charge(usd, listed, reserved)
+            self._check_charge(usd, listed, reply.usage.limit(listed), reserved)
             answer = _answer(reply, usd, time.monotonic() - start)
             await asyncio.to_thread(self._cache.put, key, answer)
             return answer
@@ -303,14 +314,14 @@ class Teacher:
             )
             return raw.content
 
-    def _check_charge(self, usd: float, listed: float, reserved: Reservation) -> None:
+    def _check_charge(self, usd: float, listed: float, limit: float, reserved: Reservation) -> None:
         """An endpoint that charges more than the bound, or than its prices, ends the replay: no cap could hold."""
         if usd > reserved.bound_usd:
             self._budget.close(
                 f"{self.name} charged ${usd:.6f} for a call that was bounded by ${reserved.bound_usd:.6f}: lower "
                 "teachers.budget.bytes_per_token, and check that the endpoint keeps to max_tokens"
             )
-        elif usd > listed * (1 + _ROUNDING):
+        elif usd > limit:
             self._budget.close(
                 f"{self.name} charged ${usd:.6f} for a call that costs ${listed:.6f} by its prices: correct "
                 "input_usd_per_mtok and output_usd_per_mtok of the teacher"

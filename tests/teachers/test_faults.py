@@ -266,14 +266,28 @@ def test_an_overcharge_with_calls_in_flight(tmp_path: Path) -> None:
 # with what the provider behind it charges to a key of one's own.
 @pytest.mark.parametrize(("byok", "usd"), [(False, 0.02), (True, 0.05)])
 def test_what_was_charged(tmp_path: Path, byok: bool, usd: float) -> None:
-    class Discounting(Endpoint):
+    progress, _ = play(tmp_path, [state(0)], endpoint=by_key(byok, cost=0.02, upstream=0.03))
+    assert progress.pairs == 1 and progress.usd == pytest.approx(2 * usd)
+
+
+def by_key(byok: bool, *, cost: float, upstream: float) -> Endpoint:
+    """Says that it charged `cost`, and the model's provider `upstream`."""
+
+    class Reporting(Endpoint):
         def _completion(self, body: dict) -> dict:
             completion = super()._completion(body)
-            completion["usage"] |= {"is_byok": byok, "cost_details": {"upstream_inference_cost": 0.03}}
+            completion["usage"] |= {"is_byok": byok, "cost_details": {"upstream_inference_cost": upstream}}
             return completion
 
-    progress, _ = play(tmp_path, [state(0)], endpoint=Discounting(answers=overrule, billed_usd=0.02))
-    assert progress.pairs == 1 and progress.usd == pytest.approx(2 * usd)
+    return Reporting(answers=overrule, billed_usd=cost)
+
+
+# The fee that is taken for a key of one's own, beside the provider's price, is no overcharge; a higher one is, and so
+# is as much where there is no such key.
+@pytest.mark.parametrize(("byok", "fee", "stopped"), [(True, 0.05, False), (True, 0.1, True), (False, 1.05, True)])
+def test_the_fee_for_a_key_of_ones_own(tmp_path: Path, byok: bool, fee: float, stopped: bool) -> None:
+    progress, _ = play(tmp_path, [state(0)], endpoint=by_key(byok, cost=fee * USD, upstream=USD))
+    assert ("by its prices" in (progress.stopped or "")) == stopped
 
 
 # A process that dies between reservation and settlement may have paid: it counts as spent.
