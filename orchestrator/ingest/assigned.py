@@ -2,7 +2,7 @@
 `--token 3f78...`, and the values of cookies.
 
 Code is full of such names too, so a value counts only where it cannot be code: no word, path, number, call or variable.
-A shell variable (upper case, no space before the value) holds its value as it stands; there any value counts.
+A shell variable (upper case, no space before the value) holds its value as it stands; there nearly any value counts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ _NAME = re.compile(
     r"(?:api|access|auth|private|secret|account|client)[_-]?key|secret|token|passw(?:or)?d|passphrase|pass|pwd"
 )
 """Where _NAMED may begin, in text in lower case."""
+_ENDS = r"(?:[\s\"'`;&|$<>(){}\[\],\\]|$)"
+_ATTRIBUTE = rf"[A-Za-z_]{{1,64}}(?:\.[A-Za-z_]{{1,64}}){{1,8}}{_ENDS}"
 VARIABLE = re.compile(
-    r"(?<![A-Za-z])(?:API_?KEY|ACCESS_KEY|SECRET(?:_KEY)?|TOKEN|PASSWORD|PASSWD|(?<=_)(?:PASS|PWD))=(?!=)[\"']?"
+    rf"(?<![A-Za-z])(?:(?:API_?KEY|ACCESS_KEY|SECRET(?:_KEY)?|TOKEN(?!=[\"']?\d{{1,15}}{_ENDS}))=(?![\"']?{_ATTRIBUTE})"
+    r"|(?:PASSWORD|PASSWD|(?<=_)(?:PASS|PWD))=)(?!=)[\"']?"
     r"(?P<secret>[^\s\"'`;&|$<>(){}]{6,512})"
 )
+"""Not of `MAX_TOKEN=4096` and `API_KEY=args.api_key`, which are settings and code; a password may be either."""
 _NAMED = re.compile(
     r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))"
     r"(?i:(?:api|access|auth|private|secret|account|client)[_-]?key(?:_base)?|secret|token|password|passwd|passphrase"

@@ -172,11 +172,11 @@ _PLAIN_VALUE = re.compile(r"[A-Za-z_.\s-]*|\W*|<masked:.*")
 """Values that the keyword detector reports and that hold no secret: words, punctuation, what is masked already."""
 _EMAIL = re.compile(r"\b(?!git@)[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b")
 _HOME = re.compile(
-    r"(?P<root>/home/|/Users/|\b[A-Za-z]:\\{1,2}Users\\{1,2}|(?<![\w-])-(?:home|Users)-(?=[^-]))"
+    r"(?P<root>/home/|/Users/|\b[A-Za-z]:\\{1,2}Users\\{1,2}|(?<![\w-])-(?:home|Users)-(?=[^-])(?!(?:page|dir|path|url)(?![\w.-])))"
     r"(?P<name>(?!user\b)(?:(?<=-)[\w.]+|(?<=\\)[\w.-]+(?: [\w.-]+){1,3}(?=\\)|(?<!-)[\w.-]+))"
 )
 """Names have letters of any script; those of Windows spaces too. `-home-jdoe-src` is how Claude Code names the folder
-of a project."""
+of a project; `-home-page` is an option."""
 
 
 class Masker:
@@ -214,9 +214,19 @@ class Masker:
         if isinstance(value, list):
             return [self.value(item, beside) for beside, item in named_values.beside_items(value, name)]
         if isinstance(value, dict):
-            members = named_values.beside_members(value)
-            return {self.text(key): self.value(item, beside) for key, beside, item in members}
+            return self._members(value)
         return value
+
+    def _members(self, members: dict[str, Any]) -> dict[str, Any]:
+        """Keys that are masked alike are numbered, so that none takes another's place."""
+        masked, alike = dict[str, Any](), Counter[str]()
+        for key, beside, item in named_values.beside_members(members):
+            name = shown = self.text(key)
+            while shown in masked:
+                alike[name] += 1
+                shown = f"{name} {alike[name] + 1}"
+            masked[shown] = self.value(item, beside)
+        return masked
 
     def _named(self, name: str, value: str) -> str:
         masked = self.text(value)

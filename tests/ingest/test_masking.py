@@ -79,6 +79,8 @@ def test_more_providers(token: str) -> None:
         ("api_key: 3f786850e387550fdab836ed7e6dc881", "api_key: <masked:password>"),
         ('{\\"api_key\\": \\"3f786850e387550f\\"}', '{\\"api_key\\": \\"<masked:password>\\"}'),
         ("curl 'x?accessToken=abc123def456&n=1'", "curl 'x?accessToken=<masked:password>&n=1'"),
+        ("API_KEY=12345678 PASSWORD=correct.horse", "API_KEY=<masked:password> PASSWORD=<masked:password>"),
+        ("TOKEN=abc.def.ghi1", "TOKEN=<masked:password>"),
         ("TOKEN=abc123def456 run", "TOKEN=<masked:password> run"),
         ("GITHUB_TOKEN: abc123def456", "GITHUB_TOKEN: <masked:password>"),
         ("DB_PASS=hunter2 MYSQL_PWD=hunter2", "DB_PASS=<masked:password> MYSQL_PWD=<masked:password>"),
@@ -150,6 +152,8 @@ def test_encrypted_private_keys_go_whole(end: str) -> None:
         "docker build --secret id=npm12rc34,src=a1b2c3 . && x --token $T1 --token <token12345>",
         "Basic authentication and Basic Configuration of npm_config_registry hvs.py dapi_client r8_x",
         "cookie = SimpleCookie(); cookies: theme=dark; Max-Age=31536000; sk_test_ prefix, the password reset2 page",
+        "MAX_TOKEN=100000 EOS_TOKEN='151645' run, API_KEY=args.api_key, SECRET_KEY=settings.SECRET",
+        "TOKEN=os.environ['X'], API_KEY=config.get('api'), ls -home-page --tool -home-dir",
         "next_token 3f786850e387550f, a secret 3f786850e387550f",
     ],
 )
@@ -173,6 +177,13 @@ def test_masking_reaches_every_message(tmp_path: Path) -> None:
     assert token in json.dumps([state.messages for state in taken(path, mask=False)[0]])
 
 
+# Keys that are masked alike keep their values, each under a name of its own.
+def test_keys_that_are_masked_alike() -> None:
+    value = {"a@example.com": 1, "b@example.com": 2, "<masked:email> 2": 3, "c@example.com": {"d@example.com": 4}}
+    masked_value = Masker(Counter()).value(value)
+    assert list(masked_value.values()) == [1, 2, 3, {"<masked:email>": 4}] and "example" not in str(masked_value)
+
+
 # Tools, the name of the trace and the model's come from the file too.
 def test_masking_reaches_what_surrounds_the_messages(tmp_path: Path) -> None:
     token = SECRETS["github-token"]
@@ -188,6 +199,7 @@ HOSTILE = [
     "authorization: ", "curl -u ", "://a:", " a@", "a@a.", "/home/", "-----BEGIN PRIVATE " + "KEY-----", "api_key\\",
     "token: ", "--token ", "-a", "cookie: ", "cookie: a=", "cookie=b;", "cookie: a=b\n", "cookie\\", "password ",
     "Basic ", "npm_", "1//0", "C:\\Users\\a b ", "secret==", "'a' == secret", "xoxa-1-", "aws", "-home-",
+    "TOKEN=a.", "TOKEN=1",
 ]  # fmt: skip
 
 
