@@ -6,8 +6,8 @@
     prose    ("prose",): any text without an action, in one bucket; the call that ends a trace with a message too
 
 The order of several calls of one turn counts where one of them is a command or an edit; text beside a call does not. A
-command in a fenced block is a
-shell action where the agent had no tools: elsewhere it is an example. A broken call written as text is itself.
+command in a fenced block is a shell action where the agent had no tools: elsewhere it is an example. A broken call
+written as text is itself.
 
 Two different actions of one form would make an agreement that is none; two equal ones of different forms only cost a
 pair. So whatever is not sure to be cosmetic counts.

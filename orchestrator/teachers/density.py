@@ -7,9 +7,8 @@ The base margin of a pair is log p(chosen) - log p(rejected) a token under the f
 label-flipped pair has its sides exchanged; a cross-step pair has the rejected answer of another state. The chosen
 answer is in both, so that a pair and its cross-step pair are compared by the rejected answers alone. Pairs of one trace
 are alike: the tests exchange whole traces, and the intervals draw whole traces. Eight traces are the fewest that can
-reach p < .01. Cost and time
-are those of asking: an answer from the cache counts at what it cost when it was asked for. The gates are this project's
-own.
+reach p < .01. Cost and time are those of asking: an answer from the cache counts at what it cost when it was asked for.
+The gates are this project's own.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ It never holds training up. Pairs are trained a window at a time, once the windo
 the run goes on with the pairs there are. A resumed run goes on where it was, and what was answered is not paid again.
 
 The end of the run, Ctrl-C too, waits for calls in flight, which may be charged, at most for their own deadline: `stop`,
-`end`. Calls that are dropped (a run that fails, a second Ctrl-C) count at their bound, and are made once more after a
-resume.
+`end`. Calls that are dropped (an orchestrator that fails, a second Ctrl-C) count at their bound, and are made once more
+after a resume.
 """
 
 from __future__ import annotations

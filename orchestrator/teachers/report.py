@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         "--margin-pairs", type=_margins_wanted, default=400, help="pairs to measure margins of (default 400)"
     )
     parser.add_argument(
-        "--min-pairs", type=_min_pairs, help=f"pairs a trace that are wanted (as last time, or {MIN_PAIRS_A_TRACE:g})"
+        "--min-pairs", type=_above_zero, help=f"pairs a trace that are wanted (as last time, or {MIN_PAIRS_A_TRACE:g})"
     )
     parser.add_argument("--chart", type=Path, help="SVG file to draw (PAIRS.svg by default)")
     parser.add_argument("--timeout-s", type=_above_zero, default=300.0, help="for loading the base, and for each score")
@@ -63,16 +63,6 @@ def _margins_wanted(word: str) -> int:
     if not word.isdecimal() or int(word) < _FEWEST_MARGINS:
         raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from {_FEWEST_MARGINS} on")
     return int(word)
-
-
-def _min_pairs(word: str) -> float:
-    try:
-        wanted = float(word)
-    except ValueError:
-        wanted = math.nan
-    if not 0 < wanted < math.inf:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number above 0")
-    return wanted
 
 
 def _above_zero(word: str) -> float:
