@@ -53,11 +53,12 @@ def test_plan_of_the_quickstart_has_no_problem(tmp_path):
         assert part in text
 
 
-def test_dry_run_imports_nothing_heavy():
+def test_dry_run_imports_nothing_heavy(tmp_path):
     # The whole dry run stays clear of torch and verifiers, although it checks that environments are installed.
-    code = """import sys; sys.argv = ["trainer", "@", "configs/a1.toml", "--dry-run"]
+    code = f"""import sys
+sys.argv = ["trainer", "@", "configs/a1.toml", "--dry-run", "--run.output_dir", {str(tmp_path)!r}]
 from trainer.main import main; status = main()
-print(status, sorted({"torch", "transformers", "verifiers"} & set(sys.modules)))"""
+print(status, sorted({{"torch", "transformers", "verifiers"}} & set(sys.modules)))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
 

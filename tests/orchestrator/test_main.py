@@ -69,9 +69,10 @@ def outcome(run_dir: RunDir) -> tuple[int, str]:
         return process.returncode, said[-3000:]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["@", "configs/a1.toml", "--dry-run"]])
-def test_help_and_dry_run_are_quick(words):
+@pytest.mark.parametrize("words", [["--help"], ["@", "configs/a1.toml", "--dry-run", "--run.output_dir"]])
+def test_help_and_dry_run_are_quick(words, tmp_path):
     """They answer before torch, verifiers or a socket is touched (two seconds of CPU time at most)."""
+    words = [*words, str(tmp_path)] if words[-1] == "--run.output_dir" else words
     before = os.times()
     done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
     after = os.times()
