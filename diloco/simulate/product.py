@@ -1,8 +1,11 @@
 """What diloco/ itself does, as the simulator sees it: a fragment leaves through the rendezvous when a step has ended.
 
     training thread      encode | waits unless tau steps hide it ......................... | decode, average, install
-    link                        | up | round closes at the rendezvous | down (N - 1 deltas) |
-                         busy_s      handling_s                                              busy_s
+    link                        | up .......... | round closes | down (N - 1 deltas) |
+    machines on the way         | handle pieces |              | handle pieces ..... |
+                         busy_s   the slower      round_s        the slower            busy_s
+
+Pieces of a delta (diloco/connection.py) are encrypted, checked and copied while others are on the link.
 
 The constants are CPU times measured on one x86-64 core: a machine with faster or more cores is quicker than this, a
 busy one slower. benchmarks/diloco_link.py measures its machine's own and says how far the simulator is off with them.
@@ -80,11 +83,11 @@ class JointRun:
         each_s = self.size / self.ranks * 1e-9
         encode_s, decode_s = each_s * ENCODE_NS[self.codec.type], each_s * DECODE_NS
         relayed = self.peers**2 * self.size * codec_bits(self.codec) / 8
-        handling_s = ROUND_S + relayed * RELAY_NS * 1e-9
+        handling_s = relayed * RELAY_NS * 1e-9
         return Net(
             peers=self.peers, gbit_s=gbit, latency_s=latency_s, relay_gbit_s=relay_gbit,
             connections=self.ranks, busy_s=encode_s + self.peers * decode_s + each_s * INSTALL_NS, encode_s=encode_s,
-            decode_s=decode_s, handling_s=handling_s,
+            decode_s=decode_s, handling_s=handling_s, round_s=ROUND_S,
         )  # fmt: skip
 
 

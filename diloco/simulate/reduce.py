@@ -45,6 +45,8 @@ class Net:
     """Of it, decoding one of the N."""
     handling_s: float = 0.0
     """Of the rendezvous, as in Pipe; ways without a relay have none."""
+    round_s: float = 0.0
+    """Likewise."""
 
 
 def pipe(way: str, net: Net) -> Pipe:
@@ -71,9 +73,12 @@ def pipe(way: str, net: Net) -> Pipe:
             decoded = factor
         case _:
             raise ValueError(f"no way of reducing is called {way!r}; there are {', '.join(WAYS)}")
-    handling_s = net.handling_s if way == "relay" else 0.0
+    handling_s, round_s = (net.handling_s, net.round_s) if way == "relay" else (0.0, 0.0)
     busy_s = net.busy_s + (encoded - 1) * net.encode_s + (decoded - n) * net.decode_s
-    return Pipe(gbit_s=gbit, latency_s=net.latency_s, factor=factor, hops=hops, busy_s=busy_s, handling_s=handling_s)
+    return Pipe(
+        gbit_s=gbit, latency_s=net.latency_s, factor=factor, hops=hops, busy_s=busy_s, handling_s=handling_s,
+        round_s=round_s,
+    )  # fmt: skip
 
 
 def group_size(peers: int) -> int:
@@ -84,8 +89,7 @@ def group_size(peers: int) -> int:
 def seconds(way: str, net: Net, bits: float) -> float:
     """One reduction of a delta of `bits` bits from the start of its encoding to the last peer's having the result."""
     found = pipe(way, net)
-    moving = bits * found.factor / (found.gbit_s * 1e9) + found.hops * found.latency_s
-    return moving + found.busy_s + found.handling_s
+    return found.moving_s(bits) + found.hops * found.latency_s + found.round_s + found.busy_s
 
 
 def best(net: Net, bits: float) -> str:

@@ -20,14 +20,16 @@ class Shares:
     link_s: float
     """Waiting for bits on their way."""
     rendezvous_s: float
-    """Waiting for the rendezvous to handle what it relays."""
+    """Waiting for the rendezvous to close the round, and to handle what it relays where the link is quicker."""
 
     @classmethod
     def of(cls, workload: Workload, scheme: Scheme, pipe: Pipe) -> Shares:
         waits_s = exposed_s(workload, scheme, pipe) - pipe.busy_s
         bits = workload.parameters / scheme.fragments * scheme.bits
-        moving_s = bits * pipe.factor / (pipe.gbit_s * 1e9) + pipe.hops * pipe.latency_s
-        handled_s = waits_s * pipe.handling_s / (moving_s + pipe.handling_s)
+        on_link_s = bits * pipe.factor / (pipe.gbit_s * 1e9)
+        slower_s = pipe.moving_s(bits) - on_link_s + pipe.round_s
+        whole_s = on_link_s + pipe.hops * pipe.latency_s + slower_s
+        handled_s = waits_s * slower_s / whole_s if whole_s else 0.0
         return cls(
             compute_s=scheme.every / scheme.fragments * workload.step_s, codec_s=pipe.busy_s,
             link_s=waits_s - handled_s, rendezvous_s=handled_s,

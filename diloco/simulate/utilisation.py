@@ -66,7 +66,13 @@ class Pipe:
     busy_s: float = 0.0
     """A synchronisation's work on the training thread, before and after the bits are under way: never hidden."""
     handling_s: float = 0.0
-    """A synchronisation's work on the way, whatever the bandwidth: hidden like the transfer."""
+    """A synchronisation's work on bits on their way, beside the transfer: the slower of the two sets the pace."""
+    round_s: float = 0.0
+    """What a synchronisation takes on the way besides, whatever its size."""
+
+    def moving_s(self, bits: float) -> float:
+        """Until `bits` of a delta are through the link and those that handle it, without latency."""
+        return max(bits * self.factor / (self.gbit_s * 1e9), self.handling_s)
 
 
 def exposed_s(workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
@@ -81,11 +87,11 @@ def exposed_s(workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
 def _arrival_s(part: Sequence[int], workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
     """When the last layer of a fragment is there, from the start of the step that sends it."""
     share, at = workload.backward_share, 0.0
-    seconds = workload.parameters / workload.layers * scheme.bits * pipe.factor / (pipe.gbit_s * 1e9)
+    seconds = pipe.moving_s(len(part) * workload.parameters / workload.layers * scheme.bits) / len(part)
     for layer in sorted(part, reverse=True):
         ready = workload.step_s * ((1 - share) + share * (workload.layers - layer) / workload.layers)
         at = max(at, ready) + seconds
-    return at + pipe.hops * pipe.latency_s + pipe.handling_s
+    return at + pipe.hops * pipe.latency_s + pipe.round_s
 
 
 def utilisation(workload: Workload, scheme: Scheme, pipe: Pipe) -> float:

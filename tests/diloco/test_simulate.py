@@ -151,13 +151,17 @@ def test_forecast_by_hand():
     run = JointRun(
         parameters=1e8, layers=4, step_s=10.0, every=4, fragments=2, delay=0, codec=CodecConfig(type="fp32")
     )
-    net = Net(peers=2, gbit_s=1.0, latency_s=0.0, busy_s=0.5, handling_s=0.25)
+    net = Net(peers=2, gbit_s=1.0, latency_s=0.0, busy_s=0.5, handling_s=6.0, round_s=0.25)
     transfer_s = 4 * 5e7 * 32 * FRAMING / 1e9
     at_once, delayed = forecast(run, net), forecast(replace(run, delay=1), net)
     assert [at_once.sync_s, at_once.exposed_s] == pytest.approx([transfer_s + 0.75] * 2)
     assert at_once.utilisation == pytest.approx(20 / (20 + transfer_s + 0.75))
     assert delayed.exposed_s == pytest.approx(0.5) and delayed.hidden_step_s == pytest.approx(transfer_s + 0.25)
     assert at_once.sent_bytes == pytest.approx(5e7 * 4 * FRAMING)
+    # Pieces are handled while others are on the link: only what is slower than the link counts, and counts whole.
+    assert forecast(run, replace(net, handling_s=0.0)) == at_once
+    slow = forecast(run, replace(net, handling_s=transfer_s + 2))
+    assert [slow.sync_s, slow.exposed_s] == pytest.approx([transfer_s + 2.75] * 2)
 
 
 # Ranks share the codec's work and have a window each; what goes through the rendezvous stays the same.
@@ -176,7 +180,7 @@ def test_ranks_by_hand():
 def test_shares_by_hand():
     workload = Workload(parameters=1e9, layers=1, step_s=10.0, backward_share=0.0)
     scheme = Scheme(name="x", every=2, delay_steps=1, bits=8)
-    shares = Shares.of(workload, scheme, Pipe(gbit_s=0.5, busy_s=5.0, handling_s=4.0))
+    shares = Shares.of(workload, scheme, Pipe(gbit_s=0.5, busy_s=5.0, handling_s=18.0, round_s=2.0))
     assert shares == Shares(compute_s=20.0, codec_s=5.0, link_s=8.0, rendezvous_s=2.0) and shares.dominant == "link"
     assert "20 s (57%) are compute, 5 s (14%) codec work" in shares.text() and "8 s (23%) waiting" in shares.text()
     assert Shares(compute_s=1, codec_s=3, link_s=2, rendezvous_s=0).dominant == "codec"
