@@ -9,9 +9,10 @@ bits. The hash says so at every outer step.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -98,6 +99,19 @@ class GlobalModel:
         """Give the parameters the global values."""
         for fragment, master_n in zip(self.fragments, self.masters, strict=True):
             fragment.write(master_n)
+
+    @contextlib.contextmanager
+    def installed(self, *, swept: bool = False) -> Iterator[None]:
+        """Meanwhile the parameters hold the global values; with `swept`, those after the last full sweep."""
+        local = [fragment.read() for fragment in self.fragments]
+        held = self.swept if swept else self.masters
+        for fragment, values_n in zip(self.fragments, held, strict=True):
+            fragment.write(values_n)
+        try:
+            yield
+        finally:
+            for fragment, values_n in zip(self.fragments, local, strict=True):
+                fragment.write(values_n)
 
     def tensors(self) -> dict[str, Tensor]:
         """Masters, momentum and what the last full sweep left where it is not the masters, by name; not copies."""

@@ -1,7 +1,7 @@
 """A trainer rank's link to the other clusters, in a thread of its own: training goes on while deltas travel.
 
     engine thread                         link thread
-    begin(header, body)  ───────────────> upload, ask for the outcome, fetch the others' bodies (exchange.py)
+    offer(header, body)  ───────────────> upload, ask for the outcome, fetch the others' bodies (exchange.py)
     wait(timeout_s)      <─────────────── Arrived | Left | nothing yet
     seek, found          <──────────────> a state to join with
                                           a beat every few seconds: alive, at which outer step (session.py)
@@ -25,9 +25,10 @@ from composer_prime.errors import RunMismatchError
 from diloco.connection import Connection, RefusedError
 from diloco.exchange import Arrived, Exchange, Found, Left, Offered
 from diloco.keys import JointKey
+from diloco.layout import layout_hash
 from diloco.peer import Position
 from diloco.session import Member, Session
-from diloco.wire import Header, Unusable, sealed
+from diloco.wire import Header, Unusable, checksum, sealed
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,6 +39,7 @@ class Link:
     def __init__(self, config: DilocoConfig, key: JointKey, member: Member) -> None:
         self._config, self._member = config, member
         self._client, self._header_key = key.client(), key.derive("headers")
+        self._layout_hash = layout_hash(member.layout)
         self._session = Session(config, member)
         self._connection: Connection | None = None
         self._exchange: Exchange | None = None
@@ -85,11 +87,21 @@ class Link:
         if training is not None and self._connection is not None:
             self._submit(self._session.tell(self._connection))
 
-    def begin(
-        self, outer_step: int, base_hash: str, header: Header | None = None, body: memoryview | None = None
-    ) -> None:
-        """Start on a round: bring `body` (None: only fetch what the others agreed on), then fetch the outcome."""
-        self._part = Offered(outer_step=outer_step, base_hash=base_hash, header=header, body=body)
+    def header(self, kind: str, body: memoryview, outer_step: int, base_hash: str, **facts: Any) -> Header:
+        """Of a body that belongs to the global values with that hash; not sealed yet. `facts`: more of its fields."""
+        return Header(
+            kind=kind, run=self._config.run, peer=self._config.peer_id, rank=self._member.rank, size=len(body),
+            outer_step=outer_step, base_hash=base_hash, layout_hash=self._layout_hash, checksum=checksum(body), **facts,
+        )  # fmt: skip
+
+    def offer(self, header: Header, body: memoryview) -> None:
+        """Start on a round: bring a delta, then fetch the outcome; `body` must not change any more."""
+        self._part = Offered(outer_step=header.outer_step, base_hash=header.base_hash, header=header, body=body)
+        self.repeat()
+
+    def fetch(self, outer_step: int, base_hash: str) -> None:
+        """Start on a round without a delta: only fetch what the others agreed on."""
+        self._part = Offered(outer_step=outer_step, base_hash=base_hash)
         self.repeat()
 
     def repeat(self) -> None:

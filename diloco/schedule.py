@@ -8,6 +8,7 @@ An outer step is one completed fragment; a sweep is P of them. Only one fragment
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from composer_prime.config.diloco import DilocoConfig
@@ -33,3 +34,24 @@ class Schedule:
     def prepares(self, inner_step: int) -> bool:
         """Whether the delta is due after `inner_step` steps since the last completion."""
         return inner_step >= self.interval - self.delay
+
+
+class Pace:
+    """How long an inner step takes, for a peer that must not miss a deadline by one."""
+
+    def __init__(self, margin_s: float) -> None:
+        """`margin_s`: what may pass before a beat tells of a deadline."""
+        self._margin_s, self._step_s, self._since = margin_s, 0.0, time.monotonic()
+
+    def restart(self) -> None:
+        """What passed since the last step, such as the wait for an outcome, is not the next one's."""
+        self._since = time.monotonic()
+
+    def stepped(self) -> None:
+        """An inner step has ended."""
+        now = time.monotonic()
+        self._step_s, self._since = now - self._since, now
+
+    def would_miss(self, left_s: float | None) -> bool:
+        """Whether another step may take longer than `left_s`; None: nothing is due."""
+        return left_s is not None and left_s < 1.5 * self._step_s + self._margin_s

@@ -114,7 +114,7 @@ class Trainer:
             self.policy.named_parameters(), self.optimizer.parts[-1], self.config.diloco, agreed=agreed
         )
         outer.stopping = self._stopping
-        outer.replayed, outer.replaced = self.teacher.catch_up, self.teacher.start_anew
+        outer.healer.replayed, outer.healer.replaced = self.teacher.catch_up, self.teacher.start_anew
         return outer
 
     def _version_of(self, step: int) -> int:

@@ -156,7 +156,7 @@ def keep(seen: Trajectory, engine: StreamingDiLoCo) -> None:
     """How the global model and the error feedback ended."""
     seen.masters = [master.clone() for master in engine.globals.masters]
     seen.velocity = [velocity.clone() for velocity in engine.globals.outer.velocity]
-    seen.residuals = [residual.clone() for residual in engine.feedback.residuals]
+    seen.residuals = [residual.clone() for residual in engine.replica.feedback.residuals]
 
 
 def record(seen: Trajectory, engine: StreamingDiLoCo) -> None:

@@ -29,7 +29,7 @@ class Cluster:
         self.teacher = SelfTeacher(self.model, CHANNELS, None)
         self.engine = StreamingDiLoCo(self.model.named_parameters(), self.optimizer, config)
         self.told: list[int | str] = []
-        self.engine.replayed, self.engine.replaced = self._replayed, self._replaced
+        self.engine.healer.replayed, self.engine.healer.replaced = self._replayed, self._replaced
 
     def _replayed(self, steps: int) -> None:
         self.told.append(steps)

@@ -156,7 +156,7 @@ def test_late_outcome_keeps_the_steps_since(make_rendezvous, key_file, delay, al
             copy = Blocks()
             resumed = StreamingDiLoCo(copy.named_parameters(), adamw(copy), engine.config)
             resumed.load(raw)
-            assert resumed.state() == raw and resumed._pending.offer.due_n is not None
+            assert resumed.state() == raw and resumed.replica.pending.offer.due_n is not None
             far.set()
             engine.config = engine.config.model_copy(update={"round_timeout_s": 15})
             until(engine._link._round.done, "round 1 does not end")

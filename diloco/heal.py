@@ -1,0 +1,119 @@
+"""How a peer comes to stand where the others stand, at its start or when they went on without it. Read `join` first.
+
+    seek ──> found: its own state will do ───────────────┬──> replay the rounds closed since ──> train
+      ^      found: another peer's; check, take over it ─┘         │
+      └──────────────── they are not kept any more <───────────────┘
+
+All its ranks ask in step and take over the same. With what a peer joins the rendezvous decides (joining.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from composer_prime.config.diloco import DilocoConfig
+from composer_prime.errors import CheckpointError, ChecksumError, DeadlineError
+from diloco.exchange import Arrived, Found, Left
+from diloco.link import Link
+from diloco.outcomes import Outcomes
+from diloco.outer_step import OuterSteps
+from diloco.ranks import Ranks
+from diloco.replica import Replica
+from diloco.schedule import Schedule
+from diloco.state_file import unpacked
+from diloco.wire import Header
+
+logger = logging.getLogger(__name__)
+_SLICE_S = 0.2
+"""How often ranks that wait for a state compare notes."""
+
+
+class Healer:
+    def __init__(
+        self, config: DilocoConfig, link: Link, replica: Replica, outcomes: Outcomes, steps: OuterSteps, ranks: Ranks
+    ) -> None:
+        self._config, self._interval = config, Schedule.of(config).interval
+        self._link, self._replica, self._outcomes, self._steps, self._ranks = link, replica, outcomes, steps, ranks
+        self.replayed: Callable[[int], None] = lambda steps: None
+        """Told how many inner steps more than this peer's own are behind the rounds that it has just caught up with."""
+        self.replaced: Callable[[], None] = lambda: None
+        """Told that all parameters come from another peer's state now: averages over their past mean nothing."""
+
+    def join(self) -> None:
+        """Stand where the others stand: with what this peer has, or with the state of one of them. A collective.
+
+        Raises DeadlineError after diloco.heal_timeout_s.
+        """
+        replica, model = self._replica, self._replica.globals
+        self._link.position(model.outer_step, model.hash, training=False)
+        before, deadline = model.hash, time.monotonic() + self._config.heal_timeout_s
+        left: Left | None = Left("not joined yet")
+        while left is not None:
+            found = self._find(deadline)
+            if found.header is not None:
+                self._take_over(found.header, found.body)
+            if replica.pending is not None:  # its outcome is taken when it is due, as if this peer had not been away
+                break
+            left = self.replay(found.newest)
+        if model.hash != before:
+            replica.restart_interval()
+        elif replica.pending is not None:
+            self._link.offer(replica.pending.header, replica.pending.body)
+        self._link.position(model.outer_step, model.hash, training=True)
+        peer, run = self._config.peer_id, self._config.run
+        logger.info("peer %s takes part in run %s from outer step %d on", peer, run, model.outer_step)
+
+    def replay(self, newest: int, exposed_s: float = 0.0) -> Left | None:
+        """Apply the closed rounds up to `newest` and those that close meanwhile; Left when they are not kept.
+
+        `exposed_s`: what training waited. A collective.
+        """
+        model = self._replica.globals
+        began = model.outer_step
+        while isinstance(arrived := self._outcomes.next(newest, self._config.round_timeout_s), Arrived):
+            self._steps.take(arrived, exposed_s)
+            newest = arrived.outcome.newest
+        elsewhere = (model.outer_step - began) * self._interval - self._replica.inner
+        if model.outer_step > began and elsewhere > 0:
+            self.replayed(elsewhere)
+        return arrived
+
+    def _find(self, deadline: float) -> Found:
+        """What to join with, alike on all ranks, which ask in step. A collective. Raises DeadlineError."""
+        model = self._replica.globals
+        self._link.seek(model.outer_step, model.hash)
+        while True:
+            found = self._link.found(_SLICE_S)
+            ready, in_time = self._ranks.smallest([found is not None, time.monotonic() < deadline])
+            if ready and found is not None:
+                if self._ranks.alike([found.serial, found.newest]) and self._usable(found):
+                    return found
+                self._link.seek(model.outer_step, model.hash)
+            if not in_time:
+                raise DeadlineError(
+                    f"no state to join with within diloco.heal_timeout_s = {self._config.heal_timeout_s:g} s: the "
+                    f"rendezvous waits for {self._link.waiting_for}"
+                )
+
+    def _usable(self, found: Found) -> bool:
+        """Whether all ranks can take over what they found; if not, another source is asked for it. A collective."""
+        problem = None
+        if found.header is not None:
+            try:
+                header = found.header
+                self._replica.globals.check(unpacked(found.body)[0], header.outer_step, header.base_hash)
+            except (CheckpointError, ChecksumError) as error:
+                problem = f"the state that peer {found.header.peer} serves is refused: {error}"
+                logger.warning("%s", problem)
+                self._link.refuse_state(found.serial, problem)
+        return not self._ranks.any(problem is not None)
+
+    def _take_over(self, header: Header, body: bytearray) -> None:
+        given_up = self._replica.take_over(unpacked(body)[0], header.outer_step)
+        self.replaced()
+        logger.info(
+            "took over the state of peer %s at outer step %d; own work on %.0f tokens is given up", header.peer,
+            self._replica.globals.outer_step, given_up,
+        )  # fmt: skip
