@@ -61,7 +61,9 @@ def beside_the_cap(config: Config, expected: Forecast | None) -> str:
     """What a replay will probably cost, and what it cannot cost more than. Raises ConfigError for an unknown price."""
     free = all(price_of(each).bound_usd(1, 1) == 0 for each in config.teachers.teacher)
     cost = "nothing: all are local" if free else expected.text() if expected else "grows with the rollouts"
-    return f"cost forecast: {cost}; never more than ${config.teachers.budget.usd_per_run:g}"
+    budget = config.teachers.budget
+    but = "" if free else f" while no call is charged more than {budget.overcharge_factor:g} times its bound"
+    return f"cost forecast: {cost}; never more than ${budget.usd_per_run:g}{but}"
 
 
 def _state_usd(

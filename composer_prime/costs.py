@@ -1,6 +1,6 @@
 """costs.jsonl: what was spent, one line an event, appended and never rewritten.
 
-    {"kind": "reserved", "call": id, "usd": held, "bound": …, …}      before a teacher is called
+    {"kind": "reserved", "call": id, "usd": held, "bound": …, …}      before a teacher is called: more than it may cost
     {"kind": "settled", "call": id, "usd": cost, …}                   after: the cost by the endpoint's own token counts
     {"kind": "stopped", "reason": …}                                  replay ended early
     {"kind": "hint", "endpoint": …, "usd": cost}                      a call that judged a turn or wrote a hint
@@ -32,7 +32,7 @@ class Spent:
     by_trace: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_teacher: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     charge_ratios: dict[str, float] = field(default_factory=dict)
-    """Of each teacher's newest answer: what it cost over what it was bounded by."""
+    """Of each teacher: what a call cost over what it was bounded by, as `charge_ratio` takes it."""
     unsettled: int = 0
     failed: int = 0
     hint_usd: float = 0.0
@@ -85,7 +85,9 @@ def spent(path: Path) -> Spent:
             _add(total, reserved, line["usd"])
             bound = reserved.get("bound", 0.0)
             if line.get("status") == "ok" and bound > 0:
-                total.charge_ratios[str(reserved.get("teacher"))] = line["usd"] / bound
+                teacher = str(reserved.get("teacher"))
+                before = total.charge_ratios.get(teacher, 0.0)
+                total.charge_ratios[teacher] = charge_ratio(before, line["usd"], reserved["usd"], bound)
         elif line.get("kind") == "hint":
             total.hint_usd += line["usd"]
             total.hint_calls += 1
@@ -98,6 +100,12 @@ def spent(path: Path) -> Spent:
         total.unsettled += 1
         _add(total, line, line["usd"])
     return total
+
+
+def charge_ratio(before: float, usd: float, held: float, bound: float) -> float:
+    """How many times its bound a teacher is taken to charge, once it charged `usd` for a call bounded by `bound`: so
+    many, but not less than `before` by a call for which less was `held`, as was in flight before it was known."""
+    return usd / bound if held >= before * bound else max(before, usd / bound)
 
 
 def _add(total: Spent, line: dict[str, Any], usd: float) -> None:

@@ -96,14 +96,17 @@ class TeacherConfig(BaseConfig):
 
 
 class BudgetConfig(BaseConfig):
-    """Hard caps. The most that a call can cost is reserved before it is made; a call that does not fit is not made."""
+    """Hard caps. More than a call should ever cost is held before it is made; a call that does not fit is not made."""
 
-    usd_per_call: float = Field(default=0.5, gt=0)
+    usd_per_call: float = Field(default=1.0, gt=0)
     """Cap of one call."""
     usd_per_trace: float = Field(default=5.0, gt=0)
     """Cap of all calls on one trace's states."""
     usd_per_run: float = Field(default=50.0, gt=0)
     """Cap of all calls, over all resumes."""
+    overcharge_factor: float = Field(default=2.0, ge=1)
+    """How many times its bound (the price of bytes_per_token and max_tokens) is held for a call, so that an endpoint
+    that suddenly charges so many times more passes no cap, however many calls are in flight. 1 trusts endpoints."""
     bytes_per_token: float = Field(default=1.0, ge=1)
     """Fewest bytes that a prompt token is taken for when a call's cost is reserved; no tokenizer goes below 1, so that
     1 is the worst case. More lets more calls be in flight below a cap, which then holds less strictly."""

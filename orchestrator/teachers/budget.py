@@ -1,12 +1,14 @@
-"""Hard caps on money: the most that a call can cost is reserved before the call is made.
+"""Hard caps on money: more than a call should ever cost is reserved before the call is made.
 
     reserve (refused: CapError) ──> call ──> settle(cost)        the difference is free again
                                           └──> nothing came back    the whole reservation stays spent
 
-Sums are checked with everything in flight counted at its bound, so no order of replies can pass a cap. A charge above
-the bound or above the price list closes the budget: no further call is made. Of teachers that have not kept to a bound
-yet one call at a time is in flight, so that who charges too much from the start does so in one call. The next replay
-holds for a teacher as many times its bound as it charged last.
+What is held for a call is its bound times `overcharge_factor`, or times what its teacher charged last where that is
+more. Sums are checked with all that is held for calls in flight, so no order of replies, and no charge up to what is
+held, can pass a cap. A charge above the bound (`charged`) or above the price list closes the budget: no further call is
+made. Caps can thus be passed only by what calls that were in flight then were charged beyond what was held for them. Of
+teachers that have not kept to a bound yet one call at a time is in flight, so that who charges too much from the start
+does so in one call.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from composer_prime.config.teachers import BudgetConfig
-from composer_prime.costs import CostLedger, spent
+from composer_prime.costs import CostLedger, charge_ratio, spent
 from composer_prime.errors import CapError
 
 
@@ -31,8 +33,9 @@ class Reservation:
     state: str
     teacher: str
     usd: float
+    """What is held: at least overcharge_factor times the bound."""
     bound_usd: float
-    """What the call may cost; `usd` is more where the teacher charged more before."""
+    """What the call may cost by the price list."""
 
 
 class Budget:
@@ -43,7 +46,7 @@ class Budget:
         before = spent(path)
         self.spent_usd = before.usd
         self._by_trace: dict[str, float] = defaultdict(float, before.by_trace)
-        self._ratios = before.charge_ratios
+        self._ratios = dict(before.charge_ratios)
         self._tried: set[str] = set()
         """Teachers that kept to the bound of a call, or whose call was counted at it."""
         # Summed anew each time: a running sum would keep a rest of rounding when nothing is in flight any more.
@@ -77,7 +80,7 @@ class Budget:
                 await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def reserve(self, *, trace: str, state: str, teacher: str, usd: float) -> Reservation:
-        """Set aside what a call may cost, `usd`, or as many times that as the teacher charged last.
+        """Hold for a call that may cost `usd` by the price list as many times that as an endpoint is reckoned with.
 
         Waits where only calls in flight, which rarely cost their bound, are in the way, or one of another teacher that
         was not tried yet.
@@ -90,7 +93,7 @@ class Budget:
                 raise refusal
             self._settled.clear()
             await self._settled.wait()
-        held = usd * self._ratio(teacher)
+        held = usd * self._times(teacher)
         reservation = Reservation(
             call=secrets.token_hex(8), trace=trace, state=state, teacher=teacher, usd=held, bound_usd=usd
         )
@@ -100,8 +103,9 @@ class Budget:
         self._in_flight[reservation.call] = reservation
         return reservation
 
-    def _ratio(self, teacher: str) -> float:
-        return max(self._ratios.get(teacher, 1.0), 1.0)
+    def _times(self, teacher: str) -> float:
+        """How many times its bound is held for a call."""
+        return max(self._config.overcharge_factor, self._ratios.get(teacher, 0.0))
 
     def _has_to_wait(self, teacher: str, usd: float) -> bool:
         """Whether the call would be the second in flight of teachers that may charge and were not tried yet."""
@@ -117,25 +121,41 @@ class Budget:
         counted = list(self._in_flight.values()) if in_flight else []
         in_trace = self._by_trace[trace] + sum(each.usd for each in counted if each.trace == trace)
         in_run = self.spent_usd + sum(each.usd for each in counted)
-        held = usd * self._ratio(teacher)
-        for scope, used, needed, cap in (
-            ("call", 0.0, usd, caps.usd_per_call),
-            ("trace", in_trace, held, caps.usd_per_trace),
-            ("run", in_run, held, caps.usd_per_run),
+        held = usd * self._times(teacher)
+        for scope, used, cap in (
+            ("call", 0.0, caps.usd_per_call),
+            ("trace", in_trace, caps.usd_per_trace),
+            ("run", in_run, caps.usd_per_run),
         ):
-            if used + needed > cap:
+            if used + held > cap:
                 return CapError(
-                    f"a call to {teacher} may cost ${needed:.4f}, but ${used:.4f} of teachers.budget.usd_per_{scope} = "
-                    f"${cap:g} is spent: raise the cap, or leave this teacher out",
+                    f"a call to {teacher} needs {self._needed(teacher, usd)}, but ${max(cap - used, 0.0):.4f} of "
+                    f"teachers.budget.usd_per_{scope} = ${cap:g} is left: raise the cap, or leave this teacher out",
                     scope=scope,
                 )
         return None
+
+    def _needed(self, teacher: str, usd: float) -> str:
+        times = self._times(teacher)
+        why = "teachers.budget.overcharge_factor" if times == self._config.overcharge_factor else "as it charged last"
+        return f"${usd * times:.4f}, {times:.3g} times its bound of ${usd:.4f} ({why})"
+
+    def charged(self, reservation: Reservation, usd: float) -> None:
+        """An endpoint says what it charged. Above the bound no further call is made: to be told before the call is
+        settled, which waits for the answer to be kept."""
+        if usd > reservation.bound_usd:
+            self.close(
+                f"{reservation.teacher} charged ${usd:.6f} for a call that was bounded by "
+                f"${reservation.bound_usd:.6f}: lower teachers.budget.bytes_per_token, and check that the endpoint "
+                "keeps to max_tokens"
+            )
 
     def settle(self, reservation: Reservation, usd: float, *, status: str, **facts: object) -> None:
         """The call ended and cost `usd`; `status` is ok where it was answered."""
         del self._in_flight[reservation.call]
         if status == "ok" and reservation.bound_usd > 0:
-            self._ratios[reservation.teacher] = usd / reservation.bound_usd
+            before = self._ratios.get(reservation.teacher, 0.0)
+            self._ratios[reservation.teacher] = charge_ratio(before, usd, reservation.usd, reservation.bound_usd)
         if usd <= reservation.bound_usd if status == "ok" else usd > 0:
             self._tried.add(reservation.teacher)
         self.spent_usd += usd

@@ -2,7 +2,7 @@
 
 Exit status: 0 replayed, 2 wrong input, 3 stopped by a cap or the kill switch, or without an answer to any state, 130 by
 Ctrl-C. All are safe to repeat. The first Ctrl-C waits for the calls in flight, for they may be charged; a second one
-drops them, and they count at their bound. SIGTERM is taken as Ctrl-C.
+drops them, and they count at what was held for them. SIGTERM is taken as Ctrl-C.
 """
 
 from __future__ import annotations
@@ -132,7 +132,10 @@ def _interruptible(run: Replay) -> Iterator[None]:
             task.cancel()
             return
         run.stop(INTERRUPTION)
-        print("ending: waiting for the calls in flight; Ctrl-C again drops them, at their bound", file=sys.stderr)
+        print(
+            "ending: waiting for the calls in flight; Ctrl-C again drops them, counted at what was held for them",
+            file=sys.stderr,
+        )
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt)

@@ -7,8 +7,8 @@ It never holds training up. Pairs are trained a window at a time, once the windo
 the run goes on with the pairs there are. A resumed run goes on where it was, and what was answered is not paid again.
 
 The end of the run, Ctrl-C too, waits for calls in flight, which may be charged, at most for their own deadline: `stop`,
-`end`. Calls that are dropped (an orchestrator that fails, a second Ctrl-C) count at their bound, and are made once more
-after a resume.
+`end`. Calls that are dropped (an orchestrator that fails, a second Ctrl-C) count at what was held for them, and are
+made once more after a resume.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class OnlineReplay:
             dropped = "no call in flight, but pairs that were being scored or measured; a resume does that anew"
             if replay.in_flight:
                 under_way = "a resume takes up the states under way, with the answers there are"
-                dropped = f"{calls} in flight, counted at the bound; {under_way}"
+                dropped = f"{calls} in flight, counted at what was held for them; {under_way}"
             end_s = self._config.teachers.end_timeout_s
             logger.warning("the replay did not end within %g s (teachers.timeout_s): %s", end_s, dropped)
 

@@ -315,13 +315,9 @@ class Teacher:
             return raw.content
 
     def _check_charge(self, usd: float, listed: float, limit: float, reserved: Reservation) -> None:
-        """An endpoint that charges more than the bound, or than its prices, ends the replay: no cap could hold."""
-        if usd > reserved.bound_usd:
-            self._budget.close(
-                f"{self.name} charged ${usd:.6f} for a call that was bounded by ${reserved.bound_usd:.6f}: lower "
-                "teachers.budget.bytes_per_token, and check that the endpoint keeps to max_tokens"
-            )
-        elif usd > limit:
+        """An endpoint that charges more than the bound, or than its prices, ends the replay: no cap would hold long."""
+        self._budget.charged(reserved, usd)
+        if usd > limit:
             self._budget.close(
                 f"{self.name} charged ${usd:.6f} for a call that costs ${listed:.6f} by its prices: correct "
                 "input_usd_per_mtok and output_usd_per_mtok of the teacher"

@@ -33,7 +33,10 @@ class Voting:
         try:
             await self._all(ballot, voters) if self._config.voting == "all" else await self._sequence(ballot, voters)
         except CapError as error:
-            return "run_budget" if error.scope == "run" else "budget", str(error)
+            if error.scope == "run":
+                return "run_budget", str(error)
+            self.say_why(str(error))
+            return "budget", str(error)
         if ballot.stopped_by is not None:
             return "not_worth_it", ballot.stopped_by
         form = majority(ballot.cast, ballot.planned)

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
+from composer_prime.costs import read_costs, spent
 from composer_prime.traces import TraceState
 from orchestrator.teachers.budget import Budget
 from orchestrator.teachers.pool import TeacherPool
@@ -23,6 +25,8 @@ from tests.chat_server import chat_server
 
 FAULTS = ("429", "500", "504", "522", "half", "nothing", "wrong_json", "late", "not_found")
 PROMPT_TOKENS, ANSWER_TOKENS = 100, 10
+USD = (PROMPT_TOKENS + ANSWER_TOKENS) / 1000
+"""What one answered call costs a pool that is `configured`."""
 NEVER_S = 250.0
 """A deadline that no load of the machine reaches: where calls are counted, a slow moment must not add one."""
 
@@ -182,3 +186,29 @@ async def replayed(tmp_path: Path, config: TeachersConfig, states: Any, scorer: 
         return await Replay(config, pool, budget, records, scorer).run(states)
     finally:
         await pool.close()
+
+
+def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
+    """All agree, against the student of `state`."""
+    return "cat", {"path": "a.py"}
+
+
+def play(tmp_path: Path, states: Any, script: Any = None, endpoint: Endpoint | None = None, **more: Any):
+    """(progress, endpoint) of one replay."""
+    played = endpoint or Endpoint(answers=overrule, script=script or {})
+
+    async def run() -> Progress:
+        async with serving(played):
+            return await replayed(tmp_path, configured(tmp_path, played.url, **more), states)
+
+    return asyncio.run(run()), played
+
+
+def settled_calls(tmp_path: Path) -> list[tuple[dict, dict]]:
+    """(reservation, settlement) of every call: each has been settled, and once."""
+    written = list(read_costs(tmp_path / "costs.jsonl"))
+    reserved = {line["call"]: line for line in written if line["kind"] == "reserved"}
+    settled = [line for line in written if line["kind"] == "settled"]
+    assert sorted(line["call"] for line in settled) == sorted(reserved)
+    assert spent(tmp_path / "costs.jsonl").usd == pytest.approx(sum(line["usd"] for line in settled))
+    return [(reserved[line["call"]], line) for line in settled]

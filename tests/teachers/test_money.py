@@ -71,7 +71,7 @@ def test_the_ledger_adds_up(tmp_path: Path) -> None:
 # What fits to the last cent is granted at once: with nothing in flight there is nothing to wait for.
 def test_no_rest_of_rounding_stays_reserved(tmp_path: Path) -> None:
     async def run() -> None:
-        caps = BudgetConfig(usd_per_call=0.05, usd_per_trace=0.05, usd_per_run=0.05)
+        caps = BudgetConfig(usd_per_call=0.05, usd_per_trace=0.05, usd_per_run=0.05, overcharge_factor=1.0)
         budget = Budget(caps, tmp_path / "costs.jsonl")
         budget.settle(await budget.reserve(trace="t", state="s", teacher="x", usd=0.001), 0.0, status="ok")
         # In doubles, 0.01 + 0.007 + 0.02 - 0.01 - 0.007 - 0.02 > 0.

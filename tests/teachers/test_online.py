@@ -90,7 +90,7 @@ def test_a_cap_ends_the_replay_only(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "x")
     run_dir.rollouts(1).parent.mkdir(parents=True)
     run_dir.rollouts(1).write_bytes(b"".join(rollout(number) for number in range(9)))
-    budget = {"usd_per_call": 0.5, "usd_per_trace": 9.0, "usd_per_run": 0.9}
+    budget = {"usd_per_call": 1.0, "usd_per_trace": 9.0, "usd_per_run": 0.9}
 
     async def run() -> None:
         async with serving(Endpoint(answers=overrule)) as endpoint:
@@ -123,7 +123,8 @@ def test_pairs_that_cannot_be_written_end_the_replay_only(tmp_path: Path, caplog
     assert report_channels.pair_lines([], lines) == ["  replay       failed: logs/orchestrator.log says why"]
 
 
-# The end of the run does not wait for ever: a call that is given up counts at its bound, and a resume makes it again.
+# The end of the run does not wait for ever: a call that is given up counts at what was held for it, and a resume makes
+# it again.
 def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_dir, path = RunDir(tmp_path / "x"), tmp_path / "states.jsonl"
     run_dir.root.mkdir(parents=True)
@@ -150,7 +151,7 @@ def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptur
             assert len(endpoint.answered) == 2
 
     asyncio.run(run())
-    assert "1 call in flight, counted at the bound" in caplog.text
+    assert "1 call in flight, counted at what was held for them" in caplog.text
     settled = [line for line in read_costs(run_dir.root / "costs.jsonl") if line["kind"] == "settled"]
     assert [line["status"] for line in settled] == ["cancelled", "ok", "ok"] and settled[0]["usd"] > 0.02
     assert len(list(read_pairs(run_dir.root / "pairs.jsonl"))) == 1
