@@ -51,6 +51,10 @@ class TeacherConfig(BaseConfig):
     def known_family(self) -> str:
         return self.family or family_of(self.model)
 
+    @property
+    def at_openrouter(self) -> bool:
+        return not self.local and self.base_url.rstrip("/") == OPENROUTER
+
     @field_validator("family")
     @classmethod
     def _one_spelling(cls, family: str | None) -> str | None:
@@ -77,7 +81,7 @@ class TeacherConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _key_goes_where_it_belongs(self) -> TeacherConfig:
-        elsewhere = not self.local and self.base_url.rstrip("/") != OPENROUTER
+        elsewhere = not self.local and not self.at_openrouter
         if elsewhere and "api_key_var" not in self.model_fields_set:
             raise ValueError(
                 f"teachers.teacher {self.name!r} has base_url = {self.base_url!r} and no api_key_var, whose default "

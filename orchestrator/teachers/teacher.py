@@ -48,6 +48,9 @@ _PROMPT_OVERHEAD_TOKENS = 64
 """What an endpoint's chat template may add around the messages."""
 _ROUNDING = 0.01
 """By which share a bill may differ from the price list."""
+_NO_PROVIDER = {404, 503}
+"""What OpenRouter answers where no provider meets the request's conditions:
+https://openrouter.ai/docs/api-reference/errors."""
 _OWN_KEY_FEE = 0.05
 """What OpenRouter takes for a call by a key of one's own, as a share of its price:
 https://openrouter.ai/docs/features/byok."""
@@ -163,6 +166,7 @@ class Teacher:
         # A local teacher has another port each time: its answers depend on its weights alone.
         self._identity = f"local:{weights_mark(config.model)}" if config.local else config.base_url
         self._client = None if shared.cache_only else _client(config, self._endpoint, shared.timeout_s)
+        self._max_price = _max_price(price) if config.at_openrouter else None
         self._pace = Pace(config.requests_per_minute)
         self._places = asyncio.Semaphore(config.max_concurrent)
         self._asking: dict[str, asyncio.Task[Asked]] = {}
@@ -273,8 +277,10 @@ class Teacher:
         except openai.APIStatusError as error:
             status = f"status {error.status_code}"
             usd = reserved.usd if error.status_code in _MAYBE_CHARGED else 0.0
-            again = error.status_code in _RETRIED
-            raise _Failed(f"{status}: {_brief(error)}", again=again, after_s=_retry_after(error.response)) from None
+            again, why = error.status_code in _RETRIED, self._why_none(error.status_code)
+            raise _Failed(
+                f"{status}: {_brief(error)}{why}", again=again, after_s=_retry_after(error.response)
+            ) from None
         except (TimeoutError, openai.APITimeoutError) as error:
             status = "deadline"
             usd = 0.0 if isinstance(error.__cause__, _NEVER_SENT) else reserved.usd
@@ -302,6 +308,8 @@ class Teacher:
         """The body of a reply with status 200. The deadline covers the whole attempt, a dripping body too."""
         assert self._client is not None
         options: dict[str, Any] = {"tools": question.tools} if question.tools else {}
+        if self._max_price is not None:
+            options["extra_body"] = {"provider": {"max_price": self._max_price}}
         # The client imports this part of itself on first use: seconds on a busy machine, which are not the endpoint's.
         create = self._client.chat.completions.with_raw_response.create
         async with asyncio.timeout(self._shared.timeout_s):
@@ -313,6 +321,17 @@ class Teacher:
                 **options,
             )
             return raw.content
+
+    def _why_none(self, status: int) -> str:
+        """What to do where no provider is as cheap as the price list says."""
+        if self._max_price is None or status not in _NO_PROVIDER:
+            return ""
+        prompt, completion = self._max_price["prompt"], self._max_price["completion"]
+        return (
+            f" (only providers were asked that charge at most ${prompt:g} for a million prompt tokens and "
+            f"${completion:g} for a million answer tokens; where none does, correct input_usd_per_mtok and "
+            "output_usd_per_mtok of the teacher)"
+        )
 
     def _check_charge(self, usd: float, listed: float, limit: float, reserved: Reservation) -> None:
         """An endpoint that charges more than the bound, or than its prices, ends the replay: no cap would hold long."""
@@ -339,6 +358,13 @@ def _client(config: TeacherConfig, endpoint: str, timeout_s: float) -> openai.As
     direct = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=timeout) if _is_here(endpoint) else None
     # Retries are ours: each has to be paid for and accounted.
     return openai.AsyncOpenAI(api_key=key, base_url=endpoint, timeout=timeout, max_retries=0, http_client=direct)
+
+
+def _max_price(price: Price) -> dict[str, float]:
+    """USD a million tokens, above which OpenRouter gives a request to no provider:
+    https://openrouter.ai/docs/features/provider-routing#max-price."""
+    most = 1e6 * (1 + _ROUNDING)
+    return {"prompt": round(price.input_usd * most, 6), "completion": round(price.output_usd * most, 6)}
 
 
 def _is_here(endpoint: str) -> bool:

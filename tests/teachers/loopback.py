@@ -177,11 +177,13 @@ def run_config(tmp_path: Path, url: str, path: str = "tiny", **teachers: Any) ->
     )
 
 
-async def replayed(tmp_path: Path, config: TeachersConfig, states: Any, scorer: Any = None) -> Progress:
-    """One replay over the files of `tmp_path`."""
+async def replayed(
+    tmp_path: Path, config: TeachersConfig, states: Any, scorer: Any = None, addresses: dict[str, str] | None = None
+) -> Progress:
+    """One replay over the files of `tmp_path`; `addresses`: where models are to be found instead."""
     budget = Budget(config.budget, tmp_path / "costs.jsonl")
     records = Records(tmp_path / "pairs.jsonl", votes_beside(tmp_path / "pairs.jsonl"))
-    pool = TeacherPool(config, budget)
+    pool = TeacherPool(config, budget, addresses)
     try:
         return await Replay(config, pool, budget, records, scorer).run(states)
     finally:

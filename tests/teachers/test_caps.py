@@ -24,7 +24,7 @@ from loopback import (
     state,
 )
 
-from composer_prime.config.teachers import TeachersConfig
+from composer_prime.config.teachers import OPENROUTER, TeachersConfig
 from composer_prime.costs import spent
 from composer_prime.traces import TraceState
 from orchestrator.teachers.records import read_pairs, read_records, votes_beside
@@ -220,3 +220,23 @@ def test_an_overcharge_with_calls_in_flight(tmp_path: Path, scope: str, times: f
     assert (excess["run"] < 1e-9) == (times == 2.0)
     assert len(list(read_pairs(tmp_path / "pairs.jsonl"))) == len(states)
     assert len(endpoint.answered) == len(set(endpoint.answered)) == 2 * len(states)
+
+
+# OpenRouter is told with each request which price is held, so that it asks no dearer provider; other endpoints are not.
+# Where no provider is as cheap, the reason names that price and what to correct.
+def test_openrouter_is_told_the_price(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(Endpoint(answers=overrule, script={"gpt-a": ["not_found"]})) as endpoint:
+            config, addresses = configured(tmp_path, OPENROUTER), {name: endpoint.url for name in ("gpt-a", "qwen-b")}
+            progress = await replayed(tmp_path, config, [state(0)], addresses=addresses | {"glm-c": endpoint.url})
+            assert progress.pairs == 1
+            most = {"prompt": 1010.0, "completion": 1010.0}
+            assert [body["provider"] for body in endpoint.seen] == [{"max_price": most}] * 2
+            (reason,) = progress.without_vote
+            assert "status 404" in reason and "at most $1010 for a million prompt tokens" in reason
+            assert "correct input_usd_per_mtok" in reason
+
+    asyncio.run(run())
+    progress, endpoint = play(tmp_path / "elsewhere", [state(0)], {"gpt-a": ["not_found"]})
+    assert not any("provider" in body for body in endpoint.seen)
+    assert not any("only providers" in reason for reason in progress.without_vote)
