@@ -1,6 +1,7 @@
-"""Quality of Streaming DiLoCo against data-parallel training, by codec, at equal tokens.
+"""Quality of Streaming DiLoCo against data-parallel training, by codec and outer optimizer, at equal tokens.
 
     python benchmarks/diloco_quality.py                        # supervised: minutes
+    python benchmarks/diloco_quality.py --outer average nesterov muon --schemes fp32 int4 --sync-every 20 100
     python benchmarks/diloco_quality.py --rl                   # RL on toolsmith, 3 seeds, H in 1, 2, 4, 8: 51 runs
     python benchmarks/diloco_quality.py --rl --steps 8 --seeds 1 --schemes fp32 --sync-every 1 4    # a part of it
 
@@ -31,6 +32,7 @@ from diloco.global_model import GlobalModel
 VOCABULARY, WIDTH, LENGTH, BATCH = 16, 48, 32, 16
 DATA_PARALLEL = "data-parallel"
 CODECS = ("fp32", "int4", "e3m0", "sparse")
+OUTER = ("average", "nesterov", "muon")
 
 
 class Decoder(nn.Module):
@@ -109,11 +111,10 @@ def gradient_bytes(model: nn.Module, steps: int) -> int:
     return 2 * sum(parameter.numel() for parameter in model.parameters()) * steps
 
 
-def streaming(seed: int, codec_type: str, every: int, words: argparse.Namespace) -> Outcome:
+def streaming(seed: int, codec_type: str, outer: OuterConfig, every: int, words: argparse.Namespace) -> Outcome:
     peers, steps = words.peers, words.steps
     settings = {"type": codec_type} | ({"block": words.block} if words.block else {})
     chain, codec = Chain(seed), build_codec(CodecConfig.model_validate(settings))
-    outer = OuterConfig(lr=words.outer_lr, momentum=words.outer_momentum)
     models = [Decoder(seed) for _ in range(peers)]
     optimizers = [optimizer_of(model) for model in models]
     copies = [
@@ -159,8 +160,11 @@ def main() -> int:
     supervised.add_argument("--peers", type=int, default=2)
     supervised.add_argument("--block", type=int, help="parameters that share a scale (default: the product's)")
     supervised.add_argument("--fragments", type=int, default=2)
-    supervised.add_argument("--outer-lr", type=float, default=0.7)
-    supervised.add_argument("--outer-momentum", type=float, default=0.5)
+    supervised.add_argument("--first-seed", type=int, default=0)
+    supervised.add_argument("--outer", nargs="+", choices=OUTER, default=["nesterov"], help="outer optimizers")
+    supervised.add_argument("--outer-lr", type=float, default=0.7, help="of nesterov, and beside muon's matrices")
+    supervised.add_argument("--outer-momentum", type=float, default=0.5, help="of the same")
+    supervised.add_argument("--muon-lr", type=float, nargs="+", default=[2.0], help="of the blocks' matrices")
     rl = parser.add_argument_group("with --rl only")
     rl.add_argument("--groups", type=int, default=4, help="groups of 8 rollouts, each cluster and step (default 4)")
     rl.add_argument("--eval-tasks", type=int, default=128, help="held-out tasks at the end (default 128)")
@@ -182,27 +186,46 @@ def main() -> int:
 def compare(words: argparse.Namespace, every: int) -> None:
     """Run and print the supervised task at one H."""
     torch.set_num_threads(1)
-    print(f"{words.peers} peers, {words.steps} steps of {BATCH * LENGTH} tokens each, {words.seeds} seeds")
-    print(f"H = {every}, P = {words.fragments}, lr {words.outer_lr}, momentum {words.outer_momentum}\n")
-    print("scheme          loss  +- seeds  against fp32  KB sent  times fewer bytes  bits a parameter")
-    seeds, exact = range(words.seeds), 0.0
-    for scheme in dict.fromkeys(("fp32", DATA_PARALLEL, *words.schemes)):
-        if scheme == DATA_PARALLEL:
-            outcomes = [data_parallel(seed, words.peers, words.steps) for seed in seeds]
-        else:
-            outcomes = [streaming(seed, scheme, every, words) for seed in seeds]
-        exact = exact or statistics.mean(each.loss for each in outcomes)
-        print(row(scheme, outcomes, exact, gradient_bytes(Decoder(0), words.steps)), flush=True)
+    seeds = range(words.first_seed, words.first_seed + words.seeds)
+    print(f"{words.peers} peers, {words.steps} steps of {BATCH * LENGTH} tokens each, seeds {seeds[0]} to {seeds[-1]}")
+    print(f"H = {every}, P = {words.fragments}\n")
+    print("outer             scheme         loss   +- seeds  to fp32  to data-parallel  KB sent  fewer bytes  bits")
+    plain = [data_parallel(seed, words.peers, words.steps) for seed in seeds]
+    print(row("", DATA_PARALLEL, plain, plain, plain), flush=True)
+    for outer in (each for kind in words.outer for each in outers(kind, words)):
+        exact: list[Outcome] = []
+        for scheme in dict.fromkeys(("fp32", *words.schemes)):
+            outcomes = [streaming(seed, scheme, outer, every, words) for seed in seeds]
+            exact = exact or outcomes
+            print(row(name_of(outer), scheme, outcomes, exact, plain), flush=True)
+    print()
 
 
-def row(scheme: str, outcomes: Sequence[Outcome], exact: float, plain_bytes: int) -> str:
-    """`exact`: loss with fp32; `plain_bytes`: what data-parallel sends."""
+def outers(kind: str, words: argparse.Namespace) -> list[OuterConfig]:
+    """The optimizers of one type: muon at each of its rates."""
+    rates = {} if kind == "average" else {"lr": words.outer_lr, "momentum": words.outer_momentum}
+    own = [{"muon_lr": rate} for rate in words.muon_lr] if kind == "muon" else [{}]
+    return [OuterConfig.model_validate({"type": kind} | rates | each) for each in own]
+
+
+def name_of(outer: OuterConfig) -> str:
+    if outer.type == "average":
+        return "average"
+    rates = f"{outer.lr:g}/{outer.momentum:g}"
+    return f"muon {outer.muon_lr:g} {rates}" if outer.type == "muon" else f"nesterov {rates}"
+
+
+def row(
+    outer: str, scheme: str, outcomes: Sequence[Outcome], exact: Sequence[Outcome], plain: Sequence[Outcome]
+) -> str:
+    """`exact`: with fp32 and the same outer optimizer; `plain`: data-parallel."""
     losses = [each.loss for each in outcomes]
     mean, spread = statistics.mean(losses), statistics.stdev(losses) if len(losses) > 1 else 0.0
+    to_exact, to_plain = (mean / statistics.mean(each.loss for each in others) - 1 for others in (exact, plain))
     sent, bits = (statistics.mean(getattr(each, name) for each in outcomes) for name in ("bytes_sent", "bits"))
     return (
-        f"{scheme:<13} {mean:6.4f}   {spread:7.4f}  {mean / exact - 1:+12.2%}  {sent / 1e3:7.0f}  "
-        f"{plain_bytes / sent:17.0f}  {bits:16.3f}"
+        f"{outer:<16}  {scheme:<13} {mean:6.4f}   {spread:7.4f}  {to_exact:+7.2%}  {to_plain:+16.2%}  "
+        f"{sent / 1e3:7.0f}  {plain[0].bytes_sent / sent:11.0f}  {bits:.3f}"
     )
 
 

@@ -23,6 +23,8 @@ from composer_prime.errors import ConfigError
 from diloco.layout import TensorLayout
 
 Named = tuple[str, nn.Parameter]
+_BLOCK = re.compile(r"(.*?(?:^|\.)(\d+))\.")
+"""Of a parameter's name: its block and the block's number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,11 @@ def trainable(modules: Iterable[Named]) -> list[Named]:
     return found
 
 
+def in_block(name: str) -> bool:
+    """Whether a parameter of this name is part of a transformer block."""
+    return _BLOCK.match(name) is not None
+
+
 def partition(parameters: Iterable[Named], count: int, kind: str) -> list[Fragment]:
     """`count` fragments that together hold every trainable parameter exactly once.
 
@@ -112,7 +119,7 @@ def _units(named: Sequence[Named]) -> list[tuple[int | None, list[Named]]]:
     blocks: dict[str, tuple[int, list[Named]]] = {}
     single: list[tuple[int | None, list[Named]]] = []
     for name, parameter in named:
-        match = re.match(r"(.*?(?:^|\.)(\d+))\.", name)
+        match = _BLOCK.match(name)
         if match is None:
             single.append((None, [(name, parameter)]))
         else:

@@ -21,20 +21,24 @@ from composer_prime.config.diloco import OuterConfig
 from composer_prime.errors import CheckpointError, ChecksumError
 from diloco.fragments import Fragment
 from diloco.outer import build_outer, largest_of, weighted_mean
+from diloco.ranks import Ranks
 
 _TOO_LARGE = torch.finfo(torch.float32).max / 2
 """Half, to be above what rounding adds."""
 
 
 class GlobalModel:
-    def __init__(self, fragments: Sequence[Fragment], config: OuterConfig) -> None:
-        """The parameters as they are become outer step 0."""
+    def __init__(self, fragments: Sequence[Fragment], config: OuterConfig, ranks: Ranks | None = None) -> None:
+        """The parameters as they are become outer step 0. `ranks` hold the shards; None: this one is alone.
+
+        Raises ConfigError when the outer optimizer cannot work on them.
+        """
         self.fragments = fragments
         self.masters: list[Tensor] = [fragment.read() for fragment in fragments]
         """float32 [numel] a fragment, on the CPU."""
         self.swept: list[Tensor] = [master.clone() for master in self.masters]
         """The masters as they were after the last full sweep."""
-        self.outer = build_outer(config, [len(master) for master in self.masters])
+        self.outer = build_outer(config, fragments, ranks or Ranks())
         self.outer_step = 0
         self._digests = [_digest(master) for master in self.masters]
 
@@ -66,7 +70,10 @@ class GlobalModel:
         return largest_of(self.masters[fragment]) + self.outer.reach(fragment, largest) < _TOO_LARGE
 
     def advance(self, fragment: int, deltas: Sequence[Tensor], weights: Sequence[float]) -> None:
-        """One outer step along the mean delta; without any delta the values stay and the step counts all the same."""
+        """One outer step along the mean delta; without any delta the values stay and the step counts all the same.
+
+        Muon's is a collective: all ranks give deltas, or none does.
+        """
         if deltas:
             self.outer.step(fragment, self.masters[fragment], weighted_mean(deltas, weights))
             self._digests[fragment] = _digest(self.masters[fragment])

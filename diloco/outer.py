@@ -2,6 +2,7 @@
 
     Delta = mean_i w_i (global - local_i)
     v <- m v + Delta;   global <- global - lr (Delta + m v)        Nesterov as in torch.optim.SGD; DiLoCo, 2311.08105
+    global <- global - muon_lr |Delta|_F O / |O|_F;    O = orthogonalized(Delta)        Muon, for matrices of the blocks
 
 Departures:
 1. v starts at 0, as torch's first step does in effect (its first v is Delta).
@@ -13,6 +14,7 @@ Departures:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -20,6 +22,10 @@ import torch
 from torch import Tensor
 
 from composer_prime.config.diloco import OuterConfig
+from composer_prime.errors import ConfigError
+from diloco.fragments import Fragment
+from diloco.matrices import matrices_of, orthogonal_steps
+from diloco.ranks import Ranks
 
 
 class OuterOptimizer(Protocol):
@@ -29,7 +35,7 @@ class OuterOptimizer(Protocol):
     """Momentum, float32 [numel] a fragment; none where the optimizer has none."""
 
     def step(self, fragment: int, master_n: Tensor, mean_n: Tensor) -> None:
-        """Update `master_n` (float32 [numel]) in place; `mean_n` is left as it is."""
+        """Update `master_n` (float32 [numel]) in place; `mean_n` is left as it is. Muon's is a collective."""
         ...
 
     def reach(self, fragment: int, largest: float) -> float:
@@ -70,15 +76,62 @@ class Nesterov:
         return max(1.0, self.lr) * (largest + velocity)
 
 
+class Muon:
+    """Orthogonalised steps without momentum for the matrices of the blocks, and Nesterov for the rest.
+
+    A step is as long as the mean delta, times the learning rate, so that one rate does for any H and inner rate (Muon
+    as an inner optimizer has steps of a fixed length). Such an outer optimizer is a trial of our own, not a published
+    recipe: docs/results.md has what it gives.
+    """
+
+    def __init__(self, config: OuterConfig, fragments: Sequence[Fragment], ranks: Ranks) -> None:
+        """Raises ConfigError when no parameter is a matrix of a block, or `ranks` do not hold one by rows."""
+        self._lr, self._ranks = config.muon_lr, ranks
+        parts = [matrices_of(fragment, ranks) for fragment in fragments]
+        self._matrices, self._rest = [matrices for matrices, _ in parts], [rest for _, rest in parts]
+        if not any(self._matrices):
+            raise ConfigError(
+                "diloco.outer.type is 'muon', but no trainable parameter is a matrix of a numbered block (such as "
+                "layers.0.proj.weight): use diloco.outer.type = 'nesterov'"
+            )
+        sizes = [sum(part.stop - part.start for part in rest) for rest in self._rest]
+        self._nesterov = Nesterov(config.lr, config.momentum, sizes)
+        self.velocity = self._nesterov.velocity
+
+    def step(self, fragment: int, master_n: Tensor, mean_n: Tensor) -> None:
+        self._step_rest(fragment, master_n, mean_n)
+        matrices = self._matrices[fragment]
+        for matrix, step_n in zip(matrices, orthogonal_steps(matrices, mean_n, self._lr, self._ranks), strict=True):
+            master_n[matrix.place].sub_(step_n)
+
+    def _step_rest(self, fragment: int, master_n: Tensor, mean_n: Tensor) -> None:
+        parts = [master_n[place] for place in self._rest[fragment]]
+        if not parts:
+            return
+        values_r = torch.cat(parts)
+        self._nesterov.step(fragment, values_r, torch.cat([mean_n[place] for place in self._rest[fragment]]))
+        for part, values in zip(parts, values_r.split([len(part) for part in parts]), strict=True):
+            part.copy_(values)
+
+    def reach(self, fragment: int, largest: float) -> float:
+        # on the rank with the largest element of all; the others rely on its being asked too
+        longest = max((math.sqrt(sum(matrix.sizes)) * largest for matrix in self._matrices[fragment]), default=0.0)
+        return max(self._nesterov.reach(fragment, largest), self._lr * longest)
+
+
 def largest_of(values_n: Tensor) -> float:
     """The largest absolute value, 0 of none; NaN when an element is."""
     low, high = torch.aminmax(values_n) if values_n.numel() else (torch.zeros(()), torch.zeros(()))
     return max(-float(low), float(high))
 
 
-def build_outer(config: OuterConfig, sizes: Sequence[int]) -> OuterOptimizer:
-    """`sizes`: elements of each fragment on this rank."""
-    return Averaging() if config.type == "average" else Nesterov(config.lr, config.momentum, sizes)
+def build_outer(config: OuterConfig, fragments: Sequence[Fragment], ranks: Ranks) -> OuterOptimizer:
+    """Raises ConfigError when Muon finds no matrix, or one that `ranks` do not hold by rows."""
+    if config.type == "average":
+        return Averaging()
+    if config.type == "muon":
+        return Muon(config, fragments, ranks)
+    return Nesterov(config.lr, config.momentum, [fragment.numel for fragment in fragments])
 
 
 def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

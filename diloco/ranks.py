@@ -46,6 +46,19 @@ class Ranks:
         """Whether all ranks gave the same. A collective."""
         return all(low == high for low, high in self.bounds(values))
 
+    def exchange(
+        self, given: Sequence[Sequence[torch.Tensor]], sizes: Sequence[Sequence[int]]
+    ) -> list[list[torch.Tensor]]:
+        """Give each rank the float32 vectors `given[rank]`, take from each those of `sizes[rank]`. A collective."""
+        if self.size == 1:
+            return [list(each) for each in given]
+        counts = [sum(map(len, each)) for each in given], [sum(each) for each in sizes]
+        taken = torch.empty(sum(counts[1]))
+        sent = torch.cat([torch.empty(0), *(vector for each in given for vector in each)])
+        dist.all_to_all_single(taken, sent, counts[1], counts[0], group=self._group)
+        parts = taken.split(counts[1])
+        return [list(part.split(list(each))) for part, each in zip(parts, sizes, strict=True)]
+
     def _reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> list:
         if self.size > 1:
             dist.all_reduce(values, op=operation, group=self._group)

@@ -27,7 +27,7 @@ class Replica:
     def __init__(self, fragments: Sequence[Fragment], config: DilocoConfig, ranks: Ranks) -> None:
         """The parameters as they are become outer step 0."""
         self.fragments = fragments
-        self.globals = GlobalModel(fragments, config.outer)
+        self.globals = GlobalModel(fragments, config.outer, ranks)
         self.work = OwnWork(self.globals, config.mixing, ranks)
         self.feedback = ErrorFeedback([fragment.numel for fragment in fragments])
         self.pending: Pending | None = None

@@ -37,6 +37,11 @@ def _joint_run(config: Config) -> Iterator[str]:
             f"{counted(steps % period, 'step')} would reach no other cluster; use max_steps = "
             f"{steps // period * period or period}"
         )
+    if config.trainer.lora is not None and diloco.outer.type == "muon":
+        yield (
+            "trainer.lora is set and diloco.outer.type is 'muon': orthogonalised updates of low-rank factors are not "
+            "supported; use diloco.outer.type = 'nesterov' or remove trainer.lora"
+        )
     yield from wrong_waits(diloco, config.trainer, config.orchestrator)
 
 

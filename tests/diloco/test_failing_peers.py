@@ -156,11 +156,11 @@ def test_state_source_dies(make_rendezvous, key_file, tmp_path):
 
 # A peer that joins late, from another start, takes the others' global model and contributes from then on; what it
 # publishes under a version is what the others do, also where it joins amid a sweep.
-@pytest.mark.parametrize("fragments", [1, 3])
-def test_late_joiner(make_rendezvous, key_file, fragments):
+@pytest.mark.parametrize(("fragments", "outer"), [(1, "nesterov"), (3, "nesterov"), (3, "muon")])
+def test_late_joiner(make_rendezvous, key_file, fragments, outer):
     address = make_rendezvous(keep_rounds=2).endpoint
     values = {"sync_every": 2 * fragments, "fragments": fragments, "codec": {"type": "int4"}}
-    values["outer"] = {"lr": 0.7, "momentum": 0.9}
+    values["outer"] = {"type": outer, "lr": 0.7, "momentum": 0.9}
     seen: dict[str, Trajectory] = {}
     advanced, finished = threading.Event(), threading.Event()
     joined: dict[str, int] = {}

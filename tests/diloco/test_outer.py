@@ -17,8 +17,9 @@ from composer_prime.config.diloco import DilocoConfig, GuardConfig, OuterConfig
 from diloco.fragments import partition
 from diloco.global_model import GlobalModel
 from diloco.guard import rejected, squared_norm
-from diloco.outer import build_outer, weighted_mean
+from diloco.outer import Averaging, Nesterov, weighted_mean
 from diloco.schedule import Schedule
+from diloco.session import agreed_settings
 from diloco.state_file import packed, unpacked
 
 PEER = {"rendezvous": "tcp://127.0.0.1:1", "run": "r", "peer_id": "a", "key_file": "key"}
@@ -31,7 +32,7 @@ def test_trajectory_of_sgd(lr, momentum):
     master = torch.randn(50, generator=generator)
     reference = torch.nn.Parameter(master.double())
     sgd = torch.optim.SGD([reference], lr=lr, momentum=momentum, nesterov=momentum > 0)
-    outer = build_outer(OuterConfig(lr=lr, momentum=momentum), [50])
+    outer = Nesterov(lr, momentum, [50])
     for _ in range(10):
         mean = torch.randn(50, generator=generator)
         reference.grad = mean.double()
@@ -45,7 +46,7 @@ def test_averaging():
     generator = torch.Generator().manual_seed(0)
     master, locals_ = torch.randn(40, generator=generator), [torch.randn(40, generator=generator) for _ in range(3)]
     mean = weighted_mean([master - each for each in locals_], [1, 1, 1])
-    build_outer(OuterConfig(type="average"), [40]).step(0, master, mean)
+    Averaging().step(0, master, mean)
     assert torch.allclose(master, torch.stack(locals_).mean(dim=0), atol=1e-6)
 
 
@@ -102,6 +103,7 @@ def test_swept_model_is_part_of_a_state(outer_step):
         ({"sync_every": 10, "fragments": 4}, "sync_every is 10 and diloco.fragments is 4.*to 2 or .* to 12"),
         ({"sync_every": 8, "fragments": 4, "delay": 2}, "delay is 2.*diloco.fragments = 2 steps.*delay to at most 1"),
         ({"outer": {"type": "average", "lr": 0.7}}, "type is 'average', but lr is 0.7"),
+        ({"outer": {"muon_lr": 0.1}}, "type is 'nesterov', but muon_lr is 0.1: only muon has one.*type = 'muon'"),
         ({"rendezvous": "somewhere"}, "expected tcp://HOST:PORT"),
         ({"peer_id": "../b"}, r"'../b' does not"),
         ({"codec": {"block": 9}}, "use 10"),
@@ -114,6 +116,13 @@ def test_wrong_settings(values, message):
         DilocoConfig(**PEER | values)
 
 
+# Peers must agree on every setting of the outer optimizer.
+def test_agreed_settings():
+    agreed = agreed_settings(DilocoConfig(**PEER, outer={"type": "muon", "muon_lr": 1.5}))
+    found = {key.rpartition(".")[2]: value for key, value in agreed.items() if key.startswith("diloco.outer.")}
+    assert found == {"type": "muon", "lr": "1.0", "momentum": "0.0", "muon_lr": "1.5"}
+
+
 # In the whole configuration: a peer's own folder, whole periods, an orchestrator that waits longer than a round may.
 def test_joint_run_rules():
     run = {"run": {"name": "r", "max_steps": 8}, "model": {"path": "tiny"}, "diloco": PEER | {"sync_every": 4}}
@@ -123,6 +132,9 @@ def test_joint_run_rules():
     assert Config.model_validate(config.model_dump(mode="json")).run.directory == Path("outputs/r/a")
     with pytest.raises(ValidationError, match=r"max_steps is 6, but diloco.sync_every is 4: .* max_steps = 4"):
         Config.model_validate({**run, "run": {"name": "r", "max_steps": 6}})
+    lora = {**run, "trainer": {"lora": {"rank": 4}}, "diloco": {**run["diloco"], "outer": {"type": "muon"}}}
+    with pytest.raises(ValidationError, match=r"lora is set and diloco.outer.type is 'muon': .* use .* = 'nesterov'"):
+        Config.model_validate(lora)
     for values, message in [
         ({"round_timeout_s": 2000}, r"round_timeout_s \+ 2 diloco.heal_timeout_s is 3800, .*trainer_timeout_s is 3600"),
         ({"round_timeout_s": 100}, "round_deadline_s is 120, but diloco.round_timeout_s is 100"),

@@ -42,21 +42,21 @@ def test_too_large_a_delta():
     rounds=st.lists(st.lists(st.floats(-TOP, TOP, width=32), min_size=2, max_size=2), min_size=1, max_size=6),
     outer=st.sampled_from([
         OuterConfig(type="average"), OuterConfig(lr=0.7, momentum=0.9), OuterConfig(lr=1e3, momentum=0.99),
-        OuterConfig(lr=1e-3),
+        OuterConfig(lr=1e-3), OuterConfig(type="muon", momentum=0.9), OuterConfig(type="muon", muon_lr=1e6),
     ]),
 )  # fmt: skip
 def test_steps_that_are_allowed_stay_finite(rounds, outer):
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    model = GlobalModel(partition([("w", parameter)], 1, "strided"), outer)
+    named = [("w", torch.nn.Parameter(torch.zeros(3))), ("layers.0.w", torch.nn.Parameter(torch.zeros(2, 1)))]
+    model = GlobalModel(partition(named, 1, "strided"), outer)
     for values in rounds:
-        deltas = [torch.tensor([value, 0.0, value]) for value in values]
+        deltas = [torch.tensor([value, 0.0, value, value, -value]) for value in values]
         if model.can_advance(0, deltas):
             model.advance(0, deltas, [1.0, 2.0])
         else:
             velocity = max((float(each.abs().max()) for each in model.outer.velocity), default=0.0)
             largest = max(abs(value) for value in values)
-            ends = [float(model.masters[0].abs().max()), max(1.0, outer.lr) * (2 * largest + velocity)]
-            assert sum(ends) > 0.49 * TOP
+            step = max(max(1.0, outer.lr) * (2 * largest + velocity), outer.muon_lr * 2**0.5 * largest)
+            assert float(model.masters[0].abs().max()) + step > 0.49 * TOP
         assert all(tensor.isfinite().all() for tensor in model.tensors().values())
 
 

@@ -75,17 +75,18 @@ def part(
 
 # All peers stop and go on, with 4-bit deltas, momentum and error feedback; also where a delta is under way (step 8 is
 # between the preparation after step 8 and the completion after step 9). The end is the uninterrupted run's, bit by bit.
-@pytest.mark.parametrize("cut", [7, 8, 9])
-def test_all_resume(make_rendezvous, key_file, cut):
+@pytest.mark.parametrize(("cut", "outer"), [(7, "nesterov"), (8, "nesterov"), (9, "nesterov"), (8, "muon")])
+def test_all_resume(make_rendezvous, key_file, cut, outer):
     address = make_rendezvous(start_peers=2).endpoint
+    values = VALUES | {"outer": VALUES["outer"] | {"type": outer}}
     whole = together(*[
-        partial(train, settings(address, key_file, name, **VALUES), peer, STEPS) for peer, name in enumerate("ab")
+        partial(train, settings(address, key_file, name, **values), peer, STEPS) for peer, name in enumerate("ab")
     ])
     address = make_rendezvous(start_peers=2).endpoint
-    configs = [settings(address, key_file, name, **VALUES) for name in "ab"]
+    configs = [settings(address, key_file, name, **values) for name in "ab"]
     first = together(*[partial(part, config, peer, 0, cut, None) for peer, config in enumerate(configs)])
     address = make_rendezvous(start_peers=2).endpoint
-    configs = [settings(address, key_file, name, **VALUES) for name in "ab"]
+    configs = [settings(address, key_file, name, **values) for name in "ab"]
     second = together(*[
         partial(part, config, peer, cut, STEPS, first[peer][1]) for peer, config in enumerate(configs)
     ])
