@@ -44,6 +44,8 @@ _PREFIXES = (
     "npm_", "_v1_", "hvs.", "hvb.", "nvapi-", "r8_", "pplx-", "dckr_", "AGE-S", "xapp-", "k_test_", "shp", "lin_api_",
     "dapi", "tvly-", "1//0",
 )  # fmt: skip
+_ARGUMENT = r"(?P<quote>[\"'])?(?![$<{`])(?P<secret>(?(quote)[^\"'\n]|[^\s\"'`;&|]){1,200})"
+"""Of a command, no variable and no placeholder; in quotes it may have spaces."""
 _NEWER: list[Rule] = [
     (
         "private-key",
@@ -86,6 +88,26 @@ _NEWER: list[Rule] = [
                 r"\bcurl\b[^\n|;]{0,400}?\s(?:-u|--user)[ =]?[\"']?"
                 r"[^\s:\"']{1,100}:(?P<secret>[^\s\"'$<{][^\s\"']{0,200})"
             )
+        ],
+    ),
+    # Commands that take a password behind a short option: mysql without a space; -p3306:3306 is a port of docker's.
+    ("password", ("sshpass",), [re.compile(r"\bsshpass\s{1,8}-p[ \t]{0,8}" + _ARGUMENT)]),
+    (
+        "password",
+        ("mysql", "mariadb"),
+        [
+            re.compile(
+                r"(?<![\w./-])(?:/[\w./-]{1,64}/)?(?:mysql(?:dump|admin|import|show|check)?|mariadb(?:-dump|-admin)?)"
+                r"(?=\s)[^\n|;&]{0,400}?\s-p(?![\d.]+:)" + _ARGUMENT
+            )
+        ],
+    ),
+    (
+        "password",
+        ("login", "redis-cli"),
+        [
+            re.compile(r"\b(?:docker|podman|az|oc) login\s(?:[^\n|;&]{0,400}?\s)?-p[ =]" + _ARGUMENT),
+            re.compile(r"\bredis-cli\s(?:[^\n|;&]{0,400}?\s)?-a " + _ARGUMENT),
         ],
     ),
     ("basic-auth", ("://:",), [re.compile(r"\w://:(?P<secret>[^\s@/\"'$<{][^\s@/\"']{0,200})@")]),

@@ -94,6 +94,13 @@ def test_more_providers(token: str) -> None:
         ("in C:\\Users\\jdoe and elsewhere", "in C:\\Users\\user and elsewhere"),
         ("ls /home/jürgen/x /home/j_doe", "ls /home/user/x /home/user"),
         ("mysql --password Tr0ub4dor3x9 db", "mysql --password <masked:password> db"),
+        ("sshpass -p hunter2 ssh -p 22 h", "sshpass -p <masked:password> ssh -p 22 h"),
+        ("sshpass -p'a b$c' scp x h:", "sshpass -p'<masked:password>' scp x h:"),
+        ("mysql -u root -proot db -p", "mysql -u root -p<masked:password> db -p"),
+        ("/usr/bin/mysqldump -p'se cret' db | gzip", "/usr/bin/mysqldump -p'<masked:password>' db | gzip"),
+        ("docker exec db mariadb -pa1 -e 'x'", "docker exec db mariadb -p<masked:password> -e 'x'"),
+        ("docker login -u bob -p hunter2 r.io", "docker login -u bob -p <masked:password> r.io"),
+        ("redis-cli -h db -a hunter2 ping", "redis-cli -h db -a <masked:password> ping"),
         ("gh auth --token '3f786850e387550f' x", "gh auth --token '<masked:password>' x"),
         ("x --secret-access-key abc123def456", "x --secret-access-key <masked:password>"),
         ("login user password 3f786850e387550f", "login user password <masked:password>"),
@@ -154,6 +161,10 @@ def test_encrypted_private_keys_go_whole(end: str) -> None:
         "cookie = SimpleCookie(); cookies: theme=dark; Max-Age=31536000; sk_test_ prefix, the password reset2 page",
         "MAX_TOKEN=100000 EOS_TOKEN='151645' run, API_KEY=args.api_key, SECRET_KEY=settings.SECRET",
         "TOKEN=os.environ['X'], API_KEY=config.get('api'), ls -home-page --tool -home-dir",
+        "mkdir -p login/foo && ssh -p 22 h && cp -p a b && docker run -p 80:80 -p8080:80 x",
+        "docker run --name mysql -p3306:3306 -p127.0.0.1:33060:33060 mysql && mysql -u root -p db && mysql -P 3306 x",
+        'sshpass -p $PW ssh h; sshpass -p <password> x; sshpass -e ssh -p 22 h; mysql -p"$PASS" x; mysql -p`cat f` x',
+        "g++ -I/usr/include/mysql a.cpp -pthread $(mysql_config --libs) -pthread; redis-cli -p 6379; az login -p $P",
         "next_token 3f786850e387550f, a secret 3f786850e387550f",
     ],
 )
@@ -199,7 +210,7 @@ HOSTILE = [
     "authorization: ", "curl -u ", "://a:", " a@", "a@a.", "/home/", "-----BEGIN PRIVATE " + "KEY-----", "api_key\\",
     "token: ", "--token ", "-a", "cookie: ", "cookie: a=", "cookie=b;", "cookie: a=b\n", "cookie\\", "password ",
     "Basic ", "npm_", "1//0", "C:\\Users\\a b ", "secret==", "'a' == secret", "xoxa-1-", "aws", "-home-",
-    "TOKEN=a.", "TOKEN=1",
+    "TOKEN=a.", "TOKEN=1", "mysql ", "/mysql -p", "sshpass -p", "docker login ", "redis-cli -a ",
 ]  # fmt: skip
 
 
