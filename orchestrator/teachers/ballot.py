@@ -18,6 +18,8 @@ class Ballot:
     """As the trace left them."""
     student: Canonical
     planned: int
+    expected_usd: float | None = None
+    """What all planned votes were expected to cost, where their value was weighed against it."""
     votes: list[Vote] = field(default_factory=list)
     failed: int = 0
     """Calls that gave no vote; an answer from the cache that gives none is not one."""

@@ -73,6 +73,8 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Paid now, retries included."""
     seconds: float = 0.0
     """What endpoints took for the votes that were called for, as Ballot.seconds; 0 where all came from the cache."""
+    expected_usd: float | None = None
+    """As Ballot.expected_usd: the value of information goes by the mean of it."""
     price_usd: float = 0.0
     """As cost_usd, with answers from the cache at what they cost when they were asked for."""
     vote_s: float = 0.0

@@ -158,6 +158,8 @@ class Replay:
     def _recall(self, record: StateRecord) -> None:
         """Take in what an earlier replay saw; its costs are in the ledger."""
         self._note(record, usd=0.0)
+        if record.expected_usd is not None:
+            self._voi.expect(record.expected_usd)
         self._learn(record)
 
     def _learn(self, record: StateRecord) -> None:
@@ -252,6 +254,7 @@ class Replay:
             failed_calls=ballot.failed if ballot else 0,
             broken=broken,
             cost_usd=usd,
+            expected_usd=ballot.expected_usd if ballot else None,
             seconds=seconds,
             price_usd=usd + (ballot.cached_usd if ballot else 0.0),
             vote_s=seconds + (ballot.cached_s if ballot else 0.0),

@@ -49,7 +49,8 @@ class Voting:
     async def _sequence(self, ballot: Ballot, voters: list[Teacher]) -> None:
         """One vote after another, while the majority is open and the next ones are worth their price."""
         if self._config.voi.enabled:
-            self._voi.expect(sum(self._pool.expected_usd(each, ballot.state) for each in voters[: ballot.planned]))
+            ballot.expected_usd = sum(self._pool.expected_usd(each, ballot.state) for each in voters[: ballot.planned])
+            self._voi.expect(ballot.expected_usd)
         for index, teacher in enumerate(voters):
             if settled(ballot.cast, ballot.planned):
                 return

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.costs import spent
 from composer_prime.errors import ConfigError, TeacherError
+from composer_prime.traces import TraceState
 from orchestrator.teachers.budget import Budget
 from orchestrator.teachers.canonical import RULES
 from orchestrator.teachers.pool import TeacherPool
@@ -317,3 +318,22 @@ def test_a_resumed_replay_knows_what_votes_are_worth(tmp_path: Path) -> None:
     assert learned["agreed"] > 0 and learned["not_worth_it"] > 0
     assert outcomes(tmp_path, 20, 25) == {"not_worth_it": 5}
     assert outcomes(tmp_path / "fresh", 20, 25)["agreed"] > 0
+
+
+# What votes were expected to cost before an interruption counts after it: where a pair has no value of its own, a state
+# that is much dearer than those before is left out by a replay that goes on as it is by one that was not interrupted.
+def test_a_resumed_replay_knows_what_votes_cost(tmp_path: Path) -> None:
+    voi = {"enabled": True, "prior_disagreement": 0.5, "prior_weight": 2.0, "explore": 0.0}
+    budget = {"usd_per_call": 100.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0}
+    cheap = [state(number) for number in range(5)]
+    dear = state(9, messages=[{"role": "user", "content": f"Task 9 {'of many words ' * 300}"}])
+
+    def agree(model: str, messages: list[dict]) -> tuple[str, dict]:
+        return "ls", {"n": int(messages[-1]["content"].split()[1])}
+
+    def outcomes(folder: Path, states: list[TraceState]) -> dict[str, int]:
+        return play(folder, agree, states, voi=voi, budget=budget, concurrent_states=1)[0].outcomes
+
+    assert outcomes(tmp_path / "at once", [*cheap, dear]) == {"agreed": 5, "not_worth_it": 1}
+    assert outcomes(tmp_path, cheap) == {"agreed": 5}
+    assert outcomes(tmp_path, [dear]) == {"not_worth_it": 1}
