@@ -9,13 +9,13 @@ import msgspec
 
 from composer_prime.errors import ChecksumError, RunMismatchError, WireError
 from diloco.blob import Blob
+from diloco.header import PROTOCOL, Header, authenticate
 from diloco.joining import Joins
 from diloco.layout import largest_body, layout_hash
 from diloco.peer import Base, Peer, Position, largest_party
 from diloco.rounds import Rounds
 from diloco.transfer import Transfers
 from diloco.wire import (
-    PROTOCOL,
     AskRound,
     AskState,
     Beat,
@@ -25,7 +25,6 @@ from diloco.wire import (
     FromPeer,
     Get,
     Gone,
-    Header,
     Hello,
     NotReady,
     Offer,
@@ -36,7 +35,6 @@ from diloco.wire import (
     ToPeer,
     Unusable,
     Welcome,
-    authenticate,
 )
 
 logger = logging.getLogger(__name__)

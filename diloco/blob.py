@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diloco.wire import Header, RunningChecksum, check_body
+from diloco.header import Header, RunningChecksum, check_body
 
 
 @dataclass(slots=True)

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from diloco.global_model import GlobalModel
+from diloco.header import Header
 from diloco.ranks import Ranks
-from diloco.wire import Header
 
 
 class Fate(enum.Enum):

@@ -21,24 +21,9 @@ import zmq.asyncio
 from composer_prime.errors import DeadlineError, WireError
 from composer_prime.keys import ClientKeys
 from composer_prime.wire.sockets import dealer
+from diloco.header import Header, RunningChecksum, check_body
 from diloco.rate_limit import TokenBucket
-from diloco.wire import (
-    Chunk,
-    Closed,
-    FromPeer,
-    Get,
-    Gone,
-    Header,
-    Offer,
-    Piece,
-    Received,
-    Refused,
-    RunningChecksum,
-    ToPeer,
-    check_body,
-    encode,
-    to_peer,
-)
+from diloco.wire import Chunk, Closed, FromPeer, Get, Gone, Offer, Piece, Received, Refused, ToPeer, encode, to_peer
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES = 1 << 18

@@ -12,8 +12,8 @@ from composer_prime.config.diloco import GuardConfig
 from diloco.codec import codec_from_spec
 from diloco.codec.base import shared
 from diloco.guard import rejected, squared_norm
+from diloco.header import Header
 from diloco.ranks import Ranks
-from diloco.wire import Header
 
 MAX_WEIGHT = 1e15
 """Tokens; far above what any round trains on, far below where a sum of weights would overflow."""

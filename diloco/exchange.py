@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 from composer_prime.errors import RunMismatchError
 from diloco.connection import Connection
+from diloco.header import Header, authenticate
 from diloco.layout import largest_body, layout_hash
 from diloco.session import Member
-from diloco.wire import AskRound, AskState, Current, Gone, Header, NotReady, Outcome, StateReady, authenticate
+from diloco.wire import AskRound, AskState, Current, Gone, NotReady, Outcome, StateReady
 
 logger = logging.getLogger(__name__)
 _SAY_S = 10.0

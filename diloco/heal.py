@@ -16,6 +16,7 @@ from collections.abc import Callable
 from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import CheckpointError, ChecksumError, DeadlineError
 from diloco.exchange import Arrived, Found, Left
+from diloco.header import Header
 from diloco.link import Link
 from diloco.outcomes import Outcomes
 from diloco.outer_step import OuterSteps
@@ -23,7 +24,6 @@ from diloco.ranks import Ranks
 from diloco.replica import Replica
 from diloco.schedule import Schedule
 from diloco.state_file import unpacked
-from diloco.wire import Header
 
 logger = logging.getLogger(__name__)
 _SLICE_S = 0.2

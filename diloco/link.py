@@ -24,11 +24,12 @@ from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import RunMismatchError
 from diloco.connection import Connection, RefusedError
 from diloco.exchange import Arrived, Exchange, Found, Left, Offered
+from diloco.header import Header, checksum, sealed
 from diloco.keys import JointKey
 from diloco.layout import layout_hash
 from diloco.peer import Position
 from diloco.session import Member, Session
-from diloco.wire import Header, Unusable, checksum, sealed
+from diloco.wire import Unusable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diloco.carry import Offer, Work
 from diloco.codec.base import shared
-from diloco.wire import Header
+from diloco.header import Header
 
 
 @dataclass(slots=True)

@@ -16,11 +16,11 @@ from diloco.carry import OwnWork
 from diloco.codec import ErrorFeedback
 from diloco.fragments import Fragment, layout
 from diloco.global_model import GlobalModel
+from diloco.header import PROTOCOL
 from diloco.layout import layout_hash
 from diloco.pending import Pending
 from diloco.ranks import Ranks
 from diloco.state_file import packed, unpacked
-from diloco.wire import PROTOCOL
 
 
 class Replica:

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from composer_prime.errors import RunMismatchError
 from diloco.agreement import Agreement
 from diloco.blob import Blob
+from diloco.header import Header
 from diloco.layout import difference
 from diloco.peer import Base, Peer, Position, largest_party
-from diloco.wire import Header, Hello
+from diloco.wire import Hello
 
 
 @dataclass(slots=True)

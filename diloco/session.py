@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import DeadlineError, RunMismatchError, WireError
 from diloco.connection import Connection, RefusedError
+from diloco.header import PROTOCOL
 from diloco.layout import TensorLayout
 from diloco.peer import Position
-from diloco.wire import PROTOCOL, Beat, BeatReply, Hello, NotReady, Welcome
+from diloco.wire import Beat, BeatReply, Hello, NotReady, Welcome
 
 logger = logging.getLogger(__name__)
 _BEAT_TIMEOUT_S = 3.0

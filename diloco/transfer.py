@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diloco.blob import Blob
+from diloco.header import Header
 from diloco.peer import Base, Peer
-from diloco.wire import Header
 
 
 @dataclass(slots=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from diloco.answers import Answers, RendezvousSettings
+from diloco.header import PROTOCOL, Header, checksum, sealed
 from diloco.layout import layout_hash
 from diloco.rounds import Round
-from diloco.wire import PROTOCOL, AskState, Beat, Chunk, Header, Hello, Offer, ToPeer, checksum, sealed
+from diloco.wire import AskState, Beat, Chunk, Hello, Offer, ToPeer
 
 KEY = b"k" * 32
 BEAT_TIMEOUT_S, GATHER_S, DEADLINE_S = 10.0, 30.0, 5.0

@@ -11,9 +11,9 @@ import torch
 from joint_run import settings, together, train
 
 from composer_prime.errors import DeadlineError
+from diloco.header import checksum
 from diloco.state_file import packed, unpacked
 from diloco.streaming import StreamingDiLoCo
-from diloco.wire import checksum
 
 
 def damage(engine: StreamingDiLoCo) -> None:

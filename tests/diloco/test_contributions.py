@@ -11,8 +11,8 @@ import torch
 from composer_prime.config.diloco import MAX_BLOCK, CodecConfig, GuardConfig
 from diloco.codec import build_codec, codec_from_spec
 from diloco.contributions import accept
+from diloco.header import Header, checksum
 from diloco.ranks import Ranks
-from diloco.wire import Header, checksum
 
 
 def contribution(peer: str, values: torch.Tensor, **fields) -> tuple[Header, memoryview]:

@@ -30,9 +30,10 @@ from peer_process import PeerProcess, start_peer
 
 from composer_prime.errors import ConfigError, DeadlineError, RunMismatchError
 from diloco.connection import Connection, RefusedError
+from diloco.header import PROTOCOL, sealed
 from diloco.keys import JointKey
 from diloco.streaming import StreamingDiLoCo
-from diloco.wire import PROTOCOL, Beat, Chunk, Closed, Hello, Offer, sealed
+from diloco.wire import Beat, Chunk, Closed, Hello, Offer
 
 
 def assert_agree(*peers: PeerProcess) -> None:

@@ -11,8 +11,9 @@ from joint_run import Blocks, settings
 
 from composer_prime.errors import RunMismatchError
 from diloco.frozen import frozen_digest
+from diloco.header import PROTOCOL
 from diloco.streaming import StreamingDiLoCo
-from diloco.wire import PROTOCOL, Hello, Refused, Welcome, encode, from_peer
+from diloco.wire import Hello, Refused, Welcome, encode, from_peer
 
 
 def adapted(seed: int = 0) -> Blocks:

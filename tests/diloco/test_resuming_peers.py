@@ -25,9 +25,9 @@ from joint_run import (
 )
 
 from composer_prime.errors import CheckpointError
+from diloco.header import PROTOCOL
 from diloco.state_file import packed, unpacked
 from diloco.streaming import StreamingDiLoCo
-from diloco.wire import PROTOCOL
 
 VALUES = {"sync_every": 6, "fragments": 2, "delay": 1, "outer": {"lr": 0.7, "momentum": 0.9}, "codec": {"type": "e3m0"}}
 STEPS = 18
