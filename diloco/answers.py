@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-import msgspec
-
-from composer_prime.errors import ChecksumError, RunMismatchError, WireError
-from diloco.blob import Blob
-from diloco.header import PROTOCOL, Header, authenticate
+from diloco.bodies import Bodies
+from diloco.header import PROTOCOL
 from diloco.joining import Joins
-from diloco.layout import largest_body, layout_hash
-from diloco.peer import Base, Peer, Position, largest_party
+from diloco.peer import Base, Position, largest_party
+from diloco.rendezvous_settings import RendezvousSettings
 from diloco.rounds import Rounds
 from diloco.transfer import Transfers
 from diloco.wire import (
@@ -21,7 +18,6 @@ from diloco.wire import (
     Beat,
     BeatReply,
     Chunk,
-    Closed,
     FromPeer,
     Get,
     Gone,
@@ -29,8 +25,6 @@ from diloco.wire import (
     NotReady,
     Offer,
     Outcome,
-    Piece,
-    Received,
     Refused,
     ToPeer,
     Unusable,
@@ -38,32 +32,8 @@ from diloco.wire import (
 )
 
 logger = logging.getLogger(__name__)
-_MAX_PIECE_BYTES = 1 << 22
 _MAX_RANKS = 4096
 """Of one peer; the books go through them all."""
-
-
-class RendezvousSettings(msgspec.Struct, frozen=True, kw_only=True):
-    bind: str
-    """tcp://ADDRESS:PORT; port 0 takes a free one."""
-    run: str
-    min_peers: int = 1
-    """A round needs this many contributions."""
-    start_peers: int = 1
-    """The first round waits until so many peers are training."""
-    gather_s: float = 60.0
-    """How long, after a restart of the rendezvous or of all peers, those that come first wait for start_peers."""
-    beat_timeout_s: float = 10.0
-    """A peer that is silent for longer is gone; beats come five times as often."""
-    keep_rounds: int = 16
-    """Closed rounds that late peers can catch up with, as far as max_bytes allows."""
-    max_bytes: int = 16_000_000_000
-    """Most bytes of deltas and of a state in memory."""
-
-    @property
-    def listen_s(self) -> float:
-        """After its start: until then every peer that trains is heard, also if its last request was lost in between."""
-        return 0.6 * self.beat_timeout_s
 
 
 class Answers:
@@ -75,13 +45,14 @@ class Answers:
         changed: Callable[[], None],
     ) -> None:
         """`changed` is called when something happened that requests may wait for."""
-        self.settings, self._header_key, self._clock, self._changed = settings, header_key, clock, changed
+        self.settings, self._clock, self._changed = settings, clock, changed
         self.rounds = Rounds(beat_timeout_s=settings.beat_timeout_s, keep=settings.keep_rounds)
         self.transfers = Transfers(stall_s=2 * settings.beat_timeout_s)
         self.joins = Joins(
             self.rounds, self.transfers, expected=settings.start_peers, gather_s=settings.gather_s,
             listens_until=clock() + settings.listen_s,
         )  # fmt: skip
+        self._bodies = Bodies(settings, header_key, self.rounds, self.transfers, clock=clock, changed=changed)
         self._unsettled_since = clock()
 
     def to(self, request: FromPeer) -> ToPeer:
@@ -94,11 +65,11 @@ class Answers:
             case Beat():
                 return self._beat(request)
             case Offer():
-                return self._offer(request.header, request.instance)
+                return self._bodies.offer(request.header, request.instance)
             case Chunk():
-                return self._chunk(request)
+                return self._bodies.chunk(request)
             case Get():
-                return self._get(request)
+                return self._bodies.get(request)
             case AskRound():
                 return self._outcome(request)
             case AskState():
@@ -113,7 +84,7 @@ class Answers:
                 return request.peer, request.instance
             case Offer():
                 return request.header.peer, request.instance
-            case Chunk() if (blob := self._find(request.name)) is not None:
+            case Chunk() if (blob := self._bodies.find(request.name)) is not None:
                 return blob.header.peer, request.instance
         return None
 
@@ -164,108 +135,6 @@ class Answers:
             difference = self.rounds.agreement.difference(peer, rank, where)
             if difference:
                 logger.error("%s", difference)
-
-    # -- bodies ----------------------------------------------------------------------------------------------------
-
-    def _offer(self, header: Header, instance: int) -> ToPeer:
-        authenticate(header, self._header_key, run=self.settings.run)
-        now = self._clock()
-        peer = self.rounds.peers.get(header.peer)
-        if peer is None or peer.instance != instance or header.rank not in peer.layouts:
-            return Gone(reason="say hello first")
-        self._check(header, peer)
-        peer.heard[header.rank] = now
-        if header.kind == "state":
-            return self._offered_state(header, now)
-        if self.rounds.closed(header.outer_step):
-            return Closed(outer_step=header.outer_step)
-        if not self.rounds.accepts(header.outer_step, now):
-            return Gone(
-                reason=f"peer {header.peer} brings a delta of outer step {header.outer_step}, the others are at "
-                f"{self.rounds.front(now)}"
-            )
-        # Fresher than the last beat.
-        peer.note(header.rank, Position(header.outer_step, header.base_hash, peer.positions[header.rank].training), now)
-        self._make_room(header)
-        blob = self.rounds.delta(header)
-        if blob.complete:
-            self.rounds.note_whole(header.outer_step, now)
-        return Received(name=header.name, size=blob.received)
-
-    def _check(self, header: Header, peer: Peer) -> None:
-        if header.kind not in ("delta", "state") or header.outer_step < 0 or header.size < 0:
-            raise WireError(
-                f"{header.name} of outer step {header.outer_step} with {header.size} bytes is neither a delta nor a "
-                "state"
-            )
-        expected = layout_hash(peer.layouts[header.rank])
-        if header.layout_hash != expected:
-            raise RunMismatchError(
-                f"{header.name} is of layout {header.layout_hash}, but peer {peer.name} said hello with {expected}"
-            )
-        limit = largest_body(peer.layouts[header.rank], None if header.kind == "state" else header.fragment)
-        if header.size > limit:
-            raise WireError(f"{header.name} has {header.size} bytes, a {header.kind} of its layout at most {limit}")
-
-    def _offered_state(self, header: Header, now: float) -> ToPeer:
-        if self.transfers.wanted(header.peer) == header.serial:
-            self._make_room(header)
-        blob = self.transfers.state(header, now)
-        return Received(name=header.name, size=blob.received) if blob else Gone(reason="this state is not wanted")
-
-    def _make_room(self, header: Header) -> None:
-        """Drop the oldest rounds for a body that is to come. Raises WireError when it does not fit all the same."""
-        known = self._find(header.name)
-        if known is not None and known.header.checksum == header.checksum:
-            return
-        limit = self.settings.max_bytes
-        while self.rounds.held + self.transfers.held + header.size > limit and self.rounds.drop_oldest():
-            self.transfers.expire(self.rounds.oldest)
-        held = self.rounds.held + self.transfers.held
-        if held + header.size > limit:
-            raise WireError(
-                f"{header.name} has {header.size / 1e9:.3g} GB, and what is under way holds {held / 1e9:.3g} of the "
-                f"rendezvous' {limit / 1e9:.3g} GB: start `diloco lighthouse` with a larger --memory-gb"
-            )
-
-    def _chunk(self, chunk: Chunk) -> ToPeer:
-        blob = self._find(chunk.name)
-        peer = self.rounds.peers.get(blob.header.peer) if blob is not None else None
-        if blob is None or peer is None or peer.instance != chunk.instance:
-            return Gone(reason=f"nothing called {chunk.name} is expected")
-        peer.heard[blob.header.rank] = self._clock()
-        try:
-            blob.add(chunk.offset, chunk.data)
-        except ChecksumError as error:
-            logger.warning("%s", error)
-            return Refused(error=str(error))
-        if blob.header.kind == "state" and self.transfers.current:
-            self.transfers.current.progress_at = self._clock()
-        if blob.complete:
-            if blob.header.kind == "delta":
-                self.rounds.note_whole(blob.header.outer_step, self._clock())
-            self._changed()
-        return Received(name=chunk.name, size=blob.received)
-
-    def _find(self, name: str) -> Blob | None:
-        kind, _, rest = name.partition("/")
-        number, _, owner = rest.partition("/")
-        peer, _, rank = owner.rpartition("/")
-        if not (number.isdecimal() and rank.isdecimal()):
-            return None
-        if kind == "state":
-            current = self.transfers.current
-            wanted = current is not None and current.serial == int(number) and current.source == peer
-            return current.blobs.get(int(rank)) if current and wanted else None
-        found = self.rounds.rounds.get(int(number))
-        return found.blobs.get((peer, int(rank))) if found else None
-
-    def _get(self, get: Get) -> ToPeer:
-        blob = self._find(get.name)
-        if blob is None or not blob.complete:
-            return Gone(reason=f"{get.name} is not kept any more")
-        length = max(0, min(get.length, _MAX_PIECE_BYTES))
-        return Piece(name=get.name, offset=get.offset, data=bytes(blob.data[get.offset : get.offset + length]))
 
     def _unusable(self, said: Unusable) -> ToPeer:
         source = self.transfers.refuse(said.serial)

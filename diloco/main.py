@@ -20,8 +20,8 @@ from composer_prime.errors import ComposerError, ConfigError
 from diloco.simulate import command as simulate
 
 if TYPE_CHECKING:
-    from diloco.answers import RendezvousSettings
     from diloco.keys import JointKey
+    from diloco.rendezvous_settings import RendezvousSettings
 
 FAILED = 1
 
@@ -90,8 +90,8 @@ def _keygen(words: argparse.Namespace) -> int:
 
 
 def _lighthouse(words: argparse.Namespace) -> int:
-    from diloco.answers import RendezvousSettings
     from diloco.keys import JointKey
+    from diloco.rendezvous_settings import RendezvousSettings
 
     for name in ("min_peers", "start_peers", "keep_rounds"):
         if (value := getattr(words, name)) < 1:

@@ -24,9 +24,10 @@ import zmq
 
 from composer_prime.errors import ComposerError, DeadlineError
 from composer_prime.wire.sockets import SecureServer, bind_router
-from diloco.answers import Answers, RendezvousSettings
+from diloco.answers import Answers
 from diloco.keys import JointKey
 from diloco.membership import Lighthouse
+from diloco.rendezvous_settings import RendezvousSettings
 from diloco.wire import AskState, FromPeer, NotReady, Refused, ToPeer, encode, from_peer
 
 logger = logging.getLogger(__name__)

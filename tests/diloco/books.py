@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco.answers import Answers, RendezvousSettings
+from diloco.answers import Answers
 from diloco.header import PROTOCOL, Header, checksum, sealed
 from diloco.layout import layout_hash
+from diloco.rendezvous_settings import RendezvousSettings
 from diloco.rounds import Round
 from diloco.wire import AskState, Beat, Chunk, Hello, Offer, ToPeer
 

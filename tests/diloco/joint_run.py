@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from composer_prime.config.diloco import DilocoConfig
 from diloco.keys import JointKey
-from diloco.rendezvous import Rendezvous, RendezvousSettings
+from diloco.rendezvous import Rendezvous
+from diloco.rendezvous_settings import RendezvousSettings
 from diloco.streaming import StreamingDiLoCo
 
 RUN = "joint"
