@@ -132,15 +132,19 @@ class GlobalModel:
             **{f"swept.{index}": values for index, values in enumerate(self.swept[:begun])},
         }
 
-    def check(self, tensors: Mapping[str, Tensor], outer_step: int, expected_hash: str) -> None:
-        """Raises CheckpointError when `tensors` are no state for `load`, ChecksumError when they have another hash."""
-        self._check_shapes(tensors, outer_step)
-        found = _hash(outer_step, [_digest(tensors[f"master.{index}"]) for index in range(len(self.masters))])
-        if found != expected_hash:
-            raise ChecksumError(f"the state of outer step {outer_step} has hash {found}, expected {expected_hash}")
+    def checked(self, tensors: Mapping[str, Tensor], outer_step: int, expected_hash: str) -> list[str]:
+        """Digests of the masters in `tensors`, for `load`.
 
-    def load(self, tensors: Mapping[str, Tensor], outer_step: int) -> None:
-        """Take over `tensors`, as of `outer_step`.
+        Raises CheckpointError when they are no state for it, ChecksumError when they have another hash.
+        """
+        self._check_shapes(tensors, outer_step)
+        digests = [_digest(tensors[f"master.{index}"]) for index in range(len(self.masters))]
+        if (found := _hash(outer_step, digests)) != expected_hash:
+            raise ChecksumError(f"the state of outer step {outer_step} has hash {found}, expected {expected_hash}")
+        return digests
+
+    def load(self, tensors: Mapping[str, Tensor], outer_step: int, digests: list[str] | None = None) -> None:
+        """Take over `tensors`, as of `outer_step`. `digests`: what `checked` returned for them; None: taken here.
 
         Raises CheckpointError when one is missing or has another size; nothing is changed then.
         """
@@ -150,7 +154,7 @@ class GlobalModel:
         for name, own in self._tensors_at(outer_step).items():
             own.copy_(tensors[name])
         self.outer_step = outer_step
-        self._digests = [_digest(master) for master in self.masters]
+        self._digests = [_digest(master) for master in self.masters] if digests is None else digests
 
     def _check_shapes(self, tensors: Mapping[str, Tensor], outer_step: int) -> None:
         for name, own in self._tensors_at(outer_step).items():

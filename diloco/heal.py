@@ -12,10 +12,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import CheckpointError, ChecksumError, DeadlineError
-from diloco.exchange import Arrived, Found, Left
+from diloco.exchange import Arrived, Left
 from diloco.header import Header
 from diloco.link import Link
 from diloco.outcomes import Outcomes
@@ -28,6 +31,15 @@ from diloco.state_file import unpacked
 logger = logging.getLogger(__name__)
 _SLICE_S = 0.2
 """How often ranks that wait for a state compare notes."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Another peer's, unpacked and checked."""
+
+    header: Header
+    tensors: dict[str, Tensor]
+    digests: list[str]
 
 
 class Healer:
@@ -51,12 +63,12 @@ class Healer:
         before, deadline = model.hash, time.monotonic() + self._config.heal_timeout_s
         left: Left | None = Left("not joined yet")
         while left is not None:
-            found = self._find(deadline)
-            if found.header is not None:
-                self._take_over(found.header, found.body)
+            newest, state = self._find(deadline)
+            if state is not None:
+                self._take_over(state)
             if replica.pending is not None:  # its outcome is taken when it is due, as if this peer had not been away
                 break
-            left = self.replay(found.newest)
+            left = self.replay(newest)
         if model.hash != before:
             replica.restart_interval()
         elif replica.pending is not None:
@@ -80,16 +92,21 @@ class Healer:
             self.replayed(elsewhere)
         return arrived
 
-    def _find(self, deadline: float) -> Found:
-        """What to join with, alike on all ranks, which ask in step. A collective. Raises DeadlineError."""
+    def _find(self, deadline: float) -> tuple[int, State | None]:
+        """The last closed round, and a state that all ranks can take over, None where their own will do.
+
+        Alike on all ranks, which ask in step. A collective. Raises DeadlineError.
+        """
         model = self._replica.globals
         self._link.seek(model.outer_step, model.hash)
         while True:
             found = self._link.found(_SLICE_S)
             ready, in_time = self._ranks.smallest([found is not None, time.monotonic() < deadline])
             if ready and found is not None:
-                if self._ranks.alike([found.serial, found.newest]) and self._usable(found):
-                    return found
+                if self._ranks.alike([found.serial, found.newest]):
+                    state = self._opened(found.header, found.body) if found.header is not None else None
+                    if self._ranks.all(found.header is None or state is not None):
+                        return found.newest, state
                 self._link.seek(model.outer_step, model.hash)
             if not in_time:
                 raise DeadlineError(
@@ -97,21 +114,20 @@ class Healer:
                     f"rendezvous waits for {self._link.waiting_for}"
                 )
 
-    def _usable(self, found: Found) -> bool:
-        """Whether all ranks can take over what they found; if not, another source is asked for it. A collective."""
-        problem = None
-        if found.header is not None:
-            try:
-                header = found.header
-                self._replica.globals.check(unpacked(found.body)[0], header.outer_step, header.base_hash)
-            except (CheckpointError, ChecksumError) as error:
-                problem = f"the state that peer {found.header.peer} serves is refused: {error}"
-                logger.warning("%s", problem)
-                self._link.refuse_state(found.serial, problem)
-        return not self._ranks.any(problem is not None)
+    def _opened(self, header: Header, body: bytearray) -> State | None:
+        """None for a state that this rank cannot take over: another source is asked for it."""
+        try:
+            tensors, _ = unpacked(body)
+            return State(header, tensors, self._replica.globals.checked(tensors, header.outer_step, header.base_hash))
+        except (CheckpointError, ChecksumError) as error:
+            problem = f"the state that peer {header.peer} serves is refused: {error}"
+            logger.warning("%s", problem)
+            self._link.refuse_state(header.serial, problem)
+            return None
 
-    def _take_over(self, header: Header, body: bytearray) -> None:
-        given_up = self._replica.take_over(unpacked(body)[0], header.outer_step)
+    def _take_over(self, state: State) -> None:
+        header = state.header
+        given_up = self._replica.take_over(state.tensors, header.outer_step, state.digests)
         self.replaced()
         logger.info(
             "took over the state of peer %s at outer step %d; own work on %.0f tokens is given up", header.peer,

@@ -42,12 +42,12 @@ class Replica:
         """No delta is on offer, and the inner steps to the next count from now."""
         self.pending, self.inner = None, 0
 
-    def take_over(self, tensors: Mapping[str, Tensor], outer_step: int) -> float:
+    def take_over(self, tensors: Mapping[str, Tensor], outer_step: int, digests: list[str]) -> float:
         """Hold another peer's global model and nothing of one's own; tokens whose work is given up for it.
 
-        Raises CheckpointError as GlobalModel.load does.
+        `digests`: as GlobalModel.checked returned them.
         """
-        self.globals.load(tensors, outer_step)
+        self.globals.load(tensors, outer_step, digests)
         given_up = self.work.tokens_held()
         self.work.replace_all()
         for index in range(len(self.fragments)):

@@ -96,6 +96,18 @@ def test_swept_model_is_part_of_a_state(outer_step):
         assert all(map(torch.equal, model.swept, history[outer_step - outer_step % 3]))
 
 
+# The masters of a state are hashed as it is checked, not again as it is loaded: what the check found is their hash.
+def test_a_checked_state_is_hashed_once():
+    models = (partition(Blocks(seed).named_parameters(), 3, "strided") for seed in (0, 1))
+    source, joiner = (GlobalModel(fragments, OuterConfig()) for fragments in models)
+    tensors, _ = unpacked(packed(source.tensors(), {}))
+    digests = joiner.checked(tensors, 0, source.hash)
+    joiner.load(tensors, 0, digests)
+    assert joiner.hash == source.hash and joiner.intact
+    joiner.load(tensors, 0, digests[::-1])
+    assert joiner.hash != source.hash and not joiner.intact
+
+
 # Each wrong combination is refused with both values and a remedy that works.
 @pytest.mark.parametrize(
     ("values", "message"),
