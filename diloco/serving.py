@@ -15,6 +15,8 @@ class StateServer:
     def __init__(self, link: Link, model: GlobalModel, peer: str) -> None:
         """`peer`: this one's name."""
         self._link, self._model, self._peer = link, model, peer
+        self._damaged = ""
+        """Hash of the global model that was found damaged last."""
 
     def serve(self, serial: int) -> None:
         """Copy the global state and upload the copy: training may go on at once. A damaged one is not served.
@@ -22,7 +24,8 @@ class StateServer:
         `serial`: of the request, `Link.state_wanted` on all ranks.
         """
         model = self._model
-        if not model.intact:
+        if model.hash == self._damaged or not model.intact:  # joiners ask again and again: it is read once
+            self._damaged = model.hash
             problem = f"its global model was damaged in memory since outer step {model.outer_step}"
             logger.error("the state of peer %s is not served: %s", self._peer, problem)
             self._link.refuse_state(serial, problem)

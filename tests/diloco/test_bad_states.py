@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from joint_run import settings, together, train
+from torch import Tensor
 
 from composer_prime.errors import DeadlineError
 from diloco.header import checksum
@@ -66,6 +67,40 @@ def test_another_source_is_asked(make_rendezvous, key_file, caplog, fault):
     _, b, c = together(partial(steady, "a", 0), partial(steady, "b", 1), join)
     assert torch.equal(c.masters[0], b.masters[0]) and c.hashes[0] == b.hashes[0]
     assert "the state of peer a is dropped" in caplog.text and server.server.transfers.current.source == "b"
+
+
+# A lone source is asked again and again, and a state that it found damaged is not read for each request: it is not
+# served any more, though it is whole again, until an outer step has made another of it.
+def test_a_damaged_source_is_read_once(make_rendezvous, key_file, caplog):
+    server = make_rendezvous()
+    apart = partial(settings, server.endpoint, key_file, sync_every=2)
+    ready, finished = threading.Event(), threading.Event()
+
+    def steady():
+        def before_step(step, engine):
+            refused = caplog.text.count("the state of peer a is not served")
+            if step == 1:
+                whole.append(engine.globals.masters[0].clone())
+                damage(engine)
+                ready.set()
+            elif refused == 1:
+                engine.globals.masters[0].copy_(whole[0])
+            if refused < 3:
+                engine.replica.inner = 0  # no round yet
+            finished.wait(0.02)
+
+        whole: list[Tensor] = []
+        train(apart("a"), 0, 5000, before_step=before_step, stop=finished.is_set)
+
+    def join():
+        assert ready.wait(30)
+        try:
+            return train(apart("c", heal_timeout_s=40), 1, 1, seed=7)
+        finally:
+            finished.set()
+
+    _, c = together(steady, join)
+    assert min(c.hashes) >= 1
 
 
 # With no other source the joiner asks until its patience ends, and says what it waits for.
