@@ -35,7 +35,7 @@ class Reservation:
     usd: float
     """What is held: at least overcharge_factor times the bound."""
     bound_usd: float
-    """What the call may cost by the price list."""
+    """The most that the call may cost by the price list."""
 
 
 class Budget:
@@ -48,7 +48,7 @@ class Budget:
         self._by_trace: dict[str, float] = defaultdict(float, before.by_trace)
         self._ratios = dict(before.charge_ratios)
         self._tried: set[str] = set()
-        """Teachers that kept to the bound of a call, or whose call was counted at it."""
+        """Teachers that kept to the bound of a call, or whose call was counted without an answer."""
         # Summed anew each time: a running sum would keep a rest of rounding when nothing is in flight any more.
         self._in_flight: dict[str, Reservation] = {}
         self._by_state: dict[str, float] = defaultdict(float)
@@ -80,7 +80,8 @@ class Budget:
                 await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def reserve(self, *, trace: str, state: str, teacher: str, usd: float) -> Reservation:
-        """Hold for a call that may cost `usd` by the price list as many times that as an endpoint is reckoned with.
+        """Hold, for a call of bound `usd`, as many times that as its teacher may charge: overcharge_factor, or what it
+        charged last where that is more.
 
         Waits where only calls in flight, which rarely cost their bound, are in the way, or one of another teacher that
         was not tried yet.
