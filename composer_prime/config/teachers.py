@@ -120,7 +120,7 @@ class KillSwitchConfig(BaseConfig):
     """Replay stops, and says why, when one of these is passed."""
 
     mean_usd_per_trace: float = Field(default=5.0, gt=0)
-    """Mean cost of a trace."""
+    """Mean cost of a trace, of those on which a call was made."""
     p95_usd_per_trace: float = Field(default=10.0, gt=0)
     """95th percentile of a trace's cost."""
     p95_s_per_step: float = Field(default=30.0, gt=0)
@@ -128,7 +128,7 @@ class KillSwitchConfig(BaseConfig):
     error_rate: float = Field(default=0.25, gt=0, le=1)
     """Share of calls that failed for good."""
     min_states: int = Field(default=20, ge=1)
-    """States replayed before the switch looks."""
+    """States on which a call was made before the switch looks."""
 
 
 class VoiConfig(BaseConfig):

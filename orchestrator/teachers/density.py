@@ -8,13 +8,15 @@ label-flipped pair has its sides exchanged; a cross-step pair has the rejected a
 answer is in both, so that a pair and its cross-step pair are compared by the rejected answers alone. Pairs of one trace
 are alike: the tests exchange whole traces, and the intervals draw whole traces. Eight traces are the fewest that can
 reach p < .01. Cost and time are those of asking: an answer from the cache counts at what it cost when it was asked for.
+Pairs a trace are of the traces that anybody could judge, also where the value of information left out every vote;
+dollars a trace are of those that somebody was asked about. Traces that were refused would only thin both out.
 The gates are this project's own.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, count
 from statistics import fmean
@@ -58,9 +60,14 @@ class Density:
 
     traces: int
     """Replayed; without votes, those that gave a pair."""
+    judged_traces: int
+    """Of them, those with a state that was not refused."""
+    asked_traces: int
+    """Of these, those on which a call was made, or an answer from the cache used."""
     states: int
     pairs: int
     pairs_a_trace: float
+    """Of judged_traces."""
     pairs_interval: Interval
     outcomes: Mapping[str, int]
     dropped: Mapping[str, int]
@@ -70,7 +77,7 @@ class Density:
     agreement: Mapping[tuple[str, str], tuple[int, int]]
     """(states where both families gave the same action, states where both voted), by pair of families."""
     usd_a_trace: float
-    """As first asked."""
+    """As first asked, of asked_traces."""
     usd_interval: Interval
     paid_usd: float
     """Paid by this replay, all traces together: nothing for answers from the cache."""
@@ -105,7 +112,10 @@ def measure(
     not all that these traces gave.
     """
     given = Counter(pair.trace for pair in pairs) if by_trace is None else by_trace
-    traces = list(dict.fromkeys(record.trace for record in records)) or list(given)
+    traces = _traces(records) or list(given)
+    # By superseded records too: a state may be refused today that was asked about before.
+    judged = _traces(record for record in records if record.outcome != "refused") if records else traces
+    asked = _traces(record for record in records if _was_asked(record))
     paid, price = defaultdict[str, float](float), defaultdict[str, float](float)
     for record in records:
         paid[record.trace] += record.cost_usd
@@ -114,12 +124,14 @@ def measure(
         price[record.trace] += record.price_usd
     timed = [(record.trace, value) for record in records if (value := max(record.seconds, record.vote_s)) > 0]
     seconds = [value for _, value in timed]
-    pairs_of = [float(given.get(trace, 0)) for trace in traces]
+    pairs_of = [float(given.get(trace, 0)) for trace in judged]
     agreeing = [_agreeing(record) for record in records]
     # A state that was tried twice was paid for twice, and decided once.
-    costs = [max(paid[trace], price[trace]) for trace in traces]
+    costs = [max(paid[trace], price[trace]) for trace in asked]
     density = Density(
         traces=len(traces),
+        judged_traces=len(judged),
+        asked_traces=len(asked),
         states=len(records),
         pairs=len(pairs),
         pairs_a_trace=_mean(pairs_of),
@@ -142,6 +154,15 @@ def measure(
     )
     density.failures.extend(_missed(density))
     return density
+
+
+def _was_asked(record: StateRecord) -> bool:
+    """Whether a call was made, though it gave no vote, or an answer from the cache used."""
+    return bool(record.votes or record.failed_calls) or max(record.cost_usd, record.price_usd) > 0
+
+
+def _traces(records: Iterable[StateRecord]) -> list[str]:
+    return list(dict.fromkeys(record.trace for record in records))
 
 
 def _missed(density: Density) -> list[str]:

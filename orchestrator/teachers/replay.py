@@ -333,11 +333,11 @@ class Replay:
         progress.stopped = progress.stopped or self._budget.closed or self._switch.tripped()
 
     def _note(self, record: StateRecord, *, usd: float) -> None:
-        """Show the kill switch a state. Of one that broke all calls count as failed, and one where it made none."""
+        """Show the kill switch a state."""
         calls = sum(not vote.cached for vote in record.votes) + record.failed_calls
-        calls = max(calls, 1) if record.broken else calls
-        failed = calls if record.broken else record.failed_calls
-        self._switch.note(record.trace, usd, record.seconds if calls else None, calls, failed)
+        self._switch.note(
+            record.trace, usd, record.seconds, calls=calls, failed=record.failed_calls, broken=record.broken
+        )
 
 
 def _content(state: TraceState) -> str:

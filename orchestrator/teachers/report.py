@@ -166,6 +166,8 @@ def _of_votes(density: Density) -> list[str]:
     time = f"{density.s_a_step:.2f} s a step{_interval(density.s_interval, '.2f')}, p95 {density.s_p95:.2f} s"
     return [
         f"states      {density.states} in {density.traces} traces: {outcomes}",
+        f"counted     pairs over the {density.judged_traces} traces that were not refused, cost over the "
+        f"{density.asked_traces} that teachers were asked about",
         f"cost        ${density.usd_a_trace:.4f} a trace{_interval(density.usd_interval, '.4f')} as first asked; "
         f"${density.paid_usd:.4f} was paid now for all",
         f"time        {f'{time}, as first asked' if density.s_p95 else 'not recorded'}",

@@ -216,13 +216,15 @@ def test_the_kill_switch(tmp_path: Path, kill: dict, more: dict, named: str) -> 
 
 
 # What the switch keeps in order is what it would find by looking at everything anew.
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 9), st.none() | st.floats(0, 9)), max_size=40))
-def test_the_switch_looks_at_everything(noted: list[tuple[str, float, float | None]]) -> None:
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 9), st.floats(0, 60), st.booleans()), max_size=40))
+def test_the_switch_looks_at_everything(noted: list[tuple[str, float, float, bool]]) -> None:
     switch, usd = KillSwitch(KillSwitchConfig(min_states=1), usd_by_trace={"a": 1.5}), {"a": 1.5}
-    for trace, cost, seconds in noted:
-        switch.note(trace, cost, seconds, 1, 0)
-        usd[trace] = usd.get(trace, 0.0) + cost
-        waited = [each for _, _, each in noted[: switch.calls] if each is not None]
+    waited: list[float] = []
+    for trace, cost, seconds, called in noted:
+        switch.note(trace, cost if called else 0.0, seconds, calls=int(called))
+        if called:
+            usd[trace] = usd.get(trace, 0.0) + cost
+            waited.append(seconds)
         values = (sum(usd.values()) / len(usd), percentile(usd.values(), 0.95), percentile(waited, 0.95))
         assert (switch.tripped() is not None) == (bool(waited) and any(map(float.__gt__, values, (5.0, 10.0, 30.0))))
 
