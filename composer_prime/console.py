@@ -66,6 +66,11 @@ def run_module(module: str, words: list[str]) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
+def columns() -> int | None:
+    """Characters a line of the terminal; None where the output is no terminal and COLUMNS does not say."""
+    return shutil.get_terminal_size((0, 0)).columns or None
+
+
 def until_the_reader_leaves(work: Callable[[], int]) -> int:
     """Exit status of `work()`, which prints; READER_LEFT where standard output was closed on it, without a traceback:
     `composer report RUN | head`."""

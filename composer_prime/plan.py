@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from textwrap import wrap
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import VoiConfig
@@ -32,14 +33,26 @@ class Plan:
     notes: list[str]
     where: str = "here"
 
-    def text(self) -> str:
-        lines = [f"{label:<9} {text}" for label, text in self.rows]
+    def text(self, width: int | None = None) -> str:
+        """`width`: characters a line of the rows, at most; None: a row is a line, however long."""
+        lines = [line for label, text in self.rows for line in _lines(label, text, width)]
         lines += [f"{'note':<9} {note}" for note in self.notes]
         if self.problems:
             keep = "keeps" if len(self.problems) == 1 else "keep"
             lines += ["", f"{counted(len(self.problems), 'problem')} {keep} this run from starting {self.where}:"]
             lines.append(bulleted(self.problems))
         return "\n".join(lines)
+
+
+def _lines(label: str, text: str, width: int | None) -> list[str]:
+    """A row; where it is wider than `width`, the rest stands below its text."""
+    head = f"{label:<9} "
+    if width is None:
+        return [head + text]
+    return wrap(
+        text, width, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def build(config: Config, machine: Machine | None = None, *, folder: bool = True) -> Plan:

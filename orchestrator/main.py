@@ -21,7 +21,7 @@ from pathlib import Path
 
 from composer_prime import run_id
 from composer_prime.config import Config, load
-from composer_prime.console import EXIT_USAGE, fail
+from composer_prime.console import EXIT_USAGE, columns, fail
 from composer_prime.continuation import check_continuation
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.keys import RunKeys
@@ -58,7 +58,7 @@ def _dry_run(config: Config, run_dir: RunDir) -> int:
         plan.notes.extend(_changes(config, run_dir))
     except ConfigError as error:
         plan.problems.append(str(error))
-    print(plan.text())
+    print(plan.text(columns()))
     return EXIT_USAGE if plan.problems else 0
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import sys
 
 from composer_prime.config.load import parse
-from composer_prime.console import EXIT_USAGE, fail, until_the_reader_leaves
+from composer_prime.console import EXIT_USAGE, columns, fail, until_the_reader_leaves
 from composer_prime.errors import ConfigError
 from composer_prime.wording import what_is_wrong
 
@@ -26,7 +26,7 @@ def _main() -> int:
     if command.dry_run:
         from diloco.simulate.forecast import link_rows
 
-        print(dataclasses.replace(plan, rows=[*plan.rows, *link_rows(command.config)]).text())
+        print(dataclasses.replace(plan, rows=[*plan.rows, *link_rows(command.config)]).text(columns()))
         return EXIT_USAGE if plan.problems else 0
     if plan.problems:
         fail(ConfigError(f"the run cannot start: {what_is_wrong(plan.problems)}"))

@@ -7,9 +7,9 @@ Intervals are 95 % Student t intervals over seeds: with few seeds they are wide,
 from __future__ import annotations
 
 import argparse
-from shutil import get_terminal_size
 from textwrap import wrap
 
+from composer_prime.console import columns
 from composer_prime.errors import ConfigError
 from composer_prime.ladder import Arm, arms, differences, differing, level, load, over_seeds, windows
 from composer_prime.monitor.rollouts import open_run
@@ -28,7 +28,7 @@ def run(words: list[str]) -> int:
         if options.steps > steps:
             raise ConfigError(f"--steps {options.steps}: the shortest of the runs has {steps}; give at most that")
         steps = options.steps
-    width = get_terminal_size((_WIDTH, 24)).columns
+    width = columns() or _WIDTH
     lines = _head(found, steps, width)
     for metric in options.metric or _METRICS:
         lines += _training(found, metric, steps, options.bins, width)

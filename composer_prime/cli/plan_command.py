@@ -7,7 +7,7 @@ import re
 
 from composer_prime.cli.link_rows import link_rows
 from composer_prime.config.load import resolve
-from composer_prime.console import EXIT_USAGE
+from composer_prime.console import EXIT_USAGE, columns
 from composer_prime.errors import ConfigError
 from composer_prime.machine import Machine, look
 from composer_prime.plan import build
@@ -35,7 +35,7 @@ def run(words: list[str]) -> int:
     config = resolve(words).config
     plan = build(config, machine)
     plan = dataclasses.replace(plan, rows=[*plan.rows, *link_rows(config, words)])
-    print(plan.text())
+    print(plan.text(columns()))
     return EXIT_USAGE if plan.problems else 0
 
 

@@ -61,9 +61,15 @@ def test_step_time_of_the_run(tmp_path):
     assert "4 s a step (as in the last" in text(tmp_path)
 
 
-# `composer plan` shows them among its rows.
+# `composer plan` shows them among its rows, in lines that the terminal has room for: the rest of a row stands below its
+# text, and nothing is lost.
 def test_composer_plan(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("COLUMNS", "72")
     run([*FILES, "--run.output_dir", str(tmp_path)])
     shown = capsys.readouterr().out
     assert shown.index("disk ") < shown.index("link ") < shown.index("this run from starting")
+    rows = shown[shown.index("link ") : shown.index("\n\n")].splitlines()
+    assert len(rows) > 3 and all(len(line) <= 72 for line in rows)
+    assert all(line.startswith(" " * 10) and line[10] != " " for line in rows[1:])
+    assert " ".join(line[10:] for line in rows) == text(tmp_path).replace("\n", " ")
