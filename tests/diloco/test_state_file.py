@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
@@ -15,6 +15,7 @@ SHAPES = st.lists(st.integers(0, 5), min_size=0, max_size=3)
 
 
 # Whatever the shapes: the values come back, the safetensors package reads the same, and its own file is read too.
+@settings(deadline=None)
 @given(shapes=st.lists(SHAPES, max_size=5), facts=st.dictionaries(st.text(max_size=5), st.integers()))
 def test_round_trip(shapes, facts):
     tensors = {f"master.{index}": torch.randn(shape) for index, shape in enumerate(shapes)}
