@@ -1,5 +1,6 @@
 """The tools of a trace whose format does not list them: those that the agent was seen to call, with the arguments and
-types that it gave. A teacher can only choose among tools that it is told of."""
+types that it gave. A teacher can only choose among tools that it is told of. Tools that are listed without a schema get
+one of the same kind."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class ObservedTools:
         found = [tool for tool in tools if _is_function(tool)] if isinstance(tools, list) else []
         if not found:
             return False
-        self._given = self._schemas = self._mask(found)
+        self._given, self._schemas = self._mask(found), None
         return True
 
     def saw(self, calls: Iterable[Call]) -> None:
@@ -44,24 +45,30 @@ class ObservedTools:
             called = self._mask(call.name)
             if called not in self._arguments and len(self._arguments) >= MAX_TOOLS:
                 continue
-            known = self._arguments.setdefault(called, {})
+            if called not in self._arguments:
+                self._arguments[called], self._schemas = {}, None
+            known = self._arguments[called]
             arguments = call.arguments if isinstance(call.arguments, dict) else {}
             for argument, value in arguments.items():
                 name = self._mask(argument)
                 if name not in known and len(known) < MAX_ARGUMENTS:
-                    known[name] = _type_of(value)
-            self._schemas = self._given
+                    known[name], self._schemas = _type_of(value), None
 
     def schemas(self) -> list[dict[str, Any]]:
         """The same list object until a call adds to it: states of a trace share it."""
         if self._schemas is None:
-            self._schemas = [_schema(name, arguments) for name, arguments in self._arguments.items()]
+            listed = [{"type": "function", "function": {"name": name}} for name in self._arguments]
+            self._schemas = [self._with_schema(tool) for tool in (listed if self._given is None else self._given)]
         return self._schemas
 
-
-def _schema(name: str, arguments: dict[str, str]) -> dict[str, Any]:
-    properties = {argument: {"type": kind} if kind else {} for argument, kind in arguments.items()}
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+    def _with_schema(self, tool: dict[str, Any]) -> dict[str, Any]:
+        """The tool; where it says nothing of its arguments, with those that it was called with."""
+        function = tool["function"]
+        if isinstance(function.get("parameters"), dict):
+            return tool
+        arguments = self._arguments.get(function["name"], {})
+        properties = {argument: {"type": kind} if kind else {} for argument, kind in arguments.items()}
+        return {**tool, "function": {**function, "parameters": {"type": "object", "properties": properties}}}
 
 
 def _type_of(value: Any) -> str:

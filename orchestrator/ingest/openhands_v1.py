@@ -36,7 +36,9 @@ def take(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
         return _message(builder, event)
     if kind == "SystemPromptEvent":
         builder.tools.given([_openai_tool(tool) for tool in objects(event.get("tools"))])
-        return builder.context("system", text_of(event.get("system_prompt")), mark=_id(event)), None
+        # As the sdk shows it: the static prompt, then what belongs to this conversation.
+        prompt = text_of([event.get("system_prompt"), event.get("dynamic_context")])
+        return builder.context("system", prompt, mark=_id(event)), None
     if kind == "Condensation":
         listed = event.get("forgotten_event_ids")
         forgotten = [str(mark) for mark in listed] if isinstance(listed, list) else []
@@ -88,13 +90,19 @@ def _message(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
 
 
 def _openai_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool in OpenAI's form; the sdk also writes its own, with the schema under another name."""
+    """A tool in OpenAI's form; the sdk also writes its own, which has the schema of MCP tools alone: its own tools
+    name a class (`action_type`), and get the arguments that the agent gives them."""
     if "function" in tool:
         return tool
-    name = tool.get("name") or tool.get("title")
-    schema = tool.get("parameters") or tool.get("input_schema") or tool.get("action_type") or {}
-    function = {"name": name, "description": str(tool.get("description") or "")}
-    return {"type": "function", "function": {**function, "parameters": schema if isinstance(schema, dict) else {}}}
+    listed = tool.get("mcp_tool")
+    served = listed if isinstance(listed, dict) else {}
+    schema = tool.get("parameters") or tool.get("input_schema") or served.get("inputSchema") or tool.get("action_type")
+    function = {
+        "name": tool.get("name") or served.get("name") or tool.get("title"),
+        "description": str(tool.get("description") or ""),
+        **({"parameters": schema} if isinstance(schema, dict) else {}),
+    }
+    return {"type": "function", "function": function}
 
 
 def _thoughts(event: dict[str, Any]) -> str:

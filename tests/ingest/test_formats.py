@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ingest_traces import MESSAGES, OPENHANDS_V0, OPENHANDS_V1, ROLLOUT, TOOLS, lines, roles, taken
+from ingest_traces import MESSAGES, OPENHANDS_V0, OPENHANDS_V1, ROLLOUT, TOOLS, lines, roles, taken, text
 
 from composer_prime.errors import ConfigError
 from composer_prime.families import family_of
@@ -22,6 +22,25 @@ def test_openhands_events(tmp_path: Path) -> None:
     ]
     assert states[0].error == "pwd: not allowed" and states[0].tools == TOOLS
     assert states[0].student_action["reasoning_content"] == "hm"
+
+
+# The sdk lists its tools by the class of their arguments, MCP tools with a schema; what is missing, calls tell.
+def test_openhands_tools_of_the_sdk(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"q": {"type": "string"}}}
+    own = {"kind": "TerminalTool", "title": "terminal", "description": "Run it.", "action_type": "TerminalAction"}
+    served = {"kind": "MCPToolDefinition", "title": "Search issues", "description": "Find it."}
+    served |= {"action_type": "MCPToolAction", "mcp_tool": {"name": "search", "inputSchema": schema}}
+    prompt = {**OPENHANDS_V1[0], "tools": [own, served], "dynamic_context": text("You are in /repo.")}
+    states, _ = taken(lines(tmp_path / "e.jsonl", prompt, *OPENHANDS_V1[1:]))
+    assert [tool["function"] for tool in states[0].tools] == [
+        {
+            "name": "terminal",
+            "description": "Run it.",
+            "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+        },
+        {"name": "search", "description": "Find it.", "parameters": schema},
+    ]
+    assert states[0].messages[0] == {"role": "system", "content": "Be brief.\nYou are in /repo."}
 
 
 # A condensation takes the forgotten events out of the context, and no result is left without its call.
