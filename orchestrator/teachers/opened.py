@@ -48,7 +48,7 @@ async def opened(
             if kept is not None:
                 served = kept.inner = ServedScorer(url, base, teachers.timeout_s)
                 stack.push_async_callback(served.close)
-        pool = TeacherPool(teachers, budget, addresses)
+        pool = await asyncio.to_thread(TeacherPool, teachers, budget, addresses)  # it imports for seconds
         stack.push_async_callback(pool.close)
         gate = RunningGate(teachers.gate, records, served) if gated else None
         yield Replay(teachers, pool, budget, records, kept, seed=config.run.seed, gate=gate)

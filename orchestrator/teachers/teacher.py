@@ -159,13 +159,17 @@ class Teacher:
         *,
         base_url: str | None = None,
     ) -> None:
-        """`base_url`: where a local teacher is served. Raises ConfigError when the endpoint's key is not set."""
+        """`base_url`: where a local teacher is served. Raises ConfigError when the endpoint's key is not set.
+
+        It may take seconds (`_completions`), so that it belongs into no event loop that has something else to do.
+        """
         self.config, self.price = config, price
         self._shared, self._budget, self._cache = shared, budget, cache
         self._endpoint = base_url or config.base_url
         # A local teacher has another port each time: its answers depend on its weights alone.
         self._identity = f"local:{weights_mark(config.model)}" if config.local else config.base_url
         self._client = None if shared.cache_only else _client(config, self._endpoint, shared.timeout_s)
+        self._create = None if self._client is None else _completions(self._client)
         self._max_price = _max_price(price) if config.at_openrouter else None
         self._pace = Pace(config.requests_per_minute)
         self._places = asyncio.Semaphore(config.max_concurrent)
@@ -306,14 +310,12 @@ class Teacher:
 
     async def _post(self, question: Question) -> bytes:
         """The body of a reply with status 200. The deadline covers the whole attempt, a dripping body too."""
-        assert self._client is not None
+        assert self._create is not None
         options: dict[str, Any] = {"tools": question.tools} if question.tools else {}
         if self._max_price is not None:
             options["extra_body"] = {"provider": {"max_price": self._max_price}}
-        # The client imports this part of itself on first use: seconds on a busy machine, which are not the endpoint's.
-        create = self._client.chat.completions.with_raw_response.create
         async with asyncio.timeout(self._shared.timeout_s):
-            raw = await create(
+            raw = await self._create(
                 model=question.model,
                 messages=question.messages,  # pyright: ignore[reportArgumentType]
                 temperature=question.temperature,
@@ -358,6 +360,12 @@ def _client(config: TeacherConfig, endpoint: str, timeout_s: float) -> openai.As
     direct = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=timeout) if _is_here(endpoint) else None
     # Retries are ours: each has to be paid for and accounted.
     return openai.AsyncOpenAI(api_key=key, base_url=endpoint, timeout=timeout, max_retries=0, http_client=direct)
+
+
+def _completions(client: openai.AsyncOpenAI):
+    """What asks the endpoint. The client imports this part of itself on first use, 500 modules: a second and a half,
+    many on a busy machine, in which nothing else would go on, and which are not the endpoint's."""
+    return client.chat.completions.with_raw_response.create
 
 
 def _max_price(price: Price) -> dict[str, float]:
