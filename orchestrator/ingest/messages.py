@@ -1,4 +1,5 @@
-"""Messages-only traces: `{"messages": [...]}` a line (SWE-smith and many data sets), or one list of messages.
+"""Messages-only traces: `{"messages": [...]}` a line (SWE-smith and many data sets), `{"conversations": [...]}` with
+`from` and `value` (ShareGPT), or one list of messages.
 
 Each line is a trace and one record. A line whose messages make no conversation is skipped whole: a context with a hole
 would show a teacher something that the agent never saw.
@@ -77,5 +78,8 @@ def _conversation(record: Any) -> list[Any] | None:
         found = None if isinstance(value, Bad) else value
     if not isinstance(found, list) or not found:
         return None
-    spoken = [message for message in found[:8] if isinstance(message, dict) and "role" in message]
-    return found if spoken else None
+    return found if any(_spoken(message) for message in found[:8]) else None
+
+
+def _spoken(message: Any) -> bool:
+    return isinstance(message, dict) and ("role" in message or message.keys() >= {"from", "value"})

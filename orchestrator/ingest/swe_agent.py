@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from composer_prime.traces import TraceState
 from orchestrator.ingest.blocks import objects, string, text_of
 from orchestrator.ingest.builder import Call, TraceBuilder
-from orchestrator.ingest.conversation import calls_of, failure, readable, step
+from orchestrator.ingest.conversation import failure, readable, step
 from orchestrator.ingest.reading import Bad, parse
 from orchestrator.ingest.sample import Sample
 
@@ -91,11 +91,7 @@ def _observed(builder: TraceBuilder, call_id: str, text: str) -> TraceState | No
 def _message(entry: dict[str, Any]) -> dict[str, Any]:
     """Function calling keeps the thought in `content`; the older form keeps thought and command in it."""
     thoughts = [string(block.get("thinking")) or "" for block in objects(entry.get("thinking_blocks"))]
-    return {**entry, "reasoning_content": "\n\n".join(thoughts), "tool_calls": _listed_calls(entry)}
-
-
-def _listed_calls(entry: dict[str, Any]) -> list[Any]:
-    return entry["tool_calls"] if entry.get("role") == "assistant" and calls_of(entry) else []
+    return {**entry, "reasoning_content": "\n\n".join(thoughts)} if thoughts else entry
 
 
 def _has_messages(document: object) -> bool:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ingest_traces import MESSAGES, OPENHANDS_V0, OPENHANDS_V1, ROLLOUT, TOOLS, lines, roles, taken, text
+from ingest_traces import MESSAGES, OPENHANDS_V0, OPENHANDS_V1, ROLLOUT, TOOLS, lines, roles, taken, text, use
 
 from composer_prime.errors import ConfigError
 from composer_prime.families import family_of
@@ -182,6 +182,67 @@ def test_messages_only(tmp_path: Path) -> None:
     assert tally.passed_over == {"copy of an earlier state": 1}
     assert states[0].student_action["reasoning_content"] == "open it"
     assert states[0].student_action["content"] is None
+
+
+def _listing(call: dict, result: dict) -> dict:
+    """A trace whose first turn makes a call and gets its result."""
+    said = [{"role": "user", "content": "List."}, {"role": "assistant", **call}, result]
+    return {"messages": [*said, {"role": "assistant", "content": "a.py"}]}
+
+
+USED = {"content": [{"type": "thinking", "thinking": "hm"}, text("I look."), use("t1", "bash", command="ls")]}
+OLDER = {"content": "I look.", "function_call": {"name": "bash", "arguments": '{"command": "ls"}'}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "exit code: 2", "is_error": True}
+
+
+# A call is one, whether OpenAI's older form or Anthropic's blocks write it, and what comes back is its result.
+@pytest.mark.parametrize(
+    ("call", "result"),
+    [
+        (USED, {"role": "user", "content": [RESULT]}),
+        (USED, {"role": "user", "content": [{"type": "tool_result", "content": [text("exit code: 2")]}]}),
+        (OLDER, {"role": "function", "name": "bash", "content": "exit code: 2"}),
+    ],
+)
+def test_calls_in_other_forms(tmp_path: Path, call: dict, result: dict) -> None:
+    states, _ = taken(lines(tmp_path / "m.jsonl", _listing(call, result)))
+    assert states[0].student_action["content"] == "I look." and states[0].error == "exit code: 2"
+    assert states[0].student_action["tool_calls"][0]["function"] == {"name": "bash", "arguments": '{"command": "ls"}'}
+    assert states[0].student_action.get("reasoning_content") == ("hm" if call is USED else None)
+    assert roles(states[1]) == ["user", "assistant", "tool"] and states[1].messages[-1]["content"] == "exit code: 2"
+
+
+# What the user says beside results follows them; a result that nobody asked for was seen all the same.
+def test_results_beside_text(tmp_path: Path) -> None:
+    beside = [RESULT, {**RESULT, "tool_use_id": "t9", "content": "of another"}, text("Go on.")]
+    states, _ = taken(lines(tmp_path / "m.jsonl", _listing(USED, {"role": "user", "content": beside})))
+    assert roles(states[1]) == ["user", "assistant", "tool", "user"]
+    assert states[1].messages[-1]["content"] == "of another\nGo on."
+
+
+# An action or a result that cannot be read would leave a hole: the record is skipped, with the reason.
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ({"content": None, "tool_calls": [{"type": "custom", "custom": {"name": "x"}}]}, "call without a name"),
+        ({"content": [{"type": "tool-call", "toolName": "x"}]}, "unknown form"),
+        ({"content": [{"type": "server_tool_use", "name": "x"}]}, "unknown form"),
+    ],
+)
+def test_calls_that_cannot_be_read(tmp_path: Path, call: dict, reason: str) -> None:
+    states, tally = taken(lines(tmp_path / "m.jsonl", _listing(call, {"role": "tool", "content": ""})))
+    assert not states and tally.taken == 0 and reason in next(iter(tally.skipped))
+
+
+# ShareGPT names the speaker and what was said in its own words.
+def test_sharegpt(tmp_path: Path) -> None:
+    said = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
+    called = [*said[:2], {"from": "function_call", "value": "{}"}]
+    states, tally = taken(lines(tmp_path / "s.jsonl", {"conversations": said, "id": "g"}, {"conversations": called}))
+    assert tally.format == "messages/1" and tally.skipped == {"a message has an unknown role": 1}
+    assert [(state.trace_id, roles(state), state.student_action["content"]) for state in states] == [
+        ("g", ["system", "user"], "Yo")
+    ]
 
 
 # This project's own rollouts: the error of a call is its turn's, the model is the run's.

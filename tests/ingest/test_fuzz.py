@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ingest_traces import MESSAGES, OPENHANDS_V0, OPENHANDS_V1, ROLLOUT, SESSION, taken
+from ingest_traces import MESSAGES, OPENHANDS_V0, OPENHANDS_V1, ROLLOUT, SESSION, taken, text, use
 from mutations import keys_of, mutated
 
 from composer_prime.traces import TraceState, write_state
@@ -16,6 +16,14 @@ from orchestrator.teachers.canonical import canonical
 from orchestrator.teachers.records import digest
 
 HISTORY = [{**message, "agent": "main", "message_type": "action"} for message in MESSAGES]
+BLOCKS = [
+    MESSAGES[1],
+    {"role": "assistant", "content": [text("So."), use("t1", "cat", path="a.py")]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [text("x")]}]},
+    {"role": "assistant", "content": None, "function_call": {"name": "cat", "arguments": "{}"}},
+    {"role": "function", "name": "cat", "content": "y"},
+]
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
 FILE = 1_000
 """Records a file: a trace without end would spend the time on its context."""
 LINES = {
@@ -23,7 +31,12 @@ LINES = {
     "openhands": OPENHANDS_V1,
     "openhands_v0": OPENHANDS_V0,
     "openhands_output": [{"instance_id": "i", "history": OPENHANDS_V0}, {"history": [OPENHANDS_V1]}],
-    "messages": [{"messages": MESSAGES, "model": "gpt-4o", "tools": []}, {"messages": json.dumps(MESSAGES)}],
+    "messages": [
+        {"messages": MESSAGES, "model": "gpt-4o", "tools": []},
+        {"messages": json.dumps(MESSAGES)},
+        {"messages": BLOCKS},
+        {"conversations": SHAREGPT},
+    ],
     "rollouts": [ROLLOUT],
 }
 DOCUMENTS = {
