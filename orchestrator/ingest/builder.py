@@ -179,14 +179,14 @@ class TraceBuilder:
         self._positions.clear()
         return state
 
-    def forget(self, marks: Collection[str], summary: str) -> TraceState | None:
-        """Drop the messages of these records and put `summary` after the leading prompt."""
+    def forget(self, marks: Collection[str], summary: str, mark: str | None = None) -> TraceState | None:
+        """Drop the messages of these records and put `summary` after the leading prompt; it is the record `mark`."""
         state = self.close()
         gone = set(marks)
         kept = [(m, k) for m, k in zip(self.messages, self._marks, strict=True) if not k or not k <= gone]
         first = next((index for index, (m, _) in enumerate(kept) if m["role"] not in ("system", "user")), len(kept))
         message = {"role": "user", "content": self._masked(summary)}
-        kept = kept[:first] + ([(message, set())] if summary else []) + kept[first:]
+        kept = kept[:first] + ([(message, {mark} if mark else set())] if summary else []) + kept[first:]
         self._clear()
         for message, message_marks in _paired(kept):
             self._append(message, message_marks)

@@ -42,7 +42,7 @@ def take(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
     if kind == "Condensation":
         listed = event.get("forgotten_event_ids")
         forgotten = [str(mark) for mark in listed] if isinstance(listed, list) else []
-        return builder.forget(forgotten, text_of(event.get("summary"))), None
+        return builder.forget(forgotten, text_of(event.get("summary")), f"{_id(event)}-summary"), None
     _note_model(builder, event)
     return None, f"event {kind}" if kind in _ASIDE else "unknown event kind"
 

@@ -48,12 +48,30 @@ def test_openhands_condensation(tmp_path: Path) -> None:
     condensed = {"kind": "Condensation", "id": "e7", "source": "environment"}
     condensed |= {"forgotten_event_ids": ["e2", "e3", "e4", "e5"], "summary": "Listed."}
     last = {**OPENHANDS_V1[6], "id": "e8", "llm_message": {"role": "assistant", "content": "Again."}}
-    states, _ = taken(lines(tmp_path / "e.jsonl", *OPENHANDS_V1, condensed, last))
-    assert [message["content"] for message in states[2].messages] == [
-        "Be brief.",
-        "What is in a.py?",
-        "Listed.",
-        "Done.",
+    once_more = {**condensed, "id": "e9", "forgotten_event_ids": ["e7-summary", "e6"], "summary": "All listed."}
+    end = {**OPENHANDS_V1[6], "id": "e10"}
+    states, _ = taken(lines(tmp_path / "e.jsonl", *OPENHANDS_V1, condensed, last, once_more, end))
+    said = [[message["content"] for message in state.messages] for state in states[2:]]
+    assert said[0] == ["Be brief.", "What is in a.py?", "Listed.", "Done."]
+    assert said[1] == ["Be brief.", "What is in a.py?", "All listed.", "Again."]
+
+
+# So does one of the older events, by ids or from one to another; its summary takes the place of the one before.
+def test_openhands_older_condensation(tmp_path: Path) -> None:
+    def condensed(number: int, **forgotten) -> dict:
+        arguments = {"summary": f"Summary {number}.", "summary_offset": 2, **forgotten}
+        return {"id": number, "source": "agent", "action": "condensation", "args": arguments}
+
+    look = [{**event, "id": event["id"] + 10, "cause": 13} for event in OPENHANDS_V0[3:5]]
+    between = condensed(10, forgotten_events_start_id=3, forgotten_events_end_id=4)
+    unclear, last = condensed(11), condensed(20, forgotten_event_ids=[13, 14, 10])
+    events = [*OPENHANDS_V0[:5], between, unclear, *look, last, {**OPENHANDS_V0[5], "id": 21}]
+    states, tally = taken(lines(tmp_path / "e.jsonl", *events))
+    assert tally.skipped == {"event agent_state_changed": 1, "condensation that names no events": 1}
+    assert [[message["content"] for message in state.messages] for state in states] == [
+        ["Be brief.", "List the files."],
+        ["Be brief.", "List the files.", "Summary 10."],
+        ["Be brief.", "List the files.", "Summary 20."],
     ]
 
 

@@ -23,13 +23,19 @@ BLOCKS = [
     {"role": "assistant", "content": None, "function_call": {"name": "cat", "arguments": "{}"}},
     {"role": "function", "name": "cat", "content": "y"},
 ]
+CONDENSED = {
+    "id": 6,
+    "source": "agent",
+    "action": "condensation",
+    "args": {"forgotten_events_start_id": 3, "forgotten_events_end_id": 5, "summary": "Looked.", "summary_offset": 2},
+}
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
 FILE = 1_000
 """Records a file: a trace without end would spend the time on its context."""
 LINES = {
     "claude_code": SESSION,
     "openhands": OPENHANDS_V1,
-    "openhands_v0": OPENHANDS_V0,
+    "openhands_v0": [*OPENHANDS_V0, CONDENSED],
     "openhands_output": [{"instance_id": "i", "history": OPENHANDS_V0}, {"history": [OPENHANDS_V1]}],
     "messages": [
         {"messages": MESSAGES, "model": "gpt-4o", "tools": []},
