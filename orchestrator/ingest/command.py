@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -16,6 +17,7 @@ from rich.table import Table
 from composer_prime.console import INTERRUPTED, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.families import family_named
+from composer_prime.own_output import check_own, lines_of, same_file
 from composer_prime.progress_lines import ProgressLines
 from composer_prime.traces import write_state
 from composer_prime.wording import clock
@@ -64,6 +66,13 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Named(msgspec.Struct):
+    """What a line of states holds, by whichever release."""
+
+    trace_id: str
+    state_id: str
+
+
 def _mib(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of MiB from 1 on")
@@ -75,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.output} is a folder: name the file of states with -o")
     if options.output.exists() and not options.overwrite:
         raise ConfigError(f"{options.output} exists already: give another -o, or --overwrite to replace it")
+    check_own(options.output, lines_of(_Named), "states")
     files = find_files(options.paths, options.output)
     limits = Limits(line_bytes=options.max_line_mib << 20, document_bytes=options.max_document_mib << 20)
     how = Options(
@@ -103,7 +113,7 @@ def find_files(paths: list[Path], output: Path) -> list[Path]:
             found += list(_inside(path)) if path.is_dir() else [path]
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be searched: {error.strerror}") from None
-    found = [path for path in found if path.absolute() != output.absolute()]
+    found = [path for path in found if not same_file(path, output)]
     if not found:
         listed = ", ".join(map(str, paths))
         raise ConfigError(f"no trace files in {listed}: files end in {', '.join(sorted(SUFFIXES))}")

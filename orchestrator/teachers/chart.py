@@ -10,6 +10,10 @@ import numpy as np
 from orchestrator.teachers.density import MAX_S_A_STEP, MAX_USD_A_TRACE, Density
 
 WIDTH, HEIGHT, TOP, LEFT, PLOT_WIDTH, PLOT_HEIGHT = 760, 420, 50, 40, 400, 300
+_OPENING = (
+    f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
+    'font-size="12">'
+)
 _COLOURS = {"real": "#1b7837", "flipped": "#b2182b", "cross-step": "#4575b4"}
 _BINS = 24
 
@@ -17,8 +21,7 @@ _BINS = 24
 def draw(density: Density) -> str:
     """An SVG document."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
-        'font-size="12">',
+        _OPENING,
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         _text(LEFT, 24, f"{density.pairs} pairs of {density.states} states in {density.traces} traces", size=15),
         *_histograms(density),
@@ -26,6 +29,11 @@ def draw(density: Density) -> str:
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def is_chart(line: bytes) -> bool:
+    """Whether the first line of a file is that of a chart that was drawn here."""
+    return line.rstrip() == _OPENING.encode()
 
 
 def _histograms(density: Density) -> list[str]:

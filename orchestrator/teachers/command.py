@@ -24,6 +24,7 @@ from composer_prime.config.load import resolve
 from composer_prime.console import INTERRUPTED, fail
 from composer_prime.cost_forecast import Forecast, beside_the_cap, forecast
 from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.own_output import same_file
 from composer_prime.progress_lines import ProgressLines
 from composer_prime.traces import read_states
 from composer_prime.wording import clock
@@ -82,8 +83,8 @@ def parse(words: Sequence[str]) -> Arguments:
     own, rest = list(words[:start]), list(words[start:])
     if len(own) != 3 or own[1] not in ("-o", "--output") or not rest:
         raise ConfigError(f"give states, -o pairs and a configuration\n{USAGE}")
-    if Path(own[0]).absolute() == Path(own[2]).absolute():
-        raise ConfigError(f"states and pairs are both {own[0]}: name another file for the pairs")
+    if same_file(Path(own[0]), Path(own[2])):
+        raise ConfigError(f"{own[0]} and {own[2]}, states and pairs, are one file: name another file for the pairs")
     config = resolve(rest).config
     if not config.teachers.teacher:
         raise ConfigError("the configuration has no [[teachers.teacher]]: add at least two, of different families")

@@ -26,7 +26,8 @@ async def opened(
 ) -> AsyncIterator[Replay]:
     """`gated`: measure the pairs as they come, for they are trained meanwhile.
 
-    Raises ConfigError (price, key, base, another replay of `pairs`), RoleFailedError or DeadlineError (local models).
+    Raises ConfigError (price, key, base, another replay of `pairs`, a file of something else), RoleFailedError or
+    DeadlineError (local models).
     """
     teachers = config.teachers
     await asyncio.to_thread(check_pool, teachers)  # it may convert a model
@@ -35,8 +36,8 @@ async def opened(
     wanted = teachers.models_served(base)
     async with AsyncExitStack() as stack:
         stack.enter_context(only_writer(pairs))  # before what was spent is read
+        records = Records(pairs, votes)  # first: what is no file of pairs is left alone
         budget = Budget(teachers.budget, costs)
-        records = Records(pairs, votes)
         addresses: dict[str, str] = {}
         served: Scorer | None = None
         kept = _kept(teachers, base) if teachers.score else None

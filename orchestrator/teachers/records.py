@@ -2,8 +2,9 @@
 
     pairs of a state ──> pairs.jsonl ──then──> the state's line ──> votes.jsonl
 
-A state counts as done once it has a line with a decision in votes.jsonl. Where a crash came between the two, the state
-is replayed from the cache, for nothing, and its pairs are known by their ids: none is written twice.
+A state counts as done once it has a line with a decision in votes.jsonl, and pairs.jsonl the pairs that it names. Where
+a crash came between the two, or pairs were lost since, the state is replayed from the cache, for nothing, and its pairs
+are known by their ids: none is written twice.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from composer_prime.errors import ConfigError, UnwritableError
+from composer_prime.own_output import check_own, lines_of
 from composer_prime.pairs import Pair
 from orchestrator.teachers.canonical import RULES
 
 T = TypeVar("T")
+_BEGINNING = b'{"trace":'
+"""Of each line of both files."""
 UNDECIDED = {"refused", "failed", "budget"}
 """Outcomes that the next replay tries to better: a teacher is back, a cap is raised, a family is named."""
 
@@ -117,22 +121,28 @@ class Records:
     """The two files of a replay. One writer at a time (`only_writer`)."""
 
     def __init__(self, pairs: Path, votes: Path) -> None:
-        """Raises ConfigError where the votes were compared by rules that this release no longer has."""
+        """Raises ConfigError where a file holds something else, which is left as it is, or the votes were compared by
+        rules that this release no longer has."""
         self.pairs_path, self.votes_path = pairs, votes
-        for path in (pairs, votes):
+        check_own(pairs, lines_of(Pair, beginning=_BEGINNING), "pairs")
+        check_own(votes, lines_of(StateRecord, beginning=_BEGINNING), "votes")
+        for path, kind in ((pairs, Pair), (votes, StateRecord)):
             path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_torn_line(path)
+            _end_last_line(path, kind)
         self.history = list(read_records(votes))
         """What earlier replays wrote down."""
         self._check_rules()
-        self.done = {
-            place: record.content for place, record in latest(self.history).items() if record.outcome not in UNDECIDED
-        }
-        """(trace, state) -> digest of the state; "" where an older release did not note it."""
         self._ids: dict[tuple[str, str, str], str] = {}
         self.contents: set[bytes] = set()
         for pair in read_pairs(pairs):
             self._note(pair)
+        held = set(self._ids.values())
+        self.done = {
+            place: record.content
+            for place, record in latest(self.history).items()
+            if record.outcome not in UNDECIDED and held.issuperset(record.pairs)
+        }
+        """(trace, state) -> digest of the state; "" where an older release did not note it."""
 
     def _check_rules(self) -> None:
         other = [record.rules for record in self.history if record.votes and record.rules != RULES]
@@ -230,8 +240,8 @@ def _read(path: Path, kind: type[T]) -> Iterator[T]:
                 continue
 
 
-def _drop_torn_line(path: Path) -> None:
-    """A crash may have cut the last line short; its state is replayed."""
+def _end_last_line(path: Path, kind: type) -> None:
+    """A crash may have cut the last line short: it is dropped, and its state replayed. A whole one gets its end."""
     if not path.is_file():
         return
     with path.open("rb+") as file:
@@ -244,4 +254,9 @@ def _drop_torn_line(path: Path) -> None:
                 content_end = start + newline + 1
                 break
             content_end = start
-        file.truncate(content_end)
+        file.seek(content_end)
+        last = file.read()
+        if last and lines_of(kind)(last):
+            file.write(b"\n")
+        else:
+            file.truncate(content_end)

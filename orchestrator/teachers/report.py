@@ -15,11 +15,12 @@ from pathlib import Path
 from composer_prime.console import INTERRUPTED, fail, until_the_reader_leaves
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import resolve_model
+from composer_prime.own_output import check_own
 from composer_prime.pairs import Pair, PairFile, resolve_pairs
 from composer_prime.pairs_gate import Gate, Verdict, gate_file, read_gate, write_gate
 from composer_prime.run_dir import write_atomic
 from composer_prime.wording import counted
-from orchestrator.teachers.chart import draw
+from orchestrator.teachers.chart import draw, is_chart
 from orchestrator.teachers.density import MIN_PAIRS_A_TRACE, Density, Margins, measure
 from orchestrator.teachers.local import LocalModels
 from orchestrator.teachers.margins import base_margins
@@ -87,11 +88,12 @@ def report(options: argparse.Namespace) -> int:
     records = list(read_records(votes))
     if not pairs and not records:
         raise ConfigError(f"{path} holds no pairs and {votes} no votes: make both with `composer replay`")
+    chart = options.chart or (Path("tiny-pairs.svg") if shipped else path.with_suffix(".svg"))
+    check_own(chart, is_chart, "a chart of pairs")
     if options.base:
         resolve_model(options.base, timeout_s=options.timeout_s)  # before a process is started for it
     margins = asyncio.run(_margins(options, pairs)) if options.base and pairs else None
     density = measure(records, pairs, margins, min_pairs=_wanted(options, path))
-    chart = options.chart or (Path("tiny-pairs.svg") if shipped else path.with_suffix(".svg"))
     try:
         write_atomic(chart, draw(density).encode())
     except OSError as error:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 from composer_prime.config.teachers import MIN_WINDOW_PAIRS, GateConfig
 from composer_prime.errors import ConfigError
@@ -25,7 +26,7 @@ from composer_prime.pairs_gate import Gate, Verdict, check_binding, read_gate, w
 from composer_prime.wording import counted
 from orchestrator.teachers.density import FEWEST_TRACES, Density, Margins, measure
 from orchestrator.teachers.margins import base_margins
-from orchestrator.teachers.records import Records, StateRecord
+from orchestrator.teachers.records import Records, StateRecord, latest
 from orchestrator.teachers.scoring import Scorer
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class RunningGate:
     async def _measure(self, first: int, last: int, votes: int) -> None:
         traces, self._in_window, self._giving = self._in_window, set(), set()
         records = [record for trace in traces for record in self._by_trace[trace]]
-        given = Counter({trace: sum(len(each.pairs) for each in self._by_trace[trace]) for trace in traces})
+        given = Counter({trace: sum(len(each.pairs) for each in self._decided(trace)) for trace in traces})
         pairs = await asyncio.to_thread(self._read, first, last)
         margins, unmeasured = await self._margins(pairs)
         density = measure(records, pairs, margins, min_pairs=self._config.min_pairs_a_trace, by_trace=given)
@@ -138,6 +139,10 @@ class RunningGate:
             return await base_margins(self._scorer, pairs), None
         except ConfigError as error:
             return None, str(error)
+
+    def _decided(self, trace: str) -> Iterable[StateRecord]:
+        """The last record of each state of the trace: one that was replayed anew gave its pairs once."""
+        return latest(self._by_trace[trace]).values()
 
     def _forget(self, kept: set[str]) -> None:
         """Only what the next window may still need."""

@@ -65,6 +65,7 @@ def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (empty, pairs): "holds no states",
         (toml, pairs): "x.toml:1 is no state",
         (states, states): "name another file for the pairs",
+        (states, tmp_path / "x" / ".." / "s.jsonl"): "name another file for the pairs",
         (states, pairs): "set the environment variable NO_SUCH_KEY",
     }
     for (given, out), message in told.items():
