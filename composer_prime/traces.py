@@ -36,7 +36,7 @@ class TraceState(msgspec.Struct, frozen=True, kw_only=True):
     source_family: str
     """composer_prime.families; `unknown` where the trace does not say."""
     tools: list[dict[str, Any]]
-    """Function tools that the agent had, or those it was seen to call where the format does not list them."""
+    """Function tools that the agent had, or where the format does not list them, all that its file calls."""
     error: str | None = None
     """The first error that followed the action, cut to 500 characters; None when it went well or nothing is known."""
     entropy: float | None = None

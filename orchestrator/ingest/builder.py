@@ -21,7 +21,7 @@ import msgspec
 from composer_prime.families import family_of
 from composer_prime.traces import Message, TraceState
 from orchestrator.ingest.masking import Masker
-from orchestrator.ingest.observed_tools import ObservedTools
+from orchestrator.ingest.observed_tools import MAX_TOOLS, ObservedTools, OfferedTools
 from orchestrator.ingest.reading import Limits
 from orchestrator.ingest.recent import Recent
 from orchestrator.ingest.tally import Tally
@@ -74,14 +74,22 @@ class TraceBuilder:
     """One trace. Methods that may end a turn return its state, None where there is none or it is passed over."""
 
     def __init__(
-        self, origin: Origin, tally: Tally, masker: Masker, limits: Limits, fingerprints: Recent | None = None
+        self,
+        origin: Origin,
+        tally: Tally,
+        masker: Masker,
+        limits: Limits,
+        fingerprints: Recent,
+        tools: ObservedTools | list[dict[str, Any]],
     ) -> None:
-        """`fingerprints` of states seen already, shared between traces: a copied state is passed over."""
+        """`fingerprints` of states seen already, shared between traces: a copied state is passed over. `tools` are what
+        the file calls, or are still to be gathered: then calls are noted there, and no state is made."""
         self.origin, self.tally = origin, tally
         self._masker, self._limits = masker, limits
-        self._fingerprints = Recent() if fingerprints is None else fingerprints
+        self._fingerprints = fingerprints
         self._prefixes: list[bytes] = []
-        self.tools = ObservedTools(masker.value)
+        self._gathering = tools if isinstance(tools, ObservedTools) else None
+        self.tools = OfferedTools([] if isinstance(tools, ObservedTools) else tools, masker.value)
         self.messages: list[Message] = []
         self._marks: list[set[str]] = []
         self._positions: dict[str, int] = {}
@@ -197,6 +205,9 @@ class TraceBuilder:
         turn, self._turn = self._turn, None
         if turn is None:
             return None
+        if self._gathering is not None:
+            self._gathering.saw(turn.calls)
+            return None
         action = self._action(turn)
         state = self._emit(turn, action)
         shown = {name: value for name, value in action.items() if name != "reasoning_content"}
@@ -211,7 +222,6 @@ class TraceBuilder:
         return state
 
     def _action(self, turn: _Turn) -> Message:
-        self.tools.saw(turn.calls)
         action: Message = {"role": "assistant", "content": self._masked("\n\n".join(turn.text)) or None}
         if turn.calls:
             action["tool_calls"] = [self._call(call) for call in turn.calls]
@@ -263,6 +273,8 @@ class TraceBuilder:
             return "no visible action (thinking only, or empty)"
         if not self.messages:
             return "nothing before it"
+        if any(self.tools.lacks(call["function"]["name"]) for call in action.get("tool_calls") or []):
+            return f"its tool is not among the first {MAX_TOOLS} of the file"
         if not self._fingerprints.add(_digest(self._prefixes[-1], action)):
             return "copy of an earlier state"
         return None

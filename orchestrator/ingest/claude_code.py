@@ -7,7 +7,7 @@ What the lines mean, and what is made of them:
 3. `compact_boundary` starts the context anew; the summary that follows is its first message. A resumed session repeats
    its earlier lines: same `uuid`s in one file, equal states in two; both count once.
 4. Sidechains (subagents) are another agent's conversation with another prompt: skipped.
-5. Thinking is kept in the action and never shown to anyone else. Tool schemas are not in the file: see ObservedTools.
+5. Thinking is kept in the action and never shown to anyone else. Tools are not listed: see observed_tools.py.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ ingest(path) -> Iterator[TraceState]         tally: what was taken, skipped, mas
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from composer_prime.traces import TraceState
 from orchestrator.ingest import claude_code, messages, mini_swe_agent, openhands, rollouts, swe_agent
 from orchestrator.ingest.builder import Origin, TraceBuilder
 from orchestrator.ingest.masking import Masker
+from orchestrator.ingest.observed_tools import ObservedTools
 from orchestrator.ingest.reading import Bad, Limits, lines
 from orchestrator.ingest.recent import Recent
 from orchestrator.ingest.sample import Sample, take_sample
@@ -68,6 +70,8 @@ class TraceFile:
     fingerprints: Recent = field(default_factory=Recent)
     trace_ids: Recent = field(default_factory=Recent)
     progress: Callable[[int], None] | None = None
+    tools: ObservedTools | list[dict[str, Any]] = field(default_factory=list)
+    """What the file's turns call, or where it is still to be gathered."""
 
     def records(self) -> Iterator[Any]:
         """The values of a file of lines; a `Bad` one is skipped and counted here.
@@ -116,7 +120,7 @@ class TraceFile:
             assumed_model=self.options.model,
             family=self.options.family,
         )
-        return TraceBuilder(origin, self.tally, masker, self.options.limits, self.fingerprints)
+        return TraceBuilder(origin, self.tally, masker, self.options.limits, self.fingerprints, self.tools)
 
 
 def ingest(
@@ -130,9 +134,10 @@ def ingest(
 ) -> Iterator[TraceState]:
     """The states of one file (or of one OpenHands conversation folder), in its order, in bounded memory.
 
-    `tally` is filled as states are drawn and is balanced at the end. `fingerprints` and `trace_ids` may be shared
-    between files. `progress` is called with bytes read. Raises OSError when the file cannot be read and ConfigError for
-    an unknown `options.format`; whatever the content is, it is counted, never raised.
+    The file is read twice, first for the tools that it uses. `tally` is filled as states are drawn and is balanced at
+    the end. `fingerprints` and `trace_ids` may be shared between files. `progress` is called with bytes read, in the
+    first pass with 0. Raises OSError when the file cannot be read and ConfigError for an unknown `options.format`;
+    whatever the content is, it is counted, never raised.
     """
     options, tally = options or Options(), Tally() if tally is None else tally
     named = _named(options.format) if options.format else None
@@ -152,7 +157,26 @@ def ingest(
     if reader is None:
         file.unknown()
     else:
+        file.tools = _observed(file, reader)
         yield from reader.read(file)
+
+
+def _observed(file: TraceFile, reader: Format) -> list[dict[str, Any]]:
+    """The tools that a file's turns call; of a context nothing is held, and nothing is masked or counted."""
+    tools = ObservedTools(Masker(Counter(), file.options.mask).text)
+    told, options = file.progress, file.options
+    first = replace(
+        file,
+        tally=Tally(),
+        options=replace(options, mask=False, limits=replace(options.limits, context_chars=0)),
+        fingerprints=Recent(),
+        trace_ids=Recent(),
+        progress=None if told is None else lambda _: told(0),
+        tools=tools,
+    )
+    for _ in reader.read(first):
+        pass
+    return tools.schemas()
 
 
 def _detected(path: Path, limits: Limits) -> tuple[Format | None, Any]:

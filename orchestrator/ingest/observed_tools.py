@@ -1,6 +1,8 @@
-"""The tools of a trace whose format does not list them: those that the agent was seen to call, with the arguments and
-types that it gave. A teacher can only choose among tools that it is told of. Tools that are listed without a schema get
-one of the same kind."""
+"""The tools of traces whose format does not list them: those that a file is seen to call, with the arguments and types
+that it gives. A teacher can only choose among tools that it is told of, and must not be told by them what the student
+chose: so every state of a file offers what the whole file uses, gathered before the first state is made. Tools that are
+listed without their arguments get those that the file gives them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ if TYPE_CHECKING:
     from orchestrator.ingest.builder import Call
 
 MAX_TOOLS, MAX_ARGUMENTS = 128, 64
-"""What one agent may have; the rest of a hostile trace is not described."""
+"""What one agent may have; the rest of a hostile file is not described."""
 _TYPES: list[tuple[type, str]] = [
     (bool, "boolean"),
     (int, "integer"),
@@ -23,52 +25,67 @@ _TYPES: list[tuple[type, str]] = [
 
 
 class ObservedTools:
-    """Function tools in the form of OpenAI's chat completions."""
+    """What the turns of a file call, as function tools in the form of OpenAI's chat completions."""
 
-    def __init__(self, mask: Callable[[Any], Any]) -> None:
-        """`mask` takes secrets out of a JSON value: files write them into tools as well."""
+    def __init__(self, mask: Callable[[str], str]) -> None:
+        """`mask` takes secrets out of a name: files write them into tools as well."""
         self._mask = mask
-        self._given: list[dict[str, Any]] | None = None
         self._arguments: dict[str, dict[str, str]] = {}
-        self._schemas: list[dict[str, Any]] | None = None
+
+    def saw(self, calls: Iterable[Call]) -> None:
+        for call in calls:
+            if call.name not in self._arguments and len(self._arguments) >= MAX_TOOLS:
+                continue
+            known = self._arguments.setdefault(call.name, {})
+            arguments = call.arguments if isinstance(call.arguments, dict) else {}
+            for argument, value in arguments.items():
+                if argument not in known and len(known) < MAX_ARGUMENTS:
+                    known[argument] = _type_of(value)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """In the order of their names, which says nothing of when they were called."""
+        masked: dict[str, dict[str, str]] = {}
+        for name, arguments in self._arguments.items():
+            masked.setdefault(self._mask(name), {}).update({self._mask(key): kind for key, kind in arguments.items()})
+        return [_schema(name, masked[name]) for name in sorted(masked)]
+
+
+class OfferedTools:
+    """The tools of one trace's states."""
+
+    def __init__(self, observed: list[dict[str, Any]], mask: Callable[[Any], Any]) -> None:
+        """`observed` in the file; `mask` takes secrets out of a JSON value."""
+        self._mask, self._schemas = mask, observed
+        self._observed = {tool["function"]["name"]: tool["function"]["parameters"] for tool in observed}
+        self._listed = False
 
     def given(self, tools: object) -> bool:
         """The format lists the tools itself; False, and nothing changes, when `tools` is no such list."""
         found = [tool for tool in tools if _is_function(tool)] if isinstance(tools, list) else []
         if not found:
             return False
-        self._given, self._schemas = self._mask(found), None
+        self._schemas, self._listed = [self._with_arguments(tool) for tool in self._mask(found)], True
         return True
 
-    def saw(self, calls: Iterable[Call]) -> None:
-        for call in calls:
-            called = self._mask(call.name)
-            if called not in self._arguments and len(self._arguments) >= MAX_TOOLS:
-                continue
-            if called not in self._arguments:
-                self._arguments[called], self._schemas = {}, None
-            known = self._arguments[called]
-            arguments = call.arguments if isinstance(call.arguments, dict) else {}
-            for argument, value in arguments.items():
-                name = self._mask(argument)
-                if name not in known and len(known) < MAX_ARGUMENTS:
-                    known[name], self._schemas = _type_of(value), None
-
     def schemas(self) -> list[dict[str, Any]]:
-        """The same list object until a call adds to it: states of a trace share it."""
-        if self._schemas is None:
-            listed = [{"type": "function", "function": {"name": name}} for name in self._arguments]
-            self._schemas = [self._with_schema(tool) for tool in (listed if self._given is None else self._given)]
+        """The same list object for all states: they share it."""
         return self._schemas
 
-    def _with_schema(self, tool: dict[str, Any]) -> dict[str, Any]:
-        """The tool; where it says nothing of its arguments, with those that it was called with."""
+    def lacks(self, name: str) -> bool:
+        """Whether a tool that was called is beyond those that were described: MAX_TOOLS others were called before."""
+        return not self._listed and name not in self._observed
+
+    def _with_arguments(self, tool: dict[str, Any]) -> dict[str, Any]:
         function = tool["function"]
         if isinstance(function.get("parameters"), dict):
             return tool
-        arguments = self._arguments.get(function["name"], {})
-        properties = {argument: {"type": kind} if kind else {} for argument, kind in arguments.items()}
-        return {**tool, "function": {**function, "parameters": {"type": "object", "properties": properties}}}
+        observed = self._observed.get(function["name"]) or _schema(function["name"], {})["function"]["parameters"]
+        return {**tool, "function": {**function, "parameters": observed}}
+
+
+def _schema(name: str, arguments: dict[str, str]) -> dict[str, Any]:
+    properties = {argument: {"type": kind} if kind else {} for argument, kind in arguments.items()}
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
 
 
 def _type_of(value: Any) -> str:

@@ -92,8 +92,27 @@ def test_every_call_in_a_context_has_a_result(tmp_path: Path) -> None:
     assert states[1].messages[2]["content"] == "[no result was recorded]"
 
 
-# Teachers are told of the tools that were used, with the types of their arguments.
-def test_tools_are_those_that_were_called(tmp_path: Path) -> None:
-    tools = taken(lines(tmp_path / "s.jsonl", *SESSION))[0][1].tools
-    assert [tool["function"]["name"] for tool in tools] == ["Bash", "Read"]
-    assert tools[0]["function"]["parameters"]["properties"] == {"command": {"type": "string"}}
+# Teachers are told of the tools that the file uses, with the types of their arguments, in every state of it alike: what
+# a state offers does not tell what its student called.
+def test_tools_are_those_that_the_file_calls(tmp_path: Path) -> None:
+    more = [prompt("u2", "a5", "Make it."), answer("a6", "u2", use("t3", "Bash", command="touch a.py", timeout=5))]
+    states, _ = taken(lines(tmp_path / "s.jsonl", *SESSION, *more))
+    assert len(states) == 3
+    for state in states:
+        assert [tool["function"]["name"] for tool in state.tools] == ["Bash", "Read"]
+        properties = state.tools[0]["function"]["parameters"]["properties"]
+        assert properties == {"command": {"type": "string"}, "timeout": {"type": "integer"}}
+
+
+# What a subagent calls is not offered, nor what no agent can have: the turns that call such a tool are passed over.
+def test_tools_that_are_not_offered(tmp_path: Path) -> None:
+    subagent = {**answer("b1", "u1", use("x", "Own", a=1)), "isSidechain": True}
+    states, _ = taken(lines(tmp_path / "s.jsonl", *SESSION, subagent))
+    assert [tool["function"]["name"] for tool in states[0].tools] == ["Bash", "Read"]
+    records, parent = [prompt("u1", None, "Go.")], "u1"
+    for number in range(130):
+        records.append(answer(f"a{number}", parent, use(f"t{number}", f"tool{number}")))
+        parent = f"a{number}"
+    states, tally = taken(lines(tmp_path / "t.jsonl", *records))
+    assert len(states) == len(states[0].tools) == 128
+    assert tally.passed_over == {"its tool is not among the first 128 of the file": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -34,6 +35,11 @@ def test_real_sessions_give_the_states_that_were_counted(name: str) -> None:
     found = (tally.format, tally.seen, tally.taken, tally.turns, tally.states, errors)
     assert found == COUNTS[name][:6]
     assert {state.source_family for state in states} <= {COUNTS[name][6]}
+    # What is offered does not tell what was chosen: it is the same in all states of a file, and holds every choice.
+    assert len({json.dumps(state.tools) for state in states}) <= 1
+    offered = {tool["function"]["name"] for state in states[:1] for tool in state.tools}
+    called = {call["function"]["name"] for state in states for call in state.student_action.get("tool_calls") or []}
+    assert called <= offered
 
 
 # The counts above cover the folder: a trace that is added must be counted too.

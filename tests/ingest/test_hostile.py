@@ -262,7 +262,8 @@ def test_states_are_not_ingested_again(tmp_path: Path) -> None:
     assert states == [] and tally.skipped == {"not a known trace format": 2}
 
 
-# States keep their order and ids whoever reads them, and a file is read as it is drawn: nothing is read ahead.
+# States keep their order and ids whoever reads them, and a file is read as it is drawn: behind the pass for its tools,
+# which tells no progress, nothing is read ahead.
 def test_states_are_drawn_one_by_one(tmp_path: Path) -> None:
     path = lines(tmp_path / "s.jsonl", *SESSION, *({"type": "summary", "leafUuid": str(n)} for n in range(50_000)))
     drawn = []
