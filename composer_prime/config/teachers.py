@@ -42,6 +42,10 @@ class TeacherConfig(BaseConfig):
     """Price of a million prompt tokens; None takes it from genai-prices."""
     output_usd_per_mtok: float | None = Field(default=None, ge=0)
     """Price of a million answer tokens; None takes it from genai-prices."""
+    max_tokens_key: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """What the endpoint calls the limit of an answer; OpenAI's reasoning models know max_completion_tokens alone."""
+    temperature: float | Literal["omit"] | None = None
+    """Its own, from 0 to 2; None takes teachers.temperature, omit sends none, for models that refuse any."""
     requests_per_minute: float = Field(default=0.0, ge=0)
     """Calls are spaced to keep to this; 0 does not space them."""
     max_concurrent: int = Field(default=8, ge=1)
@@ -59,6 +63,19 @@ class TeacherConfig(BaseConfig):
     @classmethod
     def _one_spelling(cls, family: str | None) -> str | None:
         return family if family is None else family_named(family)
+
+    @field_validator("temperature")
+    @classmethod
+    def _in_range(cls, temperature: float | str | None) -> float | str | None:
+        if isinstance(temperature, float) and not 0 <= temperature <= 2:
+            raise ValueError(f'temperature is {temperature:g}, expected 0 to 2, or "omit" to send none')
+        return temperature
+
+    def temperature_of(self, shared: float) -> float | None:
+        """What it is asked with, where the others are asked with `shared`; None sends none."""
+        if self.temperature == "omit":
+            return None
+        return shared if self.temperature is None else self.temperature
 
     def api_key(self) -> str:
         """The endpoint's key, from the environment. Raises ConfigError when it is not there."""

@@ -35,7 +35,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     messages: list[Message]
     tools: list[dict[str, Any]]
-    temperature: float
+    temperature: float | None
+    """None: the model's own."""
     max_tokens: int
     version: int = VERSION
 

@@ -17,6 +17,7 @@ import ipaddress
 import json
 import math
 import random
+import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,14 @@ _ROUNDING = 0.01
 _NO_PROVIDER = {404, 503}
 """What OpenRouter answers where no provider meets the request's conditions:
 https://openrouter.ai/docs/api-reference/errors."""
+_REMEDIES = {
+    "max_tokens": 'max_tokens_key = "max_completion_tokens"',
+    "max_completion_tokens": 'max_tokens_key = "max_tokens"',
+    "temperature": 'temperature = "omit"',
+}
+"""By the parameter that an endpoint does not support: https://platform.openai.com/docs/guides/reasoning."""
+_PARAMETER = re.compile("|".join(sorted(_REMEDIES, reverse=True)))
+_UNSUPPORTED = re.compile("unsupported|not support", re.IGNORECASE)
 _OWN_KEY_FEE = 0.05
 """What OpenRouter takes for a call by a key of one's own, as a share of its price:
 https://openrouter.ai/docs/features/byok."""
@@ -191,7 +200,7 @@ class Teacher:
             model=self.config.model,
             messages=messages,
             tools=tools,
-            temperature=shared.temperature,
+            temperature=self.config.temperature_of(shared.temperature),
             max_tokens=shared.max_tokens,
         )
 
@@ -281,7 +290,7 @@ class Teacher:
         except openai.APIStatusError as error:
             status = f"status {error.status_code}"
             usd = reserved.usd if error.status_code in _MAYBE_CHARGED else 0.0
-            again, why = error.status_code in _RETRIED, self._why_none(error.status_code)
+            again, why = error.status_code in _RETRIED, self._remedy(error)
             raise _Failed(
                 f"{status}: {_brief(error)}{why}", again=again, after_s=_retry_after(error.response)
             ) from None
@@ -311,22 +320,27 @@ class Teacher:
     async def _post(self, question: Question) -> bytes:
         """The body of a reply with status 200. The deadline covers the whole attempt, a dripping body too."""
         assert self._create is not None
-        options: dict[str, Any] = {"tools": question.tools} if question.tools else {}
+        options: dict[str, Any] = {self.config.max_tokens_key: question.max_tokens}
+        if question.temperature is not None:
+            options["temperature"] = question.temperature
+        if question.tools:
+            options["tools"] = question.tools
         if self._max_price is not None:
             options["extra_body"] = {"provider": {"max_price": self._max_price}}
         async with asyncio.timeout(self._shared.timeout_s):
             raw = await self._create(
                 model=question.model,
                 messages=question.messages,  # pyright: ignore[reportArgumentType]
-                temperature=question.temperature,
-                max_tokens=question.max_tokens,
                 **options,
             )
             return raw.content
 
-    def _why_none(self, status: int) -> str:
-        """What to do where no provider is as cheap as the price list says."""
-        if self._max_price is None or status not in _NO_PROVIDER:
+    def _remedy(self, error: openai.APIStatusError) -> str:
+        """What to do where the endpoint takes other parameters, or no provider is as cheap as the price list says."""
+        refused = _PARAMETER.search(error.param or str(error)) if _UNSUPPORTED.search(str(error)) else None
+        if refused is not None:
+            return f" (set {_REMEDIES[refused.group()]} for this teacher)"
+        if self._max_price is None or error.status_code not in _NO_PROVIDER:
             return ""
         prompt, completion = self._max_price["prompt"], self._max_price["completion"]
         return (

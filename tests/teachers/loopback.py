@@ -45,6 +45,8 @@ class Endpoint:
     seen: list[dict] = field(default_factory=list)
     late_s: float = 30.0
     delay_s: float = 0.0
+    refuses: tuple[str, ...] = ()
+    """Parameters that it answers status 400 to, as OpenAI does for reasoning models."""
     hold: asyncio.Event | None = None
     """Until it is set nobody is answered."""
     tokens_factor: float = 1.0
@@ -72,6 +74,10 @@ class Endpoint:
             self.in_flight -= 1
 
     async def _reply(self, request: web.Request, fault: str, body: dict) -> web.StreamResponse:
+        refused = next((name for name in self.refuses if name in body), None)
+        if refused is not None:
+            message = f"Unsupported parameter: '{refused}' is not supported with this model."
+            return web.json_response({"error": {"message": message, "param": refused}}, status=400)
         if fault.isdecimal():
             return web.json_response({"error": {"message": fault}}, status=int(fault), headers={"retry-after": "0.01"})
         if fault == "not_found":

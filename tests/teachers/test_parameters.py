@@ -1,0 +1,103 @@
+"""Endpoints that take other parameters: what is sent to them, and what is said where they refuse some."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from loopback import Endpoint, configured, overrule, play, replayed, serving, state
+from pydantic import ValidationError
+
+from composer_prime.config.load import resolve
+from composer_prime.config.teachers import KillSwitchConfig, TeacherConfig, TeachersConfig
+from composer_prime.prices import price_of
+from orchestrator.teachers.cache import Question
+from orchestrator.teachers.replay import Progress
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def reasoning(config: TeachersConfig, name: str = "gpt-a", **changes: object) -> TeachersConfig:
+    """The same pool, where this teacher is asked as OpenAI's reasoning models are."""
+    changes = {"max_tokens_key": "max_completion_tokens", "temperature": "omit"} | changes
+    teachers = [each.model_dump() | (changes if each.name == name else {}) for each in config.teacher]
+    return TeachersConfig.model_validate(config.model_dump() | {"teacher": teachers})
+
+
+# A teacher is asked by the keys that its endpoint knows; the others are asked as before.
+def test_each_teacher_has_its_keys(tmp_path: Path) -> None:
+    async def run() -> list[dict]:
+        async with serving(Endpoint(answers=overrule)) as endpoint:
+            await replayed(tmp_path, reasoning(configured(tmp_path, endpoint.url, voting="all")), [state(0)])
+            return endpoint.seen
+
+    seen = {body["model"]: body for body in asyncio.run(run())}
+    assert seen["gpt-a"]["max_completion_tokens"] == 20 and not {"max_tokens", "temperature"} & set(seen["gpt-a"])
+    for model in ("qwen-b", "glm-c"):
+        assert (seen[model]["max_tokens"], seen[model]["temperature"]) == (20, 0)
+        assert "max_completion_tokens" not in seen[model]
+
+
+# Where an endpoint refuses a parameter, the setting to change is named once, however many states there are, and the
+# kill switch, as it is by default, ends what would go on with one teacher less.
+@pytest.mark.parametrize(
+    ("refused", "remedy"),
+    [("max_tokens", 'max_tokens_key = "max_completion_tokens"'), ("temperature", 'temperature = "omit"')],
+)
+def test_a_refused_parameter_names_the_setting(tmp_path: Path, refused: str, remedy: str) -> None:
+    async def run() -> Progress:
+        async with serving(Endpoint(answers=overrule, refuses=(refused,))) as endpoint:
+            config = configured(tmp_path, endpoint.url, kill=KillSwitchConfig())
+            config = reasoning(reasoning(config, "qwen-b"), "glm-c")
+            return await replayed(tmp_path, config, [state(0, trace=f"t{number}") for number in range(40)])
+
+    progress = asyncio.run(run())
+    (told,) = progress.without_vote
+    assert told.startswith("gpt-a") and f"(set {remedy} for this teacher)" in told
+    assert "error_rate is 0.3333 after 20 states" in (progress.stopped or "")
+
+
+# A parameter that is supported, but has a value too large, is no matter of its name.
+def test_other_refusals_name_no_setting(tmp_path: Path) -> None:
+    progress, _ = play(tmp_path, [state(0)], script={model: ["400"] for model in ("gpt-a", "qwen-b", "glm-c")})
+    assert progress.without_vote and not any("(set " in reason for reason in progress.without_vote)
+
+
+# Another name of the limit asks nothing else, so answers that are kept stay valid; another temperature does.
+def test_the_name_of_the_limit_is_no_part_of_the_question(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(Endpoint(answers=overrule)) as endpoint:
+            config = configured(tmp_path, endpoint.url, voting="all")
+            await replayed(tmp_path, config, [state(0)])
+            renamed = await replayed(tmp_path / "renamed", reasoning(config, temperature=None), [state(0)])
+            assert (renamed.calls, renamed.cached) == (0, 3)
+            omitted = await replayed(tmp_path / "omitted", reasoning(config), [state(0)])
+            assert (omitted.calls, omitted.cached) == (1, 2)
+
+    asyncio.run(run())
+
+
+# The key of a question as releases before wrote it: what was paid for then is found.
+def test_old_answers_stay_valid() -> None:
+    question = Question(
+        endpoint="https://x/v1", model="m", messages=[{"role": "user", "content": "Hi"}], tools=[], temperature=0.0,
+        max_tokens=20,
+    )  # fmt: skip
+    assert question.key == "31e034146e05786adb88ddaf28ee6b75"
+
+
+# The example asks OpenAI's reasoning model as it wants to be asked, and every teacher of it has a price.
+def test_the_example(tmp_path: Path) -> None:
+    words = ["@", str(CONFIGS / "a1.toml"), "@", str(CONFIGS / "teachers" / "openai.toml")]
+    teachers = resolve([*words, "--run.output_dir", str(tmp_path)]).config.teachers
+    first = next(each for each in teachers.teacher if each.name == "gpt")
+    assert (first.max_tokens_key, first.temperature_of(0.0)) == ("max_completion_tokens", None)
+    assert all(price_of(each).bound_usd(1, 1) > 0 for each in teachers.teacher)
+    assert len({each.known_family for each in teachers.teacher}) == len(teachers.teacher) == 4
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 2.5, "none"])
+def test_a_wrong_temperature_is_refused(wrong: float | str) -> None:
+    with pytest.raises(ValidationError, match=r"expected 0 to 2|'omit'"):
+        TeacherConfig.model_validate({"name": "x", "model": "openai/gpt-4o-mini", "temperature": wrong})
