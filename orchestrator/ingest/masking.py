@@ -35,7 +35,7 @@ from detect_secrets.plugins.stripe import StripeDetector
 from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
 from detect_secrets.plugins.twilio import TwilioKeyDetector
 
-from orchestrator.ingest import assigned, keywords, named_values
+from orchestrator.ingest import assigned, keywords, named_values, personal
 
 Rule = tuple[str, tuple[str, ...], list[re.Pattern[str]]]
 """(kind, literals of which every match holds one, patterns). Group `secret`, where there is one, is what is masked."""
@@ -192,13 +192,6 @@ _PARTIAL = {"basic-auth": 1, "npm-token": 1, "aws-key": -1}
 """Patterns of detect-secrets that match more than the secret: the group that holds it, -1 for the last."""
 _PLAIN_VALUE = re.compile(r"[A-Za-z_.\s-]*|\W*|<masked:.*")
 """Values that the keyword detector reports and that hold no secret: words, punctuation, what is masked already."""
-_EMAIL = re.compile(r"\b(?!git@)[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b")
-_HOME = re.compile(
-    r"(?P<root>/home/|/Users/|\b[A-Za-z]:\\{1,2}Users\\{1,2}|(?<![\w-])-(?:home|Users)-(?=[^-])(?!(?:page|dir|path|url)(?![\w.-])))"
-    r"(?P<name>(?!user\b)(?:(?<=-)[\w.]+|(?<=\\)[\w.-]+(?: [\w.-]+){1,3}(?=\\)|(?<!-)[\w.-]+))"
-)
-"""Names have letters of any script; those of Windows spaces too. `-home-jdoe-src` is how Claude Code names the folder
-of a project; `-home-page` is an option."""
 
 
 class Masker:
@@ -222,9 +215,9 @@ class Masker:
         if any(word in lowered for word in assigned.WORDS):
             text = self._mask(text, assigned.spans(text, lowered), assigned.is_secret)
         if "@" in text:
-            text = _EMAIL.sub(self._replacer("email"), text)
-        if "/home/" in text or "-home-" in text or "Users" in text:
-            text = _HOME.sub(self._home, text)
+            text = self._mask(text, personal.addresses(text), kind="email")
+        if "home" in text or "Users" in text:
+            text = self._mask(text, personal.owners(text), kind="home-folder")
         return text
 
     def value(self, value: Any, name: str = "") -> Any:
@@ -278,14 +271,10 @@ class Masker:
         parts, done = [], 0
         for start, end in sorted(spans):
             if start >= done and is_secret(text[start:end]):
-                parts += [text[done:start], f"<masked:{kind}>"]
+                parts += [text[done:start], "user" if kind == "home-folder" else f"<masked:{kind}>"]
                 done = end
                 self.found[kind] += 1
         return "".join([*parts, text[done:]]) if parts else text
-
-    def _home(self, match: re.Match[str]) -> str:
-        self.found["home-folder"] += 1
-        return f"{match['root']}user"
 
 
 def _rules_of(text: str) -> list[int]:

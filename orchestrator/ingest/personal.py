@@ -1,0 +1,89 @@
+"""What names a person: e-mail addresses, and the owners of home folders. Code that only looks like them stays.
+
+An address ends in a domain that exists (the Public Suffix List) or that is kept for private use: `logo@2x.png`,
+`q@k.t(`, `x@self.weight`, `pkg@1.2.3-beta.rc` and `vpn@office.service` are none. Neither is the login of a service, as
+in `git@github.com`; that of a person may be an address, so it counts.
+
+A home folder begins an absolute path: `src/home/x`, `~/Users/x` and `https://host/home/x` hold none, nor does a file,
+`/home/index.html`. `/home/dashboard` may be a folder or a route of a web site. It is a route where code says so (an
+HTTP method, href, redirect, fetch), else a folder: a masked route costs a word, and what is behind it stays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from publicsuffixlist import PublicSuffixList
+
+_ADDRESS = re.compile(
+    r"\b(?!(?:git|hg|svn|root|ubuntu|debian|centos|ec2-user)@)(?P<user>[A-Za-z0-9._%+-]{1,64})@"
+    r"(?!v?\d{1,4}\.\d|(?:self|cls|this)\.)(?P<domain>(?:[A-Za-z0-9-]{1,63}\.){1,8}(?P<last>[A-Za-z]{2,24}))\b"
+)
+_PRIVATE = {"local", "localhost", "internal", "lan", "corp", "test", "example", "invalid"}
+"""RFC 2606, 6761 and 6762, and what companies use beside them."""
+_COMMON = {"com", "org", "net", "edu", "gov"}
+"""No attribute is called so: what opens a bracket behind it is no call."""
+
+_ROOT = re.compile(
+    r"/(?:home|Users)\\{0,2}/|(?i:%2F)(?:home|Users)(?i:%2F)|:\\{1,2}Users\\{1,2}|-(?:home|Users)-(?=[^-])"
+)
+_BEFORE_CHARS = 48
+_PATH_BEGINS = re.compile(
+    r"(?:(?<![A-Za-z0-9_.~@#%*})\]/\\-])|://|\\[nrt]|[\d\[]m|(?:^|[\s\"'=,\[])-[A-Za-z])"  # also "\n", a colour, -I
+    r"(?:/(?:(?:mnt|cygdrive|host_mnt)/)?[A-Za-z]|/(?:var|usr|export|nfs|host_mnt)|/System/Volumes/Data)?\\{0,2}\Z"
+)
+"""What may stand before `/home/`, mounts of home folders included."""
+_BEGINS = {
+    "/": _PATH_BEGINS,
+    "%": re.compile(r"(?<![A-Za-z0-9_.%])\Z"),
+    ":": re.compile(r"(?<![A-Za-z0-9])[A-Za-z]\Z|\\[nrt][A-Za-z]\Z"),
+    "-": re.compile(r"(?<![\w-])\Z"),
+}
+_ROUTE = re.compile(
+    r"(?:\b(?:GET|POST|PUT|PATCH|DELETE|HEAD) "
+    r"|\b(?:to=|(?:href|action|route|redirect(?:_to)?|navigate(?:To)?|fetch|visit|goto"
+    r"|(?:app|client|api|axios|requests|router)\.[a-z]{3,8})[\"']?\s?[=(:]\s?)[\"'`])\Z"
+)
+_NAMES = {
+    "/": re.compile(r"(?!(?:user|Shared|linuxbrew)(?![\w-]|\.\w))(?=[.-]{0,64}\w)[\w.-]*\w"),
+    "%": re.compile(r"(?!user(?![\w.-]))\w[\w.-]*"),
+    ":": re.compile(r"(?!(?:user|Public)(?![\w-]|\.\w))(?:[\w.-]+(?: [\w.-]+){1,3}(?=\\)|[\w.-]*\w)"),
+    "-": re.compile(r"(?!user(?!\w))(?!(?:page|dir|path|url)(?![\w.-]))[\w.]+"),
+}
+"""Letters of any script; those of Windows have spaces too. `-home-jdoe-src` is how Claude Code names the folder of a
+project; `-home-page` is an option."""
+_FILE = re.compile(
+    r"\.(?i:html?|php|aspx?|jsp|[cm]?[jt]sx?|vue|svelte|astro|s?css|sass|less|py|rb|go|rs|java|kt|cs|erb|haml|ejs|hbs|tpl"
+    r"|md|mdx|rst|txt|json|ya?ml|toml|xml|svg|png|jpe?g|gif|webp|ico|pdf|csv|sql|sh)\Z"
+)
+
+
+def addresses(text: str) -> Iterator[tuple[int, int]]:
+    """(start, end) of each e-mail address; of a URL's user, without the host."""
+    for match in _ADDRESS.finditer(text):
+        last, behind = match["last"].lower(), text[match.end() : match.end() + 1]
+        called = behind != "" and behind in "(["
+        if last in _COMMON or (not called and (last in _PRIVATE or _suffixes().publicsuffix(match["domain"]))):
+            in_url = text[max(match.start() - 3, 0) : match.start()] == "://"
+            yield match.start(), match.end("user" if in_url else 0)
+
+
+@cache
+def _suffixes() -> PublicSuffixList:
+    """Read when the first address is seen: 30 ms."""
+    return PublicSuffixList(accept_unknown=False)
+
+
+def owners(text: str) -> Iterator[tuple[int, int]]:
+    """(start, end) of each name of a home folder's owner."""
+    for root in _ROOT.finditer(text):
+        form, before = root[0][0], text[max(root.start() - _BEFORE_CHARS, 0) : root.start()]
+        name = _NAMES[form].match(text, root.end()) if _BEGINS[form].search(before) else None
+        if name and not (form == "/" and (_is_file(text, name) or _ROUTE.search(before))):
+            yield name.span()
+
+
+def _is_file(text: str, name: re.Match[str]) -> bool:
+    return text[name.end() : name.end() + 1] not in ("/", "\\") and bool(_FILE.search(name[0]))

@@ -1,0 +1,87 @@
+"""E-mail addresses and owners of home folders leave a trace; code that looks like them stays. Every name is made up."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.ingest.masking import Masker
+
+
+def masked(text: str) -> tuple[str, Counter[str]]:
+    found: Counter[str] = Counter()
+    return Masker(found).text(text), found
+
+
+# Code, packages, units, routes and files inside a project look like them, and stay.
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cat src/app/home/home.component.ts src/app/home/home.component.html pages/Users/List.tsx a/home/b.py",
+        "templates/home/index.html, /home/index.html, '/Users/List.tsx', ~/home/x, ../home/x, @/home/views, #/home/x",
+        "from 'app/home/views'; ${ROOT}/home/x; $(pwd)/home/x; ls /home/ /home/... /home/linuxbrew/.linuxbrew",
+        "https://example.com/home/about http://home/about localhost:3000/home/about",
+        "return redirect('/home/dashboard'); <a href=\"/home/about\"> <Link to='/home/x'> client.get('/home/list')",
+        "GET /Users/2819c223 HTTP/1.1",
+        "assets/logo@2x.png icon@3x.webp 'logo@2x.png'",
+        "att = (q@k.transpose(-2, -1)); y = x@self.weight + a@b.to(device) + x@w.mt[0]",
+        "systemctl restart openvpn@server.service getty@tty1.service",
+        "npm i foo@1.2.3-beta.rc vue@3.4.0-alpha.dev; uses: actions/checkout@main.yml",
+        "git@github.com:org/repo.git, ssh root@db.example.com, scp x ubuntu@build.example.com:",
+    ],
+)
+def test_code_stays(text: str) -> None:
+    assert masked(text) == (text, Counter())
+
+
+# Addresses are found wherever they stand; of a URL's user the host stays.
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Jane <jane.doe+x@example.co.uk>, a@b.engineering.", "Jane <<masked:email>>, <masked:email>."),
+        ("ssh jane@build.corp.local; jane@163.com(work)", "ssh <masked:email>; <masked:email>(work)"),
+        ("https://jane@host.example.com/x", "https://<masked:email>@host.example.com/x"),
+    ],
+)
+def test_addresses_are_masked(text: str, expected: str) -> None:
+    assert masked(text)[0] == expected
+
+
+# However a path is written, its owner goes and nothing else.
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cd /home/NAME/src && ls /Users/NAME/x.py",
+        "PATH=/usr/bin:/home/NAME/bin open('/home/NAME/x.txt') cat >/home/NAME/x",
+        '{"cwd":"/home/NAME/src","file":"file:///Users/NAME/x"}',
+        "\\/home\\/NAME\\/x out\\n/home/NAME/x path=%2FUsers%2FNAME%2Fx",
+        "/mnt/c/Users/NAME/x /c/Users/NAME/x /var/home/NAME/x host:/home/NAME/x C:/Users/NAME/x",
+        "cc -I/home/NAME/include -L/Users/NAME/lib",
+        "\x1b[32m/home/NAME/src\x1b[0m",
+        "C:\\Users\\NAME\\src D:\\\\Users\\\\NAME\\\\src ~/.claude/projects/-Users-NAME-src",
+        "x:1000:1000::/home/NAME:/bin/sh",
+        "in /home/NAME. And in /Users/NAME, too",
+    ],
+)
+@pytest.mark.parametrize("name", ["jdoe", "j_doe2", "jürgen", "user2"])
+def test_owners_are_masked(text: str, name: str) -> None:
+    assert masked(text.replace("NAME", name))[0] == text.replace("NAME", "user")
+
+
+# Names with dots and dashes go whole, as long as they are no files.
+def test_names_with_dots() -> None:
+    assert masked("/home/jane.doe/x /home/jane-doe /Users/user.b/y")[0] == "/home/user/x /home/user /Users/user/y"
+
+
+PATH = st.lists(st.sampled_from(["src", "home", "Users", "app", "a-b", "x.py", "index.html", "v1.2"]), min_size=1)
+
+
+# Different paths of a project stay different and whole; those of a home folder lose its owner alone.
+@given(PATH, PATH)
+def test_files_stay_different(first: list[str], second: list[str]) -> None:
+    inside, other = "/repo/" + "/".join(first), "/repo/" + "/".join(second)
+    assert masked(inside)[0] == inside and masked(other)[0] == other
+    assert masked(f"/home/jdoe{inside}")[0] == f"/home/user{inside}"
