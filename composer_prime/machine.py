@@ -10,8 +10,8 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from composer_prime.address import tcp_address
 from composer_prime.errors import ConfigError, PortInUseError
 
 
@@ -90,13 +90,7 @@ def _editable(name: str) -> Path | None:
 
 def check_address(address: str, key: str) -> None:
     """Raise PortInUseError when the fixed port of a tcp address cannot be bound, ConfigError when it is malformed."""
-    try:
-        parts = urlsplit(address)
-        host, port = parts.hostname, parts.port
-        if parts.scheme != "tcp" or host is None or port is None:
-            raise ValueError("it must read tcp://HOST:PORT (port 0 takes a free one)")
-    except ValueError as error:
-        raise ConfigError(f"{key} is {address!r}: {error}") from None
+    host, port = tcp_address(address, key, bind=True)
     if port:
         check_port("0.0.0.0" if host == "*" else host, port, key)
 

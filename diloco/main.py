@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from composer_prime.address import tcp_address
 from composer_prime.console import EXIT_USAGE, until_the_reader_leaves
 from composer_prime.errors import ComposerError, ConfigError
 from diloco.simulate import command as simulate
@@ -93,6 +94,7 @@ def _lighthouse(words: argparse.Namespace) -> int:
     from diloco.keys import JointKey
     from diloco.rendezvous_settings import RendezvousSettings
 
+    tcp_address(words.bind, "--bind", bind=True)
     for name in ("min_peers", "start_peers", "keep_rounds"):
         if (value := getattr(words, name)) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")

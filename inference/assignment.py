@@ -15,10 +15,10 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
+from composer_prime.address import tcp_address
 from composer_prime.config import Config, load
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ConfigError
@@ -126,13 +126,7 @@ def _join_parser() -> argparse.ArgumentParser:
 
 def _checked_address(address: str) -> str:
     """Raises ConfigError for what is no tcp://HOST:PORT."""
-    try:
-        parts = urlsplit(address)
-        if parts.scheme == "tcp" and parts.hostname and parts.port and not parts.path.strip("/"):
-            return f"tcp://{parts.netloc}"
-    except ValueError:
-        pass
-    raise ConfigError(f"{address!r} is no node address: it looks like tcp://orchestrator.example:5500")
+    return f"tcp://{tcp_address(address.rstrip('/'), 'the node address')}"
 
 
 def _token(token: str | None, file: Path | None) -> str:

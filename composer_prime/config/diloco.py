@@ -14,6 +14,8 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
+from composer_prime.address import tcp_address
+
 MAX_BLOCK = 1 << 20
 """Of codec.block: what a peer is ready to decode."""
 MUON_LR = 2.0
@@ -75,7 +77,7 @@ class DilocoConfig(BaseConfig):
     """Peers, schedule and link of one joint run."""
 
     rendezvous: str
-    """Where `diloco lighthouse` listens: tcp://HOST:PORT."""
+    """Where `diloco lighthouse` listens: tcp://HOST:PORT, or tcp://[ADDRESS]:PORT for IPv6."""
     run: str
     """Name of the joint run; all peers give the same."""
     peer_id: str
@@ -138,8 +140,7 @@ class DilocoConfig(BaseConfig):
     @field_validator("rendezvous")
     @classmethod
     def _tcp(cls, address: str) -> str:
-        if not re.fullmatch(r"tcp://[^/:\s]+:\d{1,5}|tcp://\[[0-9a-fA-F:]+\]:\d{1,5}", address):
-            raise ValueError(f"diloco.rendezvous is {address!r}; expected tcp://HOST:PORT of `diloco lighthouse`")
+        tcp_address(address, "diloco.rendezvous")
         return address
 
     @model_validator(mode="after")

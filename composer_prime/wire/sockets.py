@@ -14,7 +14,8 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from composer_prime.errors import PortInUseError
+from composer_prime.address import tcp_address
+from composer_prime.errors import ConfigError, PortInUseError
 from composer_prime.keys import ClientKeys, CurvePair
 
 MAX_MESSAGE_BYTES = 1 << 30
@@ -51,8 +52,9 @@ class SecureServer:
 def bind_router(address: str, server: CurvePair, clients: list[bytes]) -> SecureServer:
     """Bind a CURVE ROUTER at `address` (port 0 takes a free one) for peers holding one of the public keys `clients`.
 
-    Raises PortInUseError when another process holds the address.
+    Raises PortInUseError when another process holds the address, ConfigError when this machine has no such address.
     """
+    is_ipv6 = tcp_address(address, "the address to listen on", bind=True).is_ipv6
     context = zmq.asyncio.Context()
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
@@ -66,6 +68,7 @@ def bind_router(address: str, server: CurvePair, clients: list[bytes]) -> Secure
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.IPV6, is_ipv6)
     socket.curve_secretkey, socket.curve_publickey, socket.curve_server = server.secret, server.public, True
     try:
         socket.bind(address)
@@ -73,25 +76,38 @@ def bind_router(address: str, server: CurvePair, clients: list[bytes]) -> Secure
         socket.close(linger=0)
         authenticator.stop()
         context.term()
-        if error.errno in (errno.EADDRINUSE, zmq.EADDRINUSE):
-            raise PortInUseError(
-                f"{address} is held by another process: stop it, or give this role another address"
-            ) from None
-        raise
+        raise _cannot_bind(address, error) from None
     return SecureServer(context, socket, socket.getsockopt_string(zmq.LAST_ENDPOINT), authenticator)
+
+
+def _cannot_bind(address: str, error: zmq.ZMQError) -> ConfigError:
+    why = zmq.strerror(error.errno or 0)
+    match error.errno:
+        case errno.EADDRINUSE | zmq.EADDRINUSE:
+            return PortInUseError(f"{address} is held by another process: stop it, or give this role another address")
+        case errno.EADDRNOTAVAIL | zmq.EADDRNOTAVAIL | errno.ENODEV:
+            return ConfigError(
+                f"cannot listen at {address}: this machine has no such address ({why}). `ip address` lists "
+                "those it has; if it is an overlay network's, is that up (`wg show`)?"
+            )
+        case _:
+            return ConfigError(f"cannot listen at {address}: {why}; give this role another address")
 
 
 def dealer(context: zmq.Context, address: str, keys: ClientKeys, identity: bytes | None = None):
     """A DEALER (of `context`'s flavour, plain or asyncio) connected to a server made by `bind_router`.
 
-    Connecting is asynchronous: a wrong key or address shows as silence, so callers wait with a deadline.
+    Connecting is asynchronous: a wrong key or address shows as silence, so callers wait with a deadline. Raises
+    ConfigError for what is no tcp://HOST:PORT. A name is looked up as IPv4, for ZMQ would try one family alone.
     """
+    is_ipv6 = tcp_address(address, "the address to connect to").is_ipv6
     socket = context.socket(zmq.DEALER)
     if identity is not None:
         socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.IPV6, is_ipv6)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 3000)

@@ -115,12 +115,25 @@ def test_a_reader_that_leaves_early(errors):
         (["simulate", "--delay", "12"], "every --sync-every / --fragments = 12 steps and only one may be under way"),
         (["lighthouse", "--run", "r", "--key-file", "none"], "key file none is missing"),
         (["lighthouse", "--run", "r", "--key-file", "none", "--min-peers", "0"], "--min-peers is 0"),
+        (
+            ["lighthouse", "--run", "r", "--key-file", "none", "--bind", "127.0.0.1:29613"],
+            "--bind is '127.0.0.1:29613'",
+        ),
+        (["lighthouse", "--run", "r", "--key-file", "none", "--bind", "tcp://127.0.0.1:99999"], "expected 0 to 65535"),
         (["lighthouse", "--run", "r", "--key-file", "none", "--memory-gb", "0"], "--memory-gb is 0; expected a value"),
     ],
 )
 def test_wrong_input(words, message, capsys):
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+# An address that this machine does not have, as where the overlay is down, is told in words.
+def test_lighthouse_without_its_overlay(key_file, capsys):
+    pytest.importorskip("torchft")
+    assert main(["lighthouse", "--run", "r", "--key-file", str(key_file), "--bind", "tcp://192.0.2.1:29600"]) == 2
+    said = capsys.readouterr().err
+    assert "cannot listen at tcp://192.0.2.1:29600: this machine has no such address" in said and "`wg show`" in said
 
 
 # The lighthouse listens where it is told and nowhere else but on loopback, and SIGTERM ends it cleanly.

@@ -116,7 +116,11 @@ def test_a_checked_state_is_hashed_once():
         ({"sync_every": 8, "fragments": 4, "delay": 2}, "delay is 2.*diloco.fragments = 2 steps.*delay to at most 1"),
         ({"outer": {"type": "average", "lr": 0.7}}, "type is 'average', but lr is 0.7"),
         ({"outer": {"muon_lr": 0.1}}, "type is 'nesterov', but muon_lr is 0.1: only muon has one.*type = 'muon'"),
-        ({"rendezvous": "somewhere"}, "expected tcp://HOST:PORT"),
+        ({"rendezvous": "somewhere"}, "diloco.rendezvous is 'somewhere'; expected tcp://HOST:PORT"),
+        (
+            {"rendezvous": "tcp://host:99999"},
+            "rendezvous is 'tcp://host:99999', with port '99999'; expected 1 to 65535",
+        ),
         ({"peer_id": "../b"}, r"'../b' does not"),
         ({"codec": {"block": 9}}, "use 10"),
         ({"codec": {"block": 2_000_000}}, "block is 2000000, but peers decode at most 1048576: 256 is usual"),

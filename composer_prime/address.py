@@ -1,0 +1,59 @@
+"""Addresses in configurations and on command lines: HOST:PORT and tcp://HOST:PORT, an IPv6 address in brackets."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import NamedTuple
+
+from composer_prime.errors import ConfigError
+
+MAX_PORT = 65535
+
+
+class Address(NamedTuple):
+    host: str
+    """A name, or an IPv4 or IPv6 address without brackets; `*` is every interface of this machine."""
+    port: int
+
+    @property
+    def is_ipv6(self) -> bool:
+        return ":" in self.host
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if self.is_ipv6 else f"{self.host}:{self.port}"
+
+
+def tcp_address(text: str, key: str, *, bind: bool = False) -> Address:
+    """The address in tcp://HOST:PORT. `bind`: one to listen on, so port 0 takes a free one and `*` every interface.
+
+    Raises ConfigError, which names `key`, for anything else.
+    """
+    return host_port(text, key, bind=bind, scheme="tcp://")
+
+
+def host_port(text: str, key: str, *, bind: bool = False, scheme: str = "") -> Address:
+    """The address in HOST:PORT, with `scheme` before it; otherwise as `tcp_address`."""
+    host, colon, port = text.removeprefix(scheme).rpartition(":")
+    if not text.startswith(scheme) or not colon or not host:
+        raise ConfigError(f"{key} is {text!r}; expected {scheme}HOST:PORT")
+    lowest = 0 if bind else 1
+    if not re.fullmatch(r"[0-9]{1,5}", port) or not lowest <= int(port) <= MAX_PORT:
+        free = " (0 takes a free one)" if bind else ""
+        raise ConfigError(f"{key} is {text!r}, with port {port!r}; expected {lowest} to {MAX_PORT}{free}")
+    return Address(_host(host, text, key, bind), int(port))
+
+
+def _host(host: str, text: str, key: str, bind: bool) -> str:
+    try:
+        if host.startswith("[") and host.endswith("]"):
+            return str(ipaddress.IPv6Address(host[1:-1]))
+        if re.fullmatch(r"[0-9.]+", host):
+            return str(ipaddress.IPv4Address(host))
+    except ValueError as error:
+        raise ConfigError(f"{key} is {text!r}: {error}") from None
+    if ":" in host:
+        raise ConfigError(f"{key} is {text!r}; an IPv6 address stands in brackets: [ADDRESS]:PORT")
+    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", host) or (bind and host == "*"):
+        return host
+    raise ConfigError(f"{key} is {text!r}: {host!r} is no host name or address")

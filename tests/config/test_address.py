@@ -1,0 +1,89 @@
+"""HOST:PORT as people write it, and the sockets that are bound and connected there."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_prime.address import Address, host_port, tcp_address
+from composer_prime.errors import ConfigError, PortInUseError
+from composer_prime.keys import ClientKeys, CurvePair
+from composer_prime.wire.sockets import bind_router, dealer
+
+
+# Every address that there can be is read as what it says, IPv6 in brackets.
+@given(
+    host=st.ip_addresses().map(str) | st.sampled_from(["localhost", "hub.example.org", "wg0"]),
+    port=st.integers(1, 65535),
+)
+def test_addresses(host, port):
+    address = Address(host, port)
+    assert host_port(str(address), "key") == tcp_address(f"tcp://{address}", "key", bind=True) == address
+    assert str(address).startswith("[") == address.is_ipv6 == (":" in host)
+
+
+# What is none is refused by key and value, with what is expected; where to listen may be any port and interface.
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("127.0.0.1:29613", "expected tcp://HOST:PORT"), ("tcp://29600", "expected tcp://HOST:PORT"),
+        ("tcp://:29600", "expected tcp://HOST:PORT"), ("tcp://host:99999", "port '99999'; expected 1 to 65535"),
+        ("tcp://host:22x", "port '22x'"), ("tcp://host:0", "expected 1 to 65535"), ("tcp://host:", "port ''"),
+        ("tcp://host:٤", "port"), ("tcp://2001:db8::1:51820", r"an IPv6 address stands in brackets: \[ADDRESS\]:PORT"),
+        ("tcp://[2001:db8::g]:1", "2001:db8::g"), ("tcp://10.77.0.999:1", "10.77.0.999"),
+        ("tcp://a b:1", "'a b' is no host"), ("tcp://*:1", "no host name"), ("tcp://host/x:1", "no host name"),
+    ],
+)  # fmt: skip
+def test_wrong_addresses(text, why):
+    with pytest.raises(ConfigError, match=f"^some.key is .*{why}"):
+        tcp_address(text, "some.key")
+    assert tcp_address("tcp://*:0", "some.key", bind=True) == Address("*", 0)
+
+
+# A socket that cannot be bound says why and what to do, and leaves nothing behind that a second try would meet.
+def test_what_cannot_be_bound():
+    server, client = CurvePair(*zmq.curve_keypair()), CurvePair(*zmq.curve_keypair())
+    with pytest.raises(ConfigError, match=r"tcp://192.0.2.1:29600: this machine has no such address .*`wg show`"):
+        bind_router("tcp://192.0.2.1:29600", server, [client.public])
+    with pytest.raises(ConfigError, match="this machine has no such address"):
+        bind_router("tcp://no-such-interface:29600", server, [client.public])
+    with pytest.raises(ConfigError, match="expected 0 to 65535"):
+        bind_router("tcp://127.0.0.1:99999", server, [client.public])
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        address = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
+        with pytest.raises(PortInUseError, match=f"{address} is held by another process"):
+            bind_router(address, server, [client.public])
+    bind_router(address, server, [client.public]).close()
+
+
+# Over IPv6 as over IPv4: the server says where it listens, a client connects there and is admitted by its key.
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_message_arrives(host):
+    if host == "[::1]" and not _has_ipv6():
+        pytest.skip("this machine has no IPv6 loopback")
+    asyncio.run(_exchange(host))
+
+
+async def _exchange(host: str) -> None:
+    server, client = CurvePair(*zmq.curve_keypair()), CurvePair(*zmq.curve_keypair())
+    bound = bind_router(f"tcp://{host}:0", server, [client.public])
+    assert bound.endpoint.startswith(f"tcp://{host}:")
+    with zmq.Context() as context, dealer(context, bound.endpoint, ClientKeys(server.public, client)) as connected:
+        connected.send(b"hello")
+        assert await bound.socket.poll(10_000), "nothing arrived in 10 s"
+        assert (await bound.socket.recv_multipart())[1] == b"hello"
+    bound.close()
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
