@@ -14,6 +14,7 @@ Hints have a budget of their own, so their calls are no part of what teachers sp
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import defaultdict
@@ -21,6 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from composer_prime.errors import LedgerError
 
 
 @dataclass(slots=True)
@@ -61,45 +64,85 @@ class CostLedger:
 
 def read_costs(path: Path) -> Iterator[dict[str, Any]]:
     """Every whole line."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for raw in file:
-            try:
-                line = json.loads(raw)
-            except ValueError:
-                continue
-            if isinstance(line, dict):
-                yield line
+    return (line for _, line in _numbered(path))
 
 
 def spent(path: Path) -> Spent:
-    """What the ledger says was spent, open reservations included."""
-    total, open_calls = Spent(), {}
-    for line in read_costs(path):
-        if line.get("kind") == "reserved":
-            open_calls[line["call"]] = line
-        elif line.get("kind") == "settled":
-            reserved = open_calls.pop(line["call"], line)
-            total.failed += line.get("status") != "ok"
-            _add(total, reserved, line["usd"])
-            bound = reserved.get("bound", 0.0)
-            if line.get("status") == "ok" and bound > 0:
-                teacher = str(reserved.get("teacher"))
-                before = total.charge_ratios.get(teacher, 0.0)
-                total.charge_ratios[teacher] = charge_ratio(before, line["usd"], reserved["usd"], bound)
-        elif line.get("kind") == "hint":
-            total.hint_usd += line["usd"]
-            total.hint_calls += 1
-        elif line.get("kind") == "seconds":
-            total.process_s += line["seconds"]
-            total.gpu_s += line["gpu_seconds"]
-        elif line.get("kind") == "bytes":
-            total.link_bytes[line["link"]] += line["bytes"]
+    """What the ledger says was spent, open reservations included.
+
+    Raises LedgerError, naming the line, where one lacks what has to be summed: a sum without it would be too low.
+    """
+    total, open_calls = Spent(), dict[str, dict[str, Any]]()
+    for number, line in _numbered(path):
+        try:
+            _count(total, open_calls, line)
+        except _WrongLineError as error:
+            raise LedgerError(
+                f"{path}:{number} is no line of a ledger ({error}), so that nobody can tell what was spent: correct "
+                "the line, or take it out if nothing was paid by it"
+            ) from None
     for line in open_calls.values():
         total.unsettled += 1
-        _add(total, line, line["usd"])
+        _add(total, line, _number(line, "usd"))
     return total
+
+
+class _WrongLineError(Exception):
+    """Says what is wrong."""
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(its number from 1 on, line) of every whole line."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                line = json.loads(raw)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(line, dict):
+                yield number, line
+
+
+def _count(total: Spent, open_calls: dict[str, dict[str, Any]], line: dict[str, Any]) -> None:
+    """Add one line. Raises _WrongLineError."""
+    kind = line.get("kind")
+    if kind == "reserved":
+        _number(line, "usd")
+        open_calls[_text(line, "call")] = line
+    elif kind == "settled":
+        usd = _number(line, "usd")
+        reserved = open_calls.pop(_text(line, "call"), line)
+        total.failed += line.get("status") != "ok"
+        _add(total, reserved, usd)
+        bound = _number(reserved, "bound") if "bound" in reserved else 0.0
+        if line.get("status") == "ok" and bound > 0:
+            teacher = str(reserved.get("teacher"))
+            before = total.charge_ratios.get(teacher, 0.0)
+            total.charge_ratios[teacher] = charge_ratio(before, usd, reserved["usd"], bound)
+    elif kind == "hint":
+        total.hint_usd += _number(line, "usd")
+        total.hint_calls += 1
+    elif kind == "seconds":
+        total.process_s += _number(line, "seconds")
+        total.gpu_s += _number(line, "gpu_seconds")
+    elif kind == "bytes":
+        total.link_bytes[_text(line, "link")] += int(_number(line, "bytes"))
+
+
+def _number(line: dict[str, Any], key: str) -> float:
+    value = line.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise _WrongLineError(f"{key} is {value!r}, expected a number from 0 on")
+    return value
+
+
+def _text(line: dict[str, Any], key: str) -> str:
+    value = line.get(key)
+    if not isinstance(value, str):
+        raise _WrongLineError(f"{key} is {value!r}, expected text")
+    return value
 
 
 def charge_ratio(before: float, usd: float, held: float, bound: float) -> float:

@@ -6,6 +6,7 @@
     │   ├── EnvironmentNotInstalledError       a task set or harness id that cannot be imported
     │   ├── EmptyTaskSetError                  a source without tasks
     │   ├── PortInUseError (also OSError)      an address that another process holds
+    │   ├── LedgerError                        a costs.jsonl that does not say what was spent
     │   └── UnwritableError (also OSError)     a file that cannot be opened for writing
     ├── WireError (ValueError)                 bytes or a message that do not belong here
     │   ├── ChecksumError                      the content is not what its header says
@@ -58,6 +59,10 @@ class EmptyTaskSetError(ConfigError):
 
 class PortInUseError(ConfigError, OSError):
     """Another process holds the address that this role was told to bind."""
+
+
+class LedgerError(ConfigError):
+    """A line of a costs.jsonl lacks what has to be summed. The message names file, line and what is wrong."""
 
 
 class UnwritableError(ConfigError, OSError):

@@ -12,7 +12,7 @@ from statistics import fmean
 from composer_prime.cli.report_channels import hint_lines, pair_lines
 from composer_prime.cli.report_joint import joint_lines
 from composer_prime.costs import spent
-from composer_prime.errors import ConfigError
+from composer_prime.errors import ConfigError, LedgerError
 from composer_prime.intervals import difference_interval, mean_interval
 from composer_prime.ledger import check, effective
 from composer_prime.monitor.progress import Progress, ends, number, sparkline
@@ -56,7 +56,10 @@ def report(run_dir: RunDir, bins: int) -> list[str]:
 
 def _costs(run_dir: RunDir) -> list[str]:
     """What hints, processes and links cost; what teachers cost, beside what `composer plan` expected."""
-    paid = spent(run_dir.root / "costs.jsonl")
+    try:
+        paid = spent(run_dir.root / "costs.jsonl")
+    except LedgerError as error:
+        return [f"  costs        {error}"]
     text = [f"  hints        ${paid.hint_usd:,.4f} in {paid.hint_calls:,} calls"] if paid.hint_calls else []
     if paid.process_s:
         links = "".join(f", {name} {count:,}" for name, count in sorted(paid.link_bytes.items()))

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from composer_prime.config import Config
-from composer_prime.errors import ComposerError, ConfigError, UnwritableError
+from composer_prime.errors import ComposerError, ConfigError, LedgerError, UnwritableError
 from composer_prime.monitor.jsonl import MetricsFile
 from composer_prime.monitor.rollouts import rollout_files
 from composer_prime.run_dir import RunDir
@@ -59,7 +59,8 @@ class OnlineReplay:
     async def run(self) -> None:
         """Until the states end or it is cancelled. Raises ConfigError before it begins: no key, no price, no such file.
 
-        Any other error ends the replay and not the run, also a pairs.jsonl that cannot be written.
+        Any other error ends the replay and not the run, also a pairs.jsonl that cannot be written, or a costs.jsonl
+        that does not say what was spent.
         """
         pairs, costs = self._run_dir.root / "pairs.jsonl", self._run_dir.root / "costs.jsonl"
         begun, states = False, self._config.teachers.states
@@ -83,7 +84,8 @@ class OnlineReplay:
                 if _stopped(replay):
                     logger.error("replay stopped, training goes on: %s", replay.progress.stopped)
         except Exception as error:
-            if not begun and isinstance(error, ConfigError) and not isinstance(error, UnwritableError):
+            of_files = isinstance(error, (UnwritableError, LedgerError))
+            if not begun and isinstance(error, ConfigError) and not of_files:
                 raise
             expected = isinstance(error, (ComposerError, OSError))
             logger.error("replay failed, training goes on: %s", error, exc_info=None if expected else error)

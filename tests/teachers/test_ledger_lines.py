@@ -1,0 +1,60 @@
+"""A ledger that somebody edited: what was spent is known, or the line that hides it is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_prime.costs import spent
+from composer_prime.errors import LedgerError
+
+GOOD = '{"kind": "reserved", "call": "a", "usd": 2, "trace": "t"}\n'
+WRONG = {
+    '{"kind": "settled", "usd": 1}': "call is None, expected text",
+    '{"kind": "settled", "call": "a"}': "usd is None, expected a number from 0 on",
+    '{"kind": "settled", "call": "a", "usd": "1"}': "usd is '1'",
+    '{"kind": "settled", "call": "a", "usd": NaN}': "usd is nan",
+    '{"kind": "settled", "call": "a", "usd": -3}': "usd is -3",
+    '{"kind": "reserved", "call": ["a"], "usd": 1}': "call is .'a'.",
+    '{"kind": "reserved", "call": "b", "usd": true}': "usd is True",
+    '{"kind": "seconds", "seconds": 3}': "gpu_seconds is None",
+    '{"kind": "bytes", "link": "x"}': "bytes is None",
+    '{"kind": "hint"}': "usd is None",
+}
+
+
+# The message names file, line, what is wrong and what to do; a sum that leaves the line out would pass a cap.
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "costs.jsonl"
+    path.write_text(GOOD + line + "\n")
+    with pytest.raises(LedgerError, match=rf"costs.jsonl:2 is no line of a ledger \({WRONG[line]}.*: correct the line"):
+        spent(path)
+
+
+# Whatever stands in a line, there is a sum or that message.
+@given(
+    st.dictionaries(
+        st.sampled_from(("kind", "call", "usd", "bound", "status", "trace", "seconds", "gpu_seconds", "link", "bytes")),
+        st.sampled_from(("reserved", "settled", "hint", "seconds", "bytes", "ok", "a"))
+        | st.none() | st.booleans() | st.integers() | st.floats() | st.lists(st.integers(), max_size=1),
+    )
+)  # fmt: skip
+def test_any_line_is_summed_or_named(tmp_path_factory: pytest.TempPathFactory, line: dict) -> None:
+    path = tmp_path_factory.mktemp("ledger") / "costs.jsonl"
+    path.write_text(GOOD + json.dumps(line) + "\n")
+    try:
+        assert spent(path).usd >= 0
+    except LedgerError as error:
+        assert "costs.jsonl:2" in str(error)
+
+
+# What is no JSON, as a crash leaves it, or of a kind that is not known, is passed over.
+def test_other_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "costs.jsonl"
+    path.write_text('{"kind": "settl\n[1]\n{"kind": "stopped"}\n{"kind": 3}\n{}\n' + GOOD)
+    assert (spent(path).usd, spent(path).unsettled) == (2, 1)
