@@ -46,6 +46,14 @@ class Fragment:
         parts = [shard(parameter).detach().reshape(-1).to("cpu", torch.float32) for _, parameter in self.parameters]
         return torch.cat(parts)
 
+    def held(self, values_n: Tensor) -> Tensor:
+        """What `read` returns after `write(values_n)`, float32 [numel]; `values_n` itself where nothing is rounded."""
+        if all(parameter.dtype == torch.float32 for _, parameter in self.parameters):
+            return values_n
+        sizes = [shard(parameter).numel() for _, parameter in self.parameters]
+        parts = zip(values_n.split(sizes), self.parameters, strict=True)
+        return torch.cat([part_n.to(parameter.dtype).to(torch.float32) for part_n, (_, parameter) in parts])
+
     @torch.no_grad()
     def write(self, values_n: Tensor) -> None:
         """Set the local values from float32 [numel]."""

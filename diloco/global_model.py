@@ -58,8 +58,12 @@ class GlobalModel:
         return self.outer_step // len(self.fragments)
 
     def delta(self, fragment: int) -> Tensor:
-        """The pseudo-gradient, global minus local, float32 [numel]."""
-        return self.masters[fragment] - self.fragments[fragment].read()
+        """The pseudo-gradient, global minus local, float32 [numel].
+
+        Global as the parameters hold it: what rounding to their type took off the masters is nobody's movement.
+        """
+        part = self.fragments[fragment]
+        return part.held(self.masters[fragment]) - part.read()
 
     def can_advance(self, fragment: int, deltas: Sequence[Tensor]) -> bool:
         """Whether an outer step along a mean of `deltas` leaves finite values on this rank, momentum included.
@@ -100,7 +104,8 @@ class GlobalModel:
 
     def rebased(self, fragment: int, before_n: Tensor) -> Tensor:
         """global + (now - before), float32 [numel]: the local movement since global values `before_n`, from today's."""
-        return self.masters[fragment] + (self.fragments[fragment].read() - before_n)
+        part = self.fragments[fragment]
+        return self.masters[fragment] + (part.read() - part.held(before_n))
 
     def install_all(self) -> None:
         """Give the parameters the global values."""

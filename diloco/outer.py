@@ -7,7 +7,7 @@
 Departures:
 1. v starts at 0, as torch's first step does in effect (its first v is Delta).
 2. Global values and momentum are float32 on the CPU whatever the parameters are: an outer step below the resolution of
-   bfloat16 would vanish.
+   bfloat16 would vanish. Deltas are taken against the global values as the parameters hold them, so it stays.
 3. Products and sums are separate operations. A fused multiply-add rounds once where two operations round twice, and
    which of the two a library takes depends on the processor; so every peer gets the same bits on any machine.
 """

@@ -96,6 +96,30 @@ def test_swept_model_is_part_of_a_state(outer_step):
         assert all(map(torch.equal, model.swept, history[outer_step - outer_step % 3]))
 
 
+# An outer step below the resolution of bfloat16 stays in the masters: rounds without any training after it, in time or
+# missed, move nothing; a delta holds what inner steps moved and nothing that rounding did.
+@pytest.mark.parametrize("norm_dtype", [torch.float32, torch.bfloat16])
+def test_steps_below_the_parameters_resolution(norm_dtype):
+    network = Blocks().bfloat16()
+    network.layers[0].bias.data = network.layers[0].bias.data.to(norm_dtype)
+    parts = partition(network.named_parameters(), 1, "strided")
+    model = GlobalModel(parts, OuterConfig())
+    before = model.masters[0].clone()
+    model.advance(0, [before * 1e-4], [1.0])
+    parts[0].write(model.masters[0])
+    moved = model.masters[0].clone()
+    assert not torch.equal(moved, before) and not torch.equal(parts[0].read(), moved)
+    for _ in range(3):
+        delta = model.delta(0)
+        assert not delta.any()
+        model.advance(0, [delta], [1.0])
+        parts[0].write(model.rebased(0, moved))
+    assert torch.equal(model.masters[0], moved)
+    installed = parts[0].read()
+    parts[0].write(installed * 1.5)
+    assert torch.equal(model.delta(0), installed - parts[0].read())
+
+
 # The masters of a state are hashed as it is checked, not again as it is loaded: what the check found is their hash.
 def test_a_checked_state_is_hashed_once():
     models = (partition(Blocks(seed).named_parameters(), 3, "strided") for seed in (0, 1))
