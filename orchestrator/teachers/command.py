@@ -1,7 +1,7 @@
 """The command line of replay: states in a file, pairs in another, a summary of votes and money.
 
-Exit status: 0 replayed, 2 wrong input, 3 stopped by a cap or the kill switch, or without an answer to any state, 130 by
-Ctrl-C. All are safe to repeat. The first Ctrl-C waits for the calls in flight, for they may be charged; a second one
+Exit status: 0 replayed, 2 wrong input, 3 stopped by a cap or the kill switch, or without a state that was decided, 130
+by Ctrl-C. All are safe to repeat. The first Ctrl-C waits for the calls in flight, for they may be charged; a second one
 drops them, and they count at what was held for them. SIGTERM is taken as Ctrl-C.
 """
 
@@ -29,7 +29,7 @@ from composer_prime.progress_lines import ProgressLines
 from composer_prime.traces import read_states
 from composer_prime.wording import clock
 from orchestrator.teachers.opened import opened
-from orchestrator.teachers.records import votes_beside
+from orchestrator.teachers.records import UNDECIDED, votes_beside
 from orchestrator.teachers.replay import Progress, Replay
 
 STOPPED = 3
@@ -112,8 +112,8 @@ async def replay(arguments: Arguments) -> tuple[Progress, Forecast | None]:
     if progress.states and progress.outcomes["refused"] == progress.states:
         reasons = "; ".join(reason for reason, _ in progress.refusals.most_common(3))
         raise ConfigError(f"all {progress.states} states were refused: {reasons}")
-    if progress.states and progress.outcomes["failed"] == progress.states:
-        progress.stopped = progress.stopped or "no state was voted on: repeat the command once the teachers answer"
+    if progress.states and sum(progress.outcomes[outcome] for outcome in UNDECIDED) == progress.states:
+        progress.stopped = progress.stopped or "no state was decided: mend what is told above, and repeat the command"
     return progress, expected
 
 

@@ -138,6 +138,24 @@ def test_why_there_was_no_vote(tmp_path: Path) -> None:
     assert "gpt-a (gpt-a at http://127.0.0.1" in shown and "status 401" in shown and "stopped" in shown
 
 
+# Nor where some states are refused and the others fail, or a trace's cap is too small for any call.
+@pytest.mark.parametrize("families", [("unknown", "claude"), ("claude", "claude")])
+def test_no_state_was_decided(tmp_path: Path, families: tuple[str, str]) -> None:
+    states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
+    states.write_bytes(b"".join(write_state(state(number, family=each)) for number, each in enumerate(families)))
+    poor = {"usd_per_call": 1.0, "usd_per_trace": 0.01, "usd_per_run": 10.0} if "unknown" not in families else {}
+
+    async def run():
+        script = {model: ["401"] for model in ("gpt-a", "qwen-b", "glm-c")}
+        async with serving(Endpoint(answers=overrule, script=script)) as endpoint:
+            config = run_config(tmp_path, endpoint.url, **({"budget": poor} if poor else {}))
+            return await replay(Arguments(states=states, pairs=pairs, config=config))
+
+    progress, _ = asyncio.run(run())
+    assert progress.outcomes == ({"budget": 2} if poor else {"refused": 1, "failed": 1})
+    assert "no state was decided" in (progress.stopped or "")
+
+
 # A run that asks teachers while it trains is refused before it starts when a key is not there.
 def test_a_missing_key_is_found_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def problems(config: Config) -> str:
