@@ -91,13 +91,14 @@ def held_out(model: nn.Module, chain: Chain) -> float:
     return float(loss_of(model, chain.batch(seed=10**9, size=256)))
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+def optimizer_of(model: nn.Module, words: argparse.Namespace) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=words.inner_lr, weight_decay=0.0)
 
 
-def data_parallel(seed: int, peers: int, steps: int) -> Outcome:
+def data_parallel(seed: int, words: argparse.Namespace) -> Outcome:
+    peers, steps = words.peers, words.steps
     model, chain = Decoder(seed), Chain(seed)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, words)
     for step in range(steps):
         optimizer.zero_grad()
         for peer in range(peers):
@@ -116,7 +117,7 @@ def streaming(seed: int, codec_type: str, outer: OuterConfig, every: int, words:
     settings = {"type": codec_type} | ({"block": words.block} if words.block else {})
     chain, codec = Chain(seed), build_codec(CodecConfig.model_validate(settings))
     models = [Decoder(seed) for _ in range(peers)]
-    optimizers = [optimizer_of(model) for model in models]
+    optimizers = [optimizer_of(model, words) for model in models]
     copies = [
         GlobalModel(partition(model.named_parameters(), words.fragments, "strided"), outer) for model in models
     ]
@@ -161,6 +162,7 @@ def main() -> int:
     supervised.add_argument("--block", type=int, help="parameters that share a scale (default: the product's)")
     supervised.add_argument("--fragments", type=int, default=2)
     supervised.add_argument("--first-seed", type=int, default=0)
+    supervised.add_argument("--inner-lr", type=float, default=2e-3, help="of AdamW, in every scheme")
     supervised.add_argument("--outer", nargs="+", choices=OUTER, default=["nesterov"], help="outer optimizers")
     supervised.add_argument("--outer-lr", type=float, default=0.7, help="of nesterov, and beside muon's matrices")
     supervised.add_argument("--outer-momentum", type=float, default=0.5, help="of the same")
@@ -188,9 +190,9 @@ def compare(words: argparse.Namespace, every: int) -> None:
     torch.set_num_threads(1)
     seeds = range(words.first_seed, words.first_seed + words.seeds)
     print(f"{words.peers} peers, {words.steps} steps of {BATCH * LENGTH} tokens each, seeds {seeds[0]} to {seeds[-1]}")
-    print(f"H = {every}, P = {words.fragments}\n")
-    print("outer             scheme         loss   +- seeds  to fp32  to data-parallel  KB sent  fewer bytes  bits")
-    plain = [data_parallel(seed, words.peers, words.steps) for seed in seeds]
+    print(f"H = {every}, P = {words.fragments}, AdamW at {words.inner_lr:g} within\n")
+    print("outer              scheme          loss  +- seeds  to fp32  to data-parallel  KB sent  fewer bytes    bits")
+    plain = [data_parallel(seed, words) for seed in seeds]
     print(row("", DATA_PARALLEL, plain, plain, plain), flush=True)
     for outer in (each for kind in words.outer for each in outers(kind, words)):
         exact: list[Outcome] = []
@@ -224,8 +226,8 @@ def row(
     to_exact, to_plain = (mean / statistics.mean(each.loss for each in others) - 1 for others in (exact, plain))
     sent, bits = (statistics.mean(getattr(each, name) for each in outcomes) for name in ("bytes_sent", "bits"))
     return (
-        f"{outer:<16}  {scheme:<13} {mean:6.4f}   {spread:7.4f}  {to_exact:+7.2%}  {to_plain:+16.2%}  "
-        f"{sent / 1e3:7.0f}  {plain[0].bytes_sent / sent:11.0f}  {bits:.3f}"
+        f"{outer:<17}  {scheme:<13} {mean:6.4f}   {spread:7.4f}  {to_exact:+7.2%}  {to_plain:+16.2%}  "
+        f"{sent / 1e3:7.0f}  {plain[0].bytes_sent / sent:11.0f}  {bits:6.3f}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -52,12 +53,11 @@ class Ranks:
         """Give each rank the float32 vectors `given[rank]`, take from each those of `sizes[rank]`. A collective."""
         if self.size == 1:
             return [list(each) for each in given]
-        counts = [sum(map(len, each)) for each in given], [sum(each) for each in sizes]
-        taken = torch.empty(sum(counts[1]))
-        sent = torch.cat([torch.empty(0), *(vector for each in given for vector in each)])
-        dist.all_to_all_single(taken, sent, counts[1], counts[0], group=self._group)
-        parts = taken.split(counts[1])
-        return [list(part.split(list(each))) for part, each in zip(parts, sizes, strict=True)]
+        outgoing, incoming = [sum(map(len, each)) for each in given], [sum(each) for each in sizes]
+        sent = torch.cat([torch.empty(0), *itertools.chain.from_iterable(given)])
+        taken = torch.empty(sum(incoming))
+        dist.all_to_all_single(taken, sent, incoming, outgoing, group=self._group)
+        return [list(part.split(list(each))) for part, each in zip(taken.split(incoming), sizes, strict=True)]
 
     def _reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> list:
         if self.size > 1:
