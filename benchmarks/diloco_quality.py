@@ -166,7 +166,7 @@ def main() -> int:
     supervised.add_argument("--outer", nargs="+", choices=OUTER, default=["nesterov"], help="outer optimizers")
     supervised.add_argument("--outer-lr", type=float, default=0.7, help="of nesterov, and beside muon's matrices")
     supervised.add_argument("--outer-momentum", type=float, default=0.5, help="of the same")
-    supervised.add_argument("--muon-lr", type=float, nargs="+", default=[2.0], help="of the blocks' matrices")
+    supervised.add_argument("--muon-lr", type=float, nargs="+", default=[1.5], help="of the blocks' matrices")
     rl = parser.add_argument_group("with --rl only")
     rl.add_argument("--groups", type=int, default=4, help="groups of 8 rollouts, each cluster and step (default 4)")
     rl.add_argument("--eval-tasks", type=int, default=128, help="held-out tasks at the end (default 128)")

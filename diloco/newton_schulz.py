@@ -32,8 +32,8 @@ STEPS = 5
 def orthogonalized(matrix_mn: Tensor) -> Tensor:
     """U S' V^T for `matrix_mn` = U S V^T with S' between about 0.7 and 1.2; float32 [m, n], on the same device.
 
-    Singular values below about 1/500 of the Frobenius norm stay below that. Only the direction of `matrix_mn` (float32)
-    counts, however short or long it is; zeros give zeros. The result of a transposed matrix is the transposed one; of a
+    Singular values below about 1/500 of the Frobenius norm come out smaller. Only the direction of `matrix_mn` counts,
+    which is float32, however short or long it is; zeros give zeros. A transposed matrix gives the transposed result, a
     square one nearly so.
 
     Raises ValueError when an element is NaN or infinite.

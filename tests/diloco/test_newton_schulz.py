@@ -8,7 +8,7 @@ from operator import mul
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,6 +42,7 @@ def fractions(matrix: Tensor) -> list[list[Fraction]]:
 
 
 # The product of the rounded operands is exact: it is what rational arithmetic gives.
+@settings(deadline=None)
 @given(st.data(), SIZES, SIZES, SIZES)
 def test_product_is_exact(data, rows, inner, columns):
     left, right = data.draw(matrices(rows, inner)), data.draw(matrices(inner, columns))
@@ -129,6 +130,7 @@ def test_against_float64_and_torch(shape):
 
 
 # Whatever the elements are, no singular value of the result is above the quintic's largest, and the norm is the norm.
+@settings(deadline=None)
 @given(matrices())
 def test_results_are_bounded(matrix):
     assert torch.linalg.matrix_norm(orthogonalized(matrix).double(), 2) < 1.21

@@ -158,9 +158,9 @@ def test_wrong_settings(values, message):
 
 # Peers must agree on every setting of the outer optimizer.
 def test_agreed_settings():
-    agreed = agreed_settings(DilocoConfig(**PEER, outer={"type": "muon", "muon_lr": 1.5}))
+    agreed = agreed_settings(DilocoConfig(**PEER, outer={"type": "muon", "muon_lr": 2.5}))
     found = {key.rpartition(".")[2]: value for key, value in agreed.items() if key.startswith("diloco.outer.")}
-    assert found == {"type": "muon", "lr": "1.0", "momentum": "0.0", "muon_lr": "1.5"}
+    assert found == {"type": "muon", "lr": "1.0", "momentum": "0.0", "muon_lr": "2.5"}
 
 
 # In the whole configuration: a peer's own folder, whole periods, an orchestrator that waits longer than a round may.

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from joint_run import Blocks, inner_step, settings, together
 
@@ -38,6 +39,7 @@ def test_too_large_a_delta():
 
 # Whatever finite deltas come in, whatever the outer optimizer: a step that is allowed leaves finite values and
 # momentum, and one that is not might have come within a factor of two of the end of the range.
+@hypothesis_settings(deadline=None)
 @given(
     rounds=st.lists(st.lists(st.floats(-TOP, TOP, width=32), min_size=2, max_size=2), min_size=1, max_size=6),
     outer=st.sampled_from([
