@@ -5,7 +5,7 @@
     peer b (namespace) ── tbf ──┘
 
 Two peers of the product and its rendezvous, each a process in a network namespace of its own, every link with a token
-bucket both ways, the rendezvous' too. Needs root, Linux and iproute2; under five minutes on two quiet cores. Nothing is
+bucket both ways, the rendezvous' too. Needs root, Linux and iproute2; about five minutes on two quiet cores. Nothing is
 left behind, whichever way it ends.
 
 What is measured, medians over both peers and --syncs synchronisations:
@@ -176,7 +176,7 @@ def joint_run(words: argparse.Namespace, codec: str, delay: int) -> JointRun:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=2048, help=f"of {BLOCKS} square blocks (default: 34 M parameters)")
-    parser.add_argument("--syncs", type=int, default=3, help="measured synchronisations of each kind")
+    parser.add_argument("--syncs", type=int, default=5, help="measured synchronisations of each kind")
     parser.add_argument("--step-s", type=float, default=2.0, help="compute time of a step, behind which tau = 1 hides")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="longest silence of a process")
     words = parser.parse_args()
