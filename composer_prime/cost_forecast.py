@@ -10,7 +10,7 @@ import msgspec
 from composer_prime.config import Config
 from composer_prime.config.teachers import TeacherConfig, TeachersConfig
 from composer_prime.errors import ConfigError
-from composer_prime.families import UNKNOWN, family_named
+from composer_prime.families import UNKNOWN, family_named, family_of
 from composer_prime.prices import Price, price_of
 
 BYTES_PER_TOKEN = 4.0
@@ -60,10 +60,33 @@ def forecast(config: Config, states_file: Path | None = None) -> Forecast | None
 def beside_the_cap(config: Config, expected: Forecast | None) -> str:
     """What a replay will probably cost, and what it cannot cost more than. Raises ConfigError for an unknown price."""
     free = all(price_of(each).bound_usd(1, 1) == 0 for each in config.teachers.teacher)
-    cost = "nothing: all are local" if free else expected.text() if expected else "grows with the rollouts"
+    cost = "nothing: all are local" if free else expected.text() if expected else _of_rollouts(config)
     budget = config.teachers.budget
     but = "" if free else f" while no call is charged more than {budget.overcharge_factor:g} times its bound"
     return f"cost forecast: {cost}; never more than ${budget.usd_per_run:g}{but}"
+
+
+def _of_rollouts(config: Config) -> str:
+    """What the run's own rollouts will cost at most, as far as it is known: how many turns they have is not."""
+    teachers, orchestrator = config.teachers, config.orchestrator
+    if not teachers.online:
+        return "grows with the states"
+    family = _known(family_of(config.model.path), teachers)
+    context, rollouts = config.model.max_context, orchestrator.groups_per_step * orchestrator.group_size
+    rollouts *= config.run.max_steps
+    priced = [(each, price_of(each)) for each in teachers.teacher]
+    _, state_usd = _state_usd(teachers, priced, family, context)
+    if not state_usd:
+        return (
+            f"nothing: rollouts are of family {family!r} (model.path = {config.model.path}), which leaves no two "
+            "families to judge them"
+        )
+    votes = min(teachers.voters, sum(each.known_family != family for each in teachers.teacher))
+    return (
+        f"at most ${rollouts * state_usd:,.2f} for each turn that rollouts have: {rollouts:,} rollouts, prompts of "
+        f"model.max_context = {context:,} tokens, {votes} votes of the dearest, answers of "
+        f"teachers.max_tokens = {teachers.max_tokens:,}"
+    )
 
 
 def _state_usd(
@@ -87,7 +110,11 @@ def _family(line: bytes, teachers: TeachersConfig) -> str:
         known = family_named(msgspec.json.decode(line, type=_Line).source_family)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return UNKNOWN
-    return (teachers.assume_family or UNKNOWN) if known == UNKNOWN else known
+    return _known(known, teachers)
+
+
+def _known(family: str, teachers: TeachersConfig) -> str:
+    return (teachers.assume_family or UNKNOWN) if family == UNKNOWN else family
 
 
 def _sampled(path: Path) -> tuple[int, list[bytes]]:

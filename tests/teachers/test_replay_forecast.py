@@ -9,7 +9,7 @@ import pytest
 from loopback import Endpoint, run_config, serving, state
 
 from composer_prime.config import Config
-from composer_prime.cost_forecast import forecast
+from composer_prime.cost_forecast import beside_the_cap, forecast
 from composer_prime.traces import write_state
 from orchestrator.teachers.command import Arguments, replay, summary
 
@@ -49,6 +49,22 @@ def test_of_teachers_that_may_judge(tmp_path: Path, family: str, low: float, hig
 def test_of_several_families(tmp_path: Path) -> None:
     found = expected(tmp_path, "claude", "glm", "unknown", assume_family="Claude")
     assert found == (pytest.approx(4 * 3, rel=0.05), pytest.approx(5 + 53 + 5, rel=0.05))
+
+
+# Of a run's own rollouts it is known how many there will be, how long a prompt can be and who may judge them; how many
+# turns they have is not, so the forecast is for each. It names what it takes for granted.
+def test_of_rollouts_to_come(tmp_path: Path) -> None:
+    config = pool(tmp_path, "http://x/v1", online=True)
+    config.orchestrator.groups_per_step, config.orchestrator.group_size, config.run.max_steps = 10, 8, 500
+    usd = 40_000 * (384 + 20) * (50 + 3) / 1e6
+    said = beside_the_cap(config, forecast(config))
+    assert f"at most ${usd:,.2f} for each turn that rollouts have: 40,000 rollouts" in said
+    assert "model.max_context = 384 tokens, 2 votes of the dearest" in said and "never more than $1000" in said
+    config.model.path = "Qwen/Qwen3-8B"
+    config.teachers.teacher = [each for each in config.teachers.teacher if each.name != "claude-d"]
+    assert "nothing: rollouts are of family 'qwen'" in beside_the_cap(config, None)
+    config.teachers.online = False
+    assert "grows with the states" in beside_the_cap(config, None)
 
 
 # `composer replay` says what it will probably cost beside the cap before it asks, and after it what it did cost; the
