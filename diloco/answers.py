@@ -10,7 +10,7 @@ from diloco.header import PROTOCOL
 from diloco.joining import Joins
 from diloco.peer import Base, Position, largest_party
 from diloco.rendezvous_settings import RendezvousSettings
-from diloco.rounds import Rounds
+from diloco.rounds import Round, Rounds
 from diloco.transfer import Transfers
 from diloco.wire import (
     AskRound,
@@ -144,6 +144,12 @@ class Answers:
         return Gone(reason="this state is given to nobody")
 
     # -- rounds ----------------------------------------------------------------------------------------------------
+
+    def close(self, members: dict[str, Base], quorum_id: int) -> Round:
+        """Close the open round with `members`, and let go of what is too old for late peers and for joiners."""
+        closed = self.rounds.close(members, quorum_id, self.joins.needed_from(self._clock()))
+        self.transfers.expire(self.rounds.oldest)
+        return closed
 
     def _outcome(self, ask: AskRound) -> ToPeer:
         found, now = self.rounds.closed(ask.outer_step), self._clock()

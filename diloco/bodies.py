@@ -134,7 +134,8 @@ class Bodies:
             return
         limit = self._settings.max_bytes
         while self._rounds.held + self._transfers.held + header.size > limit and self._rounds.drop_oldest():
-            self._transfers.expire(self._rounds.oldest)
+            newest = self._rounds.newest
+            self._transfers.outgrow(self._rounds.oldest, -1 if newest is None else newest, self._clock())
         held = self._rounds.held + self._transfers.held
         if held + header.size > limit:
             raise WireError(

@@ -111,7 +111,7 @@ class Healer:
             if not in_time:
                 raise DeadlineError(
                     f"no state to join with within diloco.heal_timeout_s = {self._config.heal_timeout_s:g} s: the "
-                    f"rendezvous waits for {self._link.waiting_for}"
+                    f"rendezvous waits for {self._link.waiting_for}. Raise it if that only needs longer"
                 )
 
     def _opened(self, header: Header, body: bytearray) -> State | None:

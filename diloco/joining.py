@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from composer_prime.errors import RunMismatchError
 from diloco.peer import Base, Peer, Position
 from diloco.rounds import Rounds, leading
-from diloco.transfer import Transfer, Transfers
+from diloco.transfer import Transfers
 from diloco.wire import AskState, Current, Gone, NotReady, StateReady
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,8 @@ class Join:
     """It trains."""
     own: Current | None = None
     """Its own state will do."""
+    awaits: int = 0
+    """Serial of the state that it is to get; 0 for none."""
     given: dict[int, int] = field(default_factory=dict)
     """By the serial of a state that a rank was told of: the last closed round that all its ranks are told with it."""
 
@@ -91,6 +93,21 @@ class Joins:
     def waiting(self) -> list[str]:
         """Peers that have asked and have no answer yet."""
         return [name for name, join in self._joins.items() if not join.over and join.own is None]
+
+    def needed_from(self, now: float) -> int | None:
+        """From this outer step on rounds must stay, for who waits for the state of it, brings it over or replays them.
+
+        None where nobody does.
+        """
+        current = self._transfers.current
+        if current is None:
+            return None
+        joins = [(each, self._joins.get(each.name)) for each in self._rounds.alive(now)]
+        needed = any(
+            join is not None and not join.over and join.instance == each.instance and join.awaits == current.serial
+            for each, join in joins
+        )
+        return current.first_step if needed else None
 
     def trains(self, peer: str) -> None:
         """It has joined."""
@@ -180,10 +197,12 @@ class Joins:
 
     def _state(self, join: Join, sources: list[Peer], rank: int, now: float) -> Answer:
         transfer = self._transfers.request(sources, self._rounds.oldest, now)
+        last = -1 if self._rounds.newest is None else self._rounds.newest
         if transfer is None:
-            return NotReady(waiting_for="a peer that trains")
+            return NotReady(waiting_for=self._no_source(sources))
+        join.awaits = transfer.serial
         if not transfer.complete:
-            return NotReady(waiting_for=f"the state of peer {transfer.source}{_progress(transfer)}")
+            return NotReady(waiting_for=f"the state of peer {transfer.source}: {transfer.progress(last, now)}")
         if transfer.outer_step is None:  # its ranks answered at different steps
             self._transfers.drop()
             return NotReady(waiting_for="a state that is of one outer step on all ranks")
@@ -193,10 +212,14 @@ class Joins:
             logger.warning("the state of peer %s is not the others' of outer step %d", transfer.source, step)
             self._transfers.refuse(transfer.serial)
             return NotReady(waiting_for="a state that the rounds since go on from")
-        newest = join.given.setdefault(transfer.serial, -1 if self._rounds.newest is None else self._rounds.newest)
+        newest = join.given.setdefault(transfer.serial, last)
         return StateReady(header=transfer.blobs[rank].header, newest=newest)
 
-
-def _progress(transfer: Transfer) -> str:
-    received = sum(blob.received for blob in transfer.blobs.values())
-    return f" ({received / 1e6:.1f} MB of rank(s) {sorted(transfer.blobs)} are here)" if transfer.blobs else ""
+    def _no_source(self, sources: list[Peer]) -> str:
+        if not sources:
+            return "a peer that trains"
+        return (
+            f"another try to bring a state over, for {self._transfers.outgrown}. The rounds since, which stay for a "
+            "joiner beyond --keep-rounds, outgrew the memory: start `diloco lighthouse` with a larger --memory-gb, or "
+            "raise diloco.sync_every, or the source's diloco.rate_limit_mbit"
+        )

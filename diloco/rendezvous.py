@@ -155,8 +155,7 @@ class Rendezvous:
         if len(still) < self.settings.min_peers:
             return
         late = sorted(peer.name for peer in self.rounds.awaited(self._clock()) if peer.name not in still)
-        closed = self.rounds.close(still, quorum.id)
-        self.transfers.expire(self.rounds.oldest)
+        closed = self.answers.close(still, quorum.id)
         logger.info(
             "round %d closed with %s (quorum %d)%s", step, ", ".join(closed.members), quorum.id,
             f"; without {', '.join(late)}" if late else "",

@@ -184,7 +184,8 @@ class Rounds:
             {name: base for name, base in whole.items() if name not in winners},
         )
 
-    def close(self, members: dict[str, Base], quorum_id: int) -> Round:
+    def close(self, members: dict[str, Base], quorum_id: int, needed_from: int | None = None) -> Round:
+        """Close the open round with `members`; rounds from `needed_from` on stay, however many."""
         current = self.open_round()
         assert current is not None and members
         current.members, current.quorum_id = tuple(sorted(members)), quorum_id
@@ -193,7 +194,9 @@ class Rounds:
         macs = [blob.header.mac for _, blob in sorted(current.blobs.items())]
         current.digest = hashlib.blake2b("".join(macs).encode(), digest_size=16).hexdigest()
         self.newest, self.settled = current.outer_step, True
-        for step in [step for step in self.rounds if step <= self.newest - self._keep]:
+        kept_from = self.newest - self._keep + 1
+        kept_from = kept_from if needed_from is None else min(kept_from, needed_from)
+        for step in [step for step in self.rounds if step < kept_from]:
             del self.rounds[step]
         for step in [step for step, each in self.rounds.items() if each.quorum_id is None and step <= self.newest]:
             del self.rounds[step]

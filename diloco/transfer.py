@@ -1,7 +1,8 @@
 """Which peer's state a joining peer gets, as the rendezvous sees it. No I/O here.
 
 A source uploads its state once, whoever asks for it: it stays for later joiners for as long as the rounds since then
-are kept. A source that dies or makes no progress is replaced by another, as is one whose state is refused.
+are kept. A source that dies or makes no progress is replaced by another, as is one whose state is refused. Where the
+rounds since then outgrow the memory before anybody could take them, it is asked again only after as long a pause.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Transfer:
     serial: int
     source: str
     ranks: int
+    began: float
     progress_at: float
     """When it last made progress."""
     blobs: dict[int, Blob] = field(default_factory=dict)
@@ -36,6 +38,24 @@ class Transfer:
         return steps.pop() if len(steps) == 1 else None
 
     @property
+    def first_step(self) -> int | None:
+        """The earliest outer step of a rank's part; None before the first is offered."""
+        return min((blob.header.outer_step for blob in self.blobs.values()), default=None)
+
+    def progress(self, newest: int, now: float) -> str:
+        """How far it is, how long that took, and how many rounds up to `newest` were closed meanwhile."""
+        if (step := self.first_step) is None:
+            return f"none of it is here after {now - self.began:.0f} s"
+        size = sum(blob.header.size for blob in self.blobs.values())
+        received = sum(blob.received for blob in self.blobs.values())
+        took_s = (self.progress_at if self.complete else now) - self.began
+        part = f"{received / 1e6:.1f} of {size / 1e6:.1f} MB of rank(s) {sorted(self.blobs)}"
+        said = f"{part} are here after {took_s:.0f} s"
+        if (rounds := newest + 1 - step) > 0:
+            said += f", in which {rounds} round(s) were closed, one in {(now - self.began) / rounds:.2g} s"
+        return said
+
+    @property
     def base(self) -> Base:
         return tuple(self.blobs[rank].header.base_hash for rank in sorted(self.blobs))
 
@@ -47,9 +67,13 @@ class Transfers:
         self._stall_s = stall_s
         self._serial = secrets.randbits(48)  # ranks that were answered before and after a restart must notice
         self._failures: Counter[str] = Counter()
+        self._rests_until: dict[str, float] = {}
+        """By source: until then it is not asked."""
+        self.outgrown = ""
+        """What became of the last state that was given up for want of memory; empty for none."""
 
     def request(self, sources: Sequence[Peer], oldest_useful: int, now: float) -> Transfer | None:
-        """The transfer under way or at hand, or a new one from one of `sources`; None without a source.
+        """The transfer under way or at hand, or a new one from one of `sources`; None where none may be asked.
 
         `oldest_useful`: a state of an earlier outer step cannot be caught up from.
         """
@@ -58,10 +82,11 @@ class Transfers:
         if self.current is not None and not self.current.complete:
             self._failures[self.current.source] += 1
         self.current = None
-        if sources:
-            source = min(sources, key=lambda peer: (self._failures[peer.name], peer.name))
+        ready = [peer for peer in sources if self._rests_until.get(peer.name, now) <= now]
+        if ready:
+            source = min(ready, key=lambda peer: (self._failures[peer.name], peer.name))
             self._serial += 1
-            self.current = Transfer(self._serial, source.name, source.ranks, now)
+            self.current = Transfer(self._serial, source.name, source.ranks, now, now)
         return self.current
 
     def refuse(self, serial: int) -> str | None:
@@ -78,10 +103,22 @@ class Transfers:
         self.current = None
 
     def expire(self, oldest_useful: int) -> None:
-        """Let go of a state that nobody can catch up from any more."""
-        step = self.current.outer_step if self.current is not None and self.current.complete else None
+        """Let go of a state, under way or at hand, that nobody can catch up from any more."""
+        step = self.current.first_step if self.current is not None else None
         if step is not None and step < oldest_useful:
             self.drop()
+
+    def outgrow(self, oldest_useful: int, newest: int, now: float) -> None:
+        """Let go of a state, under way or at hand, when the rounds since, up to `newest`, do not all fit in memory."""
+        current = self.current
+        if current is None or (step := current.first_step) is None or step >= oldest_useful:
+            return
+        took_s = (current.progress_at if current.complete else now) - current.began
+        self._rests_until[current.source] = current.began + 2 * took_s
+        if not current.complete:
+            self._failures[current.source] += 1
+        self.outgrown = f"that of peer {current.source} was given up: {current.progress(newest, now)}"
+        self.drop()
 
     @property
     def held(self) -> int:
