@@ -7,9 +7,12 @@
 in flight, beside the floor that the delay alone allows (calls in flight / delay).
 
 `savings` replays real states (`composer ingest` of toolsmith rollouts) with the three tiny teachers, priced as if they
-were cheap, middling and dear, under three policies: all three vote; votes in sequence; votes in sequence that are worth
-their price. Greedy answers are the same under each. Quality is the share of a policy's pairs that the vote of all three
-gives too, with the same two answers.
+were cheap, middling and dear, under four policies: all three vote; votes in sequence; votes in sequence that are worth
+their price, by the default settings of teachers.voi, which are printed; the same where a pair is worth less.
+Greedy answers are the same under each. What a policy loses is told by its recall: the share of the pairs of the vote of
+all three that it finds too, with the same two answers; `others` are pairs that only the policy has. Beside it the mean
+epsilon of its pairs (how sure the votes were) and their mean margin: log p(chosen) - log p(rejected), a token, under
+the student that made the traces. The lower, the more there is to learn of a pair.
 """
 
 from __future__ import annotations
@@ -18,26 +21,35 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from aiohttp import web
 
-from composer_prime.config.teachers import TeachersConfig
+from composer_prime.config.teachers import TeachersConfig, VoiConfig
+from composer_prime.pairs import Pair
 from composer_prime.traces import TraceState, read_states
 from orchestrator.teachers.budget import Budget
 from orchestrator.teachers.local import LocalModels
+from orchestrator.teachers.margins import base_margins
 from orchestrator.teachers.pool import TeacherPool
 from orchestrator.teachers.records import Records, read_pairs, read_records
 from orchestrator.teachers.replay import Progress, Replay
+from orchestrator.teachers.scoring import ServedScorer
 
 ROOMY = {"usd_per_call": 1e6, "usd_per_trace": 1e6, "usd_per_run": 1e6}
 NEVER = {"mean_usd_per_trace": 1e6, "p95_usd_per_trace": 1e6, "p95_s_per_step": 1e6, "error_rate": 1.0}
+STUDENT = "tiny"
+"""Who made the traces."""
+LOAD_S = 900.0
 USD_PER_MTOK = {"tiny/teacher_a": (0.5, 1.5), "tiny/teacher_b": (1.0, 5.0), "tiny/teacher_c": (3.0, 15.0)}
 """(prompt, answer): prices of a cheap, a middling and a dear model."""
 
@@ -112,45 +124,82 @@ async def calls(count: int, delay_s: float) -> None:
                 print(f"{in_flight:>9} {rate:>9.1f} {floor:>9.1f} {rate / floor:>6.0%}", flush=True)
 
 
+VOI = VoiConfig(enabled=True)
+LOW_USD = 0.003
+"""What a pair is worth where money is short: three to four times what all votes on a state cost."""
+
+
 def policies() -> Iterator[tuple[str, dict[str, Any]]]:
-    voi = {"enabled": True, "pair_value_usd": 0.003, "prior_weight": 2.0}
     yield "all vote", {"voting": "all"}
     yield "sequential", {"voting": "sequential"}
-    yield "sequential, VOI", {"voting": "sequential", "voi": voi}
+    yield "VOI", {"voting": "sequential", "voi": VOI.model_dump()}
+    yield f"VOI, ${LOW_USD:g}", {"voting": "sequential", "voi": {**VOI.model_dump(), "pair_value_usd": LOW_USD}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What one policy asked for and got."""
+
+    calls: int
+    dollars: float
+    pairs: list[Pair]
+    margin: float
+    """Mean base margin of the pairs, under the model that made the traces, in nats a token."""
+
+    @property
+    def sides(self) -> set[tuple[str, str, str]]:
+        return {(pair.state.state_id, _side(pair.chosen), _side(pair.rejected)) for pair in self.pairs}
+
+    def row(self, name: str, reference: set[tuple[str, str, str]]) -> str:
+        epsilon = fmean(pair.epsilon for pair in self.pairs) if self.pairs else math.nan
+        return (
+            f"{name:<16} {self.calls:>6} {self.dollars:>9.5f} {len(self.pairs):>6} "
+            f"{self.dollars / max(len(self.pairs), 1):>9.6f} {len(self.sides & reference) / len(reference):>7.1%} "
+            f"{len(self.sides - reference):>6} {epsilon:>8.3f} {self.margin:>+8.3f}"
+        )
+
+
+async def found(folder: Path, config: TeachersConfig, states: list[TraceState], url: str) -> Found:
+    await replay(folder, config, states, dict.fromkeys(USD_PER_MTOK, url))
+    records, pairs = list(read_records(folder / "votes.jsonl")), list(read_pairs(folder / "pairs.jsonl"))
+    votes = [vote for record in records for vote in record.votes]
+    costs = {vote.answer: vote.cost_usd for vote in votes if not vote.cached}
+    scorer = ServedScorer(url, STUDENT, LOAD_S)
+    try:
+        margin = fmean((await base_margins(scorer, pairs, most=len(pairs))).real)
+    finally:
+        await scorer.close()
+    return Found(
+        calls=len(votes), dollars=sum(costs.get(vote.answer, 0.0) for vote in votes), pairs=pairs, margin=margin
+    )
 
 
 async def savings(path: Path, count: int) -> None:
     states = list(islice(read_states(path), count))
     models = list(USD_PER_MTOK)
     with tempfile.TemporaryDirectory() as folder:
-        async with LocalModels(models, threads=1, start_timeout_s=900.0) as url:
+        async with LocalModels([*models, STUDENT], threads=1, start_timeout_s=LOAD_S) as url:
             teachers = [
                 {"name": model[-1], "model": model, "local": True, "tier": tier}
                 | dict(zip(("input_usd_per_mtok", "output_usd_per_mtok"), USD_PER_MTOK[model], strict=True))
                 for model, tier in zip(models, ("cheap", "mid", "frontier"), strict=True)
             ]
-            shared = {"teacher": teachers, "cache_dir": f"{folder}/cache", "max_tokens": 64, "system_prompt": ""}
-            shared |= {"score": False, "budget": ROOMY, "kill": NEVER}
+            shared = {"teacher": teachers, "max_tokens": 64, "system_prompt": "", "score": False}
+            shared |= {"budget": ROOMY, "kill": NEVER}
             print(f"{len(states)} states of {len({state.trace_id for state in states})} traces")
-            print(f"{'policy':<18} {'calls':>6} {'dollars':>9} {'pairs':>6} {'$/pair':>9} {'confirmed':>10}")
+            print(f"VOI, the default: {', '.join(f'{key} = {value}' for key, value in VOI.model_dump().items())}")
+            print(
+                f"{'policy':<16} {'calls':>6} {'dollars':>9} {'pairs':>6} {'$/pair':>9} {'recall':>7} {'others':>6} "
+                f"{'epsilon':>8} {'margin':>8}"
+            )
             reference: set[tuple[str, str, str]] = set()
             for name, changes in policies():
                 own = Path(folder) / name
                 # Priced votes, not cached ones, are what a policy weighs: each has a cache of its own.
                 config = TeachersConfig.model_validate({**shared, **changes, "cache_dir": str(own / "cache")})
-                await replay(own, config, states, dict.fromkeys(models, url))
-                records, pairs = list(read_records(own / "votes.jsonl")), list(read_pairs(own / "pairs.jsonl"))
-                costs = {vote.answer: vote.cost_usd for record in records for vote in record.votes if not vote.cached}
-                votes = [vote for record in records for vote in record.votes]
-                dollars = sum(costs.get(vote.answer, 0.0) for vote in votes)
-                sides = {(pair.state.state_id, _side(pair.chosen), _side(pair.rejected)) for pair in pairs}
-                reference = reference or sides
-                share = len(sides & reference) / max(len(sides), 1)
-                print(
-                    f"{name:<18} {len(votes):>6} {dollars:>9.5f} {len(pairs):>6} "
-                    f"{dollars / max(len(pairs), 1):>9.6f} {share:>10.0%}",
-                    flush=True,
-                )
+                of_policy = await found(own, config, states, url)
+                reference = reference or of_policy.sides
+                print(of_policy.row(name, reference), flush=True)
 
 
 def _side(message: dict[str, Any]) -> str:
