@@ -328,6 +328,25 @@ def test_a_trace_over_two_windows(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert asyncio.run(come(range(31, 47), 2.8)) == [first, (31, 47, True)]
 
 
+# A state that was replayed anew, for its pairs were lost, gave them once: its trace is no denser for it.
+def test_a_state_that_was_replayed_anew_counts_once(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+
+    async def come() -> None:
+        records = Records(pairs, votes_beside(pairs))
+        gate = RunningGate(GateConfig(window_pairs=16, min_pairs_a_trace=1.5), records, Likes())
+        for number in range(16):
+            made = pair(f"t{number}", number)
+            kept = msgspec.structs.replace(record(made.trace, number, "xx"), pairs=[made.pair_id])
+            for _ in range(2):
+                gate.note(kept, records.add(kept, [made]))
+        await gate.measure_when_due()
+
+    asyncio.run(come())
+    gate = read_gate(pairs)
+    assert gate is not None and gate.verdicts[0].reasons == ["1.00 pairs a trace, 1.5 are wanted (--min-pairs)"]
+
+
 def problems(pairs: Path, weight: float) -> str:
     """What is wrong with such a run."""
     source = {"name": "t", "taskset": {"id": "orchestrator.environments.toolsmith"}}
