@@ -2,29 +2,41 @@
 
 What the lines mean, and what is made of them:
 
-1. One answer of the model is spread over several lines with one `message.id`, with results between them: one turn.
-2. A user prompt whose parent lies further back starts another branch (the user went back): the context goes back too.
+1. One answer of the model is spread over several lines with one `message.id`, with results and notes between them: one
+   turn.
+2. A state's context is the walk along `parentUuid`: of two terminals, or where the user went back, each has its branch.
+   Where a parent is not in the file, or no line names one, a line follows the one before it.
 3. `compact_boundary` starts the context anew; the summary that follows is its first message. A resumed session repeats
-   its earlier lines: same `uuid`s in one file, equal states in two; both count once.
+   its earlier lines: same `uuid`s in one file, equal states in two; both count once. A prompt that was typed while the
+   agent worked may be there as an attachment (`queued_command`) alone: a message as any other.
 4. Sidechains (subagents) are another agent's conversation with another prompt: skipped.
 5. Thinking is kept in the action and never shown to anyone else. Tools are not listed: see observed_tools.py.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from composer_prime.traces import TraceState
+from composer_prime.traces import Message, TraceState
 from orchestrator.ingest.blocks import objects, string, text_of
-from orchestrator.ingest.builder import Call, TraceBuilder
+from orchestrator.ingest.recent import Recent
+from orchestrator.ingest.record_tree import Node, RecordTree
 from orchestrator.ingest.sample import Sample
+from orchestrator.ingest.turns import Call, StateMaker
 
 if TYPE_CHECKING:
     from orchestrator.ingest.formats import TraceFile
 
 NAME, VERSION = "claude_code", 2
 """Written for the lines of Claude Code 1 and 2."""
+SYNTHETIC = "not the model's own words (synthetic)"
+LET_GO = "its context was let go of (too many records or characters since)"
+SEEN = 100_000
+"""A generation of uuids that are remembered."""
+LOOK_BACK = 1_000
+"""Messages and turns in which a queued prompt is looked for."""
 _KNOWN_ASIDE = {
     "summary",
     "file-history-snapshot",
@@ -58,12 +70,18 @@ def read(file: TraceFile) -> Iterator[TraceState]:
 
 
 class _Session:
-    """The conversation of the file being read; another one begins where a record belongs to none of what is there."""
+    """The tree of the file's records. A trace is a session, or several where one follows records of another."""
 
     def __init__(self, file: TraceFile) -> None:
         self._file, self._tally = file, file.tally
-        self._builder: TraceBuilder | None = None
+        self._tree = RecordTree(file.options.limits)
+        self._seen = Recent(SEEN)
+        self._maker: StateMaker | None = None
         self._session: object = None
+        self._before: object = None
+        """The session before."""
+        self._linked = False
+        """Whether the trace's records name their parents."""
 
     def record(self, record: Any) -> Iterator[TraceState]:
         if not isinstance(record, dict):
@@ -72,116 +90,147 @@ class _Session:
         kind = string(record.get("type"))
         if record.get("isSidechain") is True:
             self._tally.skip("subagent (sidechain)")
+        elif (uuid := _mark(record)) is not None and _key(record.get("sessionId"), uuid) in self._seen:
+            self._tally.skip("repeated uuid")
         elif kind in ("user", "assistant"):
             yield from self._spoken(kind, record)
         elif kind == "system":
             yield from self._system(record)
+        elif kind == "attachment" and _queued(record):
+            yield from self._typed(record)
         else:
-            self._aside(kind, record)
+            self._aside(record, f"record type {kind}" if kind in _KNOWN_ASIDE else "unknown record type")
+        yield from self._tree.trim()
 
     def end(self) -> Iterator[TraceState]:
-        state = self._builder.close() if self._builder else None
-        if state is not None:
-            yield state
+        return self._tree.close_all()
 
     def _spoken(self, kind: str, record: dict[str, Any]) -> Iterator[TraceState]:
         reason, message = _unusable(kind, record), record.get("message")
-        uuid = _mark(record)
-        if reason is None and uuid is not None and self._builder is not None and self._builder.holds(uuid):
-            reason = "repeated uuid"
         if reason is not None or not isinstance(message, dict):
-            self._tally.skip(reason or "message is not an object")
+            self._aside(record, reason or "message is not an object", read=reason == SYNTHETIC)
             return
-        yield from self._place(record)
-        yield from self._assistant(record, message) if kind == "assistant" else self._user(record, message)
+        parent = self._parent(record)
+        if parent is None:
+            yield from self._begin(record)
+            parent = self._root(record)
+        yield from self._assistant(record, message, parent) if kind == "assistant" else ()
+        if kind == "user":
+            self._user(record, message, parent)
 
-    def _place(self, record: dict[str, Any]) -> Iterator[TraceState]:
-        """Make `self._builder` the conversation that the record belongs to, at the place where it belongs."""
-        parent, session = record.get("parentUuid"), record.get("sessionId")
-        builder = self._builder
-        follows = builder is not None and isinstance(parent, str) and builder.holds(parent)
-        if builder is None or (not follows and session != self._session):
-            yield from self.end()
-            self._builder = self._file.builder(session)
-        elif follows and _starts_branch(record):
-            state = builder.rewind(str(parent))
-            if state is not None:
-                yield state
-        self._session = session
+    def _parent(self, record: dict[str, Any]) -> Node | None:
+        """The node behind which the record stands; None where it begins a trace."""
+        link = string(record.get("parentUuid"))
+        node = None if link is None else self._tree.get(link)
+        if node is None and (self._maker is None or record.get("sessionId") != self._session):
+            return None
+        if node is None:
+            begins = self._is_lost(record) or (link is None and self._linked)
+            node = self._root(record) if begins else self._tree.tip
+        self._linked = self._linked or link is not None
+        self._session = record.get("sessionId")
+        self._maker = node.maker if node else self._maker
+        return node
 
-    def _assistant(self, record: dict[str, Any], message: dict[str, Any]) -> Iterator[TraceState]:
-        assert self._builder is not None
-        text, thinking, calls = [], [], []
-        for block in objects(_blocks(message)):
-            kind = block.get("type")
-            if kind == "text":
-                text.append(text_of(block))
-            elif kind == "thinking":
-                thinking.append(string(block.get("thinking")) or "")
-            elif kind == "tool_use" and isinstance(block.get("name"), str) and isinstance(block.get("id"), str):
-                arguments = block.get("input")
-                calls.append(
-                    Call(
-                        call_id=block["id"],
-                        name=block["name"],
-                        arguments=arguments if isinstance(arguments, dict) else str(arguments or ""),
-                    )
-                )
-        state = self._builder.assistant(
-            "\n\n".join(text),
-            calls,
-            "\n\n".join(thinking),
-            key=string(message.get("id")),
-            mark=_mark(record),
-            model=string(message.get("model")),
+    def _begin(self, record: dict[str, Any]) -> Iterator[TraceState]:
+        """Another trace: the turns of the one before it end."""
+        yield from self._tree.close_all()
+        self._before, self._session = self._session, record.get("sessionId")
+        self._maker = self._file.maker(self._session)
+        self._linked = string(record.get("parentUuid")) is not None
+
+    def _root(self, record: dict[str, Any]) -> Node:
+        """A walk begins; what follows a record that was let go of has no context."""
+        assert self._maker is not None
+        return Node(self._maker, missing=LET_GO if self._is_lost(record) else None)
+
+    def _is_lost(self, record: dict[str, Any]) -> bool:
+        """Whether its parent was there and is no longer held, of its own session or of the one before."""
+        link, sessions = string(record.get("parentUuid")), (record.get("sessionId"), self._before)
+        return (
+            link is not None
+            and self._tree.get(link) is None
+            and any(_key(session, link) in self._seen for session in sessions)
         )
-        self._tally.take()
-        if state is not None:
-            yield state
 
-    def _user(self, record: dict[str, Any], message: dict[str, Any]) -> Iterator[TraceState]:
-        assert self._builder is not None
-        builder, blocks = self._builder, _blocks(message)
+    def _stands(self, record: dict[str, Any], node: Node) -> None:
+        """The record was read, and what follows it stands behind the node."""
+        uuid = _mark(record)
+        if uuid is not None:
+            self._seen.add(_key(record.get("sessionId"), uuid))
+        self._tree.place(uuid, node)
+
+    def _assistant(self, record: dict[str, Any], message: dict[str, Any], parent: Node) -> Iterator[TraceState]:
+        key, model = string(message.get("id")), string(message.get("model"))
+        node = self._tree.unfinished(parent, key)
+        behind = parent if node is not None and parent.nearest is node else node
+        if node is None or behind is None:
+            yield from self._tree.close(parent.nearest)
+            node = behind = self._tree.turn(parent, parent.maker.turn(key, model))
+        self._tree.extend(node, *_parts(message))
+        self._stands(record, behind)
+        self._tally.take()
+
+    def _user(self, record: dict[str, Any], message: dict[str, Any], parent: Node) -> None:
+        blocks = _blocks(message)
         results = [block for block in objects(blocks) if block.get("type") == "tool_result"]
-        paired = [self._result(builder, block, record) for block in results]
+        paired = False
+        for block in results:
+            behind = self._result(parent, block)
+            parent, paired = behind or parent, paired or behind is not None
         said = [part for block in blocks if block not in results and (part := text_of(block)).strip()]
-        if record.get("isCompactSummary") is True:
-            state = builder.restart()
-            if state is not None:
-                yield state
         if said:
-            state = builder.context("user", "\n\n".join(said), mark=_mark(record))
-            if state is not None:
-                yield state
-        if said or any(paired):
+            if record.get("isCompactSummary") is True:
+                parent = Node(parent.maker)
+            self._note(record, parent, "\n\n".join(said), queued=False, paired=paired)
+            return
+        self._stands(record, parent)
+        if paired:
             self._tally.take()
         else:
             self._tally.skip("tool result without its call" if results else "no text in the message")
 
-    def _result(self, builder: TraceBuilder, block: dict[str, Any], record: dict[str, Any]) -> bool:
+    def _result(self, parent: Node, block: dict[str, Any]) -> Node | None:
         text = text_of(block.get("content"))
         error = (text or "error") if block.get("is_error") is True else None
-        return builder.tool_result(str(block.get("tool_use_id")), text, error=error, mark=_mark(record))
+        return self._tree.answer(parent, str(block.get("tool_use_id")), text, error)
+
+    def _typed(self, record: dict[str, Any]) -> Iterator[TraceState]:
+        parent = self._parent(record)
+        if parent is None:
+            yield from self._begin(record)
+            parent = self._root(record)
+        self._note(record, parent, _queued(record), queued=True)
+
+    def _note(self, record: dict[str, Any], parent: Node, text: str, *, queued: bool, paired: bool = False) -> None:
+        """What the user said; `paired` results stand in the same record."""
+        message = parent.maker.message("user", text)
+        repeated = _is_said(parent, message, queued)
+        self._stands(record, parent if repeated else self._tree.note(parent, message, queued))
+        if repeated and not paired:
+            self._tally.skip("queued prompt that is there already")
+        else:
+            self._tally.take()
 
     def _system(self, record: dict[str, Any]) -> Iterator[TraceState]:
         subtype = string(record.get("subtype"))
-        if subtype == "compact_boundary" and self._builder is not None:
-            state = self._builder.restart()
-            if state is not None:
-                yield state
-        self._note(record)
         known = subtype if subtype and len(subtype) <= 40 else "without subtype"
-        self._tally.skip(f"system record: {known}")
+        if subtype == "compact_boundary" and self._maker is not None and record.get("sessionId") == self._session:
+            ended = self._tree.get(string(record.get("logicalParentUuid")) or "")
+            yield from self._tree.close(ended.nearest if ended else None)
+            self._stands(record, Node(self._maker))
+            self._tally.skip(f"system record: {known}")
+        else:
+            self._aside(record, f"system record: {known}")
 
-    def _aside(self, kind: str | None, record: dict[str, Any]) -> None:
-        self._note(record)
-        self._tally.skip(f"record type {kind}" if kind in _KNOWN_ASIDE else "unknown record type")
-
-    def _note(self, record: dict[str, Any]) -> None:
-        """Later records may name this one as their parent."""
-        mark = _mark(record)
-        if mark is not None and self._builder is not None:
-            self._builder.mark(mark)
+    def _aside(self, record: dict[str, Any], reason: str, read: bool = True) -> None:
+        """A record without a message: what follows it stands where it stands. One that was not read may come again."""
+        parent = self._parent(record) if _mark(record) is not None else None
+        if parent is not None and read:
+            self._stands(record, parent)
+        elif parent is not None:
+            self._tree.place(_mark(record), parent)
+        self._tally.skip(reason)
 
 
 def _unusable(kind: str, record: dict[str, Any]) -> str | None:
@@ -194,17 +243,55 @@ def _unusable(kind: str, record: dict[str, Any]) -> str | None:
     if not isinstance(content, str | list):
         return "message without content"
     if kind == "assistant" and (message.get("model") == "<synthetic>" or record.get("isApiErrorMessage") is True):
-        return "not the model's own words (synthetic)"
+        return SYNTHETIC
     return None
 
 
-def _starts_branch(record: dict[str, Any]) -> bool:
-    """Whether the record may leave the branch that is being built: results always belong to the turn before them."""
-    return not any(block.get("type") == "tool_result" for block in objects(_blocks(record["message"])))
+def _parts(message: dict[str, Any]) -> tuple[str, list[Call], str]:
+    """(text, calls, thinking) of an answer's record."""
+    text, thinking, calls = [], [], []
+    for block in objects(_blocks(message)):
+        kind = block.get("type")
+        if kind == "text":
+            text.append(text_of(block))
+        elif kind == "thinking":
+            thinking.append(string(block.get("thinking")) or "")
+        elif kind == "tool_use" and isinstance(block.get("name"), str) and isinstance(block.get("id"), str):
+            written = block.get("input")
+            arguments = written if isinstance(written, dict) else str(written or "")
+            calls.append(Call(call_id=block["id"], name=block["name"], arguments=arguments))
+    return "\n\n".join(text), calls, "\n\n".join(thinking)
+
+
+def _queued(record: dict[str, Any]) -> str:
+    """The prompt that was typed while the agent worked; nothing where the attachment is another."""
+    attachment = record.get("attachment")
+    known = attachment if isinstance(attachment, dict) else {}
+    return text_of(known.get("prompt")).strip() if known.get("type") == "queued_command" else ""
+
+
+def _is_said(parent: Node, message: Message, queued: bool) -> bool:
+    """Whether a prompt stands there already: queued, and then as a record of its own, or the other way round. It is
+    looked for up to the prompt before."""
+    node: Node | None = parent
+    for _ in range(LOOK_BACK):
+        if node is None:
+            return False
+        if not node.is_turn and node.messages:
+            if node.queued != queued and node.messages == [message]:
+                return True
+            if not node.queued:
+                return False
+        node = node.parent
+    return False
 
 
 def _mark(record: dict[str, Any]) -> str | None:
     return string(record.get("uuid"))
+
+
+def _key(session: object, uuid: str) -> bytes:
+    return hashlib.blake2b(f"{session} {uuid}".encode("utf-8", "replace"), digest_size=8).digest()
 
 
 def _blocks(message: dict[str, Any]) -> list[Any]:

@@ -15,13 +15,14 @@ from typing import Any, Protocol
 from composer_prime.errors import ConfigError
 from composer_prime.traces import TraceState
 from orchestrator.ingest import claude_code, messages, mini_swe_agent, openhands, rollouts, swe_agent
-from orchestrator.ingest.builder import Origin, TraceBuilder
+from orchestrator.ingest.builder import TraceBuilder
 from orchestrator.ingest.masking import Masker
 from orchestrator.ingest.observed_tools import ObservedTools
 from orchestrator.ingest.reading import Bad, Limits, lines
 from orchestrator.ingest.recent import Recent
 from orchestrator.ingest.sample import Sample, take_sample
 from orchestrator.ingest.tally import Tally
+from orchestrator.ingest.turns import Origin, StateMaker
 
 NO_TRACE = "not a known trace format"
 
@@ -104,7 +105,11 @@ class TraceFile:
             self.tally.skip(NO_TRACE)
 
     def builder(self, trace_id: object, model: object = None) -> TraceBuilder:
-        """A builder for a trace; an id that another trace has already gets a number."""
+        """A builder for a trace whose records stand in order."""
+        return TraceBuilder(self.maker(trace_id, model))
+
+    def maker(self, trace_id: object, model: object = None) -> StateMaker:
+        """What makes the states of a trace; an id that another trace has already gets a number."""
         wanted = str(trace_id)[:200] if isinstance(trace_id, str | int) and str(trace_id).strip() else self.path.stem
         masker = Masker(self.tally.masked, self.options.mask)
         # The name of a file need not be UTF-8.
@@ -120,7 +125,7 @@ class TraceFile:
             assumed_model=self.options.model,
             family=self.options.family,
         )
-        return TraceBuilder(origin, self.tally, masker, self.options.limits, self.fingerprints, self.tools)
+        return StateMaker(origin, self.tally, masker, self.options.limits, self.fingerprints, self.tools)
 
 
 def ingest(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from orchestrator.ingest.builder import Call
+    from orchestrator.ingest.turns import Call
 
 MAX_TOOLS, MAX_ARGUMENTS = 128, 64
 """What one agent may have; the rest of a hostile file is not described."""

@@ -13,9 +13,12 @@ class Recent:
         self._new: set[bytes] = set()
         self._old: set[bytes] = set()
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._new or key in self._old
+
     def add(self, key: bytes) -> bool:
         """Whether `key` was not there yet."""
-        if key in self._new or key in self._old:
+        if key in self:
             return False
         if len(self._new) >= self._generation:
             self._old, self._new = self._new, set()
