@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import sys
 from pathlib import Path
@@ -99,8 +100,8 @@ def _lighthouse(words: argparse.Namespace) -> int:
         if (value := getattr(words, name)) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
     for name in ("beat_timeout_s", "gather_s", "memory_gb"):
-        if (value := getattr(words, name)) <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; expected a value above 0")
+        if not 0 < (value := getattr(words, name)) < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; expected a value above 0, and a finite one")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     settings = RendezvousSettings(
         bind=words.bind, run=words.run_name, min_peers=words.min_peers, start_peers=words.start_peers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -89,6 +90,9 @@ def _plot(workload: Workload, schemes: Sequence[Scheme], own: JointRun) -> str:
 
 
 def _check(words: argparse.Namespace) -> None:
+    for name, value in vars(words).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected a finite number")
     positive = ("parameters", "layers", "step_s", "sync_every", "fragments", "ranks", "gbit", "deadline_s")
     for name in (*positive, *(name for name in ("relay_gbit", "mtbf_h") if getattr(words, name) is not None)):
         if getattr(words, name) <= 0:

@@ -107,6 +107,10 @@ def test_a_reader_that_leaves_early(errors):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["simulate", "--gbit", "nan"], "--gbit is nan; expected a finite number"),
+        (["simulate", "--step-s", "inf"], "--step-s is inf; expected a finite number"),
+        (["simulate", "--mtbf-h", "nan"], "--mtbf-h is nan; expected a finite number"),
+        (["lighthouse", "--run", "r", "--key-file", "none", "--gather-s", "nan"], "--gather-s is nan; expected"),
         (["simulate", "--gbit", "0"], "--gbit is 0.0; expected a value above 0"),
         (["simulate", "--relay-gbit", "-1"], "--relay-gbit is -1.0; expected a value above 0"),
         (["simulate", "--peers", "2", "1"], "--peers is 2 1; a joint run has 2 or more"),
