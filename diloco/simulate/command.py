@@ -15,8 +15,9 @@ from diloco.simulate.fleet import Fleet
 from diloco.simulate.plot import svg
 from diloco.simulate.product import ENCODE_NS, JointRun
 from diloco.simulate.reduce import pipe
-from diloco.simulate.tables import Link, peers_table, required_table
-from diloco.simulate.utilisation import Pipe, Scheme, Workload, grid, paper_schemes, utilisation
+from diloco.simulate.shares import number
+from diloco.simulate.tables import Link, peers_table, required_table, traffic_table
+from diloco.simulate.utilisation import Pipe, Scheme, Workload, bytes_per_step, grid, paper_schemes, utilisation
 
 
 def parser(add: argparse._SubParsersAction) -> None:
@@ -45,6 +46,9 @@ def parser(add: argparse._SubParsersAction) -> None:
         "--slowest", type=float, default=1.0, help="slowest peer's step time over the fastest's (default 1)"
     )  # fmt: skip
     words.add_argument("--deadline-s", type=float, default=120.0, help="diloco.round_deadline_s (default 120)")
+    words.add_argument(
+        "--heal-timeout-s", type=float, default=900.0, help="diloco.heal_timeout_s (default 900)"
+    )  # fmt: skip
     words.add_argument("--mtbf-h", type=float, default=None, help="hours between a peer's failures (default: none)")
     words.add_argument("--plot", type=Path, default=None, help="write utilisation against bandwidth as SVG")
     words.set_defaults(run=run)
@@ -67,7 +71,11 @@ def run(words: argparse.Namespace) -> int:
     fleet = Fleet(peers=2, slowest=words.slowest, deadline_s=words.deadline_s, mtbf_h=words.mtbf_h)
     console = Console(highlight=False)
     with console.capture() as shown:  # rich would answer a reader that left with an exit status of its own
-        for table, sentence in (required_table(workload, schemes, runs[0]), peers_table(runs, link, fleet)):
+        for table, sentence in (
+            required_table(workload, schemes, runs[0]),
+            peers_table(runs, link, fleet, words.heal_timeout_s),
+            traffic_table(runs),
+        ):
             console.print(table)
             console.print(f"{sentence}\n")
     print(shown.get().rstrip())
@@ -79,14 +87,21 @@ def run(words: argparse.Namespace) -> int:
 
 def _plot(workload: Workload, schemes: Sequence[Scheme], own: JointRun) -> str:
     bandwidths = grid(-3, 3, 121)
+
+    def named(name: str, workload: Workload, scheme: Scheme) -> str:
+        return f"{name}: {number(bytes_per_step(workload, scheme) / 1e6)} MB"
+
     series = {
-        scheme.name: [(gbit, utilisation(workload, scheme, Pipe(gbit_s=gbit))) for gbit in bandwidths]
+        named(scheme.name, workload, scheme): [
+            (gbit, utilisation(workload, scheme, Pipe(gbit_s=gbit))) for gbit in bandwidths
+        ]
         for scheme in schemes
     }
-    series[f"{own.scheme.name}, relayed"] = [
+    series[named(f"{own.scheme.name}, relayed", own.workload, own.scheme)] = [
         (gbit, utilisation(own.workload, own.scheme, pipe("relay", own.net(gbit)))) for gbit in bandwidths
     ]
-    return svg(f"{own.parameters:.3g} parameters, {own.step_s:g} s a step, {own.peers} peers", "Gbit/s", series)
+    title = f"{own.parameters:.3g} parameters, {own.step_s:g} s a step, {own.peers} peers; MB: sent by each a step"
+    return svg(title, "Gbit/s", series)
 
 
 def _check(words: argparse.Namespace) -> None:
@@ -94,7 +109,8 @@ def _check(words: argparse.Namespace) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected a finite number")
     positive = ("parameters", "layers", "step_s", "sync_every", "fragments", "ranks", "gbit", "deadline_s")
-    for name in (*positive, *(name for name in ("relay_gbit", "mtbf_h") if getattr(words, name) is not None)):
+    given = (name for name in ("relay_gbit", "mtbf_h") if getattr(words, name) is not None)
+    for name in (*positive, "heal_timeout_s", *given):
         if getattr(words, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(words, name)}; expected a value above 0")
     for name in ("latency_ms", "delay"):

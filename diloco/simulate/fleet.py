@@ -7,6 +7,7 @@ whole whenever one fails. Expected values, not a random run.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 
@@ -51,6 +52,16 @@ def deadline_warning(send_s: float, deadline_s: float, key: str) -> str:
     return (
         f"encoding and sending a delta takes {send_s:.3g} s, more than {key} = {deadline_s:g}: a peer that begins when "
         f"another's delta is there comes too late for the round; set {key} above {send_s:.3g}, or send fewer bits"
+    )
+
+
+def heal_warning(heal_s: float, timeout_s: float, key: str) -> str:
+    """Words for a state that takes longer to a joining peer than it may, which `key` sets; empty for others."""
+    if heal_s <= timeout_s:
+        return ""
+    return (
+        f"the state takes {math.ceil(heal_s)} s to a joining peer, up to the rendezvous and then down, more than {key} "
+        f"= {timeout_s:g}: no peer that needs it could join; set {key} well above that, or widen the links"
     )
 
 

@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 
 from composer_prime.config import Config
+from composer_prime.config.diloco import DilocoConfig
 from composer_prime.config.load import parse
 from composer_prime.footprint import ModelShape, trained_parameters
 from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.run_dir import RunDir
-from diloco.simulate.fleet import deadline_warning
+from diloco.simulate.fleet import deadline_warning, heal_warning
 from diloco.simulate.product import JointRun, codec_bits, forecast
 
 LINKS_MBIT = (1000.0, 100.0)
@@ -41,7 +42,7 @@ def link_rows(config: Config) -> list[tuple[str, str]]:
     run = JointRun(
         parameters=trained_parameters(config, shape), layers=shape.layers, step_s=measured_s or ASSUMED_STEP_S,
         every=diloco.sync_every, fragments=diloco.fragments, delay=diloco.delay, codec=diloco.codec,
-        ranks=config.trainer.ranks,
+        ranks=config.trainer.ranks, momentum=diloco.outer.momentum > 0,
     )  # fmt: skip
     source = f"as in the last {_STEPS} steps of this run" if measured_s else "assumed"
     interval = run.every // run.fragments
@@ -52,20 +53,23 @@ def link_rows(config: Config) -> list[tuple[str, str]]:
     )
     limit = diloco.rate_limit_mbit
     links = LINKS_MBIT if limit is None else (limit * config.trainer.ranks,)
-    return [("link", first), *(("", _link_text(run, mbit, diloco.round_deadline_s)) for mbit in links)]
+    return [("link", first), *(("", _link_text(run, mbit, diloco)) for mbit in links)]
 
 
-def _link_text(run: JointRun, mbit: float, deadline_s: float) -> str:
+def _link_text(run: JointRun, mbit: float, diloco: DilocoConfig) -> str:
     said = forecast(run, run.net(mbit / 1e3))
     interval_s = run.every / run.fragments * run.step_s + said.exposed_s
     hidden = f", all but {said.exposed_s:.2g} s hidden by delay {run.delay:g}" if run.delay else ""
-    warning = deadline_warning(said.send_s, deadline_s, "diloco.round_deadline_s")
+    warnings = (
+        deadline_warning(said.send_s, diloco.round_deadline_s, "diloco.round_deadline_s"),
+        heal_warning(said.heal_s, diloco.heal_timeout_s, "diloco.heal_timeout_s"),
+    )
     codec = f" ({said.codec_s:.2g} s of it codec work, never hidden)"
     return (
         f"at {mbit:,.0f} Mbit/s: {said.sync_s:.2g} s a synchronisation{codec}{hidden}, utilisation "
         f"{said.utilisation:.1%}; "
         f"{size(said.sent_bytes)} each way, {size(said.sent_bytes * 86400 / interval_s)} a day"
-        + (f"; warning: {warning}" if warning else "")
+        + "".join(f"; warning: {warning}" for warning in warnings if warning)
     )
 
 

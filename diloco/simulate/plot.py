@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 860, 460, 60, 40, 270, 50
+_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 900, 460, 60, 40, 310, 50
 _COLOURS = ("#1b6ca8", "#c1440e", "#3a7d44", "#7b4b94", "#a67c00", "#44546a", "#b0306a", "#008080")
 
 

@@ -55,6 +55,8 @@ class JointRun:
     ranks: int = 1
     """trainer.ranks: each works on a shard of its own, on a core of its own, over a connection of its own."""
     peers: int = 2
+    momentum: bool = True
+    """Whether the outer optimizer keeps any."""
 
     @property
     def size(self) -> float:
@@ -64,7 +66,7 @@ class JointRun:
     @property
     def state_bits(self) -> float:
         """A parameter in a state that a joining peer gets: master, momentum, and amid a sweep what the last left."""
-        return 64.0 + 32.0 * (self.fragments - 1) / (2 * self.fragments)
+        return (64.0 if self.momentum else 32.0) + 32.0 * (self.fragments - 1) / (2 * self.fragments)
 
     @property
     def scheme(self) -> Scheme:
@@ -108,6 +110,8 @@ class Forecast:
     utilisation: float
     sent_bytes: float
     """By one peer in one synchronisation, headers included."""
+    heal_s: float
+    """Until a joining peer has the state: from another to the rendezvous, and when all of it is there down."""
 
 
 def codec_bits(codec: CodecConfig) -> float:
@@ -130,4 +134,5 @@ def forecast(run: JointRun, net: Net) -> Forecast:
         codec_s=way.busy_s,
         utilisation=utilisation(run.workload, run.scheme, way),
         sent_bytes=bits / 8,
+        heal_s=2 * run.parameters * run.state_bits * FRAMING / (up_gbit * 1e9),
     )

@@ -1,4 +1,4 @@
-"""The two tables of `diloco simulate`, 80 columns wide, and under each the sentence that says what its figures mean."""
+"""The tables of `diloco simulate`, 80 columns wide, and under each the sentence that says what its figures mean."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from diloco.simulate.fleet import Fleet, deadline_warning, goodput
+from diloco.simulate.fleet import Fleet, deadline_warning, goodput, heal_warning
 from diloco.simulate.product import JointRun, forecast
 from diloco.simulate.reduce import WAYS, best, pipe, seconds
 from diloco.simulate.shares import Shares, number
+from diloco.simulate.traffic import traffic
 from diloco.simulate.utilisation import (
-    Pipe,
     Scheme,
     Workload,
     bytes_per_step,
@@ -41,7 +41,7 @@ class Link:
 
 
 def required_table(workload: Workload, schemes: Sequence[Scheme], own: JointRun) -> tuple[Table, str]:
-    """Gbit/s of a peer's link for each utilisation, and bytes of an inner step.
+    """Gbit/s of a peer's link for each utilisation, and the bytes that a peer sends an inner step.
 
     The paper's schemes on a link that carries a delta once, this package's own through the rendezvous.
     """
@@ -50,13 +50,13 @@ def required_table(workload: Workload, schemes: Sequence[Scheme], own: JointRun)
         table.add_column(head, justify="left" if head == "scheme" else "right")
     for scheme in schemes:
         found = [required_gbit(workload, scheme, target, _GRID) for target in TARGETS]
-        _add_required(table, scheme.name, found, bytes_per_step(workload, scheme, Pipe(gbit_s=1.0)))
+        _add_required(table, scheme.name, found, bytes_per_step(workload, scheme))
     found = [
         required_gbit(own.workload, own.scheme, target, _GRID, lambda gbit: pipe("relay", own.net(gbit)))
         for target in TARGETS
     ]
     name = f"{own.scheme.name}, {own.peers} peers"
-    _add_required(table, name, found, own.parameters * own.scheme.bits / 8 / own.every)
+    _add_required(table, name, found, bytes_per_step(own.workload, own.scheme))
     return table, _reach(own, name) if None in found else ""
 
 
@@ -74,7 +74,7 @@ def _reach(own: JointRun, name: str) -> str:
     )
 
 
-def peers_table(runs: Sequence[JointRun], link: Link, fleet: Fleet) -> tuple[Table, str]:
+def peers_table(runs: Sequence[JointRun], link: Link, fleet: Fleet, heal_timeout_s: float) -> tuple[Table, str]:
     """One row for each number of peers and way of reducing. `fleet`: of any number of peers."""
     first = runs[0]
     table = _table(
@@ -88,18 +88,22 @@ def peers_table(runs: Sequence[JointRun], link: Link, fleet: Fleet) -> tuple[Tab
             table.add_row(*row)
         table.add_section()
     net = first.net(link.gbit, link.latency_s, link.relay_gbit)
-    warning = deadline_warning(forecast(first, net).send_s, fleet.deadline_s, "--deadline-s")
+    said = forecast(first, net)
+    warnings = (
+        deadline_warning(said.send_s, fleet.deadline_s, "--deadline-s"),
+        heal_warning(said.heal_s, heal_timeout_s, "--heal-timeout-s"),
+    )
     return table, (
         "sync: from encoding to the installed outcome; waits: what of it training waits for; *: the quickest way. "
         f"relay is what runs here; with {first.peers} peers, "
         f"{Shares.of(first.workload, first.scheme, pipe('relay', net)).text()}"
-        + (f"\nWarning: {warning}" if warning else "")
+        + "".join(f"\nWarning: {warning}" for warning in warnings if warning)
     )
 
 
 def _ways(run: JointRun, link: Link, fleet: Fleet) -> list[list[str]]:
     net, bits = run.net(link.gbit, link.latency_s, link.relay_gbit), run.size * run.scheme.bits
-    interval_s, heal_s = run.every / run.fragments * run.step_s, run.parameters * run.state_bits / (link.gbit * 1e9)
+    interval_s, heal_s = run.every / run.fragments * run.step_s, forecast(run, net).heal_s
     quickest, rows = best(net, bits), []
     for way in WAYS:
         found = pipe(way, net)
@@ -111,6 +115,22 @@ def _ways(run: JointRun, link: Link, fleet: Fleet) -> list[list[str]]:
             Shares.of(run.workload, run.scheme, found).dominant,
         ])  # fmt: skip
     return rows
+
+
+def traffic_table(runs: Sequence[JointRun]) -> tuple[Table, str]:
+    """One row for each number of peers: megabytes of an inner step on each peer's link and on the rendezvous'."""
+    table = _table("MB an inner step, through the relay and by the other ways")
+    for head in ("peers", "sent", "received", "rendezvous", "mesh", "hierarchical", "ring"):
+        table.add_column(head, justify="right")
+    for run in runs:
+        delta, relay = bytes_per_step(run.workload, run.scheme), traffic("relay", run.peers)
+        others = (traffic(way, run.peers).received for way in WAYS if way != "relay")
+        counts = (relay.sent, relay.received, relay.relayed, *others)
+        table.add_row(str(run.peers), *(number(count * delta / 1e6) for count in counts))
+    return table, (
+        "sent, received: by each peer through the relay; rendezvous: in and out of its link, N * N deltas; mesh, "
+        "hierarchical (a leader), ring: received by a peer, and sent as much."
+    )
 
 
 def _table(title: str) -> Table:

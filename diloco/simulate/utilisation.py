@@ -100,9 +100,9 @@ def utilisation(workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
     return compute / (compute + exposed_s(workload, scheme, pipe))
 
 
-def bytes_per_step(workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
-    """What a peer sends (or receives, whichever is more) an inner step, mean."""
-    return workload.parameters * scheme.bits * pipe.factor / 8 / scheme.every
+def bytes_per_step(workload: Workload, scheme: Scheme) -> float:
+    """Of a peer's own deltas (or gradients), an inner step, mean: what it sends where each travels once."""
+    return workload.parameters * scheme.bits / 8 / scheme.every
 
 
 def grid(low: float = -1.0, high: float = 3.0, count: int = 50) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from composer_prime.config.diloco import DilocoConfig
 from diloco.main import main
 from diloco.simulate import command as simulate
+from diloco.simulate.fleet import Fleet, availability
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = "codec work"
@@ -49,15 +51,25 @@ def test_simulate(tmp_path, capsys):
     assert main(["simulate", "--peers", "2", "512", "--mtbf-h", "24", "--plot", str(tmp_path / "u.svg")]) == 0
     shown = capsys.readouterr().out
     rows = [re.split(r"\s{2,}", line.strip()) for line in shown.splitlines()]
-    first, second = (index for index, row in enumerate(rows) if row[0] in ("scheme", "peers"))
+    first, second, third = (index for index, row in enumerate(rows) if row[0] in ("scheme", "peers"))
     needed = {row[0]: row[1:] for row in rows[first:second] if len(row) == 7}
     assert float(needed["data-parallel"][0]) == pytest.approx(86.8, rel=0.1)
     assert "streaming, overlapped, 4 bits" in needed and list(needed)[-1] == "this run, int4, 2 peers"
-    many = [row for row in rows[second:] if row[0] == "512"]
+    many = [row for row in rows[second:third] if row[0] == "512"]
     assert [row[1].removesuffix(" *") for row in many] == ["relay", "mesh", "hierarchical", "ring"]
     assert float(many[1][2].replace(",", "")) > float(many[2][2].replace(",", ""))
     assert sum(row[1].endswith(" *") for row in many) == 1
     assert (tmp_path / "u.svg").read_text().count("<polyline") == 6
+
+
+# docs/multi-cluster.md shows what is printed.
+def test_simulate_as_on_the_page(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    page = (ROOT / "docs/multi-cluster.md").read_text()
+    command, _, shown = page.partition("$ diloco simulate ")[2].partition("```")[0].partition("\nGbit/s")
+    main(["simulate", *shlex.split(command.replace("\\\n", " "))])
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.rstrip() for line in printed] == f"Gbit/s{shown}".splitlines()
 
 
 # A delta that takes longer to bring than the rounds' deadline is told; how many peers there are does not matter to it.
@@ -66,6 +78,34 @@ def test_simulate_warns_of_the_deadline(deadline_s, warned, capsys):
     assert main(["simulate", "--peers", "2", "64", "--deadline-s", deadline_s]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("Warning: encoding and sending a delta takes") == warned
+
+
+# A state that takes longer to a joining peer than --heal-timeout-s is told, and failures cost goodput for as long as it
+# takes: by the narrower of the peers' and the rendezvous' links.
+def test_simulate_healing(capsys):
+    def shown(*words: str) -> tuple[str, float]:
+        assert main(["simulate", "--parameters", "8e9", "--latency-ms", "0", "--peers", "2", *words]) == 0
+        said = capsys.readouterr().out
+        return " ".join(said.split()), float(re.search(r"relay .* ([\d.]+)%  \w+", said)[1])
+
+    said, all_up = shown()
+    assert "1307 s to a joining peer, up to the rendezvous and then down, more than --heal-timeout-s = 900" in said
+    assert "to a joining peer" not in shown("--heal-timeout-s", "1400")[0]
+    failing = shown("--mtbf-h", "1")[1]
+    assert failing / all_up == pytest.approx(availability(Fleet(peers=2, mtbf_h=1), 1307, together=False), abs=0.02)
+
+
+# Every table's bytes: a peer sends its own deltas, receives all others', and the rendezvous carries N * N.
+def test_simulate_traffic(capsys):
+    main(["simulate", "--peers", "2", "8"])
+    said = capsys.readouterr().out
+    sent = float(re.search(r"this run, int4, 2 peers .* ([\d.]+)$", said, re.MULTILINE)[1])
+    rows = re.findall(r"^ *([28])  (.*)$", said.partition("MB an inner step")[2], re.MULTILINE)
+    for n, cells in ((int(peers), cells.replace(",", "").split()) for peers, cells in rows):
+        assert [float(cell) for cell in cells[:4]] == pytest.approx(
+            [sent, (n - 1) * sent, n * n * sent, (n - 1) * sent], rel=0.01
+        )
+    assert len(rows) == 2
 
 
 # Whatever the run: 80 columns hold every cell, and each table's sentence says which part of the time dominates. Codec

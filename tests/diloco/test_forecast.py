@@ -48,8 +48,20 @@ def test_link_slower_than_the_deadline(tmp_path):
     found = re.search(r"warning: .* takes ([\d.e+]+) s, more than diloco.round_deadline_s = 60: .*set .* above ", said)
     assert found and float(found[1]) > 60
     shorter = text(tmp_path, "--diloco.rate-limit-mbit", "0.01", "--diloco.round-deadline-s", f"{float(found[1]) + 1}")
-    assert "warning" not in shorter and "warning" not in text(tmp_path)
+    assert "round_deadline_s" not in shorter and "warning" not in text(tmp_path)
     assert float(re.search(r"Mbit/s: ([\d.e+]+) s a synchronisation", shorter)[1]) > 1.9 * float(found[1])
+
+
+# So is a state that takes longer to a joining peer than it may; less of it without outer momentum.
+def test_link_too_slow_to_join(tmp_path):
+    slow = ["--diloco.rate-limit-mbit", "0.1"]
+    found = [
+        int(re.search(r"warning: the state takes (\d+) s .* diloco.heal_timeout_s = 900", said)[1])
+        for said in (text(tmp_path, *slow, "--diloco.outer.momentum", each) for each in ("0.9", "0"))
+    ]
+    assert 1 < found[0] / found[1] < 2
+    enough = [*slow, "--diloco.heal-timeout-s", f"{found[1] + 1}", "--orchestrator.trainer-timeout-s", "1e6"]
+    assert "heal_timeout_s" not in text(tmp_path, *enough, "--diloco.outer.momentum", "0")
 
 
 # A run that has steps says itself how long one takes.

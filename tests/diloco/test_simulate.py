@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from composer_prime.config.diloco import CodecConfig
 from diloco.codec import build_codec
-from diloco.simulate.fleet import Fleet, availability, goodput, waiting_share
+from diloco.simulate.fleet import Fleet, availability, goodput, heal_warning, waiting_share
 from diloco.simulate.product import FRAMING, JointRun, codec_bits, forecast
 from diloco.simulate.reduce import WAYS, Net, best, group_size, pipe, seconds
 from diloco.simulate.shares import Shares, number
+from diloco.simulate.traffic import Traffic, traffic
 from diloco.simulate.utilisation import (
     BACKWARD_SHARE,
     BITS_PER_PARAMETER,
@@ -109,7 +110,7 @@ def test_by_hand():
     scheme = Scheme(name="x", every=4, bits=8)
     assert utilisation(workload, scheme, Pipe(gbit_s=8)) == pytest.approx(4 / 5)
     assert utilisation(workload, scheme, Pipe(gbit_s=8, latency_s=0.5, hops=2)) == pytest.approx(4 / 6)
-    assert bytes_per_step(workload, scheme, Pipe(gbit_s=8)) == 0.25e9
+    assert bytes_per_step(workload, scheme) == 0.25e9
 
 
 # Between two peers a mesh, a hierarchy and a ring carry a delta once; a relay that stores and forwards carries N in and
@@ -129,6 +130,21 @@ def test_ways_of_reducing():
         # a large delta goes round the ring, a small one does not pay its trips
         assert best(net, 1e12) == "ring" and best(net, 1e5) in ("mesh", "hierarchical")
         assert seconds("ring", net, 0) == pytest.approx(2 * (peers - 1) * 0.05)
+
+
+# What the ways carry is what they take time for: a mesh and a ring as much up as down, a relay up and then down; its
+# own link carries N deltas in and N (N - 1) out.
+@pytest.mark.parametrize("peers", [2, 3, 8, 64])
+def test_traffic(peers):
+    equal, wide = (Net(peers=peers, gbit_s=1.0, latency_s=0.0, relay_gbit_s=gbit) for gbit in (1, 1e6))
+    for way in ("mesh", "ring"):
+        assert traffic(way, peers) == Traffic(sent=pipe(way, equal).factor, received=pipe(way, equal).factor)
+    relay = traffic("relay", peers)
+    assert relay == Traffic(sent=1, received=peers - 1, relayed=peers**2)
+    assert relay.sent + relay.received == pipe("relay", wide).factor
+    assert relay.relayed == pipe("relay", equal).factor
+    leader = traffic("hierarchical", peers)
+    assert leader.received < pipe("hierarchical", equal).factor + 1 and leader.received <= traffic("mesh", peers).sent
 
 
 # With the relay and in a mesh a peer decodes all deltas. In groups of 2 of 8 peers a leader decodes its member's and
@@ -162,6 +178,21 @@ def test_forecast_by_hand():
     assert forecast(run, replace(net, handling_s=0.0)) == at_once
     slow = forecast(run, replace(net, handling_s=transfer_s + 2))
     assert [slow.sync_s, slow.exposed_s] == pytest.approx([transfer_s + 2.75] * 2)
+
+
+# A state goes up to the rendezvous and, when all of it is there, down, each at the narrower link's pace: 8e9 parameters
+# of 32 bits, as many of momentum, and the mean of what the last sweep of four fragments left.
+def test_healing_by_hand():
+    run = JointRun(
+        parameters=8e9, layers=36, step_s=60.0, every=8, fragments=4, delay=1, codec=CodecConfig(type="int4")
+    )
+    once_s = 8e9 * (32 + 32 + 12) * FRAMING / 1e9
+    for relay, times in ((None, 2), (10.0, 2), (0.5, 4)):
+        assert forecast(run, run.net(1.0, 0.0, relay)).heal_s == pytest.approx(times * once_s)
+    plain = replace(run, momentum=False, fragments=1)
+    assert forecast(plain, plain.net(1.0)).heal_s == pytest.approx(2 * 8e9 * 32 * FRAMING / 1e9)
+    assert heal_warning(900.0, 900.0, "key") == ""
+    assert "takes 901 s to a joining peer" in (said := heal_warning(900.1, 900.0, "key")) and "key = 900" in said
 
 
 # Ranks share the codec's work and have a window each; what goes through the rendezvous stays the same.
