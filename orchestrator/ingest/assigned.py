@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 
 WORDS = ("key", "pass", "pwd", "secret", "token", "cookie")
 """A name that holds none of these, in lower case, is no secret's."""
@@ -19,22 +20,27 @@ _NAME = re.compile(
 _ENDS = r"(?:[\s\"'`;&|$<>(){}\[\],\\]|$)"
 _ATTRIBUTE = rf"[A-Za-z_]{{1,64}}(?:\.[A-Za-z_]{{1,64}}){{1,8}}{_ENDS}"
 VARIABLE = re.compile(
-    rf"(?<![A-Za-z])(?:(?:API_?KEY|ACCESS_KEY|SECRET(?:_KEY)?|TOKEN(?!=[\"']?\d{{1,15}}{_ENDS}))=(?![\"']?{_ATTRIBUTE})"
-    r"|(?:PASSWORD|PASSWD|(?<=_)(?:PASS|PWD))=)(?!=)[\"']?"
+    rf"(?<![A-Za-z])(?:(?:API_?KEY|ACCESS_KEY|SECRET(?:_KEY)?|TOKEN(?!=[\"']?\d{{1,15}}{_ENDS})|(?<=(?:GH|UB|AB|XT)_)PAT)="
+    rf"(?![\"']?{_ATTRIBUTE})"
+    r"|(?:PASSWORD|PASSWD|PGPASSWORD|SSHPASS|REDISCLI_AUTH|(?<=_)(?:PASS|PWD|PW))=)(?!=)[\"']?"
     r"(?P<secret>[^\s\"'`;&|$<>(){}]{6,512})"
 )
-"""Not of `MAX_TOKEN=4096` and `API_KEY=args.api_key`, which are settings and code; a password may be either."""
+"""Not of `MAX_TOKEN=4096` and `API_KEY=args.api_key`, which are settings and code; a password may be either. PAT is of
+GH_PAT, GITHUB_PAT, GITLAB_PAT and AZURE_DEVOPS_EXT_PAT."""
 _NAMED = re.compile(
     r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))"
-    r"(?i:(?:api|access|auth|private|secret|account|client)[_-]?key(?:_base)?|secret|token|password|passwd|passphrase"
+    r"(?i:(?:api|access|auth|private|secret|account|client)[_-]?key(?:_base)?|secret|(?<!publickey)token|password|passwd|passphrase"
     r"|(?<=[_-])(?:pass|pwd))"
     r"\\*[\"']?\]?[ \t]{0,8}(?::=|=>|[:=](?![:=]))[ \t]{0,8}\\*[\"'`]?"
     r"(?P<secret>[A-Za-z0-9+/=_.~!@#%^*-]{8,512})(?=[\s\"'`\\,;}&)]|$)"
 )
 _GAP = r"[._/~-]"
-_WORD = r"[A-Za-z]+(?:25519|256|384|512|\d{0,2})"
+_ALGORITHM = r"[A-Za-z]+(?:25519|448|256|384|512)"
+_WORD = rf"(?:(?:{_ALGORITHM})++(?:[A-Za-z]+\d{{0,2}})?|[A-Za-z]+\d{{0,2}})"
 _CODE = re.compile(rf"{_GAP}*{_WORD}(?:{_GAP}+(?:{_WORD}|\d{{1,2}}))*{_GAP}*")
-"""Words with at most two digits behind each, joined: identifiers, paths, versions, names of algorithms."""
+"""Words with at most two digits behind each, joined: identifiers, paths, versions, X25519PrivateKey."""
+_RANDOM_CHARS = 20
+"""Of a random value with one digit or none; a shorter one could be a name."""
 _VALUE = r"[ \t]{1,8}[\"']?(?![A-Za-z_-]{1,16}=[^=])(?P<secret>[A-Za-z0-9+/=_.~!@#%^*-]{8,512})(?=[\s\"'`\\,;}&)|]|$)"
 _FLAG = re.compile(
     r"-(?<!\w-)(?:[A-Za-z0-9]{1,16}-){0,3}"
@@ -84,4 +90,14 @@ def _end_of_cookies(text: str, start: int) -> int:
 def is_secret(value: str) -> bool:
     """Whether a value that was found beside a name can only be a secret."""
     digits = sum(character.isdigit() for character in value)
-    return digits >= 2 and any(map(str.isalpha, value)) and not _CODE.fullmatch(value)
+    if digits >= 2:
+        return any(map(str.isalpha, value)) and not _CODE.fullmatch(value)
+    return len(value) >= _RANDOM_CHARS and _is_random(value)
+
+
+def _is_random(value: str) -> bool:
+    """Whether the case of letters changes as in random text: often, and with capitals side by side, unlike in names."""
+    pairs = [pair for pair in pairwise(value) if pair[0].isalpha() and pair[1].isalpha()]
+    changes = sum(first.isupper() != second.isupper() for first, second in pairs)
+    capitals = sum(first.isupper() and second.isupper() for first, second in pairs)
+    return changes >= 0.34 * len(pairs) and capitals >= max(0.1 * len(pairs), 1)

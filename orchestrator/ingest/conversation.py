@@ -1,7 +1,7 @@
 """A list of messages in OpenAI's form, its older one or Anthropic's, or near them, to turns.
 
-    calls    `tool_calls`, `function_call`, or blocks of type tool_use
-    results  messages of role tool or function, or blocks of type tool_result in the user's
+calls    `tool_calls`, `function_call`, or blocks of type tool_use
+results  messages of role tool or function, or blocks of type tool_result in the user's
 """
 
 from __future__ import annotations

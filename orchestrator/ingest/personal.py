@@ -18,7 +18,7 @@ from functools import cache
 from publicsuffixlist import PublicSuffixList
 
 _ADDRESS = re.compile(
-    r"\b(?!(?:git|hg|svn|root|ubuntu|debian|centos|ec2-user)@)(?P<user>[A-Za-z0-9._%+-]{1,64})@"
+    r"\b(?!(?:git|hg|svn|root|ubuntu|debian|centos|ec2-user)@)(?P<user>[A-Za-z0-9._%+-]{1,64})(?:@|%40)"
     r"(?!v?\d{1,4}\.\d|(?:self|cls|this)\.)(?P<domain>(?:[A-Za-z0-9-]{1,63}\.){1,8}(?P<last>[A-Za-z]{2,24}))\b"
 )
 _PRIVATE = {"local", "localhost", "internal", "lan", "corp", "test", "example", "invalid"}
@@ -66,7 +66,7 @@ def addresses(text: str) -> Iterator[tuple[int, int]]:
         last, behind = match["last"].lower(), text[match.end() : match.end() + 1]
         called = behind != "" and behind in "(["
         if last in _COMMON or (not called and (last in _PRIVATE or _suffixes().publicsuffix(match["domain"]))):
-            in_url = text[max(match.start() - 3, 0) : match.start()] == "://"
+            in_url = "@" in match[0] and text[max(match.start() - 3, 0) : match.start()] == "://"
             yield match.start(), match.end("user" if in_url else 0)
 
 
