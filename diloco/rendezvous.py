@@ -8,7 +8,8 @@
 
 Who waits on whom: a rank that asks for a round waits for the peers that are training, at most round_deadline_s after
 the first whole delta; a joiner for one source's upload. Requests are answered at once or, with NotReady, after a
-second. The rendezvous keeps nothing on disk. Restarted, it learns from the peers' hellos and offers where the run
+second. While the process stands still nobody counts as silent and no deadline runs: what peers sent meanwhile is read
+first. The rendezvous keeps nothing on disk. Restarted, it learns from the peers' hellos and offers where the run
 stands: the highest outer step wins, once start_peers are there or gather_s is over.
 """
 
@@ -17,8 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Callable
 
 import zmq
 
@@ -28,6 +27,7 @@ from diloco.answers import Answers
 from diloco.keys import JointKey
 from diloco.membership import Lighthouse
 from diloco.rendezvous_settings import RendezvousSettings
+from diloco.running_clock import RunningClock
 from diloco.wire import AskState, FromPeer, NotReady, Refused, ToPeer, encode, from_peer
 
 logger = logging.getLogger(__name__)
@@ -39,15 +39,13 @@ _QUORUM_TIMEOUT_S = 10.0
 class Rendezvous:
     """`async with Rendezvous(settings, key) as server: await server.serve()`."""
 
-    def __init__(
-        self, settings: RendezvousSettings, key: JointKey, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, settings: RendezvousSettings, key: JointKey) -> None:
         """Raises PortInUseError, or ConfigError when torchft is not installed."""
-        self.settings, self._clock = settings, clock
+        self.settings, self._clock = settings, RunningClock(settings.beat_timeout_s / 5)
         self.lighthouse = Lighthouse(settings.min_peers)
         self._server: SecureServer = bind_router(settings.bind, key.server(), [key.client().own.public])
         self.endpoint = self._server.endpoint
-        self.answers = Answers(settings, key.derive("headers"), clock, self._pulse)
+        self.answers = Answers(settings, key.derive("headers"), self._clock, self._pulse)
         self.rounds, self.transfers = self.answers.rounds, self.answers.transfers
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -67,6 +65,7 @@ class Rendezvous:
     async def serve(self) -> None:
         """Answer until cancelled."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_time())
             group.create_task(self._close_rounds())
             group.create_task(self._receive())
 
@@ -113,6 +112,12 @@ class Rendezvous:
         """Wake every request that waits."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+    async def _keep_time(self) -> None:
+        """Look at the clock so often that only a process that stands still misses a look."""
+        while True:
+            self._clock()
+            await asyncio.sleep(_TICK_S)
 
     # -- closing rounds ------------------------------------------------------------------------------------------
 
