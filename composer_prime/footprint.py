@@ -41,6 +41,8 @@ class ModelShape:
     """Key/value heads times head size: cached values of one token, layer and side."""
     mlp_width: int
     vocabulary: int
+    tied: bool
+    """Whether the output layer is the embeddings' matrix."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
@@ -64,7 +66,8 @@ class ModelShape:
         mlp = text.get("intermediate_size") or 4 * hidden
         attention = 2 * hidden * heads * head + 2 * hidden * kv_width
         norms = 2 * hidden + (2 * head if text.get("model_type", "").startswith("qwen3") else 0)
-        embeddings = vocabulary * hidden * (1 if text.get("tie_word_embeddings") else 2)
+        tied = bool(text.get("tie_word_embeddings"))
+        embeddings = vocabulary * hidden * (1 if tied else 2)
         return cls(
             architecture=text.get("model_type", "decoder"),
             parameters=layers * (attention + 3 * hidden * mlp + norms) + embeddings + hidden,
@@ -73,6 +76,7 @@ class ModelShape:
             kv_width=kv_width,
             mlp_width=mlp,
             vocabulary=vocabulary,
+            tied=tied,
         )
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from composer_prime.blocks import block_of, count_parts
 from composer_prime.config import Config
 from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInstalledError
 from composer_prime.footprint import ModelShape
 from composer_prime.machine import check_address, check_port, module_file
-from composer_prime.model_source import model_ready, resolve_model
+from composer_prime.model_source import model_ready, resolve_model, tensor_shapes
 from composer_prime.pairs import resolve_pairs
 from composer_prime.pairs_gate import refusal
 from composer_prime.placement import Placement, place, uses_cuda
@@ -45,7 +46,7 @@ def check(config: Config, *, gpus: int, folder: bool = True) -> Findings:
     if folder:
         _folder(config, found)
     steps = (_model, _modules, _engine, _addresses, _remote_roles, _trackers)
-    for step in (*steps, _hints, _teachers, _pairs, _density_gate, _joint_key):
+    for step in (*steps, _hints, _teachers, _pairs, _density_gate, _joint_key, _fragments):
         try:
             step(config, found)
         except ComposerError as error:
@@ -216,6 +217,24 @@ def _joint_key(config: Config, found: Findings) -> None:
         found.problems.append(
             f"diloco.key_file is {diloco.key_file}, but there is no such file: make it once with `diloco keygen "
             f"{diloco.key_file}` and copy it to every cluster of {diloco.run!r}"
+        )
+
+
+def _fragments(config: Config, found: Findings) -> None:
+    """A fragment is a block, or a tensor outside the blocks, at least."""
+    if config.diloco is None or found.model_folder is None:
+        return
+    names = list(tensor_shapes(found.model_folder))
+    if found.shape is not None and found.shape.tied:
+        names = [name for name in names if not name.endswith("lm_head.weight")]
+    lora = config.trainer.lora
+    if lora is not None and lora.target_modules == "all-linear":
+        names = [name for name in names if block_of(name) is not None]
+    if config.diloco.fragments > (most := count_parts(names)):
+        kinds = "blocks and single tensors" if lora is None else "blocks with adapters"
+        found.problems.append(
+            f"diloco.fragments is {config.diloco.fragments}, but the model {config.model.path!r} has only {most} "
+            f"{kinds}: use diloco.fragments <= {most}, a divisor of diloco.sync_every = {config.diloco.sync_every}"
         )
 
 

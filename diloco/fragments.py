@@ -11,7 +11,6 @@ Tied weights are one parameter and appear once; frozen parameters (all but the a
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composer_prime.blocks import block_of
 from composer_prime.errors import ConfigError
 from diloco.layout import TensorLayout
 
 Named = tuple[str, nn.Parameter]
-_BLOCK = re.compile(r"(.*?(?:^|\.)(\d+))\.")
-"""Of a parameter's name: its block and the block's number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +85,7 @@ def trainable(modules: Iterable[Named]) -> list[Named]:
 
 def in_block(name: str) -> bool:
     """Whether a parameter of this name is part of a transformer block."""
-    return _BLOCK.match(name) is not None
+    return block_of(name) is not None
 
 
 def partition(parameters: Iterable[Named], count: int, kind: str) -> list[Fragment]:
@@ -127,11 +125,11 @@ def _units(named: Sequence[Named]) -> list[tuple[int | None, list[Named]]]:
     blocks: dict[str, tuple[int, list[Named]]] = {}
     single: list[tuple[int | None, list[Named]]] = []
     for name, parameter in named:
-        match = _BLOCK.match(name)
-        if match is None:
+        block = block_of(name)
+        if block is None:
             single.append((None, [(name, parameter)]))
         else:
-            blocks.setdefault(match[1], (int(match[2]), []))[1].append((name, parameter))
+            blocks.setdefault(block[0], (block[1], []))[1].append((name, parameter))
     return [*blocks.values(), *single]
 
 
