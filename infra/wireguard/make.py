@@ -12,6 +12,9 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from composer_prime.address import host_port
+from composer_prime.errors import ConfigError
+
 NETWORK = "10.77.0"
 MAX_HOSTS = 254
 
@@ -32,17 +35,20 @@ class Host:
 
 
 def configurations(names: list[str], endpoint: str) -> dict[str, str]:
-    """host -> its configuration; the first is the hub, `endpoint` its HOST:PORT as the others reach it."""
+    """host -> its configuration; the first is the hub, `endpoint` its HOST:PORT as the others reach it.
+
+    Raises ConfigError where it is none.
+    """
+    reached = host_port(endpoint, "--endpoint")
     hub, *spokes = [Host.make(name, number) for number, name in enumerate(names, start=1)]
-    port = endpoint.rpartition(":")[2]
     peers = "".join(
         f"\n# {spoke.name}\n[Peer]\nPublicKey = {spoke.public}\nAllowedIPs = {spoke.address}/32\n" for spoke in spokes
     )
-    texts = {hub.name: f"{_interface(hub)}ListenPort = {port}\n{peers}"}
+    texts = {hub.name: f"{_interface(hub)}ListenPort = {reached.port}\n{peers}"}
     for spoke in spokes:
         texts[spoke.name] = (
             f"{_interface(spoke)}\n# {hub.name}\n[Peer]\nPublicKey = {hub.public}\nAllowedIPs = {hub.address}/32\n"
-            f"Endpoint = {endpoint}\nPersistentKeepalive = 25\n"
+            f"Endpoint = {reached}\nPersistentKeepalive = 25\n"
         )
     return texts
 
@@ -72,18 +78,18 @@ def write(folder: Path, texts: dict[str, str]) -> list[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="WireGuard configurations of a hub and the clusters that join it.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write HOST.conf files to, mode 600")
-    parser.add_argument("--endpoint", required=True, help="HOST:PORT under which the hub is reached")
+    parser.add_argument("--endpoint", required=True, help="HOST:PORT under which the hub is reached, [ADDRESS]:PORT for IPv6")
     parser.add_argument("hosts", nargs="+", help="names; the first is the hub")
     words = parser.parse_args()
     if len(set(words.hosts)) < len(words.hosts) or not 2 <= len(words.hosts) <= MAX_HOSTS:
         parser.error(f"{len(words.hosts)} hosts were given; expected 2 to {MAX_HOSTS} different names")
-    if not words.endpoint.rpartition(":")[2].isdecimal():
-        parser.error(f"--endpoint is {words.endpoint!r}; expected HOST:PORT")
     if not all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) for name in words.hosts):
         parser.error(f"{words.hosts} name files; use letters, digits, '.', '-' and '_'")
     try:
         for path in write(words.out, configurations(words.hosts, words.endpoint)):
             print(f"wrote {path}")
+    except ConfigError as error:
+        parser.error(str(error))
     except FileExistsError as error:
         parser.error(
             f"{error.filename} exists, and new keys fit none of the old ones: nothing was written. Take another --out, "

@@ -34,6 +34,25 @@ def test_configurations():
         assert f"PublicKey = {public_of(hub)}\nAllowedIPs = 10.77.0.1/32\nEndpoint = hub.example.org:51820" in text
 
 
+# An endpoint that WireGuard could not use is refused with what is expected, and nothing is written; IPv6 has brackets.
+@pytest.mark.parametrize(
+    ("endpoint", "why"),
+    [
+        ("51820", "expected HOST:PORT"), (":51820", "expected HOST:PORT"), ("hub:99999", "expected 1 to 65535"),
+        ("hub:0", "expected 1 to 65535"), ("2001:db8::1:51820", "an IPv6 address stands in brackets: [ADDRESS]:PORT"),
+    ],
+)  # fmt: skip
+def test_wrong_endpoints(endpoint, why, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "overlay"
+    monkeypatch.setattr(sys, "argv", ["make.py", "--out", str(folder), "--endpoint", endpoint, "hub", "a"])
+    with pytest.raises(SystemExit):
+        make.main()
+    assert f"--endpoint is {endpoint!r}" in (said := capsys.readouterr().err) and why in said
+    assert not folder.exists()
+    hub, spoke = make.configurations(["hub", "a"], "[2001:db8::1]:51820").values()
+    assert "ListenPort = 51820" in hub and "Endpoint = [2001:db8::1]:51820\n" in spoke
+
+
 # The files are private whatever the umask; a second run into the same folder writes nothing and says what to do, even
 # where only one of its files is there, and readable by all.
 def test_files_are_private_and_never_replaced(tmp_path, monkeypatch, capsys):
