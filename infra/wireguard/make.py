@@ -78,7 +78,7 @@ def write(folder: Path, texts: dict[str, str]) -> list[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="WireGuard configurations of a hub and the clusters that join it.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write HOST.conf files to, mode 600")
-    parser.add_argument("--endpoint", required=True, help="HOST:PORT under which the hub is reached, [ADDRESS]:PORT for IPv6")
+    parser.add_argument("--endpoint", required=True, help="HOST:PORT of the hub from outside; IPv6: [ADDRESS]:PORT")
     parser.add_argument("hosts", nargs="+", help="names; the first is the hub")
     words = parser.parse_args()
     if len(set(words.hosts)) < len(words.hosts) or not 2 <= len(words.hosts) <= MAX_HOSTS:
