@@ -31,6 +31,15 @@ def test_keygen(tmp_path, capsys):
     assert "exists and a joint run keeps its key" in capsys.readouterr().err
 
 
+# The key that the pages have people make stays out of commits.
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no git checkout")
+def test_git_ignores_the_key():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    names = {name for page in pages for name in re.findall(r"diloco keygen ([\w./-]+\.\w+)", page.read_text())}
+    assert names == {"joint.key"}
+    assert all(subprocess.run(["git", "check-ignore", "-q", name], cwd=ROOT).returncode == 0 for name in names)
+
+
 # What simulate assumes where nothing is given is a schedule that a trainer takes, and --help tells every default.
 def test_simulate_defaults(capsys, tmp_path):
     parser = argparse.ArgumentParser()
