@@ -3,11 +3,11 @@
     edit     ("edit", path, content after it), or (path, replacements as written) where the file's content is not known
     shell    ("shell", tokens, sorted JSON of the other arguments)
     call     ("call", name, sorted JSON arguments without defaults, paths normalised)
-    prose    ("prose",): any text without an action, in one bucket; the call that ends a trace with a message too
+    prose    ("prose",): any text without an action, in one bucket; the call that ends a trace, whatever it says, too
 
 The order of several calls of one turn counts where one of them is a command or an edit; text beside a call does not. A
-command in a fenced block is a shell action where the agent had no tools: elsewhere it is an example. A broken call
-written as text is itself.
+call or a command that stands in the text (written.py) is an action where the agent had no tools, and another one where
+it is written in another way; elsewhere it is an example. A broken call written as text is itself.
 
 Two different actions of one form would make an agreement that is none; two equal ones of different forms only cost a
 pair. So whatever is not sure to be cosmetic counts.
@@ -23,57 +23,63 @@ from typing import Any
 from composer_prime.traces import Message
 from orchestrator.teachers.edits import EDIT_ARGUMENTS, Edit, Files, edit_of
 from orchestrator.teachers.shell import shell
+from orchestrator.teachers.written import BROKEN, written
 
 Canonical = tuple[Any, ...]
-RULES = 2
+RULES = 3
 """Counted up when forms change: votes by other rules are not continued (records.py)."""
 PROSE = ("prose",)
 _SHELLS = {"bash", "shell", "terminal", "execute_bash", "run", "run_command", "cmd_run", "local_shell", "execute"}
 _COMMANDS = ("command", "cmd", "script")
 _ENDS = {"finish", "submit"}
+_LAST_WORDS = {"message", "outputs", "final_thought"}
 _COSMETIC = {"summary", "security_risk", "explanation", "thought"}
 """Arguments that tell of an action and do not change it."""
 _LABELS = _COSMETIC | {"description", "reason"}
 """The same beside a command or an edit; in other calls these may be what the call is about."""
 _PATH = re.compile(r"(?i)(?:^|_)(?:path|file|filename|filepath|dir|directory|cwd)s?$|file_?(?:path|name)")
-_FENCE = re.compile(r"```(?:mswea_bash_command|bash|sh|shell)\s*\n(.*?)```", re.DOTALL)
-_BARE_FENCE = re.compile(r"```\s*\n(.*?)```\s*$", re.DOTALL)
-_BROKEN = re.compile(r"<tool_call>|<function=")
 
 
 def canonical(action: Message, tools: list[dict[str, Any]], files: Files | None = None) -> Canonical | None:
     """The canonical form of an assistant message in a state with these tools and files; None for an empty one."""
-    calls = action.get("tool_calls") or []
+    calls, files = action.get("tool_calls") or [], files or Files()
     if calls:
-        forms = [_call(call["function"], tools, files or Files()) for call in calls]
-        if set(forms) == {PROSE}:
-            return PROSE
-        acts = any(form[0] in ("shell", "edit") for form in forms)
-        return ("actions", *(forms if acts else sorted(forms, key=repr)))
+        return _turn([_call(call["function"], tools, files) for call in calls], "actions")
     text = (action.get("content") or "").strip()
     if not text:
         return None
-    fenced = [] if tools else _FENCE.findall(text) or _BARE_FENCE.findall(text)
-    if fenced:
-        return ("actions", *(("shell", shell(command), "{}") for command in fenced))
-    return ("broken", text) if _BROKEN.search(text) else PROSE
+    if tools:
+        return ("broken", text) if BROKEN.search(text) else PROSE
+    acts = written(text)
+    if acts is None:
+        return PROSE
+    forms = [_form(name, arguments, [], files) for name, arguments in acts.calls]
+    return _turn(forms, "xml" if acts.way == "xml" else "actions") if forms else ("broken", text)
+
+
+def _turn(forms: list[Canonical], kind: str) -> Canonical:
+    """All that a turn does."""
+    if set(forms) == {PROSE}:
+        return PROSE
+    acts = any(form[0] in ("shell", "edit") for form in forms)
+    return (kind, *(forms if acts else sorted(forms, key=repr)))
 
 
 def _call(function: dict[str, Any], tools: list[dict[str, Any]], files: Files) -> Canonical:
-    name, written = function["name"], function["arguments"]
+    name, raw = function["name"], function["arguments"]
     try:
-        arguments = json.loads(written) if written.strip() else {}
+        arguments = json.loads(raw) if raw.strip() else {}
         _json(arguments).encode()  # half of a surrogate pair is no text
         form = _form(name, arguments, tools, files) if isinstance(arguments, dict) else None
     except (ValueError, RecursionError):
         form = None
-    return form or ("broken", name, written)
+    return form or ("broken", name, raw)
 
 
 def _form(name: str, arguments: dict[str, Any], tools: list[dict[str, Any]], files: Files) -> Canonical:
     given = _defaults(name, tools)
-    if name.lower() in _ENDS and arguments.keys() - _COSMETIC <= {"message"}:
-        return PROSE
+    if name.lower() in _ENDS:
+        return _end(name.lower(), _kept(arguments, given, _COSMETIC | _LAST_WORDS))
     key = next((key for key in _COMMANDS if isinstance(arguments.get(key), str)), None)
     if name.lower() in _SHELLS and key is not None:
         others = _kept(arguments, given, _LABELS | {key})
@@ -83,6 +89,12 @@ def _form(name: str, arguments: dict[str, Any], tools: list[dict[str, Any]], fil
     if edit is not None:
         return (*_edit(edit, files), _kept(arguments, given, _LABELS | EDIT_ARGUMENTS))
     return ("call", name, _kept(arguments, given, _COSMETIC))
+
+
+def _end(name: str, kept: str) -> Canonical:
+    """The end of a trace: that the task is done is what ending says; that it is not, or an answer, is more."""
+    done = ("{}", '{"task_completed": "true"}', '{"task_completed": true}')
+    return PROSE if kept in done else ("call", name, kept)
 
 
 def _edit(edit: Edit, files: Files) -> Canonical:

@@ -127,6 +127,16 @@ def call(name: str, arguments: dict, call_id: str = "c1") -> dict:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
 
 
+def xml(name: str, thought: str = "I look.", **arguments: str) -> str:
+    """A call in the text, as SWE-smith writes it."""
+    body = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in arguments.items())
+    return f"{thought}\n\n<function={name}>\n{body}</function>"
+
+
+def says(content: str) -> dict:
+    return {"role": "assistant", "content": content}
+
+
 def state(number: int = 0, trace: str = "t", family: str = "claude", **changes: Any) -> TraceState:
     """A state in which the student lists folder `number`."""
     values: dict[str, Any] = {
