@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from composer_prime.traces import TraceState
+from composer_prime.traces import Message, TraceState
 from orchestrator.teachers.canonical import Canonical
-from orchestrator.teachers.consensus import Cast, Vote
+from orchestrator.teachers.consensus import Cast, Vote, preferred
 from orchestrator.teachers.edits import Files
 from orchestrator.teachers.records import VoteRecord, digest
+from orchestrator.teachers.runnable import why_not
 
 
 @dataclass(slots=True)
@@ -35,6 +36,15 @@ class Ballot:
     @property
     def cast(self) -> list[Cast]:
         return [(vote.family, vote.form) for vote in self.votes]
+
+    def runs(self, message: Message, form: Canonical) -> bool:
+        return why_not(message, form, self.state) is None
+
+    def why_not(self, form: Canonical) -> str | None:
+        """Why nothing that a majority for this form speaks for can run; None where something can."""
+        answers = preferred(self.votes, self.state.student_action, self.student, form)
+        reasons = [why_not(message, form, self.state) for message in answers]
+        return None if None in reasons else reasons[0]
 
 
 def vote_record(vote: Vote, student: Canonical) -> VoteRecord:

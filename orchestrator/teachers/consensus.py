@@ -3,7 +3,7 @@
 1. A majority (more than N/2 of the planned voters, of at least two families, by canonical form) beats the student,
    where they differ.
 2. A student that the majority agrees with beats each minority answer.
-3. No majority: no pair.
+3. No majority: no pair. Nor where what would be chosen cannot run (runnable.py).
 
 epsilon, the probability that a label is wrong: 1 - (k + 1/2) / (n + 1) with k of n votes for the chosen side, at most
 1/2. These rules and the third channel are this project's own.
@@ -12,7 +12,7 @@ epsilon, the probability that a label is wrong: 1 - (k + 1/2) / (n + 1) with k o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,22 +84,32 @@ def epsilon(agreeing: int, votes: int) -> float:
     return min(1 - (agreeing + 0.5) / (votes + 1), 0.5)
 
 
-def candidates(votes: Sequence[Vote], student: Message, student_form: Canonical, planned: int) -> list[Candidate]:
-    """The pairs that the votes give."""
+def preferred(votes: Sequence[Vote], student: Message, student_form: Canonical, form: Canonical) -> list[Message]:
+    """The actions that a majority for `form` speaks for: the student's own where that is its form, else the votes'."""
+    return [student] if form == student_form else [vote.message for vote in votes if vote.form == form]
+
+
+def candidates(
+    votes: Sequence[Vote],
+    student: Message,
+    student_form: Canonical,
+    planned: int,
+    runs: Callable[[Message, Canonical], bool],
+) -> list[Candidate]:
+    """The pairs that the votes give; `runs` tells which actions may be chosen."""
     form = majority([(vote.family, vote.form) for vote in votes], planned)
     if form is None:
         return []
-    agreeing = [vote for vote in votes if vote.form == form]
-    doubt = epsilon(len(agreeing), len(votes))
-    if form != student_form:
-        answers = tuple(vote.message for vote in agreeing)
-        return [
-            Candidate(chosen=answers, rejected=student, chosen_form=form, rejected_form=student_form, epsilon=doubt)
-        ]
-    minority = {vote.form: vote.message for vote in reversed(votes) if vote.form != form}
+    chosen = tuple(message for message in preferred(votes, student, student_form, form) if runs(message, form))
+    if not chosen:
+        return []
+    beaten = {student_form: student}
+    if form == student_form:
+        beaten = {vote.form: vote.message for vote in reversed(votes) if vote.form != form}
+    doubt = epsilon(sum(vote.form == form for vote in votes), len(votes))
     return [
-        Candidate(chosen=(student,), rejected=message, chosen_form=form, rejected_form=other, epsilon=doubt)
-        for other, message in minority.items()
+        Candidate(chosen=chosen, rejected=message, chosen_form=form, rejected_form=other, epsilon=doubt)
+        for other, message in beaten.items()
     ]
 
 

@@ -62,7 +62,7 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     step: int
     family: str
     outcome: str
-    """overruled | agreed | no_majority | not_worth_it | refused | failed | budget"""
+    """overruled | agreed | no_majority | cannot_run | not_worth_it | refused | failed | budget"""
     reason: str | None = None
     planned: int = 0
     votes: list[VoteRecord] = []

@@ -164,7 +164,7 @@ class Replay:
 
     def _learn(self, record: StateRecord) -> None:
         """Whether the votes on a state, if they came to an end, gave a pair."""
-        if record.outcome not in ("agreed", "overruled", "no_majority") or not record.votes:
+        if record.outcome not in ("agreed", "overruled", "no_majority", "cannot_run") or not record.votes:
             return
         minority = record.outcome == "agreed" and any(not vote.agrees for vote in record.votes)
         before = Situation(error=record.error, entropy=record.entropy)
@@ -278,7 +278,7 @@ class Replay:
         kept: list[Pair] = []
         dropped: Counter[str] = Counter()
         student = visible(ballot.state.student_action)
-        for candidate in candidates(ballot.votes, student, ballot.student, ballot.planned):
+        for candidate in candidates(ballot.votes, student, ballot.student, ballot.planned, ballot.runs):
             pair = await self._pair(ballot, candidate)
             known = self._records.written_as(pair) is not None
             if length_ratio(pair.chosen, pair.rejected) > self.config.max_length_ratio:

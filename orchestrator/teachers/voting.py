@@ -44,6 +44,9 @@ class Voting:
             alone = len({vote.family for vote in ballot.votes}) < 2
             failed = alone and ballot.without_vote is not None
             return "failed" if failed else "no_majority", ballot.without_vote if failed else None
+        why_not = ballot.why_not(form)
+        if why_not is not None:
+            return "cannot_run", f"the majority's action cannot run: {why_not}"
         return "agreed" if form == ballot.student else "overruled", None
 
     async def _sequence(self, ballot: Ballot, voters: list[Teacher]) -> None:

@@ -147,7 +147,7 @@ def state(number: int = 0, trace: str = "t", family: str = "claude", **changes: 
         "student_action": {"role": "assistant", "content": None, "tool_calls": [call("ls", {"n": number})]},
         "source_model": None,
         "source_family": family,
-        "tools": [],
+        "tools": [{"function": {"name": name}} for name in ("ls", "cat")],
         "format": "test/1",
     }
     return TraceState(**(values | changes))

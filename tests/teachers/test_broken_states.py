@@ -35,8 +35,9 @@ def test_half_a_character_in_an_answer(tmp_path: Path, said: str | tuple[str, di
     async def run() -> None:
         async with serving(Endpoint(answers=lambda model, messages: said)) as endpoint:
             config = configured(tmp_path, endpoint.url)
-            first = await replayed(tmp_path, config, [state(0)])
-            again = await replayed(tmp_path / "again", config, [state(0)])
+            asked = state(0, tools=[{"function": {"name": "bash"}}])
+            first = await replayed(tmp_path, config, [asked])
+            again = await replayed(tmp_path / "again", config, [asked])
             assert (first.pairs, first.calls, again.pairs, again.calls) == (1, 2, 1, 0)
 
     asyncio.run(run())

@@ -62,7 +62,7 @@ def test_the_cap_of_a_trace(tmp_path: Path) -> None:
 
 # A call for which more is held than the cap of a call is never made; the reason names all that can be changed about it.
 def test_the_cap_of_a_call(tmp_path: Path) -> None:
-    long = state(0, messages=[{"role": "user", "content": "x" * 300}])
+    long = state(0, messages=[{"role": "user", "content": "x" * 300}], tools=[])
     progress, endpoint = play(tmp_path, [long])
     assert endpoint.asked == [] and progress.outcomes == {"budget": 1}
     assert not (tmp_path / "costs.jsonl").exists()
@@ -151,7 +151,7 @@ class Turning(Endpoint):
     def _completion(self, body: dict) -> dict:
         completion = super()._completion(body)
         if not self.fair:
-            bound = len(msgspec.json.encode([body["messages"], []])) + OVER_TOKENS
+            bound = len(msgspec.json.encode([body["messages"], body["tools"]])) + OVER_TOKENS
             completion["usage"]["prompt_tokens"] = int(self.times * bound) - ANSWER_TOKENS
         return completion
 
@@ -165,7 +165,7 @@ class Turning(Endpoint):
 
 def longer(short: TraceState) -> TraceState:
     """With a bound that is half as much more."""
-    return state(short.step, short.trace_id, messages=[{"role": "user", "content": f"Task {short.step}{'.' * 180}"}])
+    return state(short.step, short.trace_id, messages=[{"role": "user", "content": f"Task {short.step}{'.' * 207}"}])
 
 
 def tight(tmp_path: Path, url: str, scope: str, bound: float) -> TeachersConfig:
@@ -193,7 +193,7 @@ def test_an_overcharge_with_calls_in_flight(tmp_path: Path, scope: str, times: f
 
     async def run() -> tuple[TeachersConfig, list[tuple[dict, dict]]]:
         async with serving(endpoint):
-            config = tight(tmp_path, endpoint.url, scope, 0.33)
+            config = tight(tmp_path, endpoint.url, scope, 0.384)
             progress = await replayed(tmp_path, config, endpoint.states(states))
             assert "bounded by" in (progress.stopped or "")
             calls = settled_calls(tmp_path)

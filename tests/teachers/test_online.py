@@ -31,7 +31,8 @@ def rollout(number: int) -> bytes:
         {"role": "user", "text": f"Task {number}.", "parent": None},
         {"role": "assistant", "text": "", "parent": 0, "tool_calls": [{"name": "ls", "arguments": "{}"}]},
     ]
-    return json.dumps({"rollout_id": f"g{number}", "task_id": "t", "turns": turns}).encode() + b"\n"
+    tools = [{"function": {"name": name}} for name in ("ls", "cat")]
+    return json.dumps({"rollout_id": f"g{number}", "task_id": "t", "turns": turns, "tools": tools}).encode() + b"\n"
 
 
 def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:
