@@ -20,15 +20,15 @@ _NAME = re.compile(
 _ENDS = r"(?:[\s\"'`;&|$<>(){}\[\],\\]|$)"
 _ATTRIBUTE = rf"[A-Za-z_]{{1,64}}(?:\.[A-Za-z_]{{1,64}}){{1,8}}{_ENDS}"
 VARIABLE = re.compile(
-    rf"(?<![A-Za-z])(?:(?:API_?KEY|ACCESS_KEY|SECRET(?:_KEY)?|TOKEN(?!=[\"']?\d{{1,15}}{_ENDS})|(?<=(?:GH|UB|AB|XT)_)PAT)="
+    rf"(?:(?<![A-Za-z])|(?<=\\[nrt]))(?:(?:API_?KEY|ACCESS_KEY|SECRET(?:_KEY)?|TOKEN(?!=[\"']?\d{{1,15}}{_ENDS})|(?<=(?:GH|UB|AB|XT)_)PAT)="
     rf"(?![\"']?{_ATTRIBUTE})"
     r"|(?:PASSWORD|PASSWD|PGPASSWORD|SSHPASS|REDISCLI_AUTH|(?<=_)(?:PASS|PWD|PW))=)(?!=)[\"']?"
-    r"(?P<secret>[^\s\"'`;&|$<>(){}]{6,512})"
+    r"(?P<secret>[^\s\"'`;&|$<>(){}\\]{6,512})"
 )
 """Not of `MAX_TOKEN=4096` and `API_KEY=args.api_key`, which are settings and code; a password may be either. PAT is of
 GH_PAT, GITHUB_PAT, GITLAB_PAT and AZURE_DEVOPS_EXT_PAT."""
 _NAMED = re.compile(
-    r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))"
+    r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z])|(?<=\\[nrt]))"
     r"(?i:(?:api|access|auth|private|secret|account|client)[_-]?key(?:_base)?|secret|(?<!publickey)token|password|passwd|passphrase"
     r"|(?<=[_-])(?:pass|pwd))"
     r"\\*[\"']?\]?[ \t]{0,8}(?::=|=>|[:=](?![:=]))[ \t]{0,8}\\*[\"'`]?"
@@ -39,6 +39,8 @@ _ALGORITHM = r"[A-Za-z]+(?:25519|448|256|384|512)"
 _WORD = rf"(?:(?:{_ALGORITHM})++(?:[A-Za-z]+\d{{0,2}})?|[A-Za-z]+\d{{0,2}})"
 _CODE = re.compile(rf"{_GAP}*{_WORD}(?:{_GAP}+(?:{_WORD}|\d{{1,2}}))*{_GAP}*")
 """Words with at most two digits behind each, joined: identifiers, paths, versions, X25519PrivateKey."""
+_STRONG = re.compile(r"(?=.*[a-z])(?=.*[A-Z]).*[!@#%^*]")
+"""What rules for passwords ask for, beside a digit."""
 _RANDOM_CHARS = 20
 """Of a random value with one digit or none; a shorter one could be a name."""
 _VALUE = r"[ \t]{1,8}[\"']?(?![A-Za-z_-]{1,16}=[^=])(?P<secret>[A-Za-z0-9+/=_.~!@#%^*-]{8,512})(?=[\s\"'`\\,;}&)|]|$)"
@@ -92,7 +94,7 @@ def is_secret(value: str) -> bool:
     digits = sum(character.isdigit() for character in value)
     if digits >= 2:
         return any(map(str.isalpha, value)) and not _CODE.fullmatch(value)
-    return len(value) >= _RANDOM_CHARS and _is_random(value)
+    return bool(digits and _STRONG.match(value)) or (len(value) >= _RANDOM_CHARS and _is_random(value))
 
 
 def _is_random(value: str) -> bool:

@@ -37,7 +37,7 @@ RULES: list[Rule] = [
     (
         "bearer-token",
         ("earer ",),
-        [re.compile(r"\b[Bb]earer (?=[A-Za-z._~+/-]{0,256}\d)(?P<secret>[A-Za-z0-9._~+/-]{20,}=*)")],
+        [re.compile(r"\b[Bb]earer (?=[A-Za-z._~+/-]{0,256}(?:\d|[a-z][A-Z]{2}))(?P<secret>[A-Za-z0-9._~+/-]{20,}=*)")],
     ),
     (
         "basic-auth",

@@ -74,10 +74,15 @@ _NAMED_PREFIXES = [
 ]
 
 
+def begin(first: str = "") -> str:
+    r"""A pattern of `first`, of fixed length, where a word begins: a letter before it is of "\n" or of a colour."""
+    behind = [r"\\[nrt]", r"\[m", r"[\[;]\dm", r"[\[;]\d\dm"]
+    return rf"{first}(?:(?<![A-Za-z0-9]{first})|{'|'.join(f'(?<={item}{first})' for item in behind)})"
+
+
 def _word(prefix: str, rest: str) -> re.Pattern[str]:
     """Begins with the literal, which is found fast; what stands before it is looked at then."""
-    literal = re.escape(prefix)
-    return re.compile(rf"{literal}(?<![A-Za-z0-9]{literal}){rest}")
+    return re.compile(begin(re.escape(prefix)) + rest)
 
 
 _AWS_SECRET = re.compile(
@@ -96,8 +101,8 @@ _URLS: list[Rule] = [
         [re.compile(r"hooks\.slack\.com/(?:workflows|triggers)/(?P<secret>[\w/+]{20,})")],
     ),
     ("webhook", ("webhook.office.com",), [re.compile(r"webhook\.office\.com/webhookb2/(?P<secret>[\w@/-]{40,})")]),
-    ("api-key", ("Q~",), [re.compile(r"(?<![\w~.-])[A-Za-z0-9_~.]{3}\dQ~[A-Za-z0-9_~.-]{31,34}")]),  # Azure AD
-    ("api-key", (".atlasv1.",), [re.compile(r"(?<![A-Za-z0-9])[A-Za-z0-9]{14}\.atlasv1\.[A-Za-z0-9=_-]{60,70}")]),
+    ("api-key", ("Q~",), [re.compile(begin() + r"[A-Za-z0-9_~.]{3}\dQ~[A-Za-z0-9_~.-]{31,34}")]),  # Azure AD
+    ("api-key", (".atlasv1.",), [re.compile(begin() + r"[A-Za-z0-9]{14}\.atlasv1\.[A-Za-z0-9=_-]{60,70}")]),
 ]
 _GITLAB = (
     "glpat-", "gldt-", "glft-", "glsoat-", "glrt-", "GR1348941", "glcbt-", "glimt-", "glptt-", "glagent-", "gloas-",
@@ -127,8 +132,8 @@ _CHANGES = (
     ("k_live_[0-9a-zA-Z]{24}", "k_live_[0-9a-zA-Z]{24,256}"),  # as long as they are now
     ("AKC[", r"AKC(?=[A-Za-z]*\d)["), ("AP[", r"AP(?=[A-Za-z]*\d)["),  # no APPENDIX, no APCore
     # Words of their own, looked at behind a first letter that is found fast; /bot stands before Telegram's in its URLs.
-    (r"\d{8,10}:[0-9A-Za-z_-]{35}", r"\d(?:(?<![A-Za-z0-9]\d)|(?<=/bot\d))\d{7,9}:[0-9A-Za-z_-]{35}(?![A-Za-z0-9])"),
-    ("[MNO][", "[MNO](?<![A-Za-z0-9][MNO])["), (r"{6}\.[a-zA-Z\d_-]{27}", r"{6}\.[a-zA-Z\d_-]{27}(?![A-Za-z0-9])"),
+    (r"\d{8,10}:[0-9A-Za-z_-]{35}", rf"(?:{begin('[0-9]')}|[0-9](?<=/bot[0-9]))\d{{7,9}}:[\w-]{{35}}(?![A-Za-z0-9])"),
+    ("[MNO][", begin("[MNO]") + "["), (r"{6}\.[a-zA-Z\d_-]{27}", r"{6}\.[a-zA-Z\d_-]{27}(?![A-Za-z0-9])"),
 )  # fmt: skip
 _OWN_WORDS = {"aws-key", "mailchimp-key", "twilio-key"}
 _BEGIN_WORDS = {"github-token", "jwt", "sendgrid-key", "slack-token", "stripe-key"}
@@ -140,7 +145,7 @@ def _changed(kind: str, pattern: re.Pattern[str]) -> re.Pattern[str]:
     for part, instead in _CHANGES:
         source = source.replace(part, instead)
     if kind in _OWN_WORDS | _BEGIN_WORDS and not source.startswith(("aws", "https")):
-        source = f"(?<![A-Za-z0-9])(?:{source})" + ("(?![A-Za-z0-9])" if kind in _OWN_WORDS else "")
+        source = f"{begin()}(?:{source})" + ("(?![A-Za-z0-9])" if kind in _OWN_WORDS else "")
     return re.compile(source, pattern.flags)
 
 

@@ -261,6 +261,8 @@ HOSTILE = [
     "token: ", "--token ", "-a", "cookie: ", "cookie: a=", "cookie=b;", "cookie: a=b\n", "cookie\\", "password ",
     "Basic ", "npm_", "1//0", "C:\\Users\\a b ", "secret==", "'a' == secret", "xoxa-1-", "aws", "-home-",
     "TOKEN=a.", "TOKEN=1", "mysql ", "/mysql -p", "sshpass -p", "docker login ", "redis-cli -a ",
+    "/home/a", "/home/-", "%2Fhome%2F", "a%40b.", "sk-a", "Bearer a", "secret_access_key=", "Private-Lines: 1\n",
+    "-----BEGIN PRIVATE " + "KEY-----\n" + "A" * 64, "Proc-Type: ", "aA", "token: aA1!", "123456789:", "M.", "Q~",
 ]  # fmt: skip
 
 
@@ -268,7 +270,7 @@ HOSTILE = [
 @pytest.mark.parametrize("unit", HOSTILE)
 def test_hostile_text_takes_linear_time(unit: str) -> None:
     def seconds(chars: int) -> float:
-        text = unit * (chars // len(unit)) + " T3BlbkFJ _authToken @ aws secret '"
+        text = unit * (chars // len(unit)) + " T3BlbkFJ _authToken @ aws secret '" + " /home/ 8Q~"
         start = time.process_time()
         masked(text)
         return time.process_time() - start
