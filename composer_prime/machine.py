@@ -108,7 +108,10 @@ def check_port(host: str, port: int, key: str) -> None:
                     f"{key}: port {port} at {host} is held by another process; stop it, or set another port "
                     "(0 takes a free one)"
                 ) from None
-            raise ConfigError(f"{key}: cannot bind {host}:{port}: {error.strerror}") from None
+            why = error.strerror
+            if error.errno == errno.EADDRNOTAVAIL:
+                why = f"this machine has no such address ({why}); `ip address` lists those it has"
+            raise ConfigError(f"{key}: cannot listen at {host}, port {port}: {why}") from None
 
 
 def free_bytes(path: Path) -> int:

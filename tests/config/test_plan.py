@@ -130,6 +130,13 @@ def test_malformed_address_is_a_problem(tmp_path):
     assert "tcp://HOST:PORT" in problems(tmp_path, "--orchestrator.node_address", "10.0.0.1")
 
 
+def test_an_address_of_another_machine_is_a_problem(tmp_path):
+    # What to listen on must be this machine's.
+    said = problems(tmp_path, "--orchestrator.node_address", "tcp://192.0.2.1:5500")
+    assert "orchestrator.node_address: cannot listen at 192.0.2.1, port 5500" in said
+    assert "this machine has no such address" in said
+
+
 def test_full_disk_is_a_problem(tmp_path):
     # Checkpoints that cannot fit are refused with the keys that shrink them.
     config = quickstart(tmp_path, "--trainer.checkpoint.keep", "100000000")
