@@ -162,8 +162,10 @@ def main() -> int:
     supervised.add_argument("--block", type=int, help="parameters that share a scale (default: the product's)")
     supervised.add_argument("--fragments", type=int, default=2)
     supervised.add_argument("--first-seed", type=int, default=0)
-    supervised.add_argument("--inner-lr", type=float, default=2e-3, help="of AdamW, in every scheme")
-    supervised.add_argument("--outer", nargs="+", choices=OUTER, default=["nesterov"], help="outer optimizers")
+    inner_help = "of AdamW, in every scheme (default: 8e-3, data-parallel's best)"
+    supervised.add_argument("--inner-lr", type=float, default=8e-3, help=inner_help)
+    outer_default = ["average", "nesterov"]
+    supervised.add_argument("--outer", nargs="+", choices=OUTER, default=outer_default, help="outer optimizers")
     supervised.add_argument("--outer-lr", type=float, default=0.7, help="of nesterov, and beside muon's matrices")
     supervised.add_argument("--outer-momentum", type=float, default=0.5, help="of the same")
     supervised.add_argument("--muon-lr", type=float, nargs="+", default=[1.5], help="of the blocks' matrices")
