@@ -33,8 +33,10 @@ _AROUND = " \t\r\n\"'=:"
 _PLACEHOLDER = re.compile(r"<.*|\{.*|\$.*|%[sd]|%\(.*|\*+|[xX]{3,}|.{0,16}\.\.\.")
 _PLAIN_VALUE = re.compile(
     r"[A-Za-z_.\s-]*|\W*|<masked:.*|(?=\S*\s)(?:[\s.,:;!?()'/-]|[A-Za-z]+\d{0,2}(?!\w)|\b\d{1,4}\b)*"
+    r"|\w+(?::[\w,]+)?(?:\|\w+(?::[\w,]+)?)+"
 )
-"""Values that the keyword detector reports and that hold no secret: words, sentences, punctuation, what is masked."""
+"""Values that the keyword detector reports and that hold no secret: words, sentences, punctuation, what is masked,
+rules for a password (`required|min:8`)."""
 
 
 class Masker:

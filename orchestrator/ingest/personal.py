@@ -17,10 +17,12 @@ from functools import cache
 
 from publicsuffixlist import PublicSuffixList
 
-_ADDRESS = re.compile(
-    r"\b(?!(?:git|hg|svn|root|ubuntu|debian|centos|ec2-user)@)(?P<user>[A-Za-z0-9._%+-]{1,64})(?:@|%40)"
-    r"(?!v?\d{1,4}\.\d|(?:self|cls|this)\.)(?P<domain>(?:[A-Za-z0-9-]{1,63}\.){1,8}(?P<last>[A-Za-z]{2,24}))\b"
+_AT = re.compile(
+    r"(?:@|%40)(?!v?\d{1,4}\.\d|(?:self|cls|this)\.)(?P<domain>(?:[A-Za-z0-9-]{1,63}\.){1,8}(?P<last>[A-Za-z]{2,24}))\b"
 )
+_USER_CHARS = 64
+_USER = re.compile(r"(?:\\[nrt]|\b)(?P<name>[A-Za-z0-9._%+-]+)\Z")  # "\n" as JSON writes it is no part of a name
+_SERVICES = {"git", "hg", "svn", "root", "ubuntu", "debian", "centos", "ec2-user"}
 _PRIVATE = {"local", "localhost", "internal", "lan", "corp", "test", "example", "invalid"}
 """RFC 2606, 6761 and 6762, and what companies use beside them."""
 _COMMON = {"com", "org", "net", "edu", "gov"}
@@ -62,12 +64,20 @@ _FILE = re.compile(
 
 def addresses(text: str) -> Iterator[tuple[int, int]]:
     """(start, end) of each e-mail address; of a URL's user, without the host."""
-    for match in _ADDRESS.finditer(text):
-        last, behind = match["last"].lower(), text[match.end() : match.end() + 1]
-        called = behind != "" and behind in "(["
-        if last in _COMMON or (not called and (last in _PRIVATE or _suffixes().publicsuffix(match["domain"]))):
-            in_url = "@" in match[0] and text[max(match.start() - 3, 0) : match.start()] == "://"
-            yield match.start(), match.end("user" if in_url else 0)
+    for at in _AT.finditer(text):
+        user = _USER.search(text[max(at.start() - _USER_CHARS, 0) : at.start()])
+        if user and user["name"] not in _SERVICES and _exists(at, text[at.end() : at.end() + 1]):
+            start = at.start() - len(user["name"])
+            in_url = text[at.start()] == "@" and text[max(start - 3, 0) : start] == "://"
+            yield start, at.start() if in_url else at.end()
+
+
+def _exists(at: re.Match[str], behind: str) -> bool:
+    """Whether the domain of an address can be one, with this character behind it."""
+    last = at["last"].lower()
+    if last in _COMMON:
+        return True
+    return behind not in ("(", "[") and (last in _PRIVATE or bool(_suffixes().publicsuffix(at["domain"])))
 
 
 @cache

@@ -74,10 +74,10 @@ _NAMED_PREFIXES = [
 ]
 
 
-def begin(first: str = "") -> str:
+def begin(first: str = "", ahead: str = "") -> str:
     r"""A pattern of `first`, of fixed length, where a word begins: a letter before it is of "\n" or of a colour."""
     behind = [r"\\[nrt]", r"\[m", r"[\[;]\dm", r"[\[;]\d\dm"]
-    return rf"{first}(?:(?<![A-Za-z0-9]{first})|{'|'.join(f'(?<={item}{first})' for item in behind)})"
+    return rf"{first}{ahead}(?:(?<![A-Za-z0-9]{first})|{'|'.join(f'(?<={item}{first})' for item in behind)})"
 
 
 def _word(prefix: str, rest: str) -> re.Pattern[str]:
@@ -126,14 +126,15 @@ _KNOWN: list[tuple[str, type[Any], tuple[str, ...]]] = [
     ("telegram-token", TelegramBotTokenDetector, (":",)),
     ("twilio-key", TwilioKeyDetector, ("AC", "SK")),
 ]
+_TELEGRAM = rf"(?:{begin('[0-9]', '(?=[0-9]{7})')}|[0-9](?<=/bot[0-9]))[0-9]{{7,9}}:[\w-]{{35}}(?![A-Za-z0-9])"
+"""A word of its own, but for /bot before it in URLs, which is looked at behind a first digit that is found fast."""
 _CHANGES = (
     # Repetitions without end (jwt, npm, openai) that a hostile text would begin at every place.
     ("=]*?", "=]{0,4096}+"), ("=]+", "=]{1,4096}+"), (r"\/.+", r"\/.{1,512}"), ("-_]*", "-_]{0,256}"),
     ("k_live_[0-9a-zA-Z]{24}", "k_live_[0-9a-zA-Z]{24,256}"),  # as long as they are now
     ("AKC[", r"AKC(?=[A-Za-z]*\d)["), ("AP[", r"AP(?=[A-Za-z]*\d)["),  # no APPENDIX, no APCore
-    # Words of their own, looked at behind a first letter that is found fast; /bot stands before Telegram's in its URLs.
-    (r"\d{8,10}:[0-9A-Za-z_-]{35}", rf"(?:{begin('[0-9]')}|[0-9](?<=/bot[0-9]))\d{{7,9}}:[\w-]{{35}}(?![A-Za-z0-9])"),
-    ("[MNO][", begin("[MNO]") + "["), (r"{6}\.[a-zA-Z\d_-]{27}", r"{6}\.[a-zA-Z\d_-]{27}(?![A-Za-z0-9])"),
+    (r"\d{8,10}:[0-9A-Za-z_-]{35}", _TELEGRAM), ("[MNO][", begin("[MNO]", r"(?=[\w-]{23})") + "["),
+    (r"{6}\.[a-zA-Z\d_-]{27}", r"{6}\.[a-zA-Z\d_-]{27}(?![A-Za-z0-9])"),  # as above, of Discord
 )  # fmt: skip
 _OWN_WORDS = {"aws-key", "mailchimp-key", "twilio-key"}
 _BEGIN_WORDS = {"github-token", "jwt", "sendgrid-key", "slack-token", "stripe-key"}

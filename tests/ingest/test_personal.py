@@ -43,6 +43,7 @@ def test_code_stays(text: str) -> None:
     [
         ("Jane <jane.doe+x@example.co.uk>, a@b.engineering.", "Jane <<masked:email>>, <masked:email>."),
         ("ssh jane@build.corp.local; jane@163.com(work)", "ssh <masked:email>; <masked:email>(work)"),
+        ("x\\njane@example.com\\ngit@github.com:a/b", "x\\n<masked:email>\\ngit@github.com:a/b"),
         ("https://jane@host.example.com/x", "https://<masked:email>@host.example.com/x"),
     ],
 )
