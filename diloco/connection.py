@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import TypeVar
 
 import zmq
@@ -21,18 +21,14 @@ import zmq.asyncio
 from composer_prime.errors import DeadlineError, WireError
 from composer_prime.keys import ClientKeys
 from composer_prime.wire.sockets import dealer
+from diloco.flow import PIECE_BYTES, Flow
 from diloco.header import Header, RunningChecksum, check_body
 from diloco.rate_limit import TokenBucket
 from diloco.wire import Chunk, Closed, FromPeer, Get, Gone, Offer, Piece, Received, Refused, ToPeer, encode, to_peer
 
 logger = logging.getLogger(__name__)
-PIECE_BYTES = 1 << 18
-WINDOW = 32
-"""Most pieces under way at once."""
 _RESEND_S = 3.0
 _PIECE_TIMEOUT_S = 15.0
-_SLOW_S = 2.0
-"""An answer that takes longer says that the link's queue is full."""
 Asked = TypeVar("Asked", Chunk, Get)
 
 
@@ -51,6 +47,7 @@ class Connection:
         self._waiting: dict[bytes, asyncio.Future[ToPeer]] = {}
         rate = rate_limit_mbit * 1e6 / 8 if rate_limit_mbit is not None else None
         self._bucket = TokenBucket(rate, min(2 * PIECE_BYTES, int(rate or PIECE_BYTES)))  # a second's worth at most
+        self._up, self._down = Flow(), Flow()
         self._receiver = asyncio.create_task(self._receive())
 
     async def close(self) -> None:
@@ -108,14 +105,13 @@ class Connection:
             assert isinstance(answer, Received)
             if answer.size == header.size:
                 return True
-            starts = range(answer.size, header.size, PIECE_BYTES)
             chunks = (
-                Chunk(name=header.name, offset=at, data=bytes(body[at : at + PIECE_BYTES]), instance=instance)
-                for at in starts
+                Chunk(name=header.name, offset=at, data=bytes(body[at : at + size]), instance=instance)
+                for at, size in _spans(answer.size, header.size, self._up)
             )
             # Whatever goes wrong on the way, the next offer's answer says where to go on.
             with contextlib.suppress(TimeoutError):
-                async for chunk, reply in self._pipelined(chunks):
+                async for chunk, reply in self._pipelined(chunks, self._up):
                     if not isinstance(reply, Received) or reply.size < chunk.offset + len(chunk.data):
                         break
 
@@ -126,10 +122,10 @@ class Connection:
         """
         body, done, said, running = bytearray(header.size), 0, time.monotonic(), RunningChecksum()
         while done < header.size:
-            starts = range(done, header.size, PIECE_BYTES)
-            requests = (Get(name=header.name, offset=at, length=min(PIECE_BYTES, header.size - at)) for at in starts)
+            spans = _spans(done, header.size, self._down)
+            requests = (Get(name=header.name, offset=at, length=size) for at, size in spans)
             with contextlib.suppress(TimeoutError):
-                async for get, piece in self._pipelined(requests):
+                async for get, piece in self._pipelined(requests, self._down):
                     if not isinstance(piece, Piece):
                         return None
                     if len(piece.data) != get.length:
@@ -143,16 +139,17 @@ class Connection:
         check_body(header, len(body), running.hexdigest())
         return body
 
-    async def _pipelined(self, requests: Iterable[Asked]) -> AsyncIterator[tuple[Asked, ToPeer]]:
-        """Requests with their answers, in order, several under way at once: more while answers come quickly.
+    async def _pipelined(self, requests: Iterable[Asked], flow: Flow) -> AsyncIterator[tuple[Asked, ToPeer]]:
+        """Requests, made one by one, with their answers, in order: as many under way at once as `flow` says.
 
         Raises TimeoutError when an answer stays out.
         """
         waiting: deque[tuple[Asked, float, asyncio.Future[ToPeer]]] = deque()
-        window, source = 4, iter(requests)
+        source = iter(requests)
+        flow.begin()
         try:
             while True:
-                while len(waiting) < window and (request := next(source, None)) is not None:
+                while len(waiting) < flow.window and (request := next(source, None)) is not None:
                     if isinstance(request, Chunk):
                         await self._bucket.take(len(request.data))
                     waiting.append((request, time.monotonic(), await self._send(request)))
@@ -160,11 +157,19 @@ class Connection:
                     return
                 request, sent, future = waiting.popleft()
                 answer = _accepted(await asyncio.wait_for(future, _PIECE_TIMEOUT_S))
-                window = min(WINDOW, window + 1) if time.monotonic() - sent < _SLOW_S else max(2, window - 1)
+                flow.answered(time.monotonic() - sent)
                 yield request, answer
         finally:
             for _, _, future in waiting:
                 future.cancel()
+
+
+def _spans(start: int, end: int, flow: Flow) -> Iterator[tuple[int, int]]:
+    """Offsets and sizes of pieces, each of the size that is right when it is asked for."""
+    while start < end:
+        size = min(flow.piece_bytes, end - start)
+        yield start, size
+        start += size
 
 
 def _accepted(answer: ToPeer) -> ToPeer:

@@ -20,6 +20,9 @@ from composer_prime.keys import ClientKeys, CurvePair
 
 MAX_MESSAGE_BYTES = 1 << 30
 _ZAP_DOMAIN = b"composer-prime"
+_SILENCE_MS = 30_000
+"""A connection on which nothing whole arrives for longer is dropped and made anew: on a slow link one message that
+takes longer would be sent again and again. A host that is gone without a word is noticed so much later."""
 
 
 class _AllowList:
@@ -112,6 +115,7 @@ def dealer(context: zmq.Context, address: str, keys: ClientKeys, identity: bytes
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 3000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
     socket.curve_serverkey = keys.server_public
     socket.curve_publickey, socket.curve_secretkey = keys.own.public, keys.own.secret
     socket.connect(address)

@@ -23,7 +23,7 @@ WAYS = ("relay", "mesh", "hierarchical", "ring")
 RELAY_TRIPS = 10
 """Requests and answers of a peer, one after the other: offer, last piece, offer again, outcome, last piece down."""
 RELAY_WINDOW_GBIT = 32 * (1 << 18) * 8 / 1e9
-"""Most that one diloco/connection.py has under way at once (WINDOW pieces of PIECE_BYTES)."""
+"""Most that one connection has under way at once: diloco/flow.py, WINDOW pieces of PIECE_BYTES."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

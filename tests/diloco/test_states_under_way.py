@@ -8,7 +8,7 @@ from functools import partial
 from books import BEAT_TIMEOUT_S, Books
 from joint_run import settings, together, train, until
 
-from diloco import connection
+from diloco import flow
 from diloco.wire import Chunk, StateReady
 
 STATE = b"state"
@@ -112,7 +112,7 @@ def test_a_state_counts_in_memory():
 # Over a source's link that needs seconds for the state, in which more rounds end than are kept: the joiner joins with
 # the first state that is brought, and ends with the others' model.
 def test_a_slow_source(make_rendezvous, key_file, caplog, monkeypatch):
-    monkeypatch.setattr(connection, "PIECE_BYTES", 256)  # the state of so small a model is less than one piece
+    monkeypatch.setattr(flow, "PIECE_BYTES", 256)  # the state of so small a model is less than one piece
     caplog.set_level("INFO", "diloco.serving")
     server = make_rendezvous(start_peers=2, keep_rounds=2)
     joined = threading.Event()
@@ -128,7 +128,7 @@ def test_a_slow_source(make_rendezvous, key_file, caplog, monkeypatch):
         finally:
             joined.set()
 
-    slow = {"rate_limit_mbit": 0.01}
+    slow = {"rate_limit_mbit": 0.008}
     *_, seen = together(
         partial(train, config("a", **slow), 0, 10_000, stop=joined.is_set),
         partial(train, config("b", **slow), 1, 10_000, stop=joined.is_set),

@@ -1,0 +1,87 @@
+"""Links of a few kilobytes a second: what is under way there is small, and the connection lives."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from joint_run import Blocks, adamw, inner_step, settings
+
+from diloco.flow import PIECE_BYTES, WINDOW, Flow
+from diloco.streaming import StreamingDiLoCo
+
+READ_BYTES = 1024
+
+
+# Whatever a link was before, on one of `rate` what is under way comes to what is sent in 4 s, or to two of the smallest
+# pieces; on one that is quick it comes to all that may be under way, however long the trip.
+@given(before=st.lists(st.floats(0, 60), max_size=60), rate=st.floats(1e3, 1e9), trip_s=st.floats(0, 0.5))
+def test_what_is_under_way(before, rate, trip_s):
+    flow = Flow()
+    for took_s in before:
+        flow.answered(took_s)
+    for _ in range(100):
+        flow.answered(trip_s + flow.window * flow.piece_bytes / rate)
+    under_way = flow.window * flow.piece_bytes
+    assert under_way <= 4 * rate or under_way == 2 << 14
+    if rate > 1e8:
+        assert (flow.piece_bytes, flow.window) == (PIECE_BYTES, WINDOW)
+
+
+# A delta of 130 kB over a link of 0.1 Mbit/s, which needs 10 s for it, in which beats and answers come through: the
+# round closes, on the connection that was made first.
+@pytest.mark.slow
+def test_a_slow_link(make_rendezvous, key_file):
+    server, model = make_rendezvous(beat_timeout_s=10), Blocks(width=88)
+    optimizer, waits = adamw(model), {"round_deadline_s": 60, "round_timeout_s": 70, "offline_timeout_s": 80}
+    with slow_link(server.endpoint, bytes_per_s=12_500) as (address, connections):
+        config = settings(address, key_file, "a", sync_every=1, **waits)
+        with StreamingDiLoCo(model.named_parameters(), optimizer, config) as engine:
+            engine.count(tokens=1)
+            inner_step(model, optimizer, 0, 0)
+    assert engine.outer_step == 1 and engine.metrics["diloco/bytes_sent"] > 130_000 and len(connections) == 1
+
+
+@contextmanager
+def slow_link(endpoint: str, bytes_per_s: float) -> Iterator[tuple[str, list[str]]]:
+    """A TCP relay to `endpoint`: its own address, and the connections that were made."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    connections: list[str] = []
+    loop, listener = asyncio.new_event_loop(), socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 * READ_BYTES)  # what is queued waits at the sender
+    listener.bind(("127.0.0.1", 0))
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(READ_BYTES):
+            await asyncio.sleep(len(data) / bytes_per_s)
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(str(writer.get_extra_info("peername")))
+        there = await asyncio.open_connection(host, int(port), limit=4 * READ_BYTES)
+        await asyncio.gather(pump(reader, there[1]), pump(there[0], writer), return_exceptions=True)
+
+    async def serve() -> None:
+        async with await asyncio.start_server(relay, sock=listener, limit=4 * READ_BYTES):
+            await stop.wait()
+            pending = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+
+    stop = asyncio.Event()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}", connections
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(20)
