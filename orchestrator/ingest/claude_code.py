@@ -6,9 +6,10 @@ What the lines mean, and what is made of them:
    turn.
 2. A state's context is the walk along `parentUuid`: of two terminals, or where the user went back, each has its branch.
    Where a parent is not in the file, or no line names one, a line follows the one before it.
-3. `compact_boundary` starts the context anew; the summary that follows is its first message. A resumed session repeats
-   its earlier lines: same `uuid`s in one file, equal states in two; both count once. A prompt that was typed while the
-   agent worked may be there as an attachment (`queued_command`) alone: a message as any other.
+3. `compact_boundary` starts the context anew; the summary that follows is its first message, and messages that it keeps
+   (`preservedSegment`) stand behind the record that it names. A resumed session repeats its earlier lines: same `uuid`s
+   in one file, equal states in two; both count once. A prompt that was typed while the agent worked may be there as an
+   attachment (`queued_command`) alone: a message as any other.
 4. Sidechains (subagents) are another agent's conversation with another prompt: skipped.
 5. Thinking is kept in the action and never shown to anyone else. Tools are not listed: see observed_tools.py.
 """
@@ -82,6 +83,8 @@ class _Session:
         """The session before."""
         self._linked = False
         """Whether the trace's records name their parents."""
+        self._kept: dict[str, Any] | None = None
+        """What a compaction keeps whose summary is still to come."""
 
     def record(self, record: Any) -> Iterator[TraceState]:
         if not isinstance(record, dict):
@@ -117,6 +120,7 @@ class _Session:
         yield from self._assistant(record, message, parent) if kind == "assistant" else ()
         if kind == "user":
             self._user(record, message, parent)
+            yield from self._keep(record)
 
     def _parent(self, record: dict[str, Any]) -> Node | None:
         """The node behind which the record stands; None where it begins a trace."""
@@ -180,7 +184,7 @@ class _Session:
             parent, paired = behind or parent, paired or behind is not None
         said = [part for block in blocks if block not in results and (part := text_of(block)).strip()]
         if said:
-            if record.get("isCompactSummary") is True:
+            if record.get("isCompactSummary") is True and self._kept is None:
                 parent = Node(parent.maker)
             self._note(record, parent, "\n\n".join(said), queued=False, paired=paired)
             return
@@ -219,9 +223,23 @@ class _Session:
             ended = self._tree.get(string(record.get("logicalParentUuid")) or "")
             yield from self._tree.close(ended.nearest if ended else None)
             self._stands(record, Node(self._maker))
+            metadata = record.get("compactMetadata")
+            kept = metadata.get("preservedSegment") if isinstance(metadata, dict) else None
+            self._kept = kept if isinstance(kept, dict) else {}
+            yield from self._keep(record)
             self._tally.skip(f"system record: {known}")
         else:
             self._aside(record, f"system record: {known}")
+
+    def _keep(self, record: dict[str, Any]) -> Iterator[TraceState]:
+        """A compaction may keep the last messages (`preservedSegment`): they stand behind the record that it names."""
+        kept, tip = self._kept or {}, self._tree.tip
+        if _mark(record) is not None and _mark(record) == kept.get("anchorUuid") and tip is not None:
+            first, last = (self._tree.get(str(kept.get(name))) for name in ("headUuid", "tailUuid"))
+            if first is not None and last is not None:
+                yield from self._tree.move(first, last, tip)
+        if record.get("isCompactSummary") is True:
+            self._kept = None
 
     def _aside(self, record: dict[str, Any], reason: str, read: bool = True) -> None:
         """A record without a message: what follows it stands where it stands. One that was not read may come again."""

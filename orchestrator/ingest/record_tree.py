@@ -147,6 +147,28 @@ class RecordTree:
         self._hold(known.newest, [result if message == waiting else message for message in known.messages])
         return self._node(known.newest)
 
+    def move(self, first: Node, last: Node, behind: Node) -> Iterator[TraceState]:
+        """What stands from `first` to `last` stands behind another node from now on; nothing moves where `first` is not
+        above `last`."""
+        walk = [last]
+        while walk[-1] is not first:
+            if walk[-1].parent is None:
+                return
+            walk.append(walk[-1].parent)
+        yield from self.close(last.nearest)
+        moved: dict[Node, Node] = {}
+        for node in reversed(walk):
+            above = None if node.is_turn else behind.nearest
+            copy = Node(behind.maker, behind, above, node.is_turn, missing=node.missing, queued=node.queued)
+            self._hold(copy, node.messages)
+            copy.chars = behind.chars + copy.held
+            behind = moved[node] = self._node(copy)
+        for record, node in self._nodes.items():
+            if node in moved:
+                moved[node].uses += 1
+                self._nodes[record] = moved[node]
+                self._release(node)
+
     def close(self, node: Node | None) -> Iterator[TraceState]:
         """End a turn, where it is open: its state."""
         if node is None or node.turn is None:

@@ -194,6 +194,23 @@ def test_queued_prompts(tmp_path: Path) -> None:
     assert contents(states[1]) == ["task", None, "one"] and tally.skipped == {"record type attachment": 1}
 
 
+# A compaction may keep the last messages: they stand behind its summary, and what is said then behind them.
+def test_messages_that_a_compaction_keeps(tmp_path: Path) -> None:
+    start = [prompt("u1", None, "task"), answer("a1", "u1", text("one")), prompt("u2", "a1", "two?")]
+    start += [answer("a2", "u2", use("t1", "Bash")), result("r2", "a2", "t1", "did")]
+    kept = {"preservedSegment": {"headUuid": "u2", "anchorUuid": "s", "tailUuid": "r2"}}
+    boundary = {"type": "system", "subtype": "compact_boundary", "uuid": "c", "parentUuid": None, "sessionId": "s1"}
+    records = [*start, {**boundary, "compactMetadata": kept}, prompt("s", "c", "summary", isCompactSummary=True)]
+    records += [prompt("u3", "r2", "three?"), answer("a3", "u3", text("three"))]
+    states, tally = taken(lines(tmp_path / "s.jsonl", *records))
+    assert [contents(state) for state in states] == [
+        ["task"],
+        ["task", "one", "two?"],
+        ["summary", "two?", None, "did", "three?"],
+    ]
+    assert tally.taken == len(records) - 1
+
+
 # A compaction does not make uuids new: what is repeated behind it is skipped.
 def test_repeated_uuids_behind_a_compaction(tmp_path: Path) -> None:
     boundary = {"type": "system", "subtype": "compact_boundary", "uuid": "c", "parentUuid": None, "sessionId": "s1"}
