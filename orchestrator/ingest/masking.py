@@ -30,9 +30,11 @@ _SHORTEST_WORD, _SPLIT_CHARS = 20, 1 << 20
 _PARTIAL = {"basic-auth", "npm-token", "aws-key"}
 """Kinds of detect-secrets whose patterns match more than the secret, which is their first group."""
 _AROUND = " \t\r\n\"'=:"
-_PLACEHOLDER = re.compile(r"<.*|\{.*|\$.*|%[sd]|%\(.*|\*+|[xX]{3,}|.{0,16}\.\.\.")
+_PLACEHOLDER = re.compile(
+    r"<.*|\{.*|\$.*|%[sd]|%\(.*|\*+|[xX]{3,}|.{0,16}\.\.\.|(?i:pass(?:word|wd)?|pwd|token|secret)"
+)
 _PLAIN_VALUE = re.compile(
-    r"[A-Za-z_.\s-]*|\W*|<masked:.*|(?=\S*\s)(?:[\s.,:;!?()'/-]|[A-Za-z]+\d{0,2}(?!\w)|\b\d{1,4}\b)*"
+    r"[A-Za-z_.:\s-]*|\W*|<masked:.*|(?=\S*\s)(?:[\s.,:;!?()'/-]|[A-Za-z]+\d{0,2}(?!\w)|\b\d{1,4}\b)*"
     r"|\w+(?::[\w,]+)?(?:\|\w+(?::[\w,]+)?)+"
 )
 """Values that the keyword detector reports and that hold no secret: words, sentences, punctuation, what is masked,

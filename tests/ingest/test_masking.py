@@ -215,7 +215,7 @@ def test_encrypted_private_keys_go_whole(end: str) -> None:
         'f"postgres://{user}:{password}@{host}/{db}", "http://%s:%s@%s/", https://<user>:<password>@host',
         "see APACHECONFIG or APPENDIXABC x, PublicKeyToken=b77a5c561934e089, PublicKeyToken='b77a5c561934e089'",
         "private_key: x25519.X25519PrivateKey, signing_key: ed25519.Ed25519PrivateKey, token: MY_LONG_ENVIRONMENT_NAME",
-        "'password' => 'required|min:8|confirmed'",
+        "'password' => 'required|min:8|confirmed', 'secret_list' => 'encrypted:array', https://user:password@host/x",
         "secret_type = 'Base64 High Entropy String', prompt_password = 'npm password: '",
     ],
 )
