@@ -99,6 +99,20 @@ def test_the_deadline_ends_while_a_delta_is_offered_again(replaced_s):
         books.now += 1
 
 
+# Of peers that have brought their deltas the most impatient decides how long the round waits for the rest.
+@pytest.mark.parametrize("impatient", ["a", "b"])
+def test_the_most_impatient_peer_decides(impatient):
+    books = Books()
+    books.begin("a", "b", "c")
+    for peer in "ab":
+        books.rounds.peers[peer].deadline_s = DEADLINE_S if peer == impatient else 3 * DEADLINE_S
+        books.offer(peer, 0)
+    books.now += DEADLINE_S - 1
+    assert books.rounds.left_s(books.rounds.open_round(), books.now) == 1
+    books.now += 1
+    assert set(books.rounds.closable(books.now, 1)) == {"a", "b"}
+
+
 # What a process brought to an open round goes when another takes its place, and with it the deadline that it started.
 def test_a_successor_brings_its_own():
     books = Books()
@@ -148,6 +162,18 @@ def test_a_thawed_predecessor_brings_nothing():
         with pytest.raises(RunMismatchError, match="another process has taken its place"):
             books.answers.to(request)
     assert blob.complete and bytes(blob.data) == b"successor"
+
+
+# Nor does it where the rendezvous was restarted since, and does not know of the first: bytes of another start than that
+# which offered the blob do not enter it.
+def test_bytes_of_another_start():
+    books = Books()
+    books.hello("b", instance=2)
+    books.beat("b", 0)
+    books.offer("b", 0, body=b"successor", brought=4)
+    blob = books.rounds.open_round().blobs["b", 0]
+    gone = books.answers.to(Chunk(name=blob.header.name, offset=4, data=b"essor", instance=1))
+    assert gone.reason == "nothing called delta/0/b/0 is expected" and blob.received == 4
 
 
 # A body of another layout than its sender said hello with is refused, with both.
