@@ -147,6 +147,15 @@ def test_feedback_loses_nothing(spec, seed, rounds):
     assert torch.allclose(asked - sent, feedback.residuals[0].double(), atol=1e-4)
 
 
+# What is owed stays finite: a residual with NaN or infinity would spoil every delta to come.
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_feedback_forgets_what_is_not_finite(bad):
+    feedback = ErrorFeedback([3])
+    feedback.settle(0, torch.tensor([1.0, 2.0, 3.0]))
+    feedback.settle(0, torch.tensor([1.0, bad, 3.0]))
+    assert torch.equal(feedback.residuals[0], torch.zeros(3))
+
+
 # Bits a parameter of a large model, as the configuration's help states them: the codec's own for the dense and sparse
 # ones, about what normally distributed deltas take for those with an entropy code.
 @pytest.mark.parametrize(

@@ -37,6 +37,13 @@ def test_too_large_a_delta():
     assert not rejected({"a": good, "b": LARGEST_NORM**2 / 2}, GuardConfig())
 
 
+# From three peers on the median says who is out of line; of two, either may be, and both count.
+def test_out_of_line_from_three_peers_on():
+    squared, strict = {"a": 1.0, "b": 100.0}, GuardConfig(max_norm_ratio=1.5)
+    assert not rejected(squared, strict)
+    assert list(rejected(squared | {"c": 1.0}, strict)) == ["b"]
+
+
 # Whatever finite deltas come in, whatever the outer optimizer: a step that is allowed leaves finite values and
 # momentum, and one that is not might have come within a factor of two of the end of the range.
 @hypothesis_settings(deadline=None)
