@@ -41,10 +41,11 @@ class Rendezvous:
 
     def __init__(self, settings: RendezvousSettings, key: JointKey) -> None:
         """Raises PortInUseError, or ConfigError when torchft is not installed."""
-        self.settings, self._clock = settings, RunningClock(settings.beat_timeout_s / 5)
+        self.settings = settings
         self.lighthouse = Lighthouse(settings.min_peers)
         self._server: SecureServer = bind_router(settings.bind, key.server(), [key.client().own.public])
         self.endpoint = self._server.endpoint
+        self._clock = RunningClock(settings.beat_timeout_s / 5)
         self.answers = Answers(settings, key.derive("headers"), self._clock, self._pulse)
         self.rounds, self.transfers = self.answers.rounds, self.answers.transfers
         self._changed = asyncio.Event()
