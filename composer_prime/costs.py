@@ -14,8 +14,8 @@ Hints have a budget of their own, so their calls are no part of what teachers sp
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -133,7 +133,7 @@ def _count(total: Spent, open_calls: dict[str, dict[str, Any]], line: dict[str, 
 
 def _number(line: dict[str, Any], key: str) -> float:
     value = line.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise _WrongLineError(f"{key} is {value!r}, expected a number from 0 on")
     return value
 

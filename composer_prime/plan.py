@@ -9,7 +9,7 @@ from composer_prime.config import Config
 from composer_prime.config.teachers import VoiConfig
 from composer_prime.cost_forecast import Forecast, beside_the_cap, forecast
 from composer_prime.costs import spent
-from composer_prime.errors import ConfigError
+from composer_prime.errors import ConfigError, LedgerError
 from composer_prime.footprint import ModelShape, Need, disk_bytes, node_need, orchestrator_need, rank_need
 from composer_prime.machine import Machine, free_bytes, look
 from composer_prime.placement import uses_cuda
@@ -197,7 +197,10 @@ def _teachers(config: Config, found: Findings) -> Rows:
     rows.append(("", cost))
     if expected:
         _votes_worth_it(teachers.voi, expected, found)
-    paid = spent(config.run.directory / "costs.jsonl")
+    try:
+        paid = spent(config.run.directory / "costs.jsonl")
+    except (LedgerError, OSError) as error:
+        return [*rows, ("", f"spent so far: not known: {error}")]
     return [*rows, ("", f"spent so far: ${paid.usd:,.4f} in {paid.calls:,} calls")] if paid.calls else rows
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from composer_prime.config.load import parse
+from composer_prime.config.load import CommandLine, parse
 from composer_prime.console import EXIT_USAGE, columns, fail, until_the_reader_leaves
 from composer_prime.errors import ConfigError
 from composer_prime.wording import what_is_wrong
@@ -20,6 +20,14 @@ def main() -> int:
 
 def _main() -> int:
     command = parse(sys.argv[1:])
+    try:
+        return _run(command)
+    except ConfigError as error:
+        fail(error)
+
+
+def _run(command: CommandLine) -> int:
+    """Raises ConfigError."""
     from composer_prime.plan import build
 
     plan = build(command.config)
@@ -29,17 +37,14 @@ def _main() -> int:
         print(dataclasses.replace(plan, rows=[*plan.rows, *link_rows(command.config)]).text(columns()))
         return EXIT_USAGE if plan.problems else 0
     if plan.problems:
-        fail(ConfigError(f"the run cannot start: {what_is_wrong(plan.problems)}"))
+        raise ConfigError(f"the run cannot start: {what_is_wrong(plan.problems)}")
     for note in plan.notes if not command.config.run.resume else []:
         print(f"note: {note}", file=sys.stderr)
     from composer_prime.model_source import resolve_model
     from trainer.launch import launch
 
-    try:
-        resolve_model(command.config.model.path)
-        return launch(command.config)
-    except ConfigError as error:
-        fail(error)
+    resolve_model(command.config.model.path)
+    return launch(command.config)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from composer_prime.costs import spent
 from composer_prime.errors import LedgerError
+from trainer.main import main
 
 GOOD = '{"kind": "reserved", "call": "a", "usd": 2, "trace": "t"}\n'
 WRONG = {
@@ -19,6 +21,7 @@ WRONG = {
     '{"kind": "settled", "call": "a", "usd": "1"}': "usd is '1'",
     '{"kind": "settled", "call": "a", "usd": NaN}': "usd is nan",
     '{"kind": "settled", "call": "a", "usd": -3}': "usd is -3",
+    '{"kind": "settled", "call": "a", "usd": ' + "9" * 400 + "}": "usd is 9999",
     '{"kind": "reserved", "call": ["a"], "usd": 1}': "call is .'a'.",
     '{"kind": "reserved", "call": "b", "usd": true}': "usd is True",
     '{"kind": "seconds", "seconds": 3}': "gpu_seconds is None",
@@ -41,7 +44,8 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
     st.dictionaries(
         st.sampled_from(("kind", "call", "usd", "bound", "status", "trace", "seconds", "gpu_seconds", "link", "bytes")),
         st.sampled_from(("reserved", "settled", "hint", "seconds", "bytes", "ok", "a"))
-        | st.none() | st.booleans() | st.integers() | st.floats() | st.lists(st.integers(), max_size=1),
+        | st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats()
+        | st.lists(st.integers(), max_size=1),
     )
 )  # fmt: skip
 def test_any_line_is_summed_or_named(tmp_path_factory: pytest.TempPathFactory, line: dict) -> None:
@@ -58,3 +62,18 @@ def test_other_lines_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "costs.jsonl"
     path.write_text('{"kind": "settl\n[1]\n{"kind": "stopped"}\n{"kind": 3}\n{}\n' + GOOD)
     assert (spent(path).usd, spent(path).unsettled) == (2, 1)
+
+
+# The plan of a run with teachers says what is wrong in a row: it is no reason not to train.
+def test_the_plan_names_a_wrong_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "costs.jsonl").write_text('{"kind": "settled", "call": "a", "usd": null}\n')
+    words = ["@", "configs/a1.toml", "@", "configs/teachers/openrouter.toml", "--teachers.online", "true"]
+    words += ["--run.name", "one", "--run.output_dir", str(tmp_path), "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["trainer", *words])
+    main()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "spent so far: not known" in shown
+    assert "costs.jsonl:1 is no line of a ledger (usd is None, expected a number from 0 on)" in shown
