@@ -9,7 +9,8 @@ from detect_secrets.plugins.basic_auth import BasicAuthDetector
 from orchestrator.ingest import assigned
 from orchestrator.ingest.provider_tokens import Rule
 
-_NO_DASHES = r"(?:(?!-----)[\s\S])"
+_NO_DASHES = r"(?:(?!----)[\s\S])"
+"""Up to the next header, which has four of them or more, so that no header looks behind another."""
 _PRIVATE_KEY = re.compile(
     r"-{4,5} ?BEGIN [A-Z0-9 ]{0,32}PRIVATE KEY[A-Z ]{0,16}-{4,5}"
     # Up to its end, if what is between is a key: code has markers alone, one below the other.
