@@ -1,7 +1,8 @@
 """Tokens that their own form gives away, most by a prefix: detect-secrets' detectors, and providers it does not know.
 
 The list follows the public rules of gitleaks and the providers' documentation. A token is a word of its own: a letter
-or digit before it makes it part of a hash, a number or an identifier, and there it stays.
+or digit before it makes it part of a hash, a number or an identifier, and there it stays. No word holds tokens of
+GitHub, SendGrid, Slack and Stripe by chance (`ghp_` and 36 characters): they count behind anything.
 """
 
 from __future__ import annotations
@@ -74,10 +75,21 @@ _NAMED_PREFIXES = [
 ]
 
 
+_ESCAPES = (
+    r"\\[nrt]", r"\\u[0-9A-Fa-f]{4}", r"\\x[0-9A-Fa-f]{2}", "%[0-9A-Fa-f]{2}",  # of JSON, programs and URLs
+    r"\[m", r"[\[;]\dm", r"[\[;]\d\dm", r"[\[;]\d{3}m", r"\[K", r"\[\dK",  # of colours
+    "(?<![A-Za-z0-9])-[A-Za-z]",  # a short option
+)  # fmt: skip
+"""What may stand directly before a word although it ends in a letter or digit; of fixed length, to look behind."""
+
+
 def begin(first: str = "", ahead: str = "") -> str:
-    r"""A pattern of `first`, of fixed length, where a word begins: a letter before it is of "\n" or of a colour."""
-    behind = [r"\\[nrt]", r"\[m", r"[\[;]\dm", r"[\[;]\d\dm"]
-    return rf"{first}{ahead}(?:(?<![A-Za-z0-9]{first})|{'|'.join(f'(?<={item}{first})' for item in behind)})"
+    """A pattern of `first`, of fixed length, where a word begins.
+
+    `ahead` is a lookahead, `(?=...)`, that is tried behind `first` before anything looks back: at most places it fails,
+    and costs less.
+    """
+    return rf"{first}{ahead}(?:(?<![A-Za-z0-9]{first})|{'|'.join(f'(?<={item}{first})' for item in _ESCAPES)})"
 
 
 def _word(prefix: str, rest: str) -> re.Pattern[str]:
@@ -89,6 +101,8 @@ _AWS_SECRET = re.compile(
     r"(?i:secret_?access_?key)\\*[\"']?[ \t]{0,8}[=:][ \t]{0,8}\\*[\"']?(?P<secret>[A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])"
 )
 """As in ~/.aws/credentials, of any characters."""
+_AZURE_AD = re.compile(begin(ahead="(?=.{4}Q~)") + r"[A-Za-z0-9_~.]{3}\dQ~[A-Za-z0-9_~.-]{31,34}")
+_TERRAFORM = re.compile(begin(ahead=r"(?=.{14}\.a)") + r"[A-Za-z0-9]{14}\.atlasv1\.[A-Za-z0-9=_-]{60,70}")
 _URLS: list[Rule] = [
     (
         "webhook",
@@ -101,8 +115,8 @@ _URLS: list[Rule] = [
         [re.compile(r"hooks\.slack\.com/(?:workflows|triggers)/(?P<secret>[\w/+]{20,})")],
     ),
     ("webhook", ("webhook.office.com",), [re.compile(r"webhook\.office\.com/webhookb2/(?P<secret>[\w@/-]{40,})")]),
-    ("api-key", ("Q~",), [re.compile(begin() + r"[A-Za-z0-9_~.]{3}\dQ~[A-Za-z0-9_~.-]{31,34}")]),  # Azure AD
-    ("api-key", (".atlasv1.",), [re.compile(begin() + r"[A-Za-z0-9]{14}\.atlasv1\.[A-Za-z0-9=_-]{60,70}")]),
+    ("api-key", ("Q~",), [_AZURE_AD]),
+    ("api-key", (".atlasv1.",), [_TERRAFORM]),
 ]
 _GITLAB = (
     "glpat-", "gldt-", "glft-", "glsoat-", "glrt-", "GR1348941", "glcbt-", "glimt-", "glptt-", "glagent-", "gloas-",
@@ -136,8 +150,9 @@ _CHANGES = (
     (r"\d{8,10}:[0-9A-Za-z_-]{35}", _TELEGRAM), ("[MNO][", begin("[MNO]", r"(?=[\w-]{23})") + "["),
     (r"{6}\.[a-zA-Z\d_-]{27}", r"{6}\.[a-zA-Z\d_-]{27}(?![A-Za-z0-9])"),  # as above, of Discord
 )  # fmt: skip
-_OWN_WORDS = {"aws-key", "mailchimp-key", "twilio-key"}
-_BEGIN_WORDS = {"github-token", "jwt", "sendgrid-key", "slack-token", "stripe-key"}
+_OWN_WORDS = {"aws-key": "(?=A[A-Z0-9]{19})", "mailchimp-key": "(?=[a-z0-9]{32}-)", "twilio-key": "(?=[AS][CK])"}
+_BEGIN_WORDS = {"jwt": "(?=eyJ)"}
+"""Kinds that begin where a word begins, with what is ahead then; those of _OWN_WORDS end with the word, too."""
 
 
 def _changed(kind: str, pattern: re.Pattern[str]) -> re.Pattern[str]:
@@ -145,8 +160,9 @@ def _changed(kind: str, pattern: re.Pattern[str]) -> re.Pattern[str]:
     source = pattern.pattern
     for part, instead in _CHANGES:
         source = source.replace(part, instead)
-    if kind in _OWN_WORDS | _BEGIN_WORDS and not source.startswith(("aws", "https")):
-        source = f"{begin()}(?:{source})" + ("(?![A-Za-z0-9])" if kind in _OWN_WORDS else "")
+    ahead = (_OWN_WORDS | _BEGIN_WORDS).get(kind)
+    if ahead and not source.startswith(("aws", "https")):
+        source = f"{begin(ahead=ahead)}(?:{source})" + ("(?![A-Za-z0-9])" if kind in _OWN_WORDS else "")
     return re.compile(source, pattern.flags)
 
 

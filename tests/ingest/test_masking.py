@@ -154,6 +154,7 @@ def test_more_providers(token: str) -> None:
         (SECRETS["jwt"] + " x", "<masked:jwt> x"),
         ("login=jane%40example.com&x", "login=<masked:email>&x"),
         ("Private-Lines: 2\n" + ALNUM + "\n" + ALNUM + "\nx", "Private-Lines: 2\n<masked:private-key>\nx"),
+        ("x" + SECRETS["github-token"] + " x", "x<masked:github-token> x"),
         ("send Basic dXNlcjpwYXNzdzByZA== back", "send Basic <masked:basic-auth> back"),
     ],
 )

@@ -50,6 +50,7 @@ TOKENS: dict[str, Make] = {
 AROUND_TOKENS = [
     "export X=%s\n", "x: %s\n", '{"x": "%s"}', '{\\"x\\": \\"%s\\"}', "curl -H 'X-Thing: %s' https://x.io", "f(%s)",
     "invalid credentials %s for", "https://x.io/a?k=%s&b=1", "\x1b[32m%s\x1b[0m", "`%s`", "x\\n%s\\ny", "<a>%s</a>",
+    "\x1b[01;31m\x1b[K%s\x1b[m\x1b[K", "\x1b[38;5;208m%s\x1b[0m", "u=a%%3D%s%%26b", "x\\u0027%s\\u0027", "x -p%s x",
 ]  # fmt: skip
 VALUES: dict[str, Make] = {
     "hex": text_of("", (HEX, 32)),
