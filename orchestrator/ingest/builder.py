@@ -110,6 +110,8 @@ class TraceBuilder:
         return state
 
     def _append(self, message: Message, marks: set[str]) -> None:
+        if self._maker.unshown is not None:
+            return
         self._chars += size_of(message)
         if self._chars > self._maker.limits.context_chars:
             # Nothing that follows can be shown with its context: hold no more of it until it is condensed.

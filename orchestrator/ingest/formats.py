@@ -169,11 +169,11 @@ def ingest(
 def _observed(file: TraceFile, reader: Format) -> list[dict[str, Any]]:
     """The tools that a file's turns call; of a context nothing is held, and nothing is masked or counted."""
     tools = ObservedTools(Masker(Counter(), file.options.mask).text)
-    told, options = file.progress, file.options
+    told = file.progress
     first = replace(
         file,
         tally=Tally(),
-        options=replace(options, mask=False, limits=replace(options.limits, context_chars=0)),
+        options=replace(file.options, mask=False),
         fingerprints=Recent(),
         trace_ids=Recent(),
         progress=None if told is None else lambda _: told(0),

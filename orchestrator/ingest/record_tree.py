@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from composer_prime.traces import Message, TraceState
@@ -24,6 +25,8 @@ MAX_RECORDS = 30_000
 """Records that may be followed."""
 CONTEXTS = 2
 """Contexts of the greatest length that are held."""
+CLOSED = 8
+"""Turns behind which another stands without a walk to the root."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +60,23 @@ class Node:
         """The turn that it is, or the nearest above."""
         return self if self.is_turn else self.above
 
+    def versions(self) -> list[Node]:
+        """It, and the same turn with each result that came late."""
+        found = [self]
+        while found[-1].newest is not None:
+            found.append(found[-1].newest)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A walk from the root."""
+
+    messages: list[Message]
+    """Shared with the state of the turn that follows."""
+    digest: bytes
+    chars: int
+
 
 class RecordTree:
     """The nodes of a file, of one session or of several."""
@@ -66,6 +86,8 @@ class RecordTree:
         self._nodes: dict[str, Node] = {}
         self._open: dict[Node, None] = {}
         self._keys: dict[str, Node] = {}
+        self._contexts: dict[Node, Context] = {}
+        """Of the turns that were closed last: what stood before each."""
         self._held = 0
         self.tip: Node | None = None
         """Where the last record was placed."""
@@ -92,7 +114,7 @@ class RecordTree:
     def note(self, parent: Node, message: Message, queued: bool = False) -> Node:
         """A message behind `parent`."""
         above, size = parent.nearest, size_of(message)
-        missing = parent.missing or (above.missing if above else None)
+        missing = parent.maker.unshown or parent.missing or (above.missing if above else None)
         if missing is None and parent.chars + size > self._limits.context_chars:
             missing = too_long(self._limits)
         if missing is not None:
@@ -104,7 +126,7 @@ class RecordTree:
 
     def turn(self, parent: Node, turn: Turn) -> Node:
         """A turn behind `parent`, open. The turn above it has to be closed."""
-        missing = parent.missing or (parent.nearest.missing if parent.nearest else None)
+        missing = parent.maker.unshown or parent.missing or (parent.nearest.missing if parent.nearest else None)
         node = Node(parent.maker, parent, is_turn=True, turn=turn, chars=parent.chars, missing=missing, uses=1)
         self._open[node] = None
         if turn.key is not None:
@@ -136,9 +158,7 @@ class RecordTree:
 
     def _late(self, node: Node, call_id: str, text: str) -> Node | None:
         """A turn that was closed, with the result of a call: another branch went on without it."""
-        known = node
-        while known.newest is not None:
-            known = known.newest
+        known = node.versions()[-1]
         waiting = {"role": "tool", "tool_call_id": call_id, "content": NO_RESULT}
         if not node.is_turn or waiting not in known.messages:
             return None
@@ -150,19 +170,25 @@ class RecordTree:
     def move(self, first: Node, last: Node, behind: Node) -> Iterator[TraceState]:
         """What stands from `first` to `last` stands behind another node from now on; nothing moves where `first` is not
         above `last`."""
-        walk = [last]
-        while walk[-1] is not first:
+        walk, firsts = [last], set(first.versions())
+        while walk[-1] not in firsts:
             if walk[-1].parent is None:
                 return
             walk.append(walk[-1].parent)
         yield from self.close(last.nearest)
         moved: dict[Node, Node] = {}
         for node in reversed(walk):
-            above = None if node.is_turn else behind.nearest
-            copy = Node(behind.maker, behind, above, node.is_turn, missing=node.missing, queued=node.queued)
-            self._hold(copy, node.messages)
-            copy.chars = behind.chars + copy.held
-            behind = moved[node] = self._node(copy)
+            copies: list[Node] = []
+            for version in (first if node is walk[-1] else node).versions():
+                above = None if node.is_turn else behind.nearest
+                copy = Node(behind.maker, behind, above, node.is_turn, missing=version.missing, queued=node.queued)
+                self._hold(copy, version.messages)
+                copy.chars = behind.chars + copy.held
+                moved[version] = self._node(copy)
+                copies.append(copy)
+            for copy, newer in pairwise(copies):
+                copy.newest = newer
+            behind = moved[node]
         for record, node in self._nodes.items():
             if node in moved:
                 moved[node].uses += 1
@@ -177,12 +203,16 @@ class RecordTree:
         del self._open[node]
         if turn.key is not None and self._keys.get(turn.key) is node:
             del self._keys[turn.key]
-        chars, before = self._walk(node.parent)
-        state, shown = node.maker.finish(turn, before)
-        node.missing, node.chars = before.missing, chars + sum(map(size_of, shown))
+        context, node.missing = self._walk(node)
+        state, shown = node.maker.finish(turn, Before(context.messages, context.digest, node.missing))
+        node.chars = context.chars + sum(map(size_of, shown))
         if node.missing is None and node.chars > self._limits.context_chars:
             node.missing = too_long(self._limits)
         self._hold(node, [] if node.missing else shown)
+        if node.missing is None:
+            self._contexts[node] = context
+            if len(self._contexts) > CLOSED:
+                del self._contexts[next(iter(self._contexts))]
         if node.missing is not None and node.parent is not None:
             parent, node.parent = node.parent, None
             self._release(parent)
@@ -202,18 +232,26 @@ class RecordTree:
             yield from self.close(node.nearest)
             self._release(node)
 
-    def _walk(self, node: Node | None) -> tuple[int, Before]:
-        """(characters, the context) behind a node."""
+    def _walk(self, turn: Node) -> tuple[Context, str | None]:
+        """(what stands before an open turn, why it cannot be shown). Of the nearest turn above whose context is known
+        only what follows is walked."""
         nodes: list[Node] = []
-        while node is not None:
-            if node.missing is not None:
-                return 0, Before([], b"", node.missing)
-            nodes.append(node)
+        node = turn
+        while node.missing is None and node not in self._contexts and node.parent is not None:
             node = node.parent
-        nodes.reverse()
-        messages = [message for node in nodes for message in node.messages]
-        digest = hashlib.blake2b(b"".join(node.digest for node in nodes), digest_size=8).digest()
-        return sum(node.held for node in nodes), Before(messages, digest)
+            nodes.append(node)
+        if node.missing is not None:
+            return Context([], b"", 0), node.missing
+        known = self._contexts.pop(node, None)
+        if known is None:
+            known = Context([], b"", 0)
+        else:
+            self._contexts[node] = known
+        digest = known.digest
+        for node in reversed(nodes):
+            digest = hashlib.blake2b(digest + node.digest, digest_size=8).digest() if node.messages else digest
+        messages = [*known.messages, *(message for node in reversed(nodes) for message in node.messages)]
+        return Context(messages, digest, known.chars + sum(node.held for node in nodes)), None
 
     def _node(self, node: Node) -> Node:
         if node.parent is not None:
@@ -239,6 +277,7 @@ class RecordTree:
             if at.uses:
                 return
             self._resize(at, 0)
+            self._contexts.pop(at, None)
             at = at.parent
 
 

@@ -27,6 +27,7 @@ from orchestrator.ingest.thinking import split_thinking
 
 NO_RESULT = "[no result was recorded]"
 ERROR_CHARS = 500
+GATHERING = "the tools of the file are still being gathered"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class Before:
     """The context of a turn."""
 
     messages: list[Message]
-    """For the state to keep."""
+    """For the state to keep, and for nobody to change."""
     digest: bytes
     missing: str | None = None
     """Why it cannot be shown; then there are no messages."""
@@ -121,6 +122,8 @@ class StateMaker:
         self.origin, self.limits = origin, limits
         self._tally, self._masker, self._fingerprints = tally, masker, fingerprints
         self._gathering = tools if isinstance(tools, ObservedTools) else None
+        self.unshown = None if self._gathering is None else GATHERING
+        """Why no context is held, where none is needed."""
         self.tools = OfferedTools([] if isinstance(tools, ObservedTools) else tools, masker.value)
         self._steps = 0
 

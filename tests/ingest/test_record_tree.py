@@ -211,6 +211,27 @@ def test_messages_that_a_compaction_keeps(tmp_path: Path) -> None:
     assert tally.taken == len(records) - 1
 
 
+# What a compaction keeps has the results that came late, before it and after it.
+def test_late_results_of_messages_that_a_compaction_keeps(tmp_path: Path) -> None:
+    start = [prompt("u1", None, "task"), answer("a1", "u1", use("t1", "Bash"), use("t2", "Bash"))]
+    start += [prompt("u2", "a1", "meanwhile"), answer("a2", "u2", text("yes")), result("r1", "a1", "t1", "one")]
+    boundary = {"type": "system", "subtype": "compact_boundary", "uuid": "c", "parentUuid": None, "sessionId": "s1"}
+    summary, late = prompt("s", "c", "summary", isCompactSummary=True), result("r2", "a1", "t2", "two")
+    waiting = "[no result was recorded]"
+    for tail, at, seen in (
+        ("a2", "r1", [None, "one", waiting]),
+        ("r1", "r1", [None, "one", waiting]),
+        ("r1", "a1", [None, waiting, waiting]),
+        ("a2", "r2", [None, "one", "two"]),
+        ("r1", "r2", [None, "one", "two"]),
+    ):
+        kept = {"preservedSegment": {"headUuid": "a1", "anchorUuid": "s", "tailUuid": tail}}
+        records = [*start, {**boundary, "compactMetadata": kept}, summary, late]
+        records += [prompt("u3", at, "on"), answer("a3", "u3", text("done"))]
+        states, _ = taken(lines(tmp_path / "s.jsonl", *records))
+        assert contents(states[-1]) == ["summary", *seen, "on"], (tail, at)
+
+
 # A compaction does not make uuids new: what is repeated behind it is skipped.
 def test_repeated_uuids_behind_a_compaction(tmp_path: Path) -> None:
     boundary = {"type": "system", "subtype": "compact_boundary", "uuid": "c", "parentUuid": None, "sessionId": "s1"}
