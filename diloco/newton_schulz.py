@@ -8,7 +8,8 @@ order in which it is summed: on the library, the processor and the number of thr
 
 1. Before a product, both operands are rounded to integers n 2^s, |n| <= 2^k, with 2 k + ceil(log2(inner size)) <= 53.
    Then every product of two elements and every partial sum, in any order, fused or not, is an integer of at most 2^53,
-   which float64 holds: nothing is rounded, so there is nothing to differ. Scaling by 2^s is exact too.
+   which float64 holds: nothing is rounded, so there is nothing to differ but the sign of a zero, which is made +.
+   Scaling by 2^s is exact too.
 2. All else is elementwise float64, one operation after the other, each rounded once as IEEE 754 says (no fused
    multiply-add, no division by a scalar, which is a product on CUDA), and Python's own arithmetic.
 
@@ -71,7 +72,7 @@ def exact_product(left_mi: Tensor, right_in: Tensor) -> Tensor:
     """The product of both, first rounded to `_integers`; float64 [m, n], with the same bits on every machine."""
     inner = left_mi.shape[1]
     (left_mi, left), (right_in, right) = _integers(left_mi, inner), _integers(right_in, inner)
-    return (left_mi @ right_in) * 2.0 ** (left + right)
+    return (left_mi @ right_in) * 2.0 ** (left + right) + 0.0  # libraries start sums at 0.0, or at the first product
 
 
 def _integers(values: Tensor, inner: int) -> tuple[Tensor, int]:
