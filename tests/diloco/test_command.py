@@ -189,17 +189,18 @@ def test_lighthouse_without_its_overlay(key_file, capsys):
     assert "cannot listen at tcp://192.0.2.1:29600: this machine has no such address" in said and "`wg show`" in said
 
 
-# The lighthouse listens where it is told and nowhere else but on loopback, and SIGTERM ends it cleanly.
+# The lighthouse listens where it is told and nowhere else but on loopback, and SIGTERM ends it cleanly. What it says
+# first is where: until then no clock runs by which importing torchft would be a pause.
 def test_lighthouse_process(key_file):
     pytest.importorskip("torchft")
     command = [sys.executable, "-m", "diloco.main", "lighthouse", "--run", "r", "--key-file", str(key_file)]
     process = subprocess.Popen(
-        [*command, "--bind", "tcp://127.0.0.1:0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [*command, "--bind", "tcp://127.0.0.1:0", "--beat-timeout-s", "1"], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     try:
         first, second = process.stdout.readline(), process.stdout.readline()
-        assert re.match(r"rendezvous of run 'r' at tcp://127\.0\.0\.1:\d+\n", first), process.stderr.read()
+        assert re.match(r"rendezvous of run 'r' at tcp://127\.0\.0\.1:\d+\n", first), first
         port = int(second.partition("http://127.0.0.1:")[2].split()[0])
         with socket.create_connection(("127.0.0.1", port), timeout=5):
             pass
@@ -207,7 +208,7 @@ def test_lighthouse_process(key_file):
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-    assert "torchft::" not in process.stderr.read()
+    assert "torchft::" not in process.stdout.read()
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
