@@ -86,6 +86,7 @@ class Muon:
 
     def __init__(self, config: OuterConfig, fragments: Sequence[Fragment], ranks: Ranks) -> None:
         """Raises ConfigError when no parameter is a matrix of a block, or `ranks` do not hold one by rows."""
+        assert config.muon_lr is not None  # which OuterConfig sees to
         self._lr, self._ranks = config.muon_lr, ranks
         parts = [matrices_of(fragment, ranks) for fragment in fragments]
         self._matrices, self._rest = [matrices for matrices, _ in parts], [rest for _, rest in parts]

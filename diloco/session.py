@@ -41,7 +41,9 @@ class Member:
 
 def agreed_settings(config: DilocoConfig) -> dict[str, str]:
     """What decides the global model, as `diloco.` keys and text: the same for all peers."""
-    values = config.model_dump(mode="json", include={"fragments", "partition", "outer", "weighting", "guard"})
+    unused = {"outer": {"muon_lr"}} if config.outer.type != "muon" else None
+    included = {"fragments", "partition", "outer", "weighting", "guard"}
+    values = config.model_dump(mode="json", include=included, exclude=unused)
     flat: dict[str, str] = {}
     for name, value in values.items():
         inner = value if isinstance(value, dict) else {"": value}

@@ -48,8 +48,8 @@ class OuterConfig(BaseConfig):
     """Outer learning rate. lr / (1 - momentum) is the gain in steady state: near 1 is the safe start."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """Nesterov momentum. DiLoCo's pre-training pair is lr 0.7, momentum 0.9 (arXiv 2311.08105)."""
-    muon_lr: float = Field(default=MUON_LR, gt=0)
-    """With muon: length of a matrix's step, in lengths (Frobenius norms) of its mean delta."""
+    muon_lr: float | None = Field(default=None, gt=0)
+    """With muon: length of a matrix's step, in lengths (Frobenius norms) of its mean delta; 1.5 unless given."""
 
     @model_validator(mode="after")
     def _rates_of_this_type(self) -> OuterConfig:
@@ -58,7 +58,9 @@ class OuterConfig(BaseConfig):
                 f"diloco.outer.type is 'average', but lr is {self.lr} and momentum {self.momentum}: averaging has "
                 "neither; remove them or use type = 'nesterov'"
             )
-        if self.type != "muon" and self.muon_lr != MUON_LR:
+        if self.type == "muon":
+            self.muon_lr = MUON_LR if self.muon_lr is None else self.muon_lr
+        elif self.muon_lr is not None:
             raise ValueError(
                 f"diloco.outer.type is '{self.type}', but muon_lr is {self.muon_lr}: only muon has one; remove it or "
                 "use type = 'muon'"

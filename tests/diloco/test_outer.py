@@ -156,11 +156,23 @@ def test_wrong_settings(values, message):
         DilocoConfig(**PEER | values)
 
 
-# Peers must agree on every setting of the outer optimizer.
+# The rate that a run had is in its configuration as it is written down, and is no part of one that has no such rate.
+def test_muon_rate_is_muons():
+    for values, rate in [({}, None), ({"type": "average"}, None), ({"type": "muon"}, 1.5)]:
+        written = OuterConfig(**values).model_dump()
+        assert written["muon_lr"] == rate and OuterConfig(**written).model_dump() == written
+
+
+# Peers must agree on every setting of the outer optimizer that it has.
 def test_agreed_settings():
-    agreed = agreed_settings(DilocoConfig(**PEER, outer={"type": "muon", "muon_lr": 2.5}))
-    found = {key.rpartition(".")[2]: value for key, value in agreed.items() if key.startswith("diloco.outer.")}
-    assert found == {"type": "muon", "lr": "1.0", "momentum": "0.0", "muon_lr": "2.5"}
+    def agreed(**outer):
+        settings = agreed_settings(DilocoConfig(**PEER, outer=outer)).items()
+        return {key.rpartition(".")[2]: value for key, value in settings if key.startswith("diloco.outer.")}
+
+    rates = {"lr": "1.0", "momentum": "0.0"}
+    assert agreed(type="muon", muon_lr=2.5) == {"type": "muon", **rates, "muon_lr": "2.5"}
+    assert agreed(type="muon") == {"type": "muon", **rates, "muon_lr": "1.5"}
+    assert agreed() == {"type": "nesterov", **rates}
 
 
 # In the whole configuration: a peer's own folder, whole periods, an orchestrator that waits longer than a round may.

@@ -64,7 +64,7 @@ def test_steps_that_are_allowed_stay_finite(rounds, outer):
         else:
             velocity = max((float(each.abs().max()) for each in model.outer.velocity), default=0.0)
             largest = max(abs(value) for value in values)
-            step = max(max(1.0, outer.lr) * (2 * largest + velocity), outer.muon_lr * 2**0.5 * largest)
+            step = max(max(1.0, outer.lr) * (2 * largest + velocity), (outer.muon_lr or 0) * 2**0.5 * largest)
             assert float(model.masters[0].abs().max()) + step > 0.49 * TOP
         assert all(tensor.isfinite().all() for tensor in model.tensors().values())
 
