@@ -40,6 +40,8 @@ class Join:
     """Its own state will do."""
     awaits: int = 0
     """Serial of the state that it is to get; 0 for none."""
+    replays_from: int | None = None
+    """Outer step of the last state that this start of the peer was told of, by whichever attempt."""
     given: dict[int, int] = field(default_factory=dict)
     """By the serial of a state that a rank was told of: the last closed round that all its ranks are told with it."""
 
@@ -70,8 +72,12 @@ class Joins:
         if peer is None or peer.instance != ask.instance or ask.rank not in peer.layouts:
             return Gone(reason="say hello first")
         join = self._joins.get(ask.peer)
-        if join is None or join.instance != ask.instance or join.attempt < ask.attempt:
+        if join is None or join.instance != ask.instance:
             join = self._joins[ask.peer] = Join(ask.instance, ask.attempt, now)
+        elif join.attempt < ask.attempt:  # until all its ranks have asked anew, what the last attempt needs stays
+            join = self._joins[ask.peer] = Join(
+                ask.instance, ask.attempt, now, awaits=join.awaits, replays_from=join.replays_from
+            )
         if join.attempt > ask.attempt or join.over:  # a request that was sent again, and came late
             return NotReady(waiting_for="the same answer on all ranks")
         if ask.rank not in join.asks:
@@ -99,15 +105,15 @@ class Joins:
 
         None where nobody does.
         """
-        current = self._transfers.current
-        if current is None:
-            return None
-        joins = [(each, self._joins.get(each.name)) for each in self._rounds.alive(now)]
-        needed = any(
-            join is not None and not join.over and join.instance == each.instance and join.awaits == current.serial
-            for each, join in joins
-        )
-        return current.first_step if needed else None
+        current, steps = self._transfers.current, []
+        for peer in self._rounds.alive(now):
+            join = self._joins.get(peer.name)
+            if join is None or join.over or join.instance != peer.instance:
+                continue
+            steps.append(join.replays_from)
+            if current is not None and join.awaits == current.serial:
+                steps.append(current.first_step)
+        return min((step for step in steps if step is not None), default=None)
 
     def trains(self, peer: str) -> None:
         """It has joined."""
@@ -212,7 +218,7 @@ class Joins:
             logger.warning("the state of peer %s is not the others' of outer step %d", transfer.source, step)
             self._transfers.refuse(transfer.serial)
             return NotReady(waiting_for="a state that the rounds since go on from")
-        newest = join.given.setdefault(transfer.serial, last)
+        join.replays_from, newest = transfer.outer_step, join.given.setdefault(transfer.serial, last)
         return StateReady(header=transfer.blobs[rank].header, newest=newest)
 
     def _no_source(self, sources: list[Peer]) -> str:

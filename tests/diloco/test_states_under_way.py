@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from functools import partial
 
+import pytest
 from books import BEAT_TIMEOUT_S, Books
 from joint_run import settings, together, train, until
 
 from diloco import flow
-from diloco.wire import Chunk, StateReady
+from diloco.wire import Chunk, StateReady, Unusable
 
 STATE = b"state"
 
@@ -24,18 +25,19 @@ def begun(**settings):
     return books
 
 
-def ask(books):
-    """What c waits for, or the outer step of the state that it gets."""
+def ask(books, joiner="c", rank=0, attempt=1):
+    """What it waits for, or the outer step of the state that it gets."""
     for peer in "ab":
         books.beat(peer, (books.rounds.newest or 0) + 1)
-    answer = books.ask("c", 0, base_hash="other")
+    answer = books.ask(joiner, 0, rank=rank, attempt=attempt, base_hash=f"other{rank}")
     return answer.header.outer_step if isinstance(answer, StateReady) else answer.waiting_for
 
 
 def go_on(books, rounds, body=b"delta"):
     for _ in range(rounds):
         books.now += 1
-        books.beat("c", 0, training=False)
+        for joiner in books.rounds.peers.keys() - {"a", "b"}:
+            books.beat(joiner, 0, training=False)
         books.close(books.rounds.newest + 1, "a", "b", body=body)
 
 
@@ -58,6 +60,42 @@ def test_rounds_stay_for_a_joiner():
     books.beat("c", 23)
     books.close(23, "a", "b", "c")
     assert books.rounds.oldest == 22 and books.transfers.current is None
+
+
+# They stay for who replays them also when another joiner refuses the state meanwhile, and asks for another.
+def test_rounds_stay_when_another_refuses():
+    books = begun(keep_rounds=2)
+    books.hello("d")
+    bring_the_rest(books)
+    assert ask(books) == ask(books, "d") == 3
+    serial = books.transfers.current.serial
+    books.answers.to(Unusable(peer="d", instance=1, serial=serial, reason="it is of another start"))
+    go_on(books, 3)
+    assert "none of it is here" in ask(books, "d", attempt=2) and books.rounds.oldest == 3
+    books.offer("b", 6, kind="state", body=STATE, serial=books.transfers.wanted("b"))
+    go_on(books, 3)
+    assert ask(books, "d", attempt=2) == 6 and books.rounds.oldest == 3
+    books.beat("c", 9)
+    books.close(9, "a", "b", "c")
+    assert books.rounds.oldest == 6
+
+
+# And while a joiner's ranks ask anew one after the other, also where they were not told of it yet.
+@pytest.mark.parametrize("told", [False, True])
+def test_rounds_stay_between_ranks(told):
+    books = Books(keep_rounds=2)
+    books.begin("a", "b", ranks=2, rounds=3)
+    books.hello("c", ranks=2)
+    for rank in (0, 1):
+        ask(books, rank=rank)
+    serial = books.transfers.wanted("a")
+    for rank in (0, 1):
+        books.offer("a", 3, kind="state", rank=rank, body=STATE, brought=None if told else 1, serial=serial)
+    assert not told or [ask(books, rank=rank) for rank in (0, 1)] == [3, 3]
+    go_on(books, 4)
+    assert "rank 1 of peer c" in ask(books, rank=0, attempt=2)
+    go_on(books, 4)
+    assert books.rounds.oldest == 3 and books.transfers.current.serial == serial
 
 
 # Rounds do not stay for a joiner that died: the source is told to stop, and nothing is in the way of the next.
