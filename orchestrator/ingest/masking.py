@@ -31,14 +31,17 @@ _PARTIAL = {"basic-auth", "npm-token", "aws-key"}
 """Kinds of detect-secrets whose patterns match more than the secret, which is their first group."""
 _AROUND = " \t\r\n\"'=:"
 _PLACEHOLDER = re.compile(
-    r"<.*|\{.*|\$.*|%[sd]|%\(.*|\*+|[xX]{3,}|.{0,16}\.\.\.|(?i:pass(?:word|wd)?|pwd|token|secret)"
+    r"<.*>.*|\{.*\}.*|\$.*|%[sd]|%\(.*|\*+|[xX]{3,}|.{0,16}\.\.\.|(?i:pass(?:word|wd)?|pwd|token|secret)"
 )
+_RULE = r"\w+(?::[\w,]+)?"
 _PLAIN_VALUE = re.compile(
-    r"[A-Za-z_.:\s-]*|\W*|<masked:.*|(?=\S*\s)(?:[\s.,:;!?()'/-]|[A-Za-z]+\d{0,2}(?!\w)|\b\d{1,4}\b)*"
-    r"|\w+(?::[\w,]+)?(?:\|\w+(?::[\w,]+)?)+"
+    r"(?:[A-Za-z_.\s-]|:(?=\s|\Z))*|\W*|<masked:.*"
+    r"|(?=\S*\s)(?:[\s.,:;!?()'/-]|[A-Za-z]+(?:32|64|128|256|384|512)?(?!\w))*"
+    r"|(?=.*\b(?:characters|chars|digits|bytes|bits|must|at least|at most)\b)[\w\s.,:;!?()'/-]*"
+    rf"|(?=(?:{_RULE}\|)*(?:required|nullable|sometimes|min|max|string|confirmed|encrypted|hashed)\b){_RULE}(?:\|{_RULE})*"
 )
-"""Values that the keyword detector reports and that hold no secret: words, sentences, punctuation, what is masked,
-rules for a password (`required|min:8`)."""
+"""Values that the keyword detector reports and that hold no secret: words, punctuation, sentences without a number or
+about what a password must be, what is masked, rules in known words (`required|min:8`). Pass phrases have numbers."""
 
 
 class Masker:

@@ -155,6 +155,16 @@ def test_more_providers(token: str) -> None:
         ("login=jane%40example.com&x", "login=<masked:email>&x"),
         ("Private-Lines: 2\n" + ALNUM + "\n" + ALNUM + "\nx", "Private-Lines: 2\n<masked:private-key>\nx"),
         ("x" + SECRETS["github-token"] + " x", "x<masked:github-token> x"),
+        ("DB_PASSWORD=p\\@ssw0rd99 x", "DB_PASSWORD=<masked:password> x"),
+        ("DB_PASSWORD='Domain\\s3cretpw' x", "DB_PASSWORD='<masked:password>' x"),
+        ("x\\nPASSWORD=hunter2\\nx", "x\\nPASSWORD=<masked:password>\\nx"),
+        ("PASSWORD=hunter2\\\\nx", "PASSWORD=<masked:password>\\\\nx"),
+        ('password = "correct horse battery 9 staple"', 'password = "<masked:password>"'),
+        ('password: "Summer 2024!"', 'password: "<masked:password>"'),
+        ("password: 'open:sesame'", "password: '<masked:password>'"),
+        ('"password": "hunter|two2:x"', '"password": "<masked:password>"'),
+        ("postgres://u:{ecr3t99@h/db", "postgres://u:<masked:basic-auth>@h/db"),
+        ("postgres://u:<ecr3t99@h/db", "postgres://u:<masked:basic-auth>@h/db"),
         ("send Basic dXNlcjpwYXNzdzByZA== back", "send Basic <masked:basic-auth> back"),
     ],
 )
@@ -218,6 +228,7 @@ def test_encrypted_private_keys_go_whole(end: str) -> None:
         "private_key: x25519.X25519PrivateKey, signing_key: ed25519.Ed25519PrivateKey, token: MY_LONG_ENVIRONMENT_NAME",
         "'password' => 'required|min:8|confirmed', 'secret_list' => 'encrypted:array', https://user:password@host/x",
         "secret_type = 'Base64 High Entropy String', prompt_password = 'npm password: '",
+        "bad_password = 'It must have at least 8 characters, and 2 digits!', 'password': 'required|string|min:8'",
     ],
 )
 def test_ordinary_text_stays(text: str) -> None:
@@ -265,6 +276,7 @@ HOSTILE = [
     "TOKEN=a.", "TOKEN=1", "mysql ", "/mysql -p", "sshpass -p", "docker login ", "redis-cli -a ",
     "/home/a", "/home/-", "%2Fhome%2F", "a%40b.", "sk-a", "Bearer a", "secret_access_key=", "Private-Lines: 1\n",
     "-----BEGIN PRIVATE " + "KEY-----\n" + "A" * 64, "Proc-Type: ", "aA", "token: aA1!", "123456789:", "M.", "Q~",
+    "PASSWORD=\\", "PASSWORD=\\\\n", 'password="min|',
     "----BEGIN PRIVATE " + "KEY----" + "A" * 40 + "!", "----BEGIN PRIVATE " + "KEY----!?",
 ]  # fmt: skip
 
