@@ -109,6 +109,9 @@ def find_files(paths: list[Path], output: Path) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise ConfigError(f"{path} does not exist: give trace files or folders that hold them")
+        if not (path.is_file() or path.is_dir()):
+            kind = "a pipe" if path.is_fifo() else "a device or socket"
+            raise ConfigError(f"{path} is {kind}, and files are read twice: save it to a file first")
         try:
             found += list(_inside(path)) if path.is_dir() else [path]
         except OSError as error:

@@ -1,0 +1,39 @@
+"""Input that can be read only once: files are read twice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ingest_traces import SESSION, lines
+
+from composer_prime.errors import ConfigError
+from orchestrator.ingest.command import find_files
+
+
+def ingested(output: Path, **stdin: Any) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "orchestrator.ingest", "/dev/stdin", "-o", str(output)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, **stdin)
+
+
+# A pipe is refused before anything is opened, with what to do; one that has a name would wait for a writer.
+def test_pipes_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="fifo is a pipe, and files are read twice: save it to a file first"):
+        find_files([tmp_path / "fifo"], tmp_path / "o.jsonl")
+    with pytest.raises(ConfigError, match="/dev/null is a device or socket"):
+        find_files([Path("/dev/null")], tmp_path / "o.jsonl")
+
+
+# What is piped in is refused likewise; what is redirected from a file is that file.
+def test_standard_input(tmp_path: Path) -> None:
+    session, output = lines(tmp_path / "s.jsonl", *SESSION), tmp_path / "o.jsonl"
+    piped = ingested(output, input=session.read_text())
+    assert piped.returncode == 2 and "/dev/stdin is a pipe" in piped.stderr and not output.exists()
+    with session.open() as file:
+        redirected = ingested(output, stdin=file)
+    assert redirected.returncode == 0 and len(output.read_bytes().splitlines()) == 2
