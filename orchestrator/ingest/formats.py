@@ -6,6 +6,7 @@ ingest(path) -> Iterator[TraceState]         tally: what was taken, skipped, mas
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,8 @@ class TraceFile:
     progress: Callable[[int], None] | None = None
     tools: ObservedTools | list[dict[str, Any]] = field(default_factory=list)
     """What the file's turns call, or where it is still to be gathered."""
+    size: int = sys.maxsize
+    """Bytes of a file of lines that are read: what is written while it is read is left for another time."""
 
     def records(self) -> Iterator[Any]:
         """The values of a file of lines; a `Bad` one is skipped and counted here.
@@ -82,7 +85,7 @@ class TraceFile:
         if self.path.is_dir():
             self.tally.skip(NO_TRACE)
             return
-        for value in lines(self.path, self.options.limits, self.progress):
+        for value in lines(self.path, self.options.limits, self.progress, self.size):
             if isinstance(value, Bad):
                 self.tally.skip(value.reason)
             else:
@@ -139,13 +142,14 @@ def ingest(
 ) -> Iterator[TraceState]:
     """The states of one file (or of one OpenHands conversation folder), in its order, in bounded memory.
 
-    The file is read twice, first for the tools that it uses. `tally` is filled as states are drawn and is balanced at
+    The file is read twice, first for the tools that it uses, and only as far as it went when that began. `tally` is filled as states are drawn and is balanced at
     the end. `fingerprints` and `trace_ids` may be shared between files. `progress` is called with bytes read, in the
     first pass with 0. Raises OSError when the file cannot be read and ConfigError for an unknown `options.format`;
     whatever the content is, it is counted, never raised.
     """
     options, tally = options or Options(), Tally() if tally is None else tally
     named = _named(options.format) if options.format else None
+    size = path.stat().st_size
     found, whole = _detected(path, options.limits)
     reader = named or found
     tally.format = f"{reader.NAME}/{reader.VERSION}" if reader else None
@@ -158,6 +162,7 @@ def ingest(
         fingerprints=fingerprints or Recent(),
         trace_ids=trace_ids or Recent(),
         progress=progress,
+        size=size,
     )
     if reader is None:
         file.unknown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,21 +38,24 @@ class Bad:
     reason: str
 
 
-def lines(path: Path, limits: Limits, progress: Callable[[int], None] | None = None) -> Iterator[Any]:
-    """The JSON value of every line, or `Bad`. Blank lines are no records. A longer line than the limit is passed over
-    in pieces, never held; `progress` hears of a line's bytes before its value is given out."""
+def lines(
+    path: Path, limits: Limits, progress: Callable[[int], None] | None = None, until: int = sys.maxsize
+) -> Iterator[Any]:
+    """The JSON value of every line of the first `until` bytes, or `Bad`. Blank lines are no records. A longer line than
+    the limit is passed over in pieces, never held; `progress` hears of a line's bytes before its value is given out."""
     with path.open("rb", buffering=CHUNK_BYTES) as file:
         done = 0
-        while raw := file.readline(limits.line_bytes + 1):
+        while raw := file.readline(min(limits.line_bytes + 1, until)):
             whole, blank = raw.endswith(b"\n"), raw.isspace()
             size = len(raw)
             if not whole and size > limits.line_bytes:
                 del raw
-                size += _rest_of_line(file)
+                size += _rest_of_line(file, until - size)
                 value: Any = Bad(f"line longer than {limits.line_bytes >> 20} MiB")
             else:
                 value = None if blank else parse(raw, torn=not whole)
                 del raw
+            until -= size
             if progress is not None and (done := done + size) >= CHUNK_BYTES:
                 progress(done)
                 done = 0
@@ -122,9 +126,9 @@ def _is_deep(value: Any) -> bool:
     return bool(level)
 
 
-def _rest_of_line(file: Any) -> int:
+def _rest_of_line(file: Any, until: int) -> int:
     size = 0
-    while piece := file.readline(CHUNK_BYTES):
+    while piece := file.readline(min(CHUNK_BYTES, until - size)):
         size += len(piece)
         if piece.endswith(b"\n"):
             break

@@ -1,4 +1,4 @@
-"""Input that can be read only once: files are read twice."""
+"""Files are read twice: input that can be read only once, and files that grow between the two."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ingest_traces import SESSION, lines
+from ingest_traces import SESSION, answer, lines, taken, use
 
 from composer_prime.errors import ConfigError
 from orchestrator.ingest.command import find_files
+from orchestrator.ingest.formats import ingest
+from orchestrator.ingest.tally import Tally
 
 
 def ingested(output: Path, **stdin: Any) -> subprocess.CompletedProcess[str]:
@@ -37,3 +39,18 @@ def test_standard_input(tmp_path: Path) -> None:
     with session.open() as file:
         redirected = ingested(output, stdin=file)
     assert redirected.returncode == 0 and len(output.read_bytes().splitlines()) == 2
+
+
+# What a session writes while it is read is left for another time, whatever it is: a tool's call, or half a line.
+@pytest.mark.parametrize("more", [answer("b1", "a5", use("t9", "Edit")), b'{"type": "assist'])
+def test_a_file_that_grows(tmp_path: Path, more: object) -> None:
+    path = lines(tmp_path / "s.jsonl", *SESSION)
+    whole, tally = taken(path)
+    late = Tally()
+    reading = ingest(path, late)
+    states = [next(reading)]
+    rest = lines(tmp_path / "more", more).read_bytes()
+    with path.open("ab") as file:
+        file.write(rest)
+    states += reading
+    assert states == whole and late == tally
