@@ -142,10 +142,10 @@ def ingest(
 ) -> Iterator[TraceState]:
     """The states of one file (or of one OpenHands conversation folder), in its order, in bounded memory.
 
-    The file is read twice, first for the tools that it uses, and only as far as it went when that began. `tally` is filled as states are drawn and is balanced at
-    the end. `fingerprints` and `trace_ids` may be shared between files. `progress` is called with bytes read, in the
-    first pass with 0. Raises OSError when the file cannot be read and ConfigError for an unknown `options.format`;
-    whatever the content is, it is counted, never raised.
+    The file is read twice, first for the tools that it uses, and only as far as it went when that began. `tally` is
+    filled as states are drawn and is balanced at the end. `fingerprints` and `trace_ids` may be shared between files.
+    `progress` is called with bytes read, in the first pass with 0. Raises OSError when the file cannot be read and
+    ConfigError for an unknown `options.format`; whatever the content is, it is counted, never raised.
     """
     options, tally = options or Options(), Tally() if tally is None else tally
     named = _named(options.format) if options.format else None
