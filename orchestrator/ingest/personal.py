@@ -1,8 +1,9 @@
 """What names a person: e-mail addresses, and the owners of home folders. Code that only looks like them stays.
 
 An address ends in a domain that exists (the Public Suffix List) or that is kept for private use: `logo@2x.png`,
-`q@k.t(`, `x@self.weight`, `pkg@1.2.3-beta.rc` and `vpn@office.service` are none. Neither is the login of a service, as
-in `git@github.com`; that of a person may be an address, so it counts.
+`q@k.t(`, `x@self.weight`, `pkg@1.2.3-beta.rc` and `vpn@office.service` are none. Behind one in a common domain more may
+follow, as in `a@example.com.json`. The login of a service is none, as in `git@github.com`; that of a person may be an
+address, so it counts.
 
 A home folder begins an absolute path: `src/home/x`, `~/Users/x` and `https://host/home/x` hold none, nor does a file,
 `/home/index.html`. `/home/dashboard` may be a folder or a route of a web site. It is a route where code says so (an
@@ -17,16 +18,24 @@ from functools import cache
 
 from publicsuffixlist import PublicSuffixList
 
+_COMMON = {
+    "com", "org", "net", "edu", "gov", "io", "dev", "ai", "co", "de", "ch", "fr", "uk", "ie", "nl", "be", "eu",
+    "es", "pl", "cz", "gr", "se", "dk", "fi", "ru", "us", "ca", "au", "jp", "cn", "br",
+}  # fmt: skip
+"""No attribute is called so: what opens a bracket behind it is no call, and `self.de` is a domain."""
 _AT = re.compile(
-    r"(?:@|%40)(?!v?\d{1,4}\.\d|(?:self|cls|this)\.)(?P<domain>(?:[A-Za-z0-9-]{1,63}\.){1,8}(?P<last>[A-Za-z]{2,24}))\b"
+    rf"(?:@|%40)(?!v?\d{{1,4}}\.\d|(?:self|cls|this)\.(?!(?:{'|'.join(sorted(_COMMON))})\b))"
+    r"(?P<domain>(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24})\b"
 )
 _USER_CHARS = 64
-_USER = re.compile(r"(?:\\[nrt]|\b)(?P<name>[A-Za-z0-9._%+-]+)\Z")  # "\n" as JSON writes it is no part of a name
+_USER = re.compile(r"(?:\\[nrt]|\\u[0-9A-Fa-f]{4}|\x1b\[[\d;]{0,12}[mK]|\b)(?P<name>[A-Za-z0-9._%+-]+)\Z")
+"""Neither an escape of JSON nor a colour is part of a name."""
 _SERVICES = {"git", "hg", "svn", "root", "ubuntu", "debian", "centos", "ec2-user"}
-_PRIVATE = {"local", "localhost", "internal", "lan", "corp", "test", "example", "invalid"}
+_PRIVATE = {
+    "local", "localhost", "localdomain", "internal", "intranet", "private", "lan", "home", "corp", "cluster",
+    "test", "example", "invalid",
+}  # fmt: skip
 """RFC 2606, 6761 and 6762, and what companies use beside them."""
-_COMMON = {"com", "org", "net", "edu", "gov"}
-"""No attribute is called so: what opens a bracket behind it is no call."""
 
 _ROOT = re.compile(
     r"/(?:home|Users)\\{0,2}/|(?i:%2F)(?:home|Users)(?i:%2F)|:\\{1,2}Users\\{1,2}|-(?:home|Users)-(?=[^-])"
@@ -66,18 +75,22 @@ def addresses(text: str) -> Iterator[tuple[int, int]]:
     """(start, end) of each e-mail address; of a URL's user, without the host."""
     for at in _AT.finditer(text):
         user = _USER.search(text[max(at.start() - _USER_CHARS, 0) : at.start()])
-        if user and user["name"] not in _SERVICES and _exists(at, text[at.end() : at.end() + 1]):
+        end = _end_of_domain(at, text[at.end() : at.end() + 1]) if user and user["name"] not in _SERVICES else None
+        if user and end:
             start = at.start() - len(user["name"])
             in_url = text[at.start()] == "@" and text[max(start - 3, 0) : start] == "://"
-            yield start, at.start() if in_url else at.end()
+            yield start, at.start() if in_url else end
 
 
-def _exists(at: re.Match[str], behind: str) -> bool:
-    """Whether the domain of an address can be one, with this character behind it."""
-    last = at["last"].lower()
-    if last in _COMMON:
-        return True
-    return behind not in ("(", "[") and (last in _PRIVATE or bool(_suffixes().publicsuffix(at["domain"])))
+def _end_of_domain(at: re.Match[str], behind: str) -> int | None:
+    """Where the domain of an address ends that has this character behind it; None where it can be none."""
+    labels = at["domain"].split(".")
+    last = labels[-1].lower()
+    if behind not in ("(", "[") and (last in _COMMON | _PRIVATE or _suffixes().publicsuffix(at["domain"])):
+        return at.end()
+    while len(labels) > 1 and labels[-1].lower() not in _COMMON:
+        labels.pop()
+    return at.start("domain") + len(".".join(labels)) if len(labels) > 1 else None
 
 
 @cache

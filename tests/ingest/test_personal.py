@@ -27,7 +27,7 @@ def masked(text: str) -> tuple[str, Counter[str]]:
         "return redirect('/home/dashboard'); <a href=\"/home/about\"> <Link to='/home/x'> client.get('/home/list')",
         "GET /Users/2819c223 HTTP/1.1",
         "assets/logo@2x.png icon@3x.webp 'logo@2x.png'",
-        "att = (q@k.transpose(-2, -1)); y = x@self.weight + a@b.to(device) + x@w.mt[0]",
+        "att = (q@k.transpose(-2, -1)); y = x@self.weight + a@b.to(device) + x@w.mt[0] + x@w.data.shape",
         "systemctl restart openvpn@server.service getty@tty1.service",
         "npm i foo@1.2.3-beta.rc vue@3.4.0-alpha.dev; uses: actions/checkout@main.yml",
         "git@github.com:org/repo.git, ssh root@db.example.com, scp x ubuntu@build.example.com:",
@@ -44,6 +44,14 @@ def test_code_stays(text: str) -> None:
         ("Jane <jane.doe+x@example.co.uk>, a@b.engineering.", "Jane <<masked:email>>, <masked:email>."),
         ("ssh jane@build.corp.local; jane@163.com(work)", "ssh <masked:email>; <masked:email>(work)"),
         ("x\\njane@example.com\\ngit@github.com:a/b", "x\\n<masked:email>\\ngit@github.com:a/b"),
+        ("alice@example.com.Then bob@gmail.com.json", "<masked:email>.Then <masked:email>.json"),
+        ("alice@firma.de(office), bob@uni.de[1]", "<masked:email>(office), <masked:email>[1]"),
+        ("alice@box.localdomain bob@corp.intranet c@nas.home", "<masked:email> <masked:email> <masked:email>"),
+        ("alice@dc.private bob@hpc.cluster carol@self.de", "<masked:email> <masked:email> <masked:email>"),
+        (
+            "\x1b[K\x1b[1;32mjane@example.com x\\u0027jane@example.com",
+            "\x1b[K\x1b[1;32m<masked:email> x\\u0027<masked:email>",
+        ),
         ("https://jane@host.example.com/x", "https://<masked:email>@host.example.com/x"),
     ],
 )
