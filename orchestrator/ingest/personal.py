@@ -7,7 +7,8 @@ address, so it counts.
 
 A home folder begins an absolute path: `src/home/x`, `~/Users/x` and `https://host/home/x` hold none, nor does a file,
 `/home/index.html`. `/home/dashboard` may be a folder or a route of a web site. It is a route where code says so (an
-HTTP method, href, redirect, fetch), else a folder: a masked route costs a word, and what is behind it stays.
+HTTP method, href, redirect, fetch), else a folder: a masked route costs a word, and what is behind it stays. In the
+header of a diff, `--- a/home/jdoe/x`, and below mounts it may be a folder of a project: those of usual names stay.
 """
 
 from __future__ import annotations
@@ -42,10 +43,27 @@ _ROOT = re.compile(
 )
 _BEFORE_CHARS = 48
 _PATH_BEGINS = re.compile(
-    r"(?:(?<![A-Za-z0-9_.~@#%*})\]/\\-])|://|\\[nrt]|[\d\[]m|(?:^|[\s\"'=,\[])-[A-Za-z])"  # also "\n", a colour, -I
+    r"(?:(?<![A-Za-z0-9_.~@#%*})\]/\\-])|://|\\[nrt]|[\d\[]m|\[\d?K|(?:^|[\s\"'=,\[])-[A-Za-z])"  # "\n", colours, -I
     r"(?:/(?:(?:mnt|cygdrive|host_mnt)/)?[A-Za-z]|/(?:var|usr|export|nfs|host_mnt)|/System/Volumes/Data)?\\{0,2}\Z"
 )
 """What may stand before `/home/`, mounts of home folders included."""
+_RARE_CHARS = 192
+_RARE_BEGINS = re.compile(
+    r"(?:=@|\s-(?:d|F|T|-data(?:-[a-z]{3,9})?|-json)[ =][\"']?@|\bs(?P<sep>[#@%])(?:\S{0,32}(?P=sep))?"  # curl, sed
+    r"|(?:^|[\s\"'(])\[[A-Z]{3,9}\]"
+    r"|\b(?:sftp|(?:git\+)?ssh|scp|rsync|nfs|vscode(?:-remote)?)://[^\s/\"'<>]{1,64}"
+    r"|(?P<diff>(?:^|\n|\\n)(?:--- a|\+\+\+ b|diff --git a(?:/\S{1,100} b)?))"
+    r"|(?:(?<![A-Za-z0-9_.~@#%*})\]/\\-])|[\d\[]m|\[\d?K)(?:/(?:mnt|media|Volumes)(?:/[\w.-]{1,32}){1,2}"
+    r"|/(?:data|gpfs|lustre|cluster|nas|private|rootfs|chroot|proc/\d{1,9}/root)"
+    r"|/[\w./-]{0,64}/overlay2/[\w-]{1,80}/(?:merged|diff)))\\{0,2}\Z"
+)
+"""Looked for where nothing of _PATH_BEGINS is found. A project may have a folder `home` in such a place, too."""
+_FOLDERS = {
+    "api", "app", "assets", "components", "css", "dashboard", "docs", "fixtures", "forms", "hooks", "images", "js",
+    "lib", "locale", "management", "migrations", "models", "pages", "partials", "services", "src", "static", "styles",
+    "templates", "templatetags", "test", "tests", "utils", "views",
+}  # fmt: skip
+"""Of such a project."""
 _BEGINS = {
     "/": _PATH_BEGINS,
     "%": re.compile(r"(?<![A-Za-z0-9_.%])\Z"),
@@ -102,10 +120,22 @@ def _suffixes() -> PublicSuffixList:
 def owners(text: str) -> Iterator[tuple[int, int]]:
     """(start, end) of each name of a home folder's owner."""
     for root in _ROOT.finditer(text):
-        form, before = root[0][0], text[max(root.start() - _BEFORE_CHARS, 0) : root.start()]
-        name = _NAMES[form].match(text, root.end()) if _BEGINS[form].search(before) else None
-        if name and not (form == "/" and (_is_file(text, name) or _ROUTE.search(before))):
+        name = _NAMES[root[0][0]].match(text, root.end())
+        if name and _is_owner(text, root, name):
             yield name.span()
+
+
+def _is_owner(text: str, root: re.Match[str], name: re.Match[str]) -> bool:
+    """Whether what stands before such a root makes it the beginning of a home folder's path."""
+    form, begin = root[0][0], root.start()
+    before = text[max(begin - _BEFORE_CHARS, 0) : begin]
+    if _BEGINS[form].search(before):
+        return form != "/" or not (_is_file(text, name) or _ROUTE.search(before))
+    rare = _RARE_BEGINS.search(text, max(begin - _RARE_CHARS, 0), begin) if form == "/" else None
+    if not rare or name[0] in _FOLDERS or _is_file(text, name):
+        return False
+    inside = not rare["diff"] or text[name.end() : name.end() + 1] == "/"
+    return inside and not _ROUTE.search(text, max(rare.start() - _BEFORE_CHARS, 0), rare.start())
 
 
 def _is_file(text: str, name: re.Match[str]) -> bool:

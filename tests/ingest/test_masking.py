@@ -276,6 +276,7 @@ HOSTILE = [
     "TOKEN=a.", "TOKEN=1", "mysql ", "/mysql -p", "sshpass -p", "docker login ", "redis-cli -a ",
     "/home/a", "/home/-", "%2Fhome%2F", "a%40b.", "sk-a", "Bearer a", "secret_access_key=", "Private-Lines: 1\n",
     "-----BEGIN PRIVATE " + "KEY-----\n" + "A" * 64, "Proc-Type: ", "aA", "token: aA1!", "123456789:", "M.", "Q~",
+    "s#/home/a", "[A]/home/a", "x/overlay2/a/diff/home/a", "diff --git a/home/a b",
     "PASSWORD=\\", "PASSWORD=\\\\n", 'password="min|',
     "----BEGIN PRIVATE " + "KEY----" + "A" * 40 + "!", "----BEGIN PRIVATE " + "KEY----!?",
 ]  # fmt: skip
