@@ -74,6 +74,8 @@ class TraceFile:
     progress: Callable[[int], None] | None = None
     tools: ObservedTools | list[dict[str, Any]] = field(default_factory=list)
     """What the file's turns call, or where it is still to be gathered."""
+    observed: ObservedTools | None = None
+    """Of the whole file, once that is gathered."""
     size: int = sys.maxsize
     """Bytes of a file of lines that are read: what is written while it is read is left for another time."""
 
@@ -97,6 +99,15 @@ class TraceFile:
         if self.progress is not None:
             self.progress(self.path.stat().st_size)
         return self.whole
+
+    def trace(self, read: Callable[[TraceFile], Iterator[TraceState]]) -> Iterator[TraceState]:
+        """The states of a trace that may be of another agent than the others of its file. Where these call more tools
+        than one agent has, it is offered its own; where it acts in its text alone, none."""
+        found = self.observed
+        own = _observed(self, read) if found is not None and (found.too_many or found.in_text) else None
+        if found is not None and own is not None and (found.too_many or own.only_in_text):
+            return read(replace(self, tools=own.schemas()))
+        return read(self)
 
     def unknown(self) -> None:
         """Every record is skipped: the file is none of the reader's."""
@@ -167,12 +178,13 @@ def ingest(
     if reader is None:
         file.unknown()
     else:
-        file.tools = _observed(file, reader)
+        file.observed = _observed(file, reader.read)
+        file.tools = file.observed.schemas()
         yield from reader.read(file)
 
 
-def _observed(file: TraceFile, reader: Format) -> list[dict[str, Any]]:
-    """The tools that a file's turns call; of a context nothing is held, and nothing is masked or counted."""
+def _observed(file: TraceFile, read: Callable[[TraceFile], Iterator[TraceState]]) -> ObservedTools:
+    """The tools called by the turns that `read` finds; no context is held, and nothing is masked or counted."""
     tools = ObservedTools(Masker(Counter(), file.options.mask).text)
     told = file.progress
     first = replace(
@@ -183,10 +195,11 @@ def _observed(file: TraceFile, reader: Format) -> list[dict[str, Any]]:
         trace_ids=Recent(),
         progress=None if told is None else lambda _: told(0),
         tools=tools,
+        observed=None,
     )
-    for _ in reader.read(first):
+    for _ in read(first):
         pass
-    return tools.schemas()
+    return tools
 
 
 def _detected(path: Path, limits: Limits) -> tuple[Format | None, Any]:

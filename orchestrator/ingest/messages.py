@@ -8,6 +8,7 @@ would show a teacher something that the agent never saw.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer_prime.traces import TraceState
@@ -39,7 +40,7 @@ def read(file: TraceFile) -> Iterator[TraceState]:
         return
     index = 0
     for record in file.records():
-        yield from _trace(file, record, f"{file.path.stem}:{index}")
+        yield from file.trace(partial(_trace, record=record, unnamed=f"{file.path.stem}:{index}"))
         index += 1  # noqa: SIM113 - enumerate holds the record until it has the next
         del record
 

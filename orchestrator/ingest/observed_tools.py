@@ -6,11 +6,13 @@ listed without their arguments get those that the file gives them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.teachers.written import may_act
+
 if TYPE_CHECKING:
-    from orchestrator.ingest.turns import Call
+    from orchestrator.ingest.turns import Turn
 
 MAX_TOOLS, MAX_ARGUMENTS = 128, 64
 """What one agent may have; the rest of a hostile file is not described."""
@@ -31,10 +33,22 @@ class ObservedTools:
         """`mask` takes secrets out of a name: files write them into tools as well."""
         self._mask = mask
         self._arguments: dict[str, dict[str, str]] = {}
+        self.too_many = False
+        """Whether more are called than are described."""
+        self.in_text = False
+        """Whether a turn seems to act in its text."""
 
-    def saw(self, calls: Iterable[Call]) -> None:
-        for call in calls:
+    @property
+    def only_in_text(self) -> bool:
+        """Whether nothing is called and turns act in their text: such an agent is offered no tools."""
+        return self.in_text and not self._arguments
+
+    def saw(self, turn: Turn) -> None:
+        if not turn.calls and not self.in_text:
+            self.in_text = any(map(may_act, turn.text))
+        for call in turn.calls:
             if call.name not in self._arguments and len(self._arguments) >= MAX_TOOLS:
+                self.too_many = True
                 continue
             known = self._arguments.setdefault(call.name, {})
             arguments = call.arguments if isinstance(call.arguments, dict) else {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,7 @@ def _records(file: TraceFile) -> Iterator[TraceState]:
         yield from _events(file, file.builder(file.path.stem), records)
         return
     for record in records:
-        yield from _line(file, record)
+        yield from file.trace(partial(_line, record=record))
         del record
 
 

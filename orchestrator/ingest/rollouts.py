@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer_prime.traces import TraceState
@@ -31,7 +32,7 @@ def matches(sample: Sample) -> bool:
 def read(file: TraceFile) -> Iterator[TraceState]:
     model = _model(file)
     for record in file.records():
-        yield from _rollout(file, record, model)
+        yield from file.trace(partial(_rollout, record=record, model=model))
         del record
 
 

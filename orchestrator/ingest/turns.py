@@ -142,7 +142,7 @@ class StateMaker:
     def finish(self, turn: Turn, before: Before) -> tuple[TraceState | None, list[Message]]:
         """(its state, None where it is passed over; what later contexts hold of it)."""
         if self._gathering is not None:
-            self._gathering.saw(turn.calls)
+            self._gathering.saw(turn)
             return None, []
         action = self._action(turn)
         state = self._state(turn, action, before)
