@@ -66,6 +66,7 @@ class Healer:
             newest, state = self._find(deadline)
             if state is not None:
                 self._take_over(state)
+                state = None  # as large as the model: not to be kept for as long as the replay takes
             if replica.pending is not None:  # its outcome is taken when it is due, as if this peer had not been away
                 break
             left = self.replay(newest)
@@ -106,6 +107,7 @@ class Healer:
                 if self._ranks.alike([found.serial, found.newest]):
                     state = self._opened(found.header, found.body) if found.header is not None else None
                     if self._ranks.all(found.header is None or state is not None):
+                        self._link.sought()
                         return found.newest, state
                 self._link.seek(model.outer_step, model.hash)
             if not in_time:

@@ -169,6 +169,10 @@ class Link:
             return self._join.result(timeout_s) if self._join is not None else None
         return None
 
+    def sought(self) -> None:
+        """What was found is with the caller now: let go of it."""
+        self._join = None
+
     @property
     def waiting_for(self) -> str:
         """What the rendezvous said last when there was no answer yet."""

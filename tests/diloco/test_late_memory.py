@@ -1,0 +1,53 @@
+"""What a peer that joins with another's state holds in memory once it has taken it over."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from functools import partial
+
+from joint_run import settings, together, train
+
+from diloco.heal import Healer
+
+
+# Neither the state's tensors, which are views of what arrived, nor the link's answer that holds it outlive the taking
+# over: they are as large as the model, and the rounds since take their time.
+def test_a_state_is_let_go_of(make_rendezvous, key_file, monkeypatch):
+    apart = partial(settings, make_rendezvous(keep_rounds=2).endpoint, key_file, sync_every=2)
+    advanced, finished = threading.Event(), threading.Event()
+    taken: list[weakref.ref] = []
+    alive: list[bool] = []
+    take_over, replay = Healer._take_over, Healer.replay
+
+    def note(healer, state):
+        taken.extend(map(weakref.ref, state.tensors.values()))
+        take_over(healer, state)
+
+    def look(healer, newest, exposed_s=0.0):
+        gc.collect()
+        alive.extend(each() is not None for each in taken)
+        assert healer._link._join is None
+        return replay(healer, newest, exposed_s)
+
+    monkeypatch.setattr(Healer, "_take_over", note)
+    monkeypatch.setattr(Healer, "replay", look)
+
+    def steady():
+        def before_step(step, engine):
+            if step == 10:
+                advanced.set()
+            finished.wait(0.02)
+
+        train(apart("a"), 0, 4000, before_step=before_step, stop=finished.is_set)
+
+    def late():
+        assert advanced.wait(30)
+        try:
+            train(apart("c"), 1, 2, seed=7)
+        finally:
+            finished.set()
+
+    together(steady, late)
+    assert taken and alive and not any(alive)
