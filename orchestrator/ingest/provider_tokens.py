@@ -121,7 +121,7 @@ _URLS: list[Rule] = [
 _GITLAB = (
     "glpat-", "gldt-", "glft-", "glsoat-", "glrt-", "GR1348941", "glcbt-", "glimt-", "glptt-", "glagent-", "gloas-",
 )  # fmt: skip
-_KNOWN: list[tuple[str, type[Any], tuple[str, ...]]] = [
+KNOWN: list[tuple[str, type[Any], tuple[str, ...]]] = [
     ("artifactory-token", ArtifactoryDetector, ("AKC", "AP")),
     ("aws-key", AWSKeyDetector, ("AKIA", "ASIA", "ABIA", "ACCA", "A3T", "aws", "AWS")),
     ("azure-storage-key", AzureStorageKeyDetector, ("AccountKey=",)),
@@ -140,16 +140,26 @@ _KNOWN: list[tuple[str, type[Any], tuple[str, ...]]] = [
     ("telegram-token", TelegramBotTokenDetector, (":",)),
     ("twilio-key", TwilioKeyDetector, ("AC", "SK")),
 ]
+"""(kind, detector, literals)."""
 _TELEGRAM = rf"(?:{begin('[0-9]', '(?=[0-9]{7})')}|[0-9](?<=/bot[0-9]))[0-9]{{7,9}}:[\w-]{{35}}(?![A-Za-z0-9])"
 """A word of its own, but for /bot before it in URLs, which is looked at behind a first digit that is found fast."""
-_CHANGES = (
-    # Repetitions without end (jwt, npm, openai) that a hostile text would begin at every place.
-    ("=]*?", "=]{0,4096}+"), ("=]+", "=]{1,4096}+"), (r"\/.+", r"\/.{1,512}"), ("-_]*", "-_]{0,256}"),
-    ("k_live_[0-9a-zA-Z]{24}", "k_live_[0-9a-zA-Z]{24,256}"),  # as long as they are now
-    ("AKC[", r"AKC(?=[A-Za-z]*\d)["), ("AP[", r"AP(?=[A-Za-z]*\d)["),  # no APPENDIX, no APCore
-    (r"\d{8,10}:[0-9A-Za-z_-]{35}", _TELEGRAM), ("[MNO][", begin("[MNO]", r"(?=[\w-]{23})") + "["),
-    (r"{6}\.[a-zA-Z\d_-]{27}", r"{6}\.[a-zA-Z\d_-]{27}(?![A-Za-z0-9])"),  # as above, of Discord
-)  # fmt: skip
+CHANGES = {
+    # Repetitions without end that a hostile text would begin at every place.
+    "jwt": [("=]*?", "=]{0,4096}+"), ("=]+", "=]{1,4096}+")],
+    "npm-token": [(r"\/.+", r"\/.{1,512}")],
+    "openai-key": [("-_]*", "-_]{0,256}")],
+    # As long as they are now.
+    "stripe-key": [("k_live_[0-9a-zA-Z]{24}", "k_live_[0-9a-zA-Z]{24,256}")],
+    # No APPENDIX, no APCore.
+    "artifactory-token": [("AKC[", r"AKC(?=[A-Za-z]*\d)["), ("AP[", r"AP(?=[A-Za-z]*\d)[")],
+    # Words of their own.
+    "telegram-token": [(r"\d{8,10}:[0-9A-Za-z_-]{35}", _TELEGRAM)],
+    "discord-token": [
+        ("[MNO][", begin("[MNO]", r"(?=[\w-]{23})") + "["),
+        (r"{6}\.[a-zA-Z\d_-]{27}", r"{6}\.[a-zA-Z\d_-]{27}(?![A-Za-z0-9])"),
+    ],
+}
+"""Of detect-secrets' patterns by kind: (part of the pattern, what stands instead)."""
 _OWN_WORDS = {"aws-key": "(?=A[A-Z0-9]{19})", "mailchimp-key": "(?=[a-z0-9]{32}-)", "twilio-key": "(?=[AS][CK])"}
 _BEGIN_WORDS = {"jwt": "(?=eyJ)"}
 """Kinds that begin where a word begins, with what is ahead then; those of _OWN_WORDS end with the word, too."""
@@ -158,7 +168,7 @@ _BEGIN_WORDS = {"jwt": "(?=eyJ)"}
 def _changed(kind: str, pattern: re.Pattern[str]) -> re.Pattern[str]:
     """A detector's pattern in linear time, and of words of their own."""
     source = pattern.pattern
-    for part, instead in _CHANGES:
+    for part, instead in CHANGES.get(kind, []):
         source = source.replace(part, instead)
     ahead = (_OWN_WORDS | _BEGIN_WORDS).get(kind)
     if ahead and not source.startswith(("aws", "https")):
@@ -171,5 +181,5 @@ RULES: list[Rule] = [
     *((kind, (prefix,), [_word(prefix, rest)]) for kind, prefix, rest in _NAMED_PREFIXES),
     *_URLS,
     ("aws-key", ("secret_access_key", "SECRET_ACCESS_KEY", "ecretAccessKey"), [_AWS_SECRET]),
-    *((kind, literals, [_changed(kind, item) for item in detector.denylist]) for kind, detector, literals in _KNOWN),
+    *((kind, literals, [_changed(kind, item) for item in detector.denylist]) for kind, detector, literals in KNOWN),
 ]

@@ -13,6 +13,7 @@ from ingest_traces import lines, prompt, taken, use
 
 from composer_prime.traces import write_state
 from orchestrator.ingest.masking import Masker
+from orchestrator.ingest.provider_tokens import CHANGES, KNOWN
 
 ALNUM = "a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8s9T0"
 SECRETS = {
@@ -292,6 +293,12 @@ def test_hostile_text_takes_linear_time(unit: str) -> None:
         return time.process_time() - start
 
     assert seconds(60_000) < max(10 * seconds(15_000), 0.1)
+
+
+# What is changed in detect-secrets' patterns is there: a release that spells one otherwise would undo it unseen.
+@pytest.mark.parametrize(("kind", "part"), [(kind, part) for kind in CHANGES for part, _ in CHANGES[kind]])
+def test_changed_parts_occur(kind: str, part: str) -> None:
+    assert any(part in pattern.pattern for name, known, _ in KNOWN if name == kind for pattern in known.denylist)
 
 
 # A secret far into a line of megabytes is found, for lines are not read in pieces.
