@@ -23,6 +23,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from typing import Any
 from aiohttp import web
 
 from composer_prime.config.teachers import TeachersConfig, VoiConfig
+from composer_prime.errors import ConfigError
 from composer_prime.pairs import Pair
 from composer_prime.traces import TraceState, read_states
 from orchestrator.teachers.budget import Budget
@@ -144,7 +146,7 @@ class Found:
     dollars: float
     pairs: list[Pair]
     margin: float
-    """Mean base margin of the pairs, under the model that made the traces, in nats a token."""
+    """Mean base margin of the pairs, under the model that made the traces, in nats a token; nan of fewer than ten."""
 
     @property
     def sides(self) -> set[tuple[str, str, str]]:
@@ -152,9 +154,10 @@ class Found:
 
     def row(self, name: str, reference: set[tuple[str, str, str]]) -> str:
         epsilon = fmean(pair.epsilon for pair in self.pairs) if self.pairs else math.nan
+        recall = len(self.sides & reference) / len(reference) if reference else math.nan
         return (
             f"{name:<16} {self.calls:>6} {self.dollars:>9.5f} {len(self.pairs):>6} "
-            f"{self.dollars / max(len(self.pairs), 1):>9.6f} {len(self.sides & reference) / len(reference):>7.1%} "
+            f"{self.dollars / max(len(self.pairs), 1):>9.6f} {recall:>7.1%} "
             f"{len(self.sides - reference):>6} {epsilon:>8.3f} {self.margin:>+8.3f}"
         )
 
@@ -167,6 +170,9 @@ async def found(folder: Path, config: TeachersConfig, states: list[TraceState], 
     scorer = ServedScorer(url, STUDENT, LOAD_S)
     try:
         margin = fmean((await base_margins(scorer, pairs, most=len(pairs))).real)
+    except ConfigError as error:
+        print(f"no margin: {error}", file=sys.stderr)
+        margin = math.nan
     finally:
         await scorer.close()
     return Found(
