@@ -67,7 +67,8 @@ def beside_the_cap(config: Config, expected: Forecast | None) -> str:
 
 
 def _of_rollouts(config: Config) -> str:
-    """What the run's own rollouts will cost at most, as far as it is known: how many turns they have is not."""
+    """About what the rollouts that are trained will cost, as far as it is known: neither is how many turns they have,
+    nor how many groups are dropped, whose rollouts are replayed too."""
     teachers, orchestrator = config.teachers, config.orchestrator
     if not teachers.online:
         return "grows with the states"
@@ -83,7 +84,8 @@ def _of_rollouts(config: Config) -> str:
         )
     votes = min(teachers.voters, sum(each.known_family != family for each in teachers.teacher))
     return (
-        f"at most ${rollouts * state_usd:,.2f} for each turn that rollouts have: {rollouts:,} rollouts, prompts of "
+        f"about ${rollouts * state_usd:,.2f} for each turn of the trained rollouts (dropped groups add theirs): "
+        f"{rollouts:,} rollouts, prompts of "
         f"model.max_context = {context:,} tokens, {votes} votes of the dearest, answers of "
         f"teachers.max_tokens = {teachers.max_tokens:,}"
     )

@@ -58,7 +58,7 @@ def test_of_rollouts_to_come(tmp_path: Path) -> None:
     config.orchestrator.groups_per_step, config.orchestrator.group_size, config.run.max_steps = 10, 8, 500
     usd = 40_000 * (384 + 20) * (50 + 3) / 1e6
     said = beside_the_cap(config, forecast(config))
-    assert f"at most ${usd:,.2f} for each turn that rollouts have: 40,000 rollouts" in said
+    assert f"about ${usd:,.2f} for each turn of the trained rollouts (dropped groups add theirs): 40,000" in said
     assert "model.max_context = 384 tokens, 2 votes of the dearest" in said and "never more than $1000" in said
     config.model.path = "Qwen/Qwen3-8B"
     config.teachers.teacher = [each for each in config.teachers.teacher if each.name != "claude-d"]
