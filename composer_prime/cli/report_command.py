@@ -75,7 +75,10 @@ def _costs(run_dir: RunDir) -> list[str]:
         expected = None
     each = ", ".join(f"{name} ${usd:,.4f}" for name, usd in sorted(paid.by_teacher.items()))
     beside = f"; the forecast was {expected.text()}" if expected else ""
-    return [*text, f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({each}), {paid.failed} failed{beside}"]
+    state = f"{paid.failed} failed" + (f", {paid.unsettled} without an end" if paid.unsettled else "")
+    if paid.failed or paid.unsettled:
+        state += " (one whose reply was lost counts at what was held: overcharge_factor times its bound)"
+    return [*text, f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({each}), {state}{beside}"]
 
 
 def _ledger(run_dir: RunDir) -> list[str]:

@@ -1,7 +1,7 @@
 """Hard caps on money: more than a call should ever cost is reserved before the call is made.
 
     reserve (refused: CapError) ──> call ──> settle(cost)        the difference is free again
-                                          └──> nothing came back    the whole reservation stays spent
+                                          └──> nothing came back    all that was held stays spent
 
 What is held for a call is its bound times `overcharge_factor`, or times what its teacher charged last where that is
 more. Sums are checked with all that is held for calls in flight, so no order of replies, and no charge up to what is

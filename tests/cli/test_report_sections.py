@@ -5,6 +5,7 @@ from __future__ import annotations
 from composer_prime.cli.report_channels import hint_lines, pair_lines
 from composer_prime.cli.report_command import report
 from composer_prime.cli.report_joint import Rounds, joint_lines
+from composer_prime.costs import CostLedger
 from composer_prime.monitor.jsonl import MetricsFile
 from composer_prime.run_dir import RunDir
 
@@ -104,3 +105,17 @@ def test_the_model_that_a_joint_run_ended_with_is_named(tmp_path):
     assert "joint model" not in said(end, resumed, round_line(9, 4, "ab", 100))
     assert said(end, resumed, round_line(9, 4, "ab", 100), {**end, "step": 9}) == text
     assert "joint model" not in said(end, {**resumed, "step": 6})
+
+
+def test_lost_calls_are_told_with_what_they_count(tmp_path):
+    # A reply that never came counts with all that was held for its call: the report says so beside the sum.
+    ledger = CostLedger(tmp_path / "costs.jsonl")
+    for call, status, usd in (("a", "ok", 0.5), ("b", "lost", 2.0)):
+        ledger.write("reserved", call=call, trace="t", teacher="x", usd=2.0, bound=1.0)
+        ledger.write("settled", call=call, trace="t", teacher="x", usd=usd, status=status)
+    ledger.write("reserved", call="c", trace="t", teacher="x", usd=2.0, bound=1.0)
+    (tmp_path / "config.json").write_text("{}")
+    MetricsFile(tmp_path / "metrics.jsonl", "trainer").log(1, {"loss/total": 0.1, "time/step_s": 1.0})
+    (row,) = [line for line in report(RunDir(tmp_path), 1) if "teachers" in line]
+    assert "$4.5000 in 3 calls (x $4.5000), 1 failed, 1 without an end" in row
+    assert "counts at what was held: overcharge_factor times its bound" in row
