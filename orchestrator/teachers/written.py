@@ -17,6 +17,7 @@ BROKEN = re.compile(r"<tool_call>|<function=")
 _FENCE = re.compile(r"```(?:mswea_bash_command|bash|sh|shell)\s*\n(.*?)```", re.DOTALL)
 _BARE_FENCE = re.compile(r"```\s*\n(.*?)```\s*$", re.DOTALL)
 _OPENING = re.compile(r"<function=|```(?:mswea_bash_command|bash|sh|shell)[ \t\r]*\n")
+_LINE_END, _BLANK = re.compile(r"[ \t\r]*\n"), re.compile(r"\s*\Z")
 _FUNCTION = re.compile(r"<function=([^<>\s]{1,200})>")
 _PARAMETER = re.compile(r"<parameter=([^<>\s]{1,200})>")
 
@@ -43,9 +44,11 @@ def written(text: str) -> Written | None:
 
 def may_act(text: str) -> bool:
     """Whether a text has what an action begins with, in linear time whatever it holds: `written` may find one."""
-    before, _, after = text.rstrip().removesuffix("```").rpartition("```")
-    bare = text.rstrip().endswith("```") and after.lstrip(" \t\r").startswith("\n") and before.count("```") % 2 == 0
-    return bare or _OPENING.search(text) is not None
+    end = text.rfind("```")
+    start = text.rfind("```", 0, max(end, 0))
+    # A block without a language at the end, of which no part is copied: the text may be a large one.
+    bare = start >= 0 and _LINE_END.match(text, start + 3) and _BLANK.match(text, end + 3)
+    return bool(bare and text.count("```", 0, start) % 2 == 0) or _OPENING.search(text) is not None
 
 
 def way_of(messages: list[Message]) -> str | None:
