@@ -104,10 +104,10 @@ class TraceFile:
         """The states of a trace that may be of another agent than the others of its file. Where these call more tools
         than one agent has, it is offered its own; where it acts in its text alone, none."""
         found = self.observed
-        own = _observed(self, read) if found is not None and (found.too_many or found.in_text) else None
-        if found is not None and own is not None and (found.too_many or own.only_in_text):
-            return read(replace(self, tools=own.schemas()))
-        return read(self)
+        if found is None or not self.tools or not (found.too_many or found.in_text):
+            return read(self)
+        own = _observed(self, read)
+        return read(replace(self, tools=own.schemas())) if found.too_many or own.only_in_text else read(self)
 
     def unknown(self) -> None:
         """Every record is skipped: the file is none of the reader's."""
