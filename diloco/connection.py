@@ -47,7 +47,6 @@ class Connection:
         self._waiting: dict[bytes, asyncio.Future[ToPeer]] = {}
         rate = rate_limit_mbit * 1e6 / 8 if rate_limit_mbit is not None else None
         self._bucket = TokenBucket(rate, min(2 * PIECE_BYTES, int(rate or PIECE_BYTES)))  # a second's worth at most
-        self._up, self._down = Flow(), Flow()
         self._receiver = asyncio.create_task(self._receive())
 
     async def close(self) -> None:
@@ -98,6 +97,7 @@ class Connection:
 
         If not, its round closed, or nobody wants it any more. Raises RefusedError.
         """
+        flow = Flow()
         while True:
             answer = await self.call(Offer(header=header, instance=instance))
             if isinstance(answer, Closed | Gone):
@@ -107,11 +107,11 @@ class Connection:
                 return True
             chunks = (
                 Chunk(name=header.name, offset=at, data=bytes(body[at : at + size]), instance=instance)
-                for at, size in _spans(answer.size, header.size, self._up)
+                for at, size in _spans(answer.size, header.size, flow)
             )
             # Whatever goes wrong on the way, the next offer's answer says where to go on.
             with contextlib.suppress(TimeoutError):
-                async for chunk, reply in self._pipelined(chunks, self._up):
+                async for chunk, reply in self._pipelined(chunks, flow):
                     if not isinstance(reply, Received) or reply.size < chunk.offset + len(chunk.data):
                         break
 
@@ -121,11 +121,12 @@ class Connection:
         `progress`: what to call it in the log, about every ten seconds.
         """
         body, done, said, running = bytearray(header.size), 0, time.monotonic(), RunningChecksum()
+        flow = Flow()
         while done < header.size:
-            spans = _spans(done, header.size, self._down)
+            spans = _spans(done, header.size, flow)
             requests = (Get(name=header.name, offset=at, length=size) for at, size in spans)
             with contextlib.suppress(TimeoutError):
-                async for get, piece in self._pipelined(requests, self._down):
+                async for get, piece in self._pipelined(requests, flow):
                     if not isinstance(piece, Piece):
                         return None
                     if len(piece.data) != get.length:
@@ -146,7 +147,6 @@ class Connection:
         """
         waiting: deque[tuple[Asked, float, asyncio.Future[ToPeer]]] = deque()
         source = iter(requests)
-        flow.begin()
         try:
             while True:
                 while len(waiting) < flow.window and (request := next(source, None)) is not None:
@@ -156,7 +156,11 @@ class Connection:
                 if not waiting:
                     return
                 request, sent, future = waiting.popleft()
-                answer = _accepted(await asyncio.wait_for(future, _PIECE_TIMEOUT_S))
+                try:
+                    answer = _accepted(await asyncio.wait_for(future, _PIECE_TIMEOUT_S))
+                except TimeoutError:
+                    flow.unanswered()
+                    raise
                 flow.answered(time.monotonic() - sent)
                 yield request, answer
         finally:

@@ -10,31 +10,32 @@ PIECE_BYTES = 1 << 18
 """Most bytes of a piece."""
 WINDOW = 32
 """Most pieces under way at once."""
-_LEAST_BYTES = 1 << 14
+LEAST_BYTES = 1 << 14
 _FIRST_WINDOW, _LEAST_WINDOW = 4, 2
 _SLOW_S = 2.0
 """An answer that takes longer says that the link's queue is full."""
 
 
 class Flow:
-    """Of one direction of a connection."""
+    """Of one transfer: how quick the link was for the last says nothing about this one."""
 
-    def __init__(self) -> None:
-        self.piece_bytes = min(_LEAST_BYTES, PIECE_BYTES)
-        self.window = _FIRST_WINDOW
-
-    def begin(self) -> None:
-        """Another transfer: its first pieces are of the size that did for the last."""
-        self.window = _FIRST_WINDOW
+    def __init__(self, least_bytes: int = LEAST_BYTES, most_bytes: int = PIECE_BYTES) -> None:
+        """Sizes of pieces. The most must be the least times a power of two."""
+        self._least_bytes, self._most_bytes = least_bytes, most_bytes
+        self.piece_bytes, self.window = least_bytes, _FIRST_WINDOW
 
     def answered(self, took_s: float) -> None:
         """A piece was answered so long after it was sent."""
         if took_s < _SLOW_S:
-            if self.piece_bytes < PIECE_BYTES:
+            if self.piece_bytes < self._most_bytes:
                 self.piece_bytes *= 2
             else:
                 self.window = min(WINDOW, self.window + 1)
         elif self.window > _LEAST_WINDOW:
             self.window -= 1
         else:
-            self.piece_bytes = max(min(_LEAST_BYTES, PIECE_BYTES), self.piece_bytes // 2)
+            self.piece_bytes = max(self._least_bytes, self.piece_bytes // 2)
+
+    def unanswered(self) -> None:
+        """An answer stayed out: the link became slow, or was lost with all that was under way."""
+        self.piece_bytes, self.window = self._least_bytes, _LEAST_WINDOW

@@ -13,8 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from joint_run import Blocks, adamw, inner_step, settings
 
+from composer_prime.wire.sockets import bind_router
+from diloco import connection
+from diloco.blob import Blob
+from diloco.connection import Connection
 from diloco.flow import PIECE_BYTES, WINDOW, Flow
+from diloco.header import Header, checksum
+from diloco.keys import JointKey
 from diloco.streaming import StreamingDiLoCo
+from diloco.wire import Chunk, Received, encode, from_peer
 
 READ_BYTES = 1024
 
@@ -25,7 +32,7 @@ READ_BYTES = 1024
 def test_what_is_under_way(before, rate, trip_s):
     flow = Flow()
     for took_s in before:
-        flow.answered(took_s)
+        flow.answered(took_s) if took_s < 15 else flow.unanswered()
     for _ in range(100):
         flow.answered(trip_s + flow.window * flow.piece_bytes / rate)
     under_way = flow.window * flow.piece_bytes
@@ -46,6 +53,48 @@ def test_a_slow_link(make_rendezvous, key_file):
             engine.count(tokens=1)
             inner_step(model, optimizer, 0, 0)
     assert engine.outer_step == 1 and engine.metrics["diloco/bytes_sent"] > 130_000 and len(connections) == 1
+
+
+# A link that becomes slow once pieces have grown, so that large ones do not come through any more: the upload goes on
+# from where it was, with small ones.
+def test_a_link_that_becomes_slow(monkeypatch):
+    monkeypatch.setattr(connection, "_PIECE_TIMEOUT_S", 0.2)
+    body = bytes(1_500_000)
+    lost = asyncio.run(asyncio.wait_for(lost_on_the_way(body, quick_bytes=1_000_000, passes=1 << 16), 30))
+    assert PIECE_BYTES in lost
+
+
+async def lost_on_the_way(body: bytes, quick_bytes: int, passes: int) -> list[int]:
+    """Sizes of pieces of an upload that were lost: after `quick_bytes` those of more than `passes` bytes are."""
+    key, lost = JointKey(b"k" * 32), []
+    header = Header(
+        kind="delta", run="joint", peer="a", rank=0, outer_step=0, base_hash="", layout_hash="", size=len(body),
+        checksum=checksum(body),
+    )  # fmt: skip
+    server, blob = bind_router("tcp://127.0.0.1:0", key.server(), [key.client().own.public]), Blob(header)
+
+    async def answer_all() -> None:
+        while True:
+            identity, number, raw = await server.socket.recv_multipart()
+            request = from_peer(raw)
+            if isinstance(request, Chunk):
+                if blob.received > quick_bytes and len(request.data) > passes:
+                    lost.append(len(request.data))
+                    continue
+                blob.add(request.offset, request.data)
+            answer = encode(Received(name=header.name, size=blob.received))
+            await server.socket.send_multipart([identity, number, answer])
+
+    answering = asyncio.create_task(answer_all())
+    client = Connection(server.endpoint, key.client(), "a/0", None)
+    try:
+        assert await client.upload(header, memoryview(body), 1) and blob.complete
+    finally:
+        answering.cancel()
+        await asyncio.wait({answering})
+        await client.close()
+        server.close()
+    return lost
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import pytest
 from books import BEAT_TIMEOUT_S, Books
 from joint_run import settings, together, train, until
 
-from diloco import flow
+from diloco import connection
+from diloco.flow import Flow
 from diloco.wire import Chunk, StateReady, Unusable
 
 STATE = b"state"
@@ -150,7 +151,7 @@ def test_a_state_counts_in_memory():
 # Over a source's link that needs seconds for the state, in which more rounds end than are kept: the joiner joins with
 # the first state that is brought, and ends with the others' model.
 def test_a_slow_source(make_rendezvous, key_file, caplog, monkeypatch):
-    monkeypatch.setattr(flow, "PIECE_BYTES", 256)  # the state of so small a model is less than one piece
+    monkeypatch.setattr(connection, "Flow", partial(Flow, 256, 256))  # so small a model's state is less than one piece
     caplog.set_level("INFO", "diloco.serving")
     server = make_rendezvous(start_peers=2, keep_rounds=2)
     joined = threading.Event()
