@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from composer_prime.config import Config
-from composer_prime.config.diloco import DilocoConfig
+from composer_prime.config.diloco import DilocoConfig, OuterConfig
 from composer_prime.config.load import parse
 from composer_prime.footprint import ModelShape, trained_parameters
 from composer_prime.model_source import model_ready, resolve_model
@@ -42,7 +42,7 @@ def link_rows(config: Config) -> list[tuple[str, str]]:
     run = JointRun(
         parameters=trained_parameters(config, shape), layers=shape.layers, step_s=measured_s or ASSUMED_STEP_S,
         every=diloco.sync_every, fragments=diloco.fragments, delay=diloco.delay, codec=diloco.codec,
-        ranks=config.trainer.ranks, momentum=diloco.outer.momentum > 0,
+        ranks=config.trainer.ranks, momentum=momentum_share(diloco.outer, shape),
     )  # fmt: skip
     source = f"as in the last {_STEPS} steps of this run" if measured_s else "assumed"
     interval = run.every // run.fragments
@@ -53,7 +53,21 @@ def link_rows(config: Config) -> list[tuple[str, str]]:
     )
     limit = diloco.rate_limit_mbit
     links = LINKS_MBIT if limit is None else (limit * config.trainer.ranks,)
-    return [("link", first), *(("", _link_text(run, mbit, diloco)) for mbit in links)]
+    unknown = (
+        "the time of Muon's steps, which no link changes, is not in this forecast: docs/multi-cluster.md counts their "
+        "operations"
+    )
+    muon = [("", unknown)] if diloco.outer.type == "muon" else []
+    return [("link", first), *(("", _link_text(run, mbit, diloco)) for mbit in links), *muon]
+
+
+def momentum_share(outer: OuterConfig, shape: ModelShape) -> float:
+    """Share of a model's parameters that have outer momentum: with Muon not the matrices of its blocks."""
+    if not outer.momentum:
+        return 0.0
+    if outer.type != "muon":
+        return 1.0
+    return shape.vocabulary * shape.hidden * (1 if shape.tied else 2) / shape.parameters
 
 
 def _link_text(run: JointRun, mbit: float, diloco: DilocoConfig) -> str:

@@ -55,8 +55,8 @@ class JointRun:
     ranks: int = 1
     """trainer.ranks: each works on a shard of its own, on a core of its own, over a connection of its own."""
     peers: int = 2
-    momentum: bool = True
-    """Whether the outer optimizer keeps any."""
+    momentum: float = 1.0
+    """Share of the parameters that the outer optimizer keeps momentum of."""
 
     @property
     def size(self) -> float:
@@ -66,7 +66,7 @@ class JointRun:
     @property
     def state_bits(self) -> float:
         """A parameter in a state that a joining peer gets: master, momentum, and amid a sweep what the last left."""
-        return (64.0 if self.momentum else 32.0) + 32.0 * (self.fragments - 1) / (2 * self.fragments)
+        return 32.0 * (1 + self.momentum) + 32.0 * (self.fragments - 1) / (2 * self.fragments)
 
     @property
     def scheme(self) -> Scheme:

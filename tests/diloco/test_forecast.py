@@ -64,6 +64,17 @@ def test_link_too_slow_to_join(tmp_path):
     assert "heal_timeout_s" not in text(tmp_path, *enough, "--diloco.outer.momentum", "0")
 
 
+# Muon keeps momentum of the embeddings and the head alone, and says that its steps take time of their own.
+def test_muon(tmp_path):
+    slow = ["--diloco.rate-limit-mbit", "0.1", "--diloco.outer.momentum", "0.5"]
+    plain, muon = text(tmp_path, *slow), text(tmp_path, *slow, "--diloco.outer.type", "muon")
+    bare = text(tmp_path, *slow[:2], "--diloco.outer.momentum", "0")
+    heal_s = [int(re.search(r"the state takes (\d+) s", each)[1]) for each in (bare, muon, plain)]
+    assert heal_s[0] < heal_s[1] < heal_s[2]
+    assert "the time of Muon's steps, which no link changes, is not in this forecast" in muon
+    assert "Muon" not in plain
+
+
 # A run that has steps says itself how long one takes.
 def test_step_time_of_the_run(tmp_path):
     assert "60 s a step (assumed)" in text(tmp_path)

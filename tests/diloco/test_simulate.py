@@ -189,7 +189,7 @@ def test_healing_by_hand():
     once_s = 8e9 * (32 + 32 + 12) * FRAMING / 1e9
     for relay, times in ((None, 2), (10.0, 2), (0.5, 4)):
         assert forecast(run, run.net(1.0, 0.0, relay)).heal_s == pytest.approx(times * once_s)
-    plain = replace(run, momentum=False, fragments=1)
+    plain = replace(run, momentum=0.0, fragments=1)
     assert forecast(plain, plain.net(1.0)).heal_s == pytest.approx(2 * 8e9 * 32 * FRAMING / 1e9)
     assert heal_warning(900.0, 900.0, "key") == ""
     assert "takes 901 s to a joining peer" in (said := heal_warning(900.1, 900.0, "key")) and "key = 900" in said
