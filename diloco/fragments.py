@@ -83,11 +83,6 @@ def trainable(modules: Iterable[Named]) -> list[Named]:
     return found
 
 
-def in_block(name: str) -> bool:
-    """Whether a parameter of this name is part of a transformer block."""
-    return block_of(name) is not None
-
-
 def partition(parameters: Iterable[Named], count: int, kind: str) -> list[Fragment]:
     """`count` fragments that together hold every trainable parameter exactly once.
 

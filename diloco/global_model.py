@@ -29,7 +29,8 @@ _TOO_LARGE = torch.finfo(torch.float32).max / 2
 
 class GlobalModel:
     def __init__(self, fragments: Sequence[Fragment], config: OuterConfig, ranks: Ranks | None = None) -> None:
-        """The parameters as they are become outer step 0. `ranks` hold the shards; None: this one is alone.
+        """The parameters as they are become outer step 0. `ranks` hold the shards; None: torch's default
+        process group, and where there is none this rank alone.
 
         Raises ConfigError when the outer optimizer cannot work on them.
         """

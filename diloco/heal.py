@@ -23,14 +23,12 @@ from diloco.header import Header
 from diloco.link import Link
 from diloco.outcomes import Outcomes
 from diloco.outer_step import OuterSteps
-from diloco.ranks import Ranks
+from diloco.ranks import SLICE_S, Ranks
 from diloco.replica import Replica
 from diloco.schedule import Schedule
 from diloco.state_file import unpacked
 
 logger = logging.getLogger(__name__)
-_SLICE_S = 0.2
-"""How often ranks that wait for a state compare notes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ class Healer:
         model = self._replica.globals
         self._link.seek(model.outer_step, model.hash)
         while True:
-            found = self._link.found(_SLICE_S)
+            found = self._link.found(SLICE_S)
             ready, in_time = self._ranks.smallest([found is not None, time.monotonic() < deadline])
             if ready and found is not None:
                 if self._ranks.alike([found.serial, found.newest]):

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from composer_prime.blocks import block_of
 from composer_prime.errors import ConfigError
-from diloco.fragments import Fragment, Named, in_block, shard
+from diloco.fragments import Fragment, Named, shard
 from diloco.newton_schulz import frobenius_norm, orthogonalized
 from diloco.ranks import Ranks
 
@@ -59,7 +60,7 @@ def matrices_of(fragment: Fragment, ranks: Ranks) -> tuple[list[Matrix], list[sl
         own = shard(parameter)
         place = slice(at, at + own.numel())
         at = place.stop
-        if parameter.ndim == 2 and in_block(name):
+        if parameter.ndim == 2 and block_of(name) is not None:
             device = own.device if own.device.type == "cuda" else torch.device("cpu")
             rows = _rows((name, parameter), ranks)
             matrices.append(Matrix(place=place, rows=rows, columns=parameter.shape[1], device=device))

@@ -14,11 +14,9 @@ from composer_prime.errors import DeadlineError, RunMismatchError
 from diloco.exchange import Arrived, Left
 from diloco.global_model import GlobalModel
 from diloco.link import Link
-from diloco.ranks import Ranks
+from diloco.ranks import SLICE_S, Ranks
 from diloco.serving import StateServer
 
-_SLICE_S = 0.2
-"""How often ranks that wait for a round compare notes."""
 _TELLINGS = 3
 """How often in a row the ranks may be told of different outcomes; a rendezvous that was restarted tells them once."""
 
@@ -38,7 +36,7 @@ class Outcomes:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            result = self._link.wait(min(_SLICE_S, timeout_s))
+            result = self._link.wait(min(SLICE_S, timeout_s))
             known = {Arrived: 2, Left: 1}.get(type(result), 0)
             least, wanted, in_time = self._ranks.smallest(
                 [known, self._link.state_wanted, time.monotonic() < deadline and not stopping()]
@@ -48,7 +46,7 @@ class Outcomes:
             if least == 2 and isinstance(result, Arrived):
                 if self._told_alike(result):
                     return result
-                time.sleep(_SLICE_S)  # a rendezvous may be taking another's place
+                time.sleep(SLICE_S)  # a rendezvous may be taking another's place
                 self._link.repeat()
             elif least == 0 and known == 2 and self._link.outdated:  # another rank gets nothing without this one
                 self._link.repeat()

@@ -32,7 +32,7 @@ class OuterOptimizer(Protocol):
     """What turns a round's mean delta into the next global values."""
 
     velocity: list[Tensor]
-    """Momentum, float32 [numel] a fragment; none where the optimizer has none."""
+    """Momentum, float32 a fragment: [numel], with Muon of what is no matrix alone; none where there is none."""
 
     def step(self, fragment: int, master_n: Tensor, mean_n: Tensor) -> None:
         """Update `master_n` (float32 [numel]) in place; `mean_n` is left as it is. Muon's is a collective."""

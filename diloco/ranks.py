@@ -9,6 +9,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+SLICE_S = 0.2
+"""How often ranks that wait for something from outside compare notes."""
+
 
 class Ranks:
     """The trainer ranks of this cluster; without a process group this rank alone."""

@@ -17,13 +17,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from diloco.flow import PIECE_BYTES, WINDOW
 from diloco.simulate.utilisation import Pipe
 
 WAYS = ("relay", "mesh", "hierarchical", "ring")
 RELAY_TRIPS = 10
 """Requests and answers of a peer, one after the other: offer, last piece, offer again, outcome, last piece down."""
-RELAY_WINDOW_GBIT = 32 * (1 << 18) * 8 / 1e9
-"""Most that one connection has under way at once: diloco/flow.py, WINDOW pieces of PIECE_BYTES."""
+RELAY_WINDOW_GBIT = WINDOW * PIECE_BYTES * 8 / 1e9
+"""Most that one connection has under way at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
