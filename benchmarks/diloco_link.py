@@ -36,8 +36,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from composer_prime.config.diloco import CodecConfig
-from diloco.keys import JointKey
 from diloco.simulate.product import JointRun, forecast
+from diloco.transport.keys import JointKey
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

@@ -37,9 +37,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.rl_throughput_sides.processes import ROOT, SideFailedError, end, environment, start, watch
-from composer_prime.footprint import ModelShape
 from composer_prime.model_source import resolve_model
-from diloco.keys import JointKey
+from composer_prime.plan.footprint import ModelShape
+from diloco.transport.keys import JointKey
 
 DATA_PARALLEL = "data-parallel"
 GRADIENT_BITS = 16

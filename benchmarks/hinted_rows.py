@@ -23,16 +23,15 @@ import torch
 
 from composer_prime.config import Config
 from composer_prime.model_source import resolve_model
-from composer_prime.packing import pack, totals
+from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import Distillation, Sample, VersionSpan, pack_flags, pack_floats, pack_ints
 from trainer import world as worlds
-from trainer.model import build_policy
-from trainer.policy import Policy
-from trainer.row_documents import Documents, documents_of
-from trainer.rows import RowOptions, unpack
-from trainer.self_teacher import SelfTeacher
+from trainer.data.rows import Documents, RowOptions, documents_of, unpack
+from trainer.data.teacher_cost import ReadCost, teachers_in_row
+from trainer.model.build import build_policy
+from trainer.model.policy import Policy
 from trainer.step import LossSettings, loss_of
-from trainer.teacher_place import ReadCost, teachers_in_row
+from trainer.teacher.self_teacher import SelfTeacher
 
 HINT = 16
 ROW_TOKENS = 2048

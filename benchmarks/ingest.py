@@ -56,8 +56,8 @@ from pathlib import Path
 path, program, records, states = Path(sys.argv[1]), sys.argv[2], 0, 0
 def run(mask):
     global records, states
-    from orchestrator.ingest.formats import Options, ingest
-    from orchestrator.ingest.tally import Tally
+    from composer_prime.traces.ingest.ingest import Options, ingest
+    from composer_prime.traces.ingest.tally import Tally
     from composer_prime.traces import write_state
     tally = Tally()
     with open("/dev/null", "wb") as out:

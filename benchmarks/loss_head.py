@@ -61,8 +61,8 @@ def trl(hidden: Tensor, weight: Tensor, targets: Tensor, _: Tensor) -> Tensor:
 
 
 def ours(hidden: Tensor, weight: Tensor, targets: Tensor, _: Tensor) -> Tensor:
-    from trainer.fused import token_statistics
-    from trainer.head import Head
+    from trainer.head.fused import token_statistics
+    from trainer.head.head import Head
 
     return token_statistics(Head(weight_VH=weight), hidden, targets).logprobs_R
 
@@ -83,8 +83,8 @@ def trl_jsd(hidden: Tensor, weight: Tensor, _: Tensor, teacher: Tensor) -> Tenso
 
 def ours_jsd(hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Tensor) -> Tensor:
     from composer_prime.channels.divergence import divergence
-    from trainer.fused import token_statistics
-    from trainer.head import Distillation, Head, TeacherPart
+    from trainer.head.fused import token_statistics
+    from trainer.head.head import Distillation, Head, TeacherPart
 
     part = TeacherPart(share=1.0, hidden_DH=teacher, head=Head(weight_VH=weight.detach()))
     measure = lambda student, other, wanted: divergence(student, other, _sdpo(), wanted)

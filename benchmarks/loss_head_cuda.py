@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from composer_prime.footprint import CHUNK_LOGITS
-from trainer.choose_passes import choose_passes
-from trainer.fused import token_statistics
-from trainer.head import Head
-from trainer.passes import Incoming, Passes, TorchPasses
+from composer_prime.plan.footprint import CHUNK_LOGITS
+from trainer.head.choose_kernels import choose_passes
+from trainer.head.fused import token_statistics
+from trainer.head.head import Head
+from trainer.head.logit_kernels import Incoming, Passes, TorchPasses
 
 DEVICE = torch.device("cuda")
 CHECKED = 64
@@ -50,7 +50,7 @@ def implementations() -> dict[str, Passes]:
     """Torch's, and Triton's where it is installed."""
     found: dict[str, Passes] = {"torch": TorchPasses()}
     if importlib.util.find_spec("triton") is not None:
-        from trainer.triton_passes import TritonPasses
+        from trainer.head.triton_kernels import TritonPasses
 
         found["Triton"] = TritonPasses()
     return found

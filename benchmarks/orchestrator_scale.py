@@ -30,10 +30,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from composer_prime.config import Config
-from composer_prime.keys import RunKeys
-from composer_prime.weights.store import WeightStore
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.weights import WeightStore
+from orchestrator.event_loop import LoopLag
 from orchestrator.gateway import Gateway
-from orchestrator.loop_lag import LoopLag
 
 LAG_TARGET_S = 0.05
 PEERS = Path(__file__).with_name("scale_peers.py")

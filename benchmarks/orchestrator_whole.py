@@ -30,7 +30,7 @@ from pathlib import Path
 import psutil
 
 from composer_prime.model_source import resolve_model
-from composer_prime.run_dir import RunDir
+from composer_prime.run.run_dir import RunDir
 
 LAG_TARGET_S = 0.05
 GROUP, AHEAD = 8, 3

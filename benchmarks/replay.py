@@ -37,15 +37,15 @@ from aiohttp import web
 
 from composer_prime.config.teachers import TeachersConfig, VoiConfig
 from composer_prime.errors import ConfigError
-from composer_prime.pairs import Pair
-from composer_prime.traces import TraceState, read_states
-from orchestrator.teachers.budget import Budget
-from orchestrator.teachers.local import LocalModels
-from orchestrator.teachers.margins import base_margins
-from orchestrator.teachers.pool import TeacherPool
-from orchestrator.teachers.records import Records, read_pairs, read_records
-from orchestrator.teachers.replay import Progress, Replay
-from orchestrator.teachers.scoring import ServedScorer
+from composer_prime.llm.budget import Budget
+from composer_prime.traces.pairs import Pair
+from composer_prime.traces.replay.gate.margins import base_margins
+from composer_prime.traces.replay.records import Records, read_pairs, read_records
+from composer_prime.traces.replay.replay import Progress, Replay
+from composer_prime.traces.replay.teachers.local import LocalModels
+from composer_prime.traces.replay.teachers.pool import TeacherPool
+from composer_prime.traces.replay.teachers.scoring import ServedScorer
+from composer_prime.traces.state import TraceState, read_states
 
 ROOMY = {"usd_per_call": 1e6, "usd_per_trace": 1e6, "usd_per_run": 1e6}
 NEVER = {"mean_usd_per_trace": 1e6, "p95_usd_per_trace": 1e6, "p95_s_per_step": 1e6, "error_rate": 1.0}

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from composer_prime.keys import ClientKeys
+from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.node import Cancel, Drain, Generate, Generated, Hello, HelloAgain, Rejected, Status, ToNode
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints

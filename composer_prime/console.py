@@ -1,6 +1,10 @@
 """What console scripts do alike: how they name and start one another, how they end on wrong input or unread output.
 
 Imports nothing but the standard library, so that `composer --help` answers at once.
+
+Sizes, times, counts and lists as people read them.
+
+Progress where no bar can be drawn, as in a pipe or a log file: a line now and then, on standard error.
 """
 
 from __future__ import annotations
@@ -9,9 +13,9 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -50,22 +54,6 @@ def console_script(name: str) -> list[str]:
     return [sys.executable, "-c", f"import sys; from {name}.main import main; sys.exit(main())"]
 
 
-def run_module(module: str, words: list[str]) -> int:
-    """Exit status of `python -m module words...`, as a shell gives it. Ctrl-C reaches it by itself, SIGTERM is passed
-    on; how it then ends is its matter."""
-    process = subprocess.Popen([sys.executable, "-m", module, *words])
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    try:
-        while True:
-            try:
-                status = process.wait()
-                return status if status >= 0 else 128 - status
-            except KeyboardInterrupt:
-                continue
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def columns() -> int | None:
     """Characters a line of the terminal; None where the output is no terminal and COLUMNS does not say."""
     return shutil.get_terminal_size((0, 0)).columns or None
@@ -96,3 +84,57 @@ def silence() -> None:
     for descriptor in left:
         os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+GIB = 1 << 30
+
+
+def gib(count: int) -> str:
+    """Bytes in GiB, whatever their size, so that two figures can be compared at a glance."""
+    size = count / GIB
+    if 0 < size < 0.005:
+        return "<0.01 GiB"
+    return f"{size:,.{2 if size < 10 else 1 if size < 100 else 0}f} GiB"
+
+
+def clock(seconds: float) -> str:
+    """`2m 05s`, `1h 02m`."""
+    minutes, rest = divmod(int(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {rest:02d}s"
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """`1 step`, `2 steps`; `plural` where it is not the noun with an s."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def what_is_wrong(sentences: list[str]) -> str:
+    """The one sentence, or how many there are and the list of them."""
+    return sentences[0] if len(sentences) == 1 else f"{len(sentences)} things are wrong:\n{bulleted(sentences)}"
+
+
+def bulleted(entries: Iterable[str]) -> str:
+    """A line for each of `entries`; where one has several, they stand below its first."""
+    return "\n".join("  - " + entry.replace("\n", "\n    ") for entry in entries)
+
+
+EVERY_S = 30.0
+
+
+class ProgressLines:
+    """The first line comes at once. Output that nobody takes ends the lines, never the work."""
+
+    def __init__(self) -> None:
+        self._due = time.monotonic()
+
+    def tell(self, text: Callable[[], str]) -> None:
+        """Print `text()` after the time of day, unless a line was printed within the last `EVERY_S` seconds."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + EVERY_S
+        try:
+            print(f"[{time.strftime('%H:%M:%S')}] {text()}", file=sys.stderr, flush=True)
+        except OSError:
+            self._due = float("inf")

@@ -8,6 +8,8 @@ Torch-free: the conversion runs in a process of its own (composer_prime/integrat
 that need it at once, one converts and the rest wait for its lock:
 
     lock -> convert into .partial -> check -> rename to the final name -> unlock
+
+Transformer blocks by the names of their parameters: model.layers.3.mlp.up_proj.weight is of block 3. No torch.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ import fcntl
 import importlib.util
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -216,3 +219,18 @@ def _convert(gguf: Path, folder: Path, timeout_s: float) -> None:
         raise DeadlineError(f"converting {gguf.name} to {folder} took longer than {timeout_s:.0f} s") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+_BLOCK = re.compile(r"(.*?(?:^|\.)(\d+))\.")
+"""Of a parameter's name: its block and the block's number."""
+
+
+def block_of(name: str) -> tuple[str, int] | None:
+    """(block, its number) of a parameter; None for one that stands outside, as embeddings and the head."""
+    match = _BLOCK.match(name)
+    return None if match is None else (match[1], int(match[2]))
+
+
+def count_parts(names: Iterable[str]) -> int:
+    """Blocks and single tensors outside them: what a model can be divided into at most."""
+    return len({name if (block := block_of(name)) is None else block for name in names})

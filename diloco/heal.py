@@ -18,15 +18,15 @@ from torch import Tensor
 
 from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import CheckpointError, ChecksumError, DeadlineError
-from diloco.exchange import Arrived, Left
-from diloco.header import Header
-from diloco.link import Link
 from diloco.outcomes import Outcomes
 from diloco.outer_step import OuterSteps
 from diloco.ranks import SLICE_S, Ranks
 from diloco.replica import Replica
 from diloco.schedule import Schedule
 from diloco.state_file import unpacked
+from diloco.transport.exchange import Arrived, Left
+from diloco.transport.header import Header
+from diloco.transport.link import Link
 
 logger = logging.getLogger(__name__)
 

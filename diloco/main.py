@@ -22,8 +22,8 @@ from composer_prime.errors import ComposerError, ConfigError
 from diloco.simulate import command as simulate
 
 if TYPE_CHECKING:
-    from diloco.keys import JointKey
-    from diloco.rendezvous_settings import RendezvousSettings
+    from diloco.rendezvous.rounds import RendezvousSettings
+    from diloco.transport.keys import JointKey
 
 FAILED = 1
 
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _keygen(words: argparse.Namespace) -> int:
-    from diloco.keys import JointKey
+    from diloco.transport.keys import JointKey
 
     JointKey.create(words.file)
     print(f"wrote {words.file} (mode 600): copy it to every cluster, and name it in diloco.key_file")
@@ -92,8 +92,8 @@ def _keygen(words: argparse.Namespace) -> int:
 
 
 def _lighthouse(words: argparse.Namespace) -> int:
-    from diloco.keys import JointKey
-    from diloco.rendezvous_settings import RendezvousSettings
+    from diloco.rendezvous.rounds import RendezvousSettings
+    from diloco.transport.keys import JointKey
 
     tcp_address(words.bind, "--bind", bind=True)
     for name in ("min_peers", "start_peers", "keep_rounds"):
@@ -113,7 +113,7 @@ def _lighthouse(words: argparse.Namespace) -> int:
 
 
 async def _serve(settings: RendezvousSettings, key: JointKey) -> None:
-    from diloco.rendezvous import Rendezvous
+    from diloco.rendezvous.rendezvous import Rendezvous
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -24,7 +24,7 @@ from torch import Tensor
 from composer_prime.config.diloco import OuterConfig
 from composer_prime.errors import ConfigError
 from diloco.fragments import Fragment
-from diloco.matrices import matrices_of, orthogonal_steps
+from diloco.muon import matrices_of, orthogonal_steps
 from diloco.ranks import Ranks
 
 

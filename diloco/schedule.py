@@ -23,9 +23,7 @@ class Schedule:
 
     @classmethod
     def of(cls, config: DilocoConfig) -> Schedule:
-        return cls(
-            interval=config.sync_every // config.fragments, fragments=config.fragments, delay=config.delay
-        )
+        return cls(interval=config.sync_every // config.fragments, fragments=config.fragments, delay=config.delay)
 
     def fragment(self, outer_step: int) -> int:
         """Which fragment outer step `outer_step` (from 0) synchronises."""

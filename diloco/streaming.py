@@ -35,22 +35,18 @@ from types import TracebackType
 import torch
 
 from composer_prime.config.diloco import DilocoConfig
-from diloco.carry import Offer, Work
 from diloco.codec import build_codec
-from diloco.exchange import Arrived
-from diloco.fragments import Named, layout, partition
-from diloco.frozen import frozen_digest
+from diloco.fragments import Named, frozen_digest, layout, partition
 from diloco.heal import Healer
-from diloco.keys import JointKey
-from diloco.link import Link
-from diloco.outcomes import Outcomes
+from diloco.outcomes import Outcomes, StateServer
 from diloco.outer_step import OuterSteps
-from diloco.pending import Pending
 from diloco.ranks import Ranks
-from diloco.replica import Replica
+from diloco.replica import Offer, Pending, Replica, Work
 from diloco.schedule import Pace, Schedule
-from diloco.serving import StateServer
-from diloco.session import Member, agreed_settings
+from diloco.transport.exchange import Arrived
+from diloco.transport.keys import JointKey
+from diloco.transport.link import Link
+from diloco.transport.session import Member, agreed_settings
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """What a node process is to do, from each of its three command lines. Imports no torch.
 
-    inference --run-dir DIR --node-name node-0           as the launcher starts it: config, keys, endpoints in DIR
-    inference @ file.toml [--node-name NAME]             the role alone, on the machine of the run directory
-    inference join tcp://HOST:PORT --model PATH ...      on a rented machine: needs a join token, nothing else
+inference --run-dir DIR --node-name node-0           as the launcher starts it: config, keys, endpoints in DIR
+inference @ file.toml [--node-name NAME]             the role alone, on the machine of the run directory
+inference join tcp://HOST:PORT --model PATH ...      on a rented machine: needs a join token, nothing else
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pydantic import ValidationError
 from composer_prime.address import tcp_address
 from composer_prime.config import Config, load
 from composer_prime.config.inference import InferenceConfig
+from composer_prime.console import counted
 from composer_prime.errors import ConfigError
-from composer_prime.keys import ClientKeys, RunKeys
-from composer_prime.run_dir import RunDir
-from composer_prime.wording import counted
+from composer_prime.run.keys import ClientKeys, RunKeys
+from composer_prime.run.run_dir import RunDir
 
 TOKEN_VARIABLE = "COMPOSER_JOIN_TOKEN"
 

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from composer_prime.errors import DeadlineError
-from composer_prime.keys import ClientKeys
+from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.node import Chunk, ChunkMissing, ChunkRequest, FromNode, ToNode
 from composer_prime.wire.sockets import dealer
 

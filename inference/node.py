@@ -285,9 +285,7 @@ class Node:
             if retryable and self._stop_reason.done():
                 self._give_back(message, str(error))
                 return
-            self._link.send(
-                GenerateFailed(request_id=request_id, lease=lease, error=str(error), retryable=retryable)
-            )
+            self._link.send(GenerateFailed(request_id=request_id, lease=lease, error=str(error), retryable=retryable))
             if retryable:
                 await self._check_engine(error)
             return
@@ -306,9 +304,7 @@ class Node:
     def _give_back(self, message: Generate, why: str) -> None:
         """While this node leaves, nothing that it does not finish counts against a request."""
         self._link.send(
-            GenerateFailed(
-                request_id=message.request_id, lease=message.lease, error=why, retryable=True, tried=False
-            )
+            GenerateFailed(request_id=message.request_id, lease=message.lease, error=why, retryable=True, tried=False)
         )
 
     async def _check_engine(self, error: Exception) -> None:

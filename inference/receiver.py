@@ -5,6 +5,8 @@
 
 Whatever fails, the engine goes on with the weights it had. Nothing is unpickled; no tensor is loaded before its hash
 matched. While a swap is unproven `settled` is unset: whoever hands out tokens waits for it and for `rollbacks`.
+
+Where a node gets weight chunks from: any source will do, since every byte is checked against the signed manifest.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import safetensors
 import safetensors.torch
@@ -23,12 +26,47 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from composer_prime.errors import CanaryError, ComposerError, CorruptWeightsError, WeightError
-from composer_prime.weights.manifest import ChunkRef, Manifest, open_signed
-from composer_prime.weights.store import verified
-from inference.chunks import ChunkSource
+from composer_prime.run.weights import ChunkRef, Manifest, WeightStore, open_signed, verified
 from inference.engines.base import Engine
 
 logger = logging.getLogger(__name__)
+
+
+PIECE_BYTES = 4 << 20
+
+
+class ChunkSource(Protocol):
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        """Some bytes of a chunk from `offset` on: b"" at its end, None when the source has no such chunk.
+
+        Raises DeadlineError or OSError when the source cannot be reached.
+        """
+        ...
+
+
+class FolderSource:
+    """The run's weight store, where it is on this machine or on a shared disk."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        return await asyncio.to_thread(self._store.chunk, sha256, offset, PIECE_BYTES)
+
+
+class FirstOf:
+    """Asks each source in turn until one has the chunk."""
+
+    def __init__(self, *sources: ChunkSource) -> None:
+        self._sources = sources
+
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        for source in self._sources:
+            piece = await source.read(sha256, offset)
+            if piece is not None:
+                return piece
+        return None
+
 
 _CHUNKS_AT_ONCE = 4
 

@@ -14,14 +14,13 @@ import torch
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ConfigError
-from composer_prime.weights.store import WeightStore
+from composer_prime.run.weights import WeightStore
 from inference.assignment import Assignment
-from inference.chunks import ChunkSource, FirstOf, FolderSource
 from inference.engines.base import Engine
 from inference.engines.build import build_engine
 from inference.link import GatewayLink, LinkSource
 from inference.node import Node
-from inference.receiver import Receiver
+from inference.receiver import ChunkSource, FirstOf, FolderSource, Receiver
 
 _PARENT_POLL_S = 1.0
 

@@ -1,9 +1,9 @@
 """Fails when the source outgrows its limits: python infra/check_structure.py
 
-    file      at most 500 lines, median at most 150
-    function  at most 60 lines, median at most 12 (tests are not counted in the medians)
-    names     no utils, helpers, common or misc module: a name says what it holds
-    tests     each module below tests/ has a name of its own, for pytest imports them side by side
+file      at most 500 lines, median at most 150
+function  at most 60 lines, median at most 12 (tests are not counted in the medians)
+names     no utils, helpers, common or misc module: a name says what it holds
+tests     each module below tests/ has a name of its own, for pytest imports them side by side
 """
 
 from __future__ import annotations

@@ -21,17 +21,14 @@ from statistics import fmean
 
 from composer_prime.config.orchestrator import EvalConfig, OrchestratorConfig, SourceConfig
 from composer_prime.errors import DeadlineError
-from composer_prime.estimates import bounded_interval, pass_at_k, scale_of
-from composer_prime.monitor.jsonl import MetricsFile
-from composer_prime.run_dir import RunDir
-from orchestrator import rollout_log
-from orchestrator.conversation import turn_error_rate
-from orchestrator.finish import finished_rollout, score_failure
-from orchestrator.groups import FinishedRollout
-from orchestrator.permits import Lane, Permits
-from orchestrator.pulse import Pulse
-from orchestrator.requests import RequestFactory
-from orchestrator.rollout import RolloutRunner, retry_pause_s
+from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.run.run_dir import RunDir
+from composer_prime.stats.intervals import bounded_interval, pass_at_k, scale_of
+from orchestrator.event_loop import Pulse
+from orchestrator.rollouts import rollout_log
+from orchestrator.rollouts.group_scoring import finished_rollout, score_failure
+from orchestrator.rollouts.groups import FinishedRollout, turn_error_rate
+from orchestrator.rollouts.rollout import Lane, Permits, RequestFactory, RolloutRunner, retry_pause_s
 from orchestrator.workers.protocol import RolloutFailure
 
 logger = logging.getLogger(__name__)

@@ -19,13 +19,12 @@ import threading
 import time
 from pathlib import Path
 
-from composer_prime import run_id
 from composer_prime.config import Config, load
 from composer_prime.console import EXIT_USAGE, columns, fail
-from composer_prime.continuation import check_continuation
 from composer_prime.errors import ComposerError, ConfigError
-from composer_prime.keys import RunKeys
-from composer_prime.run_dir import RunDir, write_atomic
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write_atomic
+from composer_prime.run.run_folder import check_continuation
 
 FAILED = 1
 _USAGE = "usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]"
@@ -50,7 +49,7 @@ def main() -> int:
 
 
 def _dry_run(config: Config, run_dir: RunDir) -> int:
-    from composer_prime.plan import build
+    from composer_prime.plan.plan import build
 
     plan = build(config, folder=False)
     try:
@@ -105,7 +104,7 @@ def _prepare(config: Config, run_dir: RunDir) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     run_dir.endpoints.unlink(missing_ok=True)
     write_atomic(run_dir.config, load.dump(config).encode())
-    run_id.create(run_dir, config.run.name)
+    create_run_id(run_dir, config.run.name)
     RunKeys.create(run_dir.keys)
 
 
@@ -117,7 +116,7 @@ def _run(config: Config, run_dir: RunDir) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     # Only this run's own workers may generate in the name of its rollouts.
     os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(24))
-    name, model_dir = run_id.read(run_dir), resolve_model(config.model.path)
+    name, model_dir = read_run_id(run_dir), resolve_model(config.model.path)
 
     async def serve() -> int:
         return await _until_signal(Pipeline(config, run_dir, name, model_dir).run())

@@ -27,35 +27,31 @@ from typing import NamedTuple, Protocol
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import SourceConfig
 from composer_prime.errors import CheckpointError, ComposerError
-from composer_prime.keys import RunKeys
-from composer_prime.monitor.jsonl import MetricsFile
-from composer_prime.packing import model_flops
-from composer_prime.run_dir import RunDir, write_atomic
-from composer_prime.weights.store import WeightStore
+from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.packing.pack import model_flops
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir, write_atomic
+from composer_prime.run.weights import WeightStore
+from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.wire.step import StepDone
-from orchestrator import checkpoint
-from orchestrator.batches import Batches
-from orchestrator.behaviour import Behaviour, build_behaviour
-from orchestrator.chat_folder import chat_folder
-from orchestrator.dispatch import Dispatcher
+from orchestrator.batching.batches import Batches
+from orchestrator.batching.scheduler import Steering
+from orchestrator.chat_renderer import chat_folder
+from orchestrator.durability import checkpoint
+from orchestrator.durability.journal import Entry, Journal
+from orchestrator.durability.resume import resume
 from orchestrator.evals import Evaluator
+from orchestrator.event_loop import Pulse
 from orchestrator.gateway import Gateway
 from orchestrator.gateway.gateway import TOKEN_VARIABLE
-from orchestrator.hints.build import build_hints
-from orchestrator.hints.stage import HintStage
-from orchestrator.journal import Entry, Journal
-from orchestrator.permits import Permits
+from orchestrator.hints.stage import HintStage, build_hints
 from orchestrator.preferences.mixer import PairMixer, build_mixer
-from orchestrator.pulse import Pulse
-from orchestrator.requests import RequestFactory
-from orchestrator.resume import resume
-from orchestrator.rollout import Pool, RolloutRunner
-from orchestrator.sources import Sources, eval_sources, source_spec
-from orchestrator.steering import Steering
+from orchestrator.rollouts.behaviour import Behaviour, build_behaviour
+from orchestrator.rollouts.dispatch import Dispatcher
+from orchestrator.rollouts.rollout import Permits, Pool, RequestFactory, RolloutRunner
 from orchestrator.step_server import StepServer
-from orchestrator.task_shard import WHOLE
-from orchestrator.teachers.online import OnlineReplay
-from orchestrator.vigil import Vigil, Workers
+from orchestrator.tasks.sources import WHOLE, Sources, eval_sources, source_spec
+from orchestrator.watchdog import Vigil, Workers
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL, TRAIN, SourceSpec
 
@@ -256,9 +252,7 @@ class Pipeline:
         config, orchestrator = self.config, self.config.orchestrator
         self.permits = Permits(self.gateway.adaptive.limit, orchestrator.eval.share)
         runner = RolloutRunner(self.pools, self.gateway.records, self.permits)
-        requests = RequestFactory(
-            config=orchestrator, gateway_url=f"{self.gateway.http_url}/v1", seed=config.run.seed
-        )
+        requests = RequestFactory(config=orchestrator, gateway_url=f"{self.gateway.http_url}/v1", seed=config.run.seed)
         self.steering = Steering(
             config=orchestrator,
             run_id=self.run_id,

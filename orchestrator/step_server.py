@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from composer_prime.errors import ComposerError, WireError
-from composer_prime.keys import RunKeys
+from composer_prime.run.keys import RunKeys
 from composer_prime.wire.sockets import SecureServer, bind_router
 from composer_prime.wire.step import (
     CheckpointRequest,
@@ -33,8 +33,8 @@ from composer_prime.wire.step import (
     StepNoted,
     StepRequest,
 )
-from orchestrator.batches import Batches, Layout
-from orchestrator.pulse import Pulse
+from orchestrator.batching.batches import Batches, Layout
+from orchestrator.event_loop import Pulse
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from composer_prime.pairs import PairFile
-from composer_prime.pairs_gate import Gate, Verdict, write_gate
+from composer_prime.traces.pairs import Gate, PairFile, Verdict, write_gate
 
 
 def release(path: Path, *, passed: bool = True, first: int = 0) -> Path:

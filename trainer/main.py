@@ -1,6 +1,6 @@
 """The console script `trainer`: one command that runs everything its file describes on this machine.
 
-    trainer @ configs/a1.toml [@ overlay.toml] [--section.key VALUE] [--resume] [--dry-run]
+trainer @ configs/a1.toml [@ overlay.toml] [--section.key VALUE] [--resume] [--dry-run]
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import dataclasses
 import sys
 
 from composer_prime.config.load import CommandLine, parse
-from composer_prime.console import EXIT_USAGE, columns, fail, until_the_reader_leaves
+from composer_prime.console import EXIT_USAGE, columns, fail, until_the_reader_leaves, what_is_wrong
 from composer_prime.errors import ConfigError
-from composer_prime.wording import what_is_wrong
 
 
 def main() -> int:
@@ -28,7 +27,7 @@ def _main() -> int:
 
 def _run(command: CommandLine) -> int:
     """Raises ConfigError."""
-    from composer_prime.plan import build
+    from composer_prime.plan.plan import build
 
     plan = build(command.config)
     if command.dry_run:
@@ -41,7 +40,7 @@ def _run(command: CommandLine) -> int:
     for note in plan.notes if not command.config.run.resume else []:
         print(f"note: {note}", file=sys.stderr)
     from composer_prime.model_source import resolve_model
-    from trainer.launch import launch
+    from trainer.launcher.launch import launch
 
     resolve_model(command.config.model.path)
     return launch(command.config)

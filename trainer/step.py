@@ -6,6 +6,8 @@
 
 No number is read between micro-batches, so an accelerator never waits for the host; and the update happens only after
 the look, so parameters are untouched when a step fails.
+
+From the statistics of a row to what each channel takes.
 """
 
 from __future__ import annotations
@@ -19,16 +21,70 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composer_prime.channels.total import LossParts, channel_metrics, total_loss
+from composer_prime.channels.replay_dpo import PairTokens
+from composer_prime.channels.sdpo import DistilTokens
+from composer_prime.channels.tokens import PolicyTokens, sum_by
+from composer_prime.channels.total import ChannelInputs, LossParts, channel_metrics, total_loss
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import NonFiniteError
 from composer_prime.wire.types import StepTotals
-from trainer.channel_inputs import channel_inputs
+from trainer.data.rows import DistilledRow, PackedRow, PairsRow
+from trainer.head.head import TokenStatistics
+from trainer.model.policy import Policy
 from trainer.optim import Optimizer
-from trainer.policy import Policy
-from trainer.rows import PackedRow
-from trainer.self_teacher import Aid
+from trainer.teacher.self_teacher import Aid
 from trainer.world import gather_texts
+
+
+def channel_inputs(row: PackedRow, statistics: TokenStatistics, aid: Aid) -> ChannelInputs:
+    """Inputs of the channels that are on; one without tokens in this row is empty, and attached to the graph."""
+    return ChannelInputs(
+        policy=PolicyTokens(
+            logprobs_T=_picked(statistics.logprobs_R, row.policy_T),
+            sampler_logprobs_T=row.sampler_logprobs_T,
+            advantages_T=row.advantages_T,
+            entropy_T=_picked(statistics.entropy_R, row.policy_T),
+            sequence_T=row.sequence_T,
+            sequences=row.sequences,
+            reference_logprobs_T=aid.reference_logprobs_T,
+        ),
+        sdpo=None if row.distilled is None else _distil_tokens(row.distilled, statistics),
+        replay_dpo=None if row.pairs is None else _pair_tokens(row.pairs, statistics, aid),
+    )
+
+
+def _picked(values_R: Tensor, rows: Tensor | None) -> Tensor:
+    return values_R if rows is None else values_R[rows]
+
+
+def _distil_tokens(distilled: DistilledRow, statistics: TokenStatistics) -> DistilTokens:
+    """The head's last D rows; all of them were sampled, whether or not channel 1 trains them."""
+    count = len(distilled.turn_D)
+    logprobs_D = statistics.logprobs_R[len(statistics.logprobs_R) - count :]
+    nothing = statistics.logprobs_R[:0]
+    return DistilTokens(
+        divergence_D=nothing if statistics.divergence_D is None else statistics.divergence_D,
+        logprobs_D=logprobs_D,
+        sampler_logprobs_D=distilled.sampler_logprobs_D,
+        weight_D=distilled.weight_D,
+        turn_D=distilled.turn_D,
+        turns=distilled.turns,
+        teacher_entropy_D=nothing.detach() if statistics.divergence_D is None else statistics.teacher_entropy_D,
+    )
+
+
+def _pair_tokens(pairs: PairsRow, statistics: TokenStatistics, aid: Aid) -> PairTokens:
+    sums_S = sum_by(statistics.logprobs_R[pairs.answer_A], pairs.side_A, 2 * pairs.pairs)
+    reference_S = aid.reference_S
+    return PairTokens(
+        chosen_logprobs_P=sums_S[0::2],
+        rejected_logprobs_P=sums_S[1::2],
+        chosen_length_P=pairs.length_S[0::2],
+        rejected_length_P=pairs.length_S[1::2],
+        reference_chosen_P=None if reference_S is None else reference_S[0::2],
+        reference_rejected_P=None if reference_S is None else reference_S[1::2],
+        epsilon_P=pairs.epsilon_P,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +136,17 @@ def train_step(
     computed = time.monotonic()
     lr = optimizer.step(ratio, norm)
     figures = channel_metrics({name: value for name, value in values.items() if name != "grad_norm"})
-    return {"sdpo/turns": 0.0, "dpo/pairs": 0.0} | figures | {
-        "tokens/trained": values["policy/tokens"],
-        "optim/grad_norm": values["grad_norm"],
-        "optim/lr": lr,
-        "time/forward_backward_s": computed - started,
-        "time/optimizer_s": time.monotonic() - computed,
-    }
+    return (
+        {"sdpo/turns": 0.0, "dpo/pairs": 0.0}
+        | figures
+        | {
+            "tokens/trained": values["policy/tokens"],
+            "optim/grad_norm": values["grad_norm"],
+            "optim/lr": lr,
+            "time/forward_backward_s": computed - started,
+            "time/optimizer_s": time.monotonic() - computed,
+        }
+    )
 
 
 def _accumulate(

@@ -7,6 +7,8 @@
 The ranks wait for the orchestrator's batch and for one another in collectives; nobody waits for the inference nodes.
 Version N is the model after step N. In a joint run the optimizer's step ends in the outer loop (diloco/streaming.py),
 which may wait for other clusters, and version V is the global model after V full sweeps, published when it is new.
+
+How much memory a rank has used at most.
 """
 
 from __future__ import annotations
@@ -15,37 +17,45 @@ import argparse
 import contextlib
 import dataclasses
 import logging
+import resource
 import sys
 import time
 from pathlib import Path
 
+import torch
+
 from composer_prime.channels.total import max_completion_length
 from composer_prime.config import Config, load
+from composer_prime.config.channels import weight_sets
 from composer_prime.errors import CheckpointError, ComposerError, ConfigError, RoleFailedError
-from composer_prime.keys import RunKeys
-from composer_prime.ledger import append_rewind, append_step
 from composer_prime.model_source import resolve_model
-from composer_prime.monitor.jsonl import MetricsFile
-from composer_prime.run_dir import RunDir
-from composer_prime.run_id import read as read_run_id
-from composer_prime.weight_sets import weight_sets
+from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.ledger import append_rewind, append_step
+from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.wire.step import RunFinished, StepReply
 from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
-from trainer.checkpoint import Checkpoints
-from trainer.data import Asked, StepClient, Stopped, find_endpoint, next_batch
-from trainer.export import export
-from trainer.memory import peak_bytes
-from trainer.model import build_policy
+from trainer.data.rows import PackedRow, RowOptions, documents_of, unpack
+from trainer.data.step_client import Asked, StepClient, Stopped, find_endpoint, next_batch
+from trainer.data.teacher_cost import ReadCost, teachers_in_row
+from trainer.model.build import build_policy
 from trainer.optim import build_optimizer, rate
-from trainer.publish import Publisher
-from trainer.reference import ReferenceLogprobs
-from trainer.row_documents import documents_of
-from trainer.rows import PackedRow, RowOptions, unpack
-from trainer.self_teacher import SelfTeacher
 from trainer.step import LossSettings, train_step
-from trainer.stop import LEAVE_S, StopSignal
-from trainer.teacher_place import ReadCost, teachers_in_row
+from trainer.teacher.reference import ReferenceLogprobs
+from trainer.teacher.self_teacher import SelfTeacher
+from trainer.weights.checkpoint import Checkpoints
+from trainer.weights.publish import Publisher, export
+from trainer.world import LEAVE_S, StopSignal
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak since the process began: allocated GPU memory on CUDA, resident memory of the process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
 
 logger = logging.getLogger("trainer")
 

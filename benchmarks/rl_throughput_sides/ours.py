@@ -15,11 +15,9 @@ from pathlib import Path
 from benchmarks.rl_throughput_sides.plan import BETAS, EPS, MAX_GRAD_NORM, MODEL, SOURCE, Plan
 from benchmarks.rl_throughput_sides.processes import environment, start, watch
 from benchmarks.rl_throughput_sides.result import SideResult
-from composer_prime.keys import RunKeys
-from composer_prime.run_dir import RunDir
-from composer_prime.run_id import read as read_run_id
-from composer_prime.weights.manifest import open_signed
-from composer_prime.weights.store import WeightStore, verified
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir, read_run_id
+from composer_prime.run.weights import WeightStore, open_signed, verified
 
 TASKSETS = {
     "single-turn": "benchmarks.rl_throughput_sides.first_call",
@@ -28,7 +26,7 @@ TASKSETS = {
 ROLES = {
     "orchestrator.workers.worker": "environment worker",
     "trainer.train": "trainer",
-    "trainer.guard": "launcher",
+    "trainer.launcher.guard": "launcher",
     "/orchestrator": "orchestrator",
     "/inference": "node",
 }

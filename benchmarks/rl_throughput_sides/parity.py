@@ -74,7 +74,7 @@ def _calls(episode: Episode) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _call_text(name: str, arguments: dict[str, Any]) -> str:
-    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call><|im_end|>'
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call><|im_end|>"
 
 
 if __name__ == "__main__":

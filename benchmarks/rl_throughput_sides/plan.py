@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from composer_prime.model_source import resolve_model
-from orchestrator.curriculum import Shuffled
 from orchestrator.environments.toolsmith.episode import Episode, Split, generate
-from orchestrator.groups import derive_seed
+from orchestrator.rollouts.groups import derive_seed
+from orchestrator.tasks.curriculum import Shuffled
 
 Case = Literal["single-turn", "multi-turn"]
 CASES: tuple[Case, ...] = ("single-turn", "multi-turn")

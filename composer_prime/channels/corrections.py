@@ -32,9 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from composer_prime.channels.log_ratios import bounded_exp
-from composer_prime.channels.sequences import mean_by, sum_by
-from composer_prime.channels.tokens import PolicyTokens
+from composer_prime.channels.tokens import PolicyTokens, bounded_exp, mean_by, sum_by
 from composer_prime.config.policy import PolicyConfig
 
 

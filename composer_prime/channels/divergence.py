@@ -25,7 +25,7 @@ import math
 import torch
 from torch import Tensor
 
-from composer_prime.config.sdpo import SdpoConfig
+from composer_prime.config.channels import SdpoConfig
 
 LOG_FLOOR = -1e4
 LOGIT_FLOOR = -1e30

@@ -19,8 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from composer_prime.channels.log_ratios import bounded
-from composer_prime.channels.tokens import PolicyTokens
+from composer_prime.channels.tokens import PolicyTokens, bounded
 from composer_prime.config.policy import PolicyConfig
 from composer_prime.errors import ConfigError
 

@@ -30,9 +30,7 @@ from torch import Tensor
 
 from composer_prime.channels.corrections import Correction, correct
 from composer_prime.channels.kl import estimate, kl_loss, penalised_advantages
-from composer_prime.channels.log_ratios import bounded, bounded_exp, capped
-from composer_prime.channels.sequences import lengths_of, mean_by
-from composer_prime.channels.tokens import PolicyTokens, Sums
+from composer_prime.channels.tokens import PolicyTokens, Sums, bounded, bounded_exp, capped, lengths_of, mean_by
 from composer_prime.config.policy import PolicyConfig
 from composer_prime.errors import ConfigError
 from composer_prime.wire.types import StepTotals

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from composer_prime.channels.tokens import Sums
-from composer_prime.config.replay_dpo import ReplayDpoConfig
+from composer_prime.config.channels import ReplayDpoConfig
 from composer_prime.errors import ConfigError
 from composer_prime.wire.types import StepTotals
 

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from composer_prime.channels.log_ratios import bounded_exp
-from composer_prime.channels.sequences import lengths_of, mean_by
-from composer_prime.channels.tokens import Sums
-from composer_prime.config.sdpo import SdpoConfig
+from composer_prime.channels.tokens import Sums, bounded_exp, lengths_of, mean_by
+from composer_prime.config.channels import SdpoConfig
 from composer_prime.errors import ConfigError
 from composer_prime.wire.types import StepTotals
 

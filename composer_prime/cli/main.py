@@ -1,6 +1,6 @@
-"""The console script `composer`: looks at runs and models. Each sub-command is a module of this package.
+"""The console script `composer`: everything one does around a run.
 
-Sub-commands load only when called, so `composer --help` answers at once.
+A command's module loads only when the command is called, so `composer --help` answers at once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ COMMANDS = {
     "doctor": "check this machine: Python, torch, GPUs, engines, memory, ports, disk",
 }
 
+MODULES = {"ingest": "composer_prime.traces.ingest.command", "replay": "composer_prime.traces.replay.command"}
+"""Commands that live beside what they run; the others are modules of this package."""
+
 
 def main() -> int:
     return until_the_reader_leaves(_main)
@@ -35,9 +38,9 @@ def _main() -> int:
         return 0
     if words[0] not in COMMANDS:
         fail(ComposerError(f"unknown command {words[0]!r}{_close(words[0])}\n\n{usage()}"))
-    command = importlib.import_module(f"composer_prime.cli.{words[0]}_command")
+    module = importlib.import_module(MODULES.get(words[0], f"composer_prime.cli.{words[0]}_command"))
     try:
-        return command.run(words[1:])
+        return module.main(words[1:])
     except ComposerError as error:
         fail(error)
 

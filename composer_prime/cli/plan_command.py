@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from composer_prime.cli.link_rows import link_rows
 from composer_prime.config.load import resolve
-from composer_prime.console import EXIT_USAGE, columns
+from composer_prime.console import EXIT_USAGE, GIB, columns
 from composer_prime.errors import ConfigError
-from composer_prime.machine import Machine, look
-from composer_prime.plan import build
-from composer_prime.wording import GIB
+from composer_prime.plan.machine import Machine, look
+from composer_prime.plan.plan import build
 
 USAGE = """\
 usage: composer plan @ FILE.toml [@ OVERLAY.toml ...] [--section.key VALUE ...] [--gpus COUNTxGIB] [--resume]
@@ -27,14 +25,16 @@ wrong is listed at once.
 Exit status: 0 the run can start here, 2 it cannot."""
 
 
-def run(words: list[str]) -> int:
+def main(words: list[str]) -> int:
     if not words or {"-h", "--help"} & set(words):
         print(USAGE)
         return 0 if words else EXIT_USAGE
     machine, words = imagined(words)
     config = resolve(words).config
     plan = build(config, machine)
-    plan = dataclasses.replace(plan, rows=[*plan.rows, *link_rows(config, words)])
+    from diloco.simulate.forecast import link_rows
+
+    plan = dataclasses.replace(plan, rows=[*plan.rows, *link_rows(config)])
     print(plan.text(columns()))
     return EXIT_USAGE if plan.problems else 0
 

@@ -1,28 +1,214 @@
 """`composer report RUN [RUN ...]`: how training went, from metrics.jsonl and the evaluations' rollouts.
 
 Channels 2 and 3 and a joint run have lines of their own where they are on.
+
+The lines of `composer report` about channels 2 and 3: which turns were hinted, what pairs were trained on.
+
+The lines of `composer report` about a joint run, as one peer's trainer logged it: rounds, peers, bytes, waiting.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 
-from composer_prime.cli.report_channels import hint_lines, pair_lines
-from composer_prime.cli.report_joint import joint_lines
-from composer_prime.costs import spent
-from composer_prime.errors import ConfigError, LedgerError
-from composer_prime.intervals import difference_interval, mean_interval
-from composer_prime.ledger import check, effective
+from composer_prime.console import counted, gib
+from composer_prime.errors import ComposerError, ConfigError, LedgerError
+from composer_prime.monitor.metrics_file import Line, history
 from composer_prime.monitor.progress import Progress, ends, number, sparkline
 from composer_prime.monitor.rollouts import eval_scores, open_run
-from composer_prime.monitor.tail import Line, history
-from composer_prime.run_dir import RunDir
-from composer_prime.wording import gib
+from composer_prime.run.costs import spent
+from composer_prime.run.ledger import check, effective
+from composer_prime.run.run_dir import RunDir
+from composer_prime.stats.intervals import difference_interval, mean_interval
+
+_INDENT = " " * 15
 
 
-def run(words: list[str]) -> int:
+def hint_lines(trained: list[Line]) -> list[str]:
+    """`trained`: the trainer's lines by step. Empty where channel 2 was off."""
+    if not any("loss/sdpo" in line for line in trained):
+        return []
+    found, hinted = _sum(trained, "hints/found"), _sum(trained, "hints/hinted")
+    share = f" ({hinted / found:.0%})" if found else ""
+    turns, steps = _sum(trained, "sdpo/turns"), sum((number(line, "sdpo/turns") or 0) > 0 for line in trained)
+    text = [
+        f"  hints        {hinted:,.0f} of {counted(int(found), 'wrong turn')} got one{share}; "
+        f"{turns:,.0f} distilled, in {steps} of {counted(len(trained), 'step')}"
+    ]
+    text += _counts("kinds", trained, "hints/kind/") + _counts("written by", trained, "hints/layer/")
+    text += _counts("left out", trained, "hints/skipped/")
+    text += _moved("jsd", trained, "sdpo/jsd", ".4f", "nats a token, of the steps that had such turns")
+    return text + _moved("turn errors", trained, "rollout/turn_error_rate", ".3f", "of assistant turns")
+
+
+def pair_lines(trained: list[Line], lines: list[Line]) -> list[str]:
+    """`lines`: of all roles, for the replay while training. Empty where channel 3 was off."""
+    text = []
+    if any("loss/replay_dpo" in line for line in trained):
+        last = next((line for line in reversed(trained) if "pairs/in_file" in line), {})
+        held, refused = number(last, "pairs/in_file") or 0, number(last, "pairs/refused") or 0
+        passes = f", round {last['pairs/pass'] + 1:.0f} through the file" if "pairs/pass" in last else ""
+        text.append(
+            f"  pairs        {_sum(trained, 'dpo/pairs'):,.0f} trained; {held:,.0f} in the file, "
+            f"{refused:,.0f} of them refused{passes}"
+        )
+        text += _counts("refused", [last], "pairs/refused/")
+        text += _moved("accuracy", trained, "dpo/accuracy", ".3f", "of the pairs preferred as by the teachers")
+        text += _moved("displacement", trained, "dpo/displacement", "+.3f", "of the chosen answers, nats a token")
+    return text + _replay(lines)
+
+
+def _replay(lines: list[Line]) -> list[str]:
+    """What a replay beside the training came to."""
+    newest = next((line for line in reversed(lines) if "replay/states" in line or "replay/failed" in line), {})
+    failed = bool(newest.get("replay/failed"))
+    last = next((line for line in reversed(lines) if "replay/states" in line), None)
+    if last is None:
+        return ["  replay       failed: logs/orchestrator.log says why"] if failed else []
+    figures = {name: number(last, name) or 0.0 for name in last if name.startswith(("replay/", "gate/"))}
+    early = failed or figures.get("replay/stopped")
+    stopped = f"; {'failed' if failed else 'stopped early'}, logs/orchestrator.log says why" if early else ""
+    text = [
+        f"  replay       {figures['replay/pairs']:,.0f} pairs of {figures['replay/states']:,.0f} states; "
+        f"{figures['replay/calls']:,.0f} calls, {figures['replay/cached']:,.0f} answers from the cache{stopped}"
+    ]
+    if "gate/measured" in figures:
+        text.append(
+            f"{_INDENT}gate: {figures['gate/windows_passed']:.0f} windows passed, "
+            f"{figures['gate/windows_missed']:.0f} missed; {figures['gate/pairs_passed']:,.0f} of "
+            f"{figures['gate/measured']:,.0f} measured pairs may be trained"
+        )
+    return text
+
+
+def _sum(trained: list[Line], name: str) -> float:
+    return sum(number(line, name) or 0.0 for line in trained)
+
+
+def _counts(label: str, lines: list[Line], prefix: str) -> list[str]:
+    """Totals of all figures below `prefix`, the largest first."""
+    totals: Counter[str] = Counter()
+    for line in lines:
+        totals.update({name.removeprefix(prefix): line[name] for name in line if name.startswith(prefix)})
+    told = ", ".join(f"{name} {count:,.0f}" for name, count in totals.most_common() if count)
+    return [f"{_INDENT}{label}: {told}"] if told else []
+
+
+def _moved(label: str, trained: list[Line], name: str, shape: str, unit: str) -> list[str]:
+    """Means of the first and of the last steps that have the figure."""
+    values = [value for line in trained if (value := number(line, name)) is not None]
+    first, last = ends(values)
+    if not last:
+        return []
+    before = f"first {len(first)} {format(fmean(first), shape)}, " if first else ""
+    return [f"{_INDENT}{label}: {before}last {len(last)} {format(fmean(last), shape)} ({unit})"]
+
+
+_INDENT = " " * 15
+
+
+@dataclass(slots=True)
+class Rounds:
+    """What the lines of a run add up to. Lines between two rounds repeat the last one, so only new ones count."""
+
+    outer_step: int = 0
+    sweep: int = 0
+    ended: int = 0
+    """Rounds whose outcome this peer logged; of several that it caught up with in one step, the last."""
+    by_peer: Counter[str] = field(default_factory=Counter)
+    """Rounds that hold a peer's delta."""
+    sizes: list[int] = field(default_factory=list)
+    """Peers of each round."""
+    rejected: int = 0
+    waited_s: float = 0.0
+    steps_s: float = 0.0
+    sent: float = 0.0
+    """Bytes of rank 0, over all starts of the run."""
+    received: float = 0.0
+
+    @classmethod
+    def of(cls, lines: list[Line]) -> Rounds:
+        """`lines`: of all roles, in file order."""
+        found, sent, received = cls(), 0.0, 0.0
+        for line in lines:
+            if line.get("event") == "resume":
+                sent = received = 0.0
+            if line.get("role") != "trainer":
+                continue
+            found.steps_s += number(line, "time/step_s") or 0.0
+            outer_step = number(line, "diloco/outer_step")
+            if outer_step is None:
+                continue
+            now = number(line, "diloco/bytes_sent") or 0.0, number(line, "diloco/bytes_received") or 0.0
+            found.sent, found.received = found.sent + max(now[0] - sent, 0), found.received + max(now[1] - received, 0)
+            sent, received = now
+            if int(outer_step) != found.outer_step:
+                found._take(line, int(outer_step))
+        return found
+
+    def _take(self, line: Line, outer_step: int) -> None:
+        peers = [name.split("/")[1] for name in line if name.startswith("diloco/") and name.endswith("/inner_steps")]
+        self.outer_step, self.sweep = outer_step, int(number(line, "diloco/sweep") or 0)
+        self.ended += 1
+        self.by_peer.update(peers)
+        self.sizes.append(len(peers))
+        self.rejected += int(number(line, "diloco/rejected") or 0)
+        self.waited_s += number(line, "diloco/sync_s") or 0.0
+
+
+def joint_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
+    """Empty for a run that trained alone, or that has no round behind it."""
+    rounds = Rounds.of(lines)
+    if not rounds.ended:
+        return []
+    last = next(line for line in reversed(lines) if "diloco/outer_step" in line)
+    shares = ", ".join(f"{peer} {count}" for peer, count in sorted(rounds.by_peer.items()))
+    alone = sum(size == 1 for size in rounds.sizes)
+    waited = f", {rounds.waited_s / rounds.steps_s:.1%} of the steps' time" if rounds.steps_s else ""
+    return [
+        f"  joint run    outer step {rounds.outer_step}, {counted(rounds.sweep, 'full sweep')}; "
+        f"{counted(rounds.ended, 'round')} taken, {last.get('diloco/missed_rounds', 0):.0f} missed, "
+        f"{counted(rounds.rejected, 'delta')} rejected",
+        f"{_INDENT}peers: rounds with the work of {shares}; {alone} with one peer alone",
+        f"{_INDENT}hashes: equal on all peers of each of these rounds, else they are not averaged",
+        f"{_INDENT}link: {rounds.sent / 1e6:,.1f} MB sent, {rounds.received / 1e6:,.1f} MB received a rank"
+        f"{_bits(run_dir, rounds)}",
+        f"{_INDENT}waiting: {rounds.waited_s:,.1f} s for rounds to end{waited}",
+        f"{_INDENT}tokens: work of {last.get('diloco/carried_tokens', 0):,.0f} was late and carried on, of "
+        f"{last.get('diloco/overwritten_tokens', 0):,.0f} given up (that of the delay's steps too)",
+        *_final(lines),
+    ]
+
+
+def _final(lines: list[Line]) -> list[str]:
+    """The global model that the run ended with; nothing where it has not ended."""
+    progress = Progress()
+    progress.update(lines)
+    return [f"{_INDENT}joint model: {progress.ended.text}"] if progress.ended is not None else []
+
+
+def _bits(run_dir: RunDir, rounds: Rounds) -> str:
+    """All that was sent over the parameters of the fragments sent; "" where the model cannot be read (yet)."""
+    from composer_prime.config.load import read  # a second of CPU time, for joint runs only
+    from composer_prime.plan.footprint import ModelShape, trained_parameters
+
+    try:
+        config = read(run_dir.config)
+        shape = ModelShape.read(run_dir.final)
+    except (ComposerError, OSError):
+        return ""
+    if config.diloco is None:
+        return ""
+    own = rounds.by_peer[config.diloco.peer_id] or 1
+    parameters = trained_parameters(config, shape) / config.diloco.fragments / config.trainer.ranks * own
+    return f"; {8 * rounds.sent / parameters:.2f} bits a parameter and sync ({config.diloco.codec.type})"
+
+
+def main(words: list[str]) -> int:
     options = parser().parse_args(words)
     for folder in options.run:
         print("\n".join([*report(open_run(folder), options.bins), ""]))
@@ -67,7 +253,7 @@ def _costs(run_dir: RunDir) -> list[str]:
     if not paid.calls:
         return text
     from composer_prime.config.load import read  # a second of CPU time, for runs with teachers only
-    from composer_prime.cost_forecast import forecast
+    from composer_prime.plan.cost_forecast import forecast
 
     try:
         expected = forecast(read(run_dir.config))

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import Rollout, failure_text, open_run, read_rollouts, rollout_files
-from composer_prime.run_dir import RunDir
+from composer_prime.run.run_dir import RunDir
 
 
-def run(words: list[str]) -> int:
+def main(words: list[str]) -> int:
     options = parser().parse_args(words)
     run_dir = open_run(options.run)
     if options.id:

@@ -1,13 +1,160 @@
-"""[channels]: the loss, one section a channel."""
+"""[channels]: the loss, one section a channel.
+
+[channels.sdpo]: channel 2, distillation of the hinted self-teacher at error turns.
+
+[channels.replay_dpo]: channel 3, preferences that teachers gave on recorded traces.
+
+The weight of a loss channel as a function of the step: zero, a ramp, a plateau, a ramp down, zero again.
+
+Which sets of weights a run keeps besides the ones it trains: for teachers, KL references, preference pairs.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.config.policy import KlConfig, PolicyConfig, make_po_config
-from composer_prime.config.replay_dpo import ReplayDpoConfig
-from composer_prime.config.sdpo import SdpoConfig, SelfTeacherConfig
-from composer_prime.config.weight_schedule import WeightSchedule
+
+
+class WeightSchedule(BaseConfig):
+    """Factor of a channel's weight at each step; without settings it is 1 throughout."""
+
+    start_step: int = Field(default=1, ge=1)
+    """First step with a weight above 0."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the weight rises linearly to its value; 0 begins with it."""
+    end_step: int | None = Field(default=None, ge=1)
+    """Last step at the full weight; None never ends. The washout probe sets it."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Steps after end_step over which the weight falls linearly to 0."""
+
+    def factor(self, step: int) -> float:
+        """In 0..1 at `step` (from 1)."""
+        if step < self.start_step:
+            return 0.0
+        rising = min(1.0, (step - self.start_step + 1) / (self.warmup_steps + 1))
+        if self.end_step is None or step <= self.end_step:
+            return rising
+        return rising * max(0.0, 1.0 - (step - self.end_step) / (self.decay_steps + 1))
+
+    @model_validator(mode="after")
+    def _ends_after_its_start(self) -> WeightSchedule:
+        risen = self.start_step + self.warmup_steps
+        if self.end_step is not None and self.end_step < risen:
+            raise ValueError(
+                f"schedule.end_step is {self.end_step}, but the weight rises from start_step = {self.start_step} over "
+                f"warmup_steps = {self.warmup_steps} steps: set end_step >= {risen} or a shorter warm-up"
+            )
+        return self
+
+
+class SelfTeacherConfig(BaseConfig):
+    """Which weights give the distribution under the hint."""
+
+    kind: Literal["live", "ema", "frozen", "trust_region"] = "live"
+    """The trained weights, their moving average, the start weights, or a mix of the live and the start distribution."""
+    rate: float = Field(default=0.05, gt=0, le=1)
+    """ema: share of the trained weights that enters the average at each step."""
+    mix: float = Field(default=0.05, gt=0, lt=1)
+    """trust_region: share of the live weights' logits in the mix with the start weights' logits."""
+
+
+class SdpoConfig(BaseConfig):
+    """Channel 2: the policy under a hint teaches the policy without it, at the turn where the error happened."""
+
+    weight: float = Field(default=0.0, ge=0)
+    """alpha: factor of this channel in the loss; 0 turns it off."""
+    schedule: WeightSchedule = WeightSchedule()
+    """alpha over the run."""
+    beta: float = Field(default=0.5, ge=0, le=1)
+    """Divergence: 0 is KL(teacher || student), 1 is KL(student || teacher), between them the generalised JSD, which
+    goes to 0 towards both ends: take an end, or 0.05..0.95."""
+    kind: Literal["full", "top_k", "sampled"] = "full"
+    """The whole vocabulary, the student's likeliest tokens and a tail, or the sampled token alone (needs beta = 1)."""
+    top_k: int = Field(default=100, ge=1)
+    """top_k: tokens of the student that are compared one by one."""
+    denominator: Literal["tokens", "turns"] = "tokens"
+    """Mean over all distilled tokens of the step, or over its turns of each turn's mean."""
+    is_clip: float | None = Field(default=2.0, gt=0)
+    """Cap of the detached importance weight pi / mu of a token, in every group; None weighs all tokens by 1."""
+    entropy_weighting: Literal["none", "confident"] = "none"
+    """confident: a token weighs exp(-H / entropy_scale) with H the teacher's own entropy (never the TAID target's)."""
+    entropy_scale: float = Field(default=1.0, gt=0)
+    """confident: entropy in nats at which a token weighs 1/e."""
+    forward_above_entropy: float | None = Field(default=None, ge=0)
+    """Where the entropy of the target (the teacher; during taid_steps the mix of student and teacher that takes its
+    place) is above this many nats, use KL(target || student); None nowhere."""
+    taid_steps: int = Field(default=0, ge=0)
+    """Steps, from schedule.start_step on, over which the target moves from the student's logits to the teacher's; 0
+    takes the teacher's at once."""
+    taid_start: float = Field(default=0.2, ge=0, lt=1)
+    """Share of the teacher's logits in the target before the first step."""
+    teacher: SelfTeacherConfig = SelfTeacherConfig()
+    """The self-teacher."""
+
+    def weight_at(self, step: int) -> float:
+        """alpha at `step` (from 1)."""
+        return self.weight * self.schedule.factor(step)
+
+    def teacher_share(self, step: int) -> float:
+        """Share of the teacher's logits in the target at `step` (from 1), in 0..1."""
+        if self.taid_steps == 0:
+            return 1.0
+        taken = max(0, step - self.schedule.start_step + 1)
+        return self.taid_start + (1.0 - self.taid_start) * min(1.0, taken / self.taid_steps)
+
+    @model_validator(mode="after")
+    def _sampled_is_reverse(self) -> SdpoConfig:
+        if self.kind == "sampled" and self.beta != 1.0:
+            raise ValueError(
+                f"channels.sdpo.beta is {self.beta}, but kind = sampled estimates KL(student || teacher) from the "
+                "student's own tokens: set beta = 1, or kind = full or top_k"
+            )
+        if self.kind == "sampled" and self.forward_above_entropy is not None:
+            raise ValueError(
+                f"channels.sdpo.forward_above_entropy is {self.forward_above_entropy}, but kind = sampled has no "
+                "KL(teacher || student): leave it out, or set kind = full or top_k"
+            )
+        return self
+
+
+SIMPO_TEMPERATURE = 2.0
+"""SimPO, arXiv 2405.14734: beta of 2.0 to 2.5."""
+
+
+class ReplayDpoConfig(BaseConfig):
+    """Channel 3: direct preference optimisation on pairs of answers to a recorded state (this project's own)."""
+
+    weight: float = Field(default=0.0, ge=0)
+    """beta of the total loss: factor of this channel; 0 turns it off."""
+    schedule: WeightSchedule = WeightSchedule()
+    """The weight over the run."""
+    loss: Literal["cdpo", "sigmoid", "robust", "ipo", "sigmoid_norm", "simpo"] = "cdpo"
+    """How a pair's margin becomes a loss; cdpo and robust use each pair's own epsilon. simpo has no reference:
+    no start weights are kept, and dpo/displacement is not reported."""
+    temperature: float = Field(default=0.1, gt=0)
+    """beta of DPO: how strongly a log-probability against the reference counts (ipo: its tau). simpo's own default is
+    2.0, as its margin is a mean a token: at 0.1 it would hardly tell answers apart."""
+    simpo_margin: float = Field(default=0.5, ge=0)
+    """simpo: gamma, the margin that the chosen answer's reward is to have."""
+    nll_weight: float = Field(default=0.05, ge=0)
+    """Factor of the chosen answer's negative log-likelihood a token, which holds it in place."""
+
+    def weight_at(self, step: int) -> float:
+        """The weight at `step` (from 1)."""
+        return self.weight * self.schedule.factor(step)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_of_simpo(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("loss") == "simpo":
+            return {"temperature": SIMPO_TEMPERATURE} | values
+        return values
+
 
 __all__ = [
     "ChannelsConfig",
@@ -28,3 +175,34 @@ class ChannelsConfig(BaseConfig):
     """Channel 2."""
     replay_dpo: ReplayDpoConfig = ReplayDpoConfig()
     """Channel 3."""
+
+
+WeightSet = Literal["frozen", "teacher", "reference"]
+"""The start weights, or a moving average of the trained ones that is the teacher or the KL penalty's reference."""
+AVERAGES: tuple[WeightSet, ...] = ("teacher", "reference")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSets:
+    teacher: WeightSet | None
+    """What teaches, or takes part in it; None: the live weights alone, or nobody."""
+    reference: WeightSet | None
+    """What the KL penalty measures from; None: there is no penalty."""
+    scores_pairs: bool
+    """Whether preference pairs need log-probabilities under the start weights; simpo's margin has no reference."""
+
+    @property
+    def needed(self) -> set[WeightSet]:
+        wanted: list[WeightSet | None] = [self.teacher, self.reference, "frozen" if self.scores_pairs else None]
+        return {name for name in wanted if name is not None}
+
+
+def weight_sets(channels: ChannelsConfig) -> WeightSets:
+    """What `channels` asks for; a channel of weight 0 asks for nothing."""
+    kl, sdpo = channels.policy.kl, channels.sdpo
+    teachers: dict[str, WeightSet | None] = {"live": None, "ema": "teacher"}
+    return WeightSets(
+        teacher=teachers.get(sdpo.teacher.kind, "frozen") if sdpo.weight > 0 else None,
+        reference=None if kl.weight == 0 else "reference" if kl.reference == "ema" else "frozen",
+        scores_pairs=channels.replay_dpo.weight > 0 and channels.replay_dpo.loss != "simpo",
+    )

@@ -1,15 +1,87 @@
-"""[orchestrator]: sources of tasks, groups and their dispatch, the buffer, evaluation."""
+"""[orchestrator]: sources of tasks, groups and their dispatch, the buffer, evaluation.
+
+[orchestrator.preferences]: pairs of answers that are mixed into the steps (channel 3).
+
+[orchestrator.behaviour]: rewards for how a task was done, beside whether it was (Composer 2, arXiv 2603.24477).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
-from composer_prime.config.behaviour import BehaviourConfig
 from composer_prime.config.hints import HintsConfig
-from composer_prime.config.preferences import PreferencesConfig
+
+
+class PreferencesConfig(BaseConfig):
+    pairs: Path | None = None
+    """A pairs.jsonl; `tiny` is the embedded one, made from toolsmith. None takes the run directory's own, which a
+    replay may still be writing: pairs that appear join the next pass."""
+    pairs_per_step: int = Field(default=0, ge=0)
+    """Pairs in each optimizer step; 0 mixes none in."""
+    max_epsilon: float = Field(default=0.5, ge=0, le=0.5)
+    """Pairs whose label is wrong with a higher probability are left out."""
+
+
+class AuxiliaryConfig(BaseConfig):
+    """A scalar of the rollout that counts towards its reward."""
+
+    name: str
+    """Name of the reward part."""
+    scalar: str
+    """tool_errors, turn_error_rate, calls, turns, truncated, or a metric or reward part of the environment."""
+    weight: float
+    """Reward for one unit of the scalar; negative for what is to be avoided."""
+
+
+class EffortWeights(BaseConfig):
+    """How much each kind of effort adds to x."""
+
+    thinking_tokens: float = Field(default=1.0, ge=0)
+    """Per token of thinking."""
+    tool_call_tokens: float = Field(default=1.0, ge=0)
+    """Per sampled token, thinking aside, of a turn that calls tools."""
+    tool_output_tokens: float = Field(default=0.0, ge=0)
+    """Per token that tools added to the context."""
+    final_message_tokens: float = Field(default=1.0, ge=0)
+    """Per sampled token, thinking aside, of a turn that calls no tool."""
+    calls: float = Field(default=0.0, ge=0)
+    """Per tool call."""
+    turns: float = Field(default=0.0, ge=0)
+    """Per assistant turn."""
+
+
+class BehaviourConfig(BaseConfig):
+    penalty: float = Field(default=0.0, ge=0)
+    """Reward lost per unit of C(x); 0 switches the effort penalty off."""
+    k: float = Field(default=0.001, gt=0)
+    """Scale of effort: the penalty bends at x of about 1 / k."""
+    q: float = Field(default=1.0, ge=0)
+    """Curvature of C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)): 0 is linear, 1 logarithmic, above 1 bounded."""
+    effort: EffortWeights = EffortWeights()
+    """x, as a weighted sum."""
+    applies_to: Literal["all", "passed"] = "all"
+    """Whether every rollout pays for effort, or only those whose own reward is above 0."""
+    auxiliary: list[AuxiliaryConfig] = []
+    """Further scalars."""
+
+    @field_validator("auxiliary")
+    @classmethod
+    def _unique_names(cls, auxiliary: list[AuxiliaryConfig]) -> list[AuxiliaryConfig]:
+        names = ["effort", *(scalar.name for scalar in auxiliary)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"orchestrator.behaviour.auxiliary uses the names {twice} twice ('effort' is the penalty's): rename one"
+            )
+        return auxiliary
+
+    @property
+    def active(self) -> bool:
+        return self.penalty > 0 or bool(self.auxiliary)
 
 
 class SamplingConfig(BaseConfig):
@@ -80,8 +152,8 @@ class EvalConfig(BaseConfig):
 class CurriculumConfig(BaseConfig):
     """A hook that chooses the next task of a source."""
 
-    import_path: str = "orchestrator.curriculum:Shuffled"
-    """`module:Class` of the curriculum; see orchestrator/curriculum.py for the protocol."""
+    import_path: str = "orchestrator.tasks.curriculum:Shuffled"
+    """`module:Class` of the curriculum; see orchestrator/tasks/curriculum.py for the protocol."""
     kwargs: dict[str, Any] = {}
     """Arguments of the class."""
 

@@ -9,9 +9,9 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
+from composer_prime.console import counted
 from composer_prime.errors import ConfigError
-from composer_prime.families import UNKNOWN, family_named, family_of
-from composer_prime.wording import counted
+from composer_prime.llm.families import UNKNOWN, family_named, family_of
 
 MODELS_VARIABLE = "COMPOSER_MODELS_URL"
 """Environment variable by which the launcher tells the orchestrator where it serves local teachers and base."""

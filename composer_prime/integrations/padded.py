@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from composer_prime.channels.policy import PolicyTokens
+from composer_prime.channels.tokens import PolicyTokens
 
 
 def flat_tokens(

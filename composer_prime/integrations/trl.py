@@ -21,9 +21,9 @@ from torch import Tensor
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from composer_prime.channels.policy import PolicyTokens
 from composer_prime.channels.replay_dpo import PairTokens
 from composer_prime.channels.sdpo import DistilTokens
+from composer_prime.channels.tokens import PolicyTokens
 from composer_prime.channels.total import ChannelInputs, channel_metrics, total_loss
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import ConfigError

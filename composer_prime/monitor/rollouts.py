@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.errors import ConfigError
-from composer_prime.run_dir import RunDir
+from composer_prime.run.run_dir import RunDir
 
 Rollout = dict[str, Any]
 Scores = dict[str, list[float]]

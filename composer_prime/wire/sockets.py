@@ -16,7 +16,7 @@ from zmq.utils import z85
 
 from composer_prime.address import tcp_address
 from composer_prime.errors import ConfigError, PortInUseError
-from composer_prime.keys import ClientKeys, CurvePair
+from composer_prime.run.keys import ClientKeys, CurvePair
 
 MAX_MESSAGE_BYTES = 1 << 30
 _ZAP_DOMAIN = b"composer-prime"

@@ -1,10 +1,10 @@
 """Messages between trainer ranks and the orchestrator's step server (ZMQ ROUTER/DEALER, msgpack, CURVE).
 
-    every rank --StepRequest--> orchestrator      asks for its micro-batches of one step
-    orchestrator --StepReply | NotReady | RunFinished--> rank
-    rank 0 --StepDone--> orchestrator             a step was taken and its weights are published; repeated until
-    orchestrator --StepNoted--> rank 0            it is noted, so a lost link costs seconds and not the run
-    rank 0 --CheckpointRequest--> orchestrator --CheckpointSaved--> rank 0
+every rank --StepRequest--> orchestrator      asks for its micro-batches of one step
+orchestrator --StepReply | NotReady | RunFinished--> rank
+rank 0 --StepDone--> orchestrator             a step was taken and its weights are published; repeated until
+orchestrator --StepNoted--> rank 0            it is noted, so a lost link costs seconds and not the run
+rank 0 --CheckpointRequest--> orchestrator --CheckpointSaved--> rank 0
 """
 
 from __future__ import annotations

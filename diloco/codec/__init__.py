@@ -7,12 +7,8 @@ Every codec is a pure function of its input, so all peers decode the same values
 from __future__ import annotations
 
 from composer_prime.config.diloco import MAX_BLOCK, CodecConfig
-from diloco.codec.base import Codec
-from diloco.codec.dense import Bfloat16Codec, Float32Codec
-from diloco.codec.e3m0 import E3M0Codec
-from diloco.codec.entropy import EntropyCodec
-from diloco.codec.feedback import ErrorFeedback
-from diloco.codec.integer import IntegerCodec
+from diloco.codec.base import Codec, EntropyCodec, ErrorFeedback
+from diloco.codec.dense import Bfloat16Codec, E3M0Codec, Float32Codec, IntegerCodec
 from diloco.codec.sparse import SparseCodec
 
 __all__ = ["Codec", "ErrorFeedback", "build_codec", "codec_from_spec"]

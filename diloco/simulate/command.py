@@ -15,9 +15,8 @@ from diloco.simulate.fleet import Fleet
 from diloco.simulate.plot import svg
 from diloco.simulate.product import ENCODE_NS, JointRun
 from diloco.simulate.reduce import pipe
-from diloco.simulate.shares import number
 from diloco.simulate.tables import Link, peers_table, required_table, traffic_table
-from diloco.simulate.utilisation import Pipe, Scheme, Workload, bytes_per_step, grid, paper_schemes, utilisation
+from diloco.simulate.utilisation import Pipe, Scheme, Workload, bytes_per_step, grid, number, paper_schemes, utilisation
 
 
 def parser(add: argparse._SubParsersAction) -> None:

@@ -1,22 +1,17 @@
-"""What a link gives the joint run of a configuration: the rows of its plan about the link.
-
-    python -m diloco.simulate.forecast @ file.toml [overrides]    prints them as JSON, for composer_prime: it imports no
-                                                                  role
-"""
+"""What a link gives the joint run of a configuration: the rows of its plan about the link."""
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
 from pathlib import Path
 
 from composer_prime.config import Config
 from composer_prime.config.diloco import DilocoConfig, OuterConfig
-from composer_prime.config.load import parse
-from composer_prime.footprint import ModelShape, trained_parameters
+from composer_prime.console import counted
 from composer_prime.model_source import model_ready, resolve_model
-from composer_prime.run_dir import RunDir
+from composer_prime.plan.footprint import ModelShape, trained_parameters
+from composer_prime.run.run_dir import RunDir
 from diloco.simulate.fleet import deadline_warning, heal_warning
 from diloco.simulate.product import JointRun, codec_bits, forecast
 
@@ -25,11 +20,6 @@ LINKS_MBIT = (1000.0, 100.0)
 ASSUMED_STEP_S = 60.0
 _STEPS = 10
 """Last steps of a run that say how long one takes."""
-
-
-def main() -> int:
-    print(json.dumps(link_rows(parse(sys.argv[1:]).config)))
-    return 0
 
 
 def link_rows(config: Config) -> list[tuple[str, str]]:
@@ -101,11 +91,3 @@ def size(count: float) -> str:
         if count >= unit:
             return f"{count / unit:.3g} {name}"
     return f"{count / 1e3:.3g} kB"
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

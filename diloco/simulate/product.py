@@ -5,7 +5,7 @@
     machines on the way         | handle pieces |              | handle pieces ..... |
                          busy_s   the slower      round_s        the slower            busy_s
 
-Pieces of a delta (diloco/connection.py) are encrypted, checked and copied while others are on the link.
+Pieces of a delta (diloco/transport/connection.py) are encrypted, checked and copied while others are on the link.
 
 The constants are CPU times measured on one x86-64 core: a machine with faster or more cores is quicker than this, a
 busy one slower. benchmarks/diloco_link.py measures its machine's own and says how far the simulator is off with them.

@@ -10,6 +10,8 @@
 hierarchical and ring add up on the way: deltas are decoded and encoded again at each hop, and a bad one can only be
 rejected before it enters. In return no peer decodes all: a leader decodes its members' and one of each group and
 encodes two sums; in a ring a peer decodes N - 1 parts of 1 / N, twice, and encodes as many as make up one delta.
+
+How many deltas go over whose link in one synchronisation of N peers.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from diloco.flow import PIECE_BYTES, WINDOW
 from diloco.simulate.utilisation import Pipe
+from diloco.transport.connection import PIECE_BYTES, WINDOW
 
 WAYS = ("relay", "mesh", "hierarchical", "ring")
 RELAY_TRIPS = 10
@@ -96,3 +98,33 @@ def seconds(way: str, net: Net, bits: float) -> float:
 def best(net: Net, bits: float) -> str:
     """The quickest way."""
     return min(WAYS, key=lambda way: seconds(way, net, bits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Counted in deltas of one peer."""
+
+    sent: float
+    """By each peer; in a hierarchy by a leader, who sends most."""
+    received: float
+    """Likewise."""
+    relayed: float = 0.0
+    """Into the rendezvous and out of it."""
+
+
+def traffic(way: str, peers: int) -> Traffic:
+    """For one of the WAYS of reduce.py. Raises ValueError for an unknown way."""
+    match way:
+        case "relay":
+            return Traffic(sent=1, received=peers - 1, relayed=peers + peers * (peers - 1))
+        case "mesh":
+            return Traffic(sent=peers - 1, received=peers - 1)
+        case "hierarchical":
+            group = group_size(peers)
+            each = group - 1 + math.ceil(peers / group) - 1
+            return Traffic(sent=each, received=each)
+        case "ring":
+            each = 2 * (peers - 1) / peers
+            return Traffic(sent=each, received=each)
+        case _:
+            raise ValueError(f"no way of reducing is called {way!r}")

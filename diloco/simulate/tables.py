@@ -10,15 +10,15 @@ from rich.table import Table
 
 from diloco.simulate.fleet import Fleet, deadline_warning, goodput, heal_warning
 from diloco.simulate.product import JointRun, forecast
-from diloco.simulate.reduce import WAYS, best, pipe, seconds
-from diloco.simulate.shares import Shares, number
-from diloco.simulate.traffic import traffic
+from diloco.simulate.reduce import WAYS, best, pipe, seconds, traffic
 from diloco.simulate.utilisation import (
     Scheme,
+    Shares,
     Workload,
     bytes_per_step,
     exposed_s,
     grid,
+    number,
     required_gbit,
     utilisation,
 )

@@ -47,9 +47,7 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Load the model folder and be ready to serve. Raises ModelNotFoundError or EngineError."""
 
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str
-    ) -> Completion:
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
         """Sample one continuation. Cancelling the awaiting task, or `cancel`, frees the request's place.
 
         Raises ContextOverflowError when the prompt leaves no room for a token.

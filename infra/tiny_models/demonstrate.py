@@ -11,10 +11,9 @@ from typing import Any
 
 from infra.tiny_models.hints import draw_hint
 from infra.tiny_models.mixtures import Mixture
-from orchestrator.environments.tool_loop.calls import INVALID_CALL
+from orchestrator.environments.tool_loop.harness import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
-from orchestrator.environments.toolsmith.episode import Episode, Tool
-from orchestrator.environments.toolsmith.operations import ARGUMENT_NAMES, BY_KEY
+from orchestrator.environments.toolsmith.episode import ARGUMENT_NAMES, BY_KEY, Episode, Tool
 from orchestrator.environments.toolsmith.tools import run_call
 
 MAX_TURNS = 6

@@ -23,16 +23,16 @@ import torch
 from renderers.configs import Qwen3RendererConfig
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from composer_prime.families import family_of
-from composer_prime.pairs import Pair, State
+from composer_prime.llm.families import family_of
+from composer_prime.traces.pairs import Pair, State
+from composer_prime.traces.replay.records import StateRecord, VoteRecord, digest
 from infra.tiny_models.demonstrate import MAX_TURNS
 from infra.tiny_models.make import ASSETS
 from infra.tiny_models.play import MAX_NEW_TOKENS, complete, draw_episodes
-from orchestrator.environments.tool_loop.calls import INVALID_CALL
+from orchestrator.environments.tool_loop.harness import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 from orchestrator.environments.toolsmith.episode import Episode
 from orchestrator.environments.toolsmith.tools import run_call
-from orchestrator.teachers.records import StateRecord, VoteRecord, digest
 
 TEACHERS = ("teacher_a", "teacher_b", "teacher_c")
 _BATCH = 64

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, Qwen3ForCausalLM
 
 from infra.tiny_models.demonstrate import MAX_TURNS
-from orchestrator.environments.tool_loop.calls import INVALID_CALL
+from orchestrator.environments.tool_loop.harness import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 from orchestrator.environments.toolsmith.episode import Episode, generate
 from orchestrator.environments.toolsmith.tools import is_error, run_call

@@ -13,8 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from infra.tiny_models.hints import hint_corpus
-from orchestrator.environments.toolsmith.episode import generate
-from orchestrator.environments.toolsmith.operations import ARGUMENT_NAMES, OPERATIONS
+from orchestrator.environments.toolsmith.episode import ARGUMENT_NAMES, OPERATIONS, generate
 
 CONTEXT_LENGTH = 1024
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

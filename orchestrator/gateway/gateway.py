@@ -7,6 +7,8 @@
 
 Three tasks run besides aiohttp's: the link's receiver, the tick, and weight chunks being read in threads. A request
 waits for a node (orchestrator.no_node_timeout_s), for a place and for its answer (the longest source's timeout_s).
+
+What somebody has to type so that a node joins this run.
 """
 
 from __future__ import annotations
@@ -15,30 +17,48 @@ import asyncio
 import json
 import logging
 import os
+import shlex
+import socket
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from composer_prime.config import Config
 from composer_prime.errors import DeadlineError, ModelNotFoundError
-from composer_prime.keys import RunKeys
-from composer_prime.weights.manifest import open_signed
-from composer_prime.weights.store import WeightStore
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node import Drain, NewVersion, ToNode
-from orchestrator.gateway.adaptive import AdaptiveLimit, Load
+from orchestrator.event_loop import LoopLag
+from orchestrator.gateway.adaptive import AdaptiveLimit, Load, Overdue
 from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.chunks import ChunkServer
 from orchestrator.gateway.generation import POLICY, Generator, ModelLimits
 from orchestrator.gateway.http import HttpServer
-from orchestrator.gateway.joining import how_to_join
-from orchestrator.gateway.link import NodeLink
+from orchestrator.gateway.link import ChunkServer, NodeLink
 from orchestrator.gateway.nodes import Node
-from orchestrator.gateway.overdue import Overdue
 from orchestrator.gateway.records import GenerationRecord, Records
 from orchestrator.gateway.routing import Router
-from orchestrator.loop_lag import LoopLag
 
 logger = logging.getLogger(__name__)
+
+
+_ANY = ("0.0.0.0", "::", "*")
+"""A bound interface that is no address to connect to."""
+
+
+def how_to_join(endpoint: str, model: str, token: Path) -> str:
+    """The whole `inference join` command, and where it works.
+
+    `endpoint`: tcp://HOST:PORT as bound; `model`: model.path; `token`: the file that holds the run's join token.
+    """
+    bound = urlsplit(endpoint)
+    host = socket.gethostname() if bound.hostname in _ANY else bound.hostname or ""
+    address = f"tcp://[{host}]:{bound.port}" if ":" in host else f"tcp://{host}:{bound.port}"
+    command = shlex.join(["inference", "join", address, "--model", model, "--token-file", str(token)])
+    if host == "127.0.0.1":
+        return f"run `{command}` on this machine (others need orchestrator.node_address on a public interface)"
+    return f"run `{command}` on a machine that has a copy of that file"
+
 
 TOKEN_VARIABLE = "COMPOSER_GATEWAY_TOKEN"
 _LOOPBACK = "127.0.0.1"

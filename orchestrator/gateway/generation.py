@@ -15,8 +15,8 @@ import numpy as np
 
 from composer_prime.errors import RequestError
 from composer_prime.wire.types import pack_ints
-from orchestrator.gateway.answers import Answer
-from orchestrator.gateway.bodies import SamplingFields, sampling
+from orchestrator.gateway.http_bodies import SamplingFields, sampling
+from orchestrator.gateway.nodes import Answer
 from orchestrator.gateway.records import GenerationRecord, Records
 from orchestrator.gateway.routing import Router
 

@@ -20,10 +20,10 @@ import msgspec
 from aiohttp import web
 
 from composer_prime.errors import DeadlineError, EngineError, PortInUseError, RequestError
-from orchestrator.gateway import replies
-from orchestrator.gateway.bodies import ChatBody, CompletionBody, GenerateBody, one_prompt
+from orchestrator.gateway import http_bodies
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.generation import Generator
+from orchestrator.gateway.http_bodies import ChatBody, CompletionBody, GenerateBody, one_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class HttpServer:
         if body.stream:
             raise RequestError("stream is true: /inference/v1/generate answers in one piece; send stream=false")
         request_id, answer = await self._generator.generate(_session(request), body.token_ids, body.sampling_params)
-        return web.Response(body=replies.generate_reply(request_id, answer), headers=_JSON)
+        return web.Response(body=http_bodies.generate_reply(request_id, answer), headers=_JSON)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await _decoded(request, CompletionBody)
@@ -113,10 +113,10 @@ class HttpServer:
         ids = answer.token_ids.tolist()
         text = await self._chat.text(ids)
         tokens = [] if body.logprobs is None else await self._chat.texts(ids)
-        reply = replies.completion_reply(
+        reply = http_bodies.completion_reply(
             request_id, body.model, len(prompt), answer, text, tokens, logprobs=body.logprobs is not None
         )
-        return web.Response(body=replies.encode(reply), headers=_JSON)
+        return web.Response(body=http_bodies.encode(reply), headers=_JSON)
 
     async def _chat_complete(self, request: web.Request) -> web.StreamResponse:
         body = await _decoded(request, ChatBody)
@@ -131,12 +131,12 @@ class HttpServer:
         ids = answer.token_ids.tolist()
         message, finish_reason = await self._chat.parse(ids, prompt, tools, answer.finish_reason)
         tokens = await self._chat.texts(ids) if body.logprobs else None
-        reply = replies.chat_reply(request_id, body.model, len(prompt), answer, message, finish_reason, tokens)
+        reply = http_bodies.chat_reply(request_id, body.model, len(prompt), answer, message, finish_reason, tokens)
         if not body.stream:
-            return web.Response(body=replies.encode(reply), headers=_JSON)
+            return web.Response(body=http_bodies.encode(reply), headers=_JSON)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await stream.prepare(request)
-        for chunk in replies.chat_chunks(reply):
+        for chunk in http_bodies.chat_chunks(reply):
             await stream.write(chunk)
         await stream.write_eof()
         return stream
@@ -146,16 +146,16 @@ class HttpServer:
         limits = self._generator.limits
         cards = [{"id": n, "object": "model", "created": 0, "owned_by": "composer-prime",
                   "max_model_len": limits.max_context} for n in limits.names]  # fmt: skip
-        return web.Response(body=replies.encode({"object": "list", "data": cards}), headers=_JSON)
+        return web.Response(body=http_bodies.encode({"object": "list", "data": cards}), headers=_JSON)
 
     async def _get_health(self, request: web.Request) -> web.StreamResponse:
         del request
         status, body = self._health()
-        return web.Response(status=status, body=replies.encode(body), headers=_JSON)
+        return web.Response(status=status, body=http_bodies.encode(body), headers=_JSON)
 
     async def _get_metrics(self, request: web.Request) -> web.StreamResponse:
         del request
-        return web.Response(body=replies.encode(self._metrics()), headers=_JSON)
+        return web.Response(body=http_bodies.encode(self._metrics()), headers=_JSON)
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         raise RequestError(
@@ -197,7 +197,7 @@ class HttpServer:
 
 
 def _error(message: str, *, status: int, code: str, param: str | None = None) -> web.Response:
-    body = replies.error_reply(message, status=status, code=code, param=param)
+    body = http_bodies.error_reply(message, status=status, code=code, param=param)
     return web.Response(status=status, body=body, headers=_JSON)
 
 

@@ -3,22 +3,29 @@
     Hello -> attached -> (silent for lost_after_s | Goodbye | unreachable) -> away -> Hello -> attached again
 
 A node keeps its counters over a reconnect: they belong to its node_id, not to its connection.
+
+A request on its way through the gateway, and the counts over all of them.
+
+What a node sent back, checked before anyone trains on it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from composer_prime.wire.node import Hello, Status
+import numpy as np
 
-if TYPE_CHECKING:
-    from orchestrator.gateway.routing import Request
+from composer_prime.errors import WireError
+from composer_prime.wire.node import Generated, Hello, Sampling, Status
+from composer_prime.wire.types import FLOAT, INT, VersionSpan, floats, ints
 
 logger = logging.getLogger(__name__)
+
 
 _AWAY_LIMIT = 1024
 """Nodes that left and are still remembered for their counters."""
@@ -219,3 +226,124 @@ def _describe(node: Node, now: float, obstacle: str | None) -> dict[str, Any]:
         "garbage": node.garbage,
         "attachments": node.attachments,
     }
+
+
+NO_EVIDENCE = -9999.0
+"""What vLLM sends where it has no logprob."""
+_ROUNDING = 1e-3
+"""A logprob may exceed 0 by this much through bfloat16 arithmetic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A checked completion."""
+
+    token_ids: np.ndarray
+    """int32 [T_new]."""
+    logprobs: np.ndarray
+    """float32 [T_new], finite, at most about 0."""
+    version_spans: tuple[VersionSpan, ...]
+    """Cover [0, T_new)."""
+    finish_reason: str
+    """stop | length."""
+    node_id: str
+    prompt_cached: int
+
+
+def check(message: Generated, *, max_tokens: int, vocab_size: int, newest_version: int, node_id: str) -> Answer:
+    """The completion in `message`. Raises WireError saying what is wrong with it."""
+    if len(message.token_ids) % INT.itemsize or len(message.logprobs) % FLOAT.itemsize:
+        raise WireError(f"{len(message.token_ids)} and {len(message.logprobs)} bytes are not 4-byte numbers")
+    token_ids, logprobs = ints(message.token_ids), floats(message.logprobs)
+    if len(token_ids) != len(logprobs):
+        raise WireError(f"{len(token_ids)} token ids came with {len(logprobs)} logprobs")
+    if len(token_ids) > max_tokens:
+        raise WireError(f"{len(token_ids)} tokens came, at most {max_tokens} were asked for")
+    if message.finish_reason not in ("stop", "length"):
+        raise WireError(f"finish_reason is {message.finish_reason!r}, expected 'stop' or 'length'")
+    if len(token_ids):
+        _check_values(token_ids, logprobs, vocab_size)
+    _check_spans(message.version_spans, len(token_ids), newest_version)
+    return Answer(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        version_spans=tuple(message.version_spans),
+        finish_reason=message.finish_reason,
+        node_id=node_id,
+        prompt_cached=message.prompt_cached,
+    )
+
+
+def _check_values(token_ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> None:
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if low < 0 or high >= vocab_size:
+        raise WireError(f"token ids {low}..{high} leave the vocabulary 0..{vocab_size - 1}")
+    least, most = float(logprobs.min()), float(logprobs.max())
+    # A NaN makes both comparisons false.
+    if not (least > NO_EVIDENCE and most <= _ROUNDING):
+        raise WireError(f"logprobs lie in {least}..{most}, expected finite numbers in ({NO_EVIDENCE}, 0]")
+
+
+def _check_spans(spans: list[VersionSpan], num_tokens: int, newest_version: int) -> None:
+    end, version = 0, 0
+    for span in spans:
+        if span.start != end or span.end <= span.start:
+            raise WireError(f"version span [{span.start}, {span.end}) does not follow on position {end}")
+        if not version <= span.version <= newest_version:
+            raise WireError(f"version {span.version} is not between {version} and the newest, {newest_version}")
+        end, version = span.end, span.version
+    if end != num_tokens:
+        raise WireError(f"version spans cover {end} of {num_tokens} tokens")
+
+
+_VERSIONS_COUNTED = 16
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    request_id: str
+    session: str
+    prompt_ids: bytes
+    """int32 [T]."""
+    sampling: Sampling
+    since: float
+    """When it came, monotonic seconds."""
+    done: asyncio.Future[Answer]
+    node: Node | None = None
+    """None while it waits in the queue."""
+    lease: int = 0
+    placed: float = 0.0
+    """When it went to its node, monotonic seconds."""
+    failures: int = 0
+    avoid: str | None = None
+    """The node that failed it last."""
+    last_error: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    requests: int = 0
+    answered: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    reissued: int = 0
+    late_answers: int = 0
+    bad_answers: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    """Sampled tokens of accepted answers."""
+    tokens_by_version: dict[int, int] = field(default_factory=dict)
+
+    def accept(self, request: Request, answer: Answer) -> None:
+        """Count an accepted answer."""
+        self.answered += 1
+        self.prompt_tokens += len(request.prompt_ids) // 4
+        self.tokens += len(answer.token_ids)
+        by_version = self.tokens_by_version
+        for span in answer.version_spans:
+            by_version[span.version] = by_version.get(span.version, 0) + span.end - span.start
+        while len(by_version) > _VERSIONS_COUNTED:
+            del by_version[min(by_version)]
+
+    def snapshot(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}

@@ -22,10 +22,8 @@ from typing import Any
 
 from composer_prime.errors import EngineError, RequestError, WireError
 from composer_prime.wire.node import Cancel, Generate, Generated, GenerateFailed, Sampling, ToNode
-from orchestrator.gateway.answers import Answer, check
-from orchestrator.gateway.nodes import Node, Nodes
-from orchestrator.gateway.request import Counters, Request
-from orchestrator.pulse import Pulse
+from orchestrator.event_loop import Pulse
+from orchestrator.gateway.nodes import Answer, Counters, Node, Nodes, Request, check
 
 logger = logging.getLogger(__name__)
 

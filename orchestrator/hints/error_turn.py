@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from orchestrator.groups import FinishedRollout
+from orchestrator.rollouts.groups import FinishedRollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

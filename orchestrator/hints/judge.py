@@ -7,11 +7,11 @@ import re
 import msgspec
 
 from composer_prime.errors import EndpointError
-from orchestrator.groups import FinishedRollout
+from composer_prime.llm.endpoint import ChatEndpoint
 from orchestrator.hints.detect import tools_of
-from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.error_turn import ErrorTurn
-from orchestrator.hints.transcript import transcript
+from orchestrator.hints.generate import transcript
+from orchestrator.rollouts.groups import FinishedRollout
 
 JUDGED = "judged"
 _TASK = (

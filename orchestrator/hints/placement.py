@@ -1,24 +1,29 @@
 """Where a hint goes: between two token ids of the context that the turn was sampled from.
 
-    message_end   … <|im_start|>user question [\\n hint] <|im_end|> <|im_start|>assistant  turn
+    message_end   … <|im_start|>user question [\n hint] <|im_end|> <|im_start|>assistant  turn
     user, system  … <|im_start|>user question <|im_end|> [<|im_start|>user hint <|im_end|>] <|im_start|>assistant  turn
 
 The context is never rendered again: what the template would strip (earlier thinking) or tokenise otherwise stays as it
 was sampled from, and so do the turn's own ids. Only two things are asked of the renderer, on conversations made up for
 it: the text that closes a message before the assistant's turn begins, and the ids of a message that holds the hint. The
 closing is looked for at the end of the context's own ids; where it does not stand there, there is no place for a hint.
+
+From a hint's text to a Distillation: hinted context, then the turn's own ids. Pure; runs in a thread.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from composer_prime.errors import ConfigError
-from orchestrator.render_errors import RENDER_ERRORS
+from composer_prime.errors import ConfigError, EmptyMaskError
+from composer_prime.wire.types import Distillation, Sample, TurnSpan, ints, pack_ints
+from orchestrator.chat_renderer import RENDER_ERRORS
+from orchestrator.hints.error_turn import ErrorTurn
 
 Placement = Literal["message_end", "user", "system"]
 
@@ -172,3 +177,62 @@ def _no_place(placement: str, reason: str) -> str:
         f"orchestrator.hints.placement is {placement!r}, for which the model's chat template has no place ({reason}): "
         f"use another placement ({others}), or another template (model.chat_template)"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentLimits:
+    """What a teacher document must fit into, in tokens."""
+
+    max_context: int
+    """model.max_context: what the policy can see."""
+    row_tokens: int
+    """trainer.micro_batch_tokens: a sample and its teacher documents share one row."""
+
+
+def span_of(samples: Sequence[Sample], turn: int) -> tuple[Sample, TurnSpan] | None:
+    """The sample that turn number `turn` is trained in, and where."""
+    spans = ((sample, span) for sample in samples for span in sample.turns)
+    return next(((sample, span) for sample, span in spans if span.turn == turn), None)
+
+
+def distillation(
+    sample: Sample, span: TurnSpan, hinted_ids: np.ndarray, error: ErrorTurn, weight: float
+) -> Distillation:
+    """`hinted_ids` int32 [U_context]. Raises EmptyMaskError for a turn without tokens."""
+    turn_ids = ints(sample.input_ids)[span.start : span.end]
+    if len(turn_ids) == 0:
+        raise EmptyMaskError(
+            f"sample {sample.sample_id}, turn {span.turn} ({error.kind}): tokens [{span.start}, {span.end}) are none, "
+            "so channel 2 has nothing to learn there"
+        )
+    return Distillation(
+        start=span.start,
+        end=span.end,
+        teacher_ids=pack_ints(np.concatenate([hinted_ids, turn_ids])),
+        teacher_start=len(hinted_ids),
+        weight=weight,
+        turn=span.turn,
+        error=error.kind,
+    )
+
+
+def place(
+    sample: Sample, span: TurnSpan, *, placer: HintPlacer, role: str, hint: str, error: ErrorTurn, weight: float,
+    limits: DocumentLimits,
+) -> Distillation | str:  # fmt: skip
+    """The distillation, or why there is none: no_place, too_long (for the context) or row_full.
+
+    Raises EmptyMaskError.
+    """
+    context_ids = ints(sample.input_ids)[: span.start]
+    hinted_ids = placer.hinted(context_ids, role, hint)
+    if hinted_ids is None:
+        return "no_place"
+    made = distillation(sample, span, hinted_ids, error, weight)
+    length = len(ints(made.teacher_ids))
+    if length > limits.max_context:
+        return "too_long"
+    others = sum(len(ints(other.teacher_ids)) for other in sample.distillations)
+    if sample.num_tokens + others + length > limits.row_tokens:
+        return "row_full"
+    return made

@@ -7,7 +7,7 @@ import random
 import msgspec
 
 from composer_prime.errors import CheckpointError
-from orchestrator.groups import derive_seed
+from orchestrator.rollouts.groups import derive_seed
 
 
 class Cursor(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,10 +25,10 @@ from typing import IO
 
 import composer_prime.errors
 from composer_prime.errors import ComposerError, DeadlineError, EnvironmentWorkerError, WireError
-from composer_prime.scratch import Scratch
-from orchestrator.workers.frames import Frames
+from composer_prime.run.scratch import Scratch
 from orchestrator.workers.protocol import (
     Cancel,
+    Frames,
     FromWorker,
     Heartbeat,
     Ready,

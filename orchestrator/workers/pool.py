@@ -17,13 +17,7 @@ from typing import Self
 
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError, EnvironmentWorkerError
 from orchestrator.workers.child import Child
-from orchestrator.workers.protocol import (
-    TRAIN,
-    Ready,
-    RolloutReply,
-    RunRollout,
-    SourceSpec,
-)
+from orchestrator.workers.protocol import TRAIN, Ready, RolloutReply, RunRollout, SourceSpec
 
 logger = logging.getLogger(__name__)
 

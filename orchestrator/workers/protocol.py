@@ -6,13 +6,27 @@
 
 A reply carries text and numbers only: token ids, logprobs and version spans are in the gateway's record of the
 rollout's session, so they cross one process boundary, not two.
+
+Length-prefixed msgpack messages over an asyncio stream.
+
+A frame is a little-endian uint32 length and that many bytes. The length is checked before anything is allocated; a
+frame that does not decode to an expected message is logged and skipped, a length that cannot be right ends the stream
+(what follows it could not be found again).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import logging
+import struct
+from typing import Any, Generic, TypeVar
 
 import msgspec
+
+from composer_prime.errors import WireError
+
+logger = logging.getLogger(__name__)
+
 
 TRAIN, EVAL = "train", "eval"
 """Usual names of a source's task sets (`SourceSpec.tasksets`)."""
@@ -180,3 +194,47 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
 
 ToWorker = Start | RunRollout | Cancel
 FromWorker = Ready | StartFailed | RolloutReply | Heartbeat
+
+
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+MessageT = TypeVar("MessageT")
+
+
+class Frames(Generic[MessageT]):
+    """Sends any message of the protocol, receives those of one union."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: Any, peer: str) -> None:
+        self._reader, self._writer, self._peer = reader, writer, peer
+        self._decoder = msgspec.msgpack.Decoder(receives)
+        self.dropped = 0
+        """Frames skipped because they were no message of the protocol."""
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queues a message; a closed connection swallows it (the reader sees the end of the stream)."""
+        body = _encoder.encode(message)
+        if not self._writer.is_closing():
+            self._writer.write(_LENGTH.pack(len(body)) + body)
+
+    async def drain(self) -> None:
+        await self._writer.drain()
+
+    async def receive(self) -> MessageT | None:
+        """The next message; None once the peer has closed. Raises WireError for an impossible length."""
+        while True:
+            try:
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                if length > MAX_FRAME_BYTES:
+                    raise WireError(f"{self._peer}: a frame of {length} bytes; the limit is {MAX_FRAME_BYTES}")
+                body = await self._reader.readexactly(length)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return None
+            try:
+                return self._decoder.decode(body)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                self.dropped += 1
+                logger.warning("%s: dropped a frame of %d bytes: %s", self._peer, length, error)
+
+    def close(self) -> None:
+        self._writer.close()

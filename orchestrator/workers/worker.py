@@ -7,6 +7,8 @@
 
 Started by `child.Child` only. It ends with its parent: the kernel kills it (Linux), and a thread that waits for the end
 of a pipe which only the parent holds does so elsewhere.
+
+What a process used: resident memory, and each concurrent rollout's share of the CPU time.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import asyncio
 import ctypes
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -27,10 +30,9 @@ from pathlib import Path
 import msgspec
 
 from composer_prime.errors import ComposerError
-from orchestrator.workers.cpu import CpuShares, rss_bytes
-from orchestrator.workers.frames import Frames
 from orchestrator.workers.protocol import (
     Cancel,
+    Frames,
     Heartbeat,
     Ready,
     RolloutFailure,
@@ -41,6 +43,50 @@ from orchestrator.workers.protocol import (
     StartFailed,
     ToWorker,
 )
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class CpuShares:
+    """Splits the process's CPU time evenly over the rollouts that run at the time (processor sharing).
+
+    The shares of all rollouts add up to the CPU time of the whole process while at least one was running, threads
+    included.
+    """
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._per_rollout_s = 0.0
+        self._seen_s = time.process_time()
+
+    def enter(self) -> float:
+        """A mark to hand to `leave`."""
+        self._advance()
+        self._running += 1
+        return self._per_rollout_s
+
+    def leave(self, mark: float) -> float:
+        """CPU seconds since the mark."""
+        self._advance()
+        self._running -= 1
+        return self._per_rollout_s - mark
+
+    def _advance(self) -> None:
+        now_s = time.process_time()
+        if self._running:
+            self._per_rollout_s += (now_s - self._seen_s) / self._running
+        self._seen_s = now_s
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process; where the system does not tell, its highest value so far."""
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * _PAGE_BYTES
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
 
 logger = logging.getLogger("orchestrator.worker")
 
@@ -59,8 +105,8 @@ class Worker:
         `boxes`: where rollouts get their working folders; whoever made it removes it.
         """
         from orchestrator.chat_renderer import build_renderer
-        from orchestrator.verifiers_adapter import Environment
-        from orchestrator.verifiers_compat import install_renderer, keep_boxes_in
+        from orchestrator.workers.verifiers_adapter import Environment
+        from orchestrator.workers.verifiers_compat import install_renderer, keep_boxes_in
 
         started = time.monotonic()
         keep_boxes_in(boxes)
@@ -79,7 +125,7 @@ class Worker:
 
     async def serve(self) -> None:
         """Until the parent closes the connection; then every rollout is aborted."""
-        from orchestrator.verifiers_adapter import serving
+        from orchestrator.workers.verifiers_adapter import serving
 
         async with serving(list(self._environments.values())):
             self._frames.send(self._ready)

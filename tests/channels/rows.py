@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from composer_prime.channels.policy import PolicyTokens, policy_loss
-from composer_prime.config.channels import PolicyConfig
+from composer_prime.channels.policy import policy_loss
+from composer_prime.channels.tokens import PolicyTokens
+from composer_prime.config.policy import PolicyConfig
 from composer_prime.wire.types import StepTotals
 
 ALL = (slice(None),)
@@ -45,9 +46,7 @@ class Rows:
 
     def totals(self, micro_batches: int = 1) -> StepTotals:
         counts = self.mask_BT.sum(1)
-        return StepTotals(
-            samples=int((counts > 0).sum()), tokens=int(counts.sum()), micro_batches=micro_batches
-        )
+        return StepTotals(samples=int((counts > 0).sum()), tokens=int(counts.sum()), micro_batches=micro_batches)
 
     def loss(
         self, config: PolicyConfig, max_length: int = 32, splits: tuple[slice, ...] = ALL

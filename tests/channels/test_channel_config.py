@@ -6,7 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from composer_prime.channels import make_po_config
-from composer_prime.config.channels import ChannelsConfig, PolicyConfig, ReplayDpoConfig
+from composer_prime.config.channels import ChannelsConfig, ReplayDpoConfig
+from composer_prime.config.policy import PolicyConfig
 from composer_prime.errors import ConfigError
 
 

@@ -52,9 +52,7 @@ class Turns:
 
     @property
     def totals(self) -> StepTotals:
-        return StepTotals(
-            samples=1, tokens=1, distilled_tokens=sum(self.lengths), distilled_turns=len(self.lengths)
-        )
+        return StepTotals(samples=1, tokens=1, distilled_tokens=sum(self.lengths), distilled_turns=len(self.lengths))
 
     def loss(self, config: SdpoConfig, splits: tuple[slice, ...] = (slice(None),)):
         divergence_D = self.divergence_D.clone().requires_grad_()

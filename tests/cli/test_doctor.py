@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from composer_prime.cli.doctor_checks import shared_memory, torch_found
-from composer_prime.cli.doctor_command import run, what_works
+from composer_prime.cli.doctor_command import run, shared_memory, torch_found, what_works
 
 
 def test_doctor_reports_each_part_and_says_what_works(capsys, tmp_path):

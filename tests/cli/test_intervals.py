@@ -9,9 +9,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.stats import beta
 
-from composer_prime.estimates import bootstrap_interval, bounded_interval, scale_of
-from composer_prime.intervals import difference_interval, mean_interval
-from composer_prime.ladder import over_seeds
+from composer_prime.stats.intervals import (
+    bootstrap_interval,
+    bounded_interval,
+    difference_interval,
+    mean_interval,
+    scale_of,
+)
+from composer_prime.stats.ladder import over_seeds
 
 
 def passes(passed: int, tasks: int) -> list[float]:

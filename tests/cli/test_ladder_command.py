@@ -9,7 +9,7 @@ import pytest
 
 from composer_prime.cli.ladder_command import run, table
 from composer_prime.errors import ConfigError
-from composer_prime.ladder import Arm, differences, differing, flatten, over_seeds, windows
+from composer_prime.stats.ladder import Arm, differences, differing, flatten, over_seeds, windows
 
 
 def run_folder(root: Path, name: str, seed: int, weight: float, rewards: list[float]) -> str:

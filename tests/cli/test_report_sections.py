@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from composer_prime.cli.report_channels import hint_lines, pair_lines
-from composer_prime.cli.report_command import report
-from composer_prime.cli.report_joint import Rounds, joint_lines
-from composer_prime.costs import CostLedger
-from composer_prime.monitor.jsonl import MetricsFile
-from composer_prime.run_dir import RunDir
+from composer_prime.cli.report_command import Rounds, hint_lines, joint_lines, pair_lines, report
+from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.run.costs import CostLedger
+from composer_prime.run.run_dir import RunDir
 
 
 def trainer_line(step: int, **more) -> dict:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from composer_prime.address import Address, host_port, tcp_address
 from composer_prime.errors import ConfigError, PortInUseError
-from composer_prime.keys import ClientKeys, CurvePair
+from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.wire.sockets import bind_router, dealer
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from composer_prime.config.load import resolve
-from composer_prime.machine import Machine
-from composer_prime.plan import build
+from composer_prime.plan.machine import Machine
+from composer_prime.plan.plan import build
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LADDERS = ("", "smollm2", "qwen3-8b")

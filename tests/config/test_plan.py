@@ -12,12 +12,13 @@ import pytest
 
 from composer_prime.config import Config
 from composer_prime.config.load import dump, resolve
-from composer_prime.footprint import GIB, ModelShape
-from composer_prime.machine import Machine, module_file
+from composer_prime.console import GIB
 from composer_prime.model_source import resolve_model
-from composer_prime.placement import place
-from composer_prime.plan import build
-from composer_prime.preflight import check
+from composer_prime.plan.footprint import ModelShape
+from composer_prime.plan.machine import Machine, module_file
+from composer_prime.plan.placement import place
+from composer_prime.plan.plan import build
+from composer_prime.plan.preflight import check
 
 ROOT = Path(__file__).parents[2]
 QWEN3_8B = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from composer_prime.config.load import resolve
-from composer_prime.footprint import GIB
-from composer_prime.machine import Machine
-from composer_prime.plan import build
+from composer_prime.console import GIB
+from composer_prime.plan.machine import Machine
+from composer_prime.plan.plan import build
 
 A1 = str(Path(__file__).parents[2] / "configs" / "a1.toml")
 ON = ("--channels.sdpo.weight", "0.5", "--orchestrator.hints.placement", "system")

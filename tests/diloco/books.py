@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco.answers import Answers
-from diloco.header import PROTOCOL, Header, checksum, sealed
-from diloco.layout import layout_hash
-from diloco.rendezvous_settings import RendezvousSettings
-from diloco.rounds import Round
-from diloco.wire import AskState, Beat, Chunk, Hello, Offer, ToPeer
+from diloco.rendezvous.request_handler import Answers
+from diloco.rendezvous.rounds import RendezvousSettings, Round
+from diloco.transport.header import PROTOCOL, Header, checksum, sealed
+from diloco.transport.messages import AskState, Beat, Chunk, Hello, Offer, ToPeer, layout_hash
 
 KEY = b"k" * 32
 BEAT_TIMEOUT_S, GATHER_S, DEADLINE_S = 10.0, 30.0, 5.0

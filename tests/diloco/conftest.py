@@ -8,7 +8,7 @@ import pytest
 import torch
 from joint_run import RendezvousThread
 
-from diloco.keys import JointKey
+from diloco.transport.keys import JointKey
 
 
 @pytest.fixture(autouse=True, scope="session")

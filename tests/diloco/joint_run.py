@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from composer_prime.config.diloco import DilocoConfig
-from diloco.keys import JointKey
-from diloco.rendezvous import Rendezvous
-from diloco.rendezvous_settings import RendezvousSettings
+from diloco.rendezvous.rendezvous import Rendezvous
+from diloco.rendezvous.rounds import RendezvousSettings
 from diloco.streaming import StreamingDiLoCo
+from diloco.transport.keys import JointKey
 
 RUN = "joint"
 

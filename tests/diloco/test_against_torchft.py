@@ -58,9 +58,9 @@ def test_same_trajectory(make_rendezvous, key_file, monkeypatch):
     lighthouse.shutdown()
     values = {"sync_every": PERIOD, "fragments": PARTS, "delay": DELAY, "outer": {"lr": LR, "momentum": MOMENTUM}}
     address = make_rendezvous(start_peers=2).endpoint
-    seen = together(*[
-        partial(train, settings(address, key_file, name, **values), peer, STEPS) for peer, name in enumerate("ab")
-    ])
+    seen = together(
+        *[partial(train, settings(address, key_file, name, **values), peer, STEPS) for peer, name in enumerate("ab")]
+    )
     assert_same_globals(*seen)
     for trajectory, locals_ in zip(seen, expected, strict=True):
         for name, value in trajectory.local.items():

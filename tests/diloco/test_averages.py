@@ -10,7 +10,7 @@ from joint_run import Blocks, adamw, inner_step, settings, together, until
 
 from composer_prime.config.channels import ChannelsConfig
 from diloco.streaming import StreamingDiLoCo
-from trainer.self_teacher import SelfTeacher
+from trainer.teacher.self_teacher import SelfTeacher
 
 RATES = {"teacher": 0.3, "reference": 0.01}
 CHANNELS = ChannelsConfig.model_validate({
@@ -147,7 +147,5 @@ def test_only_steps_elsewhere_count(make_rendezvous, key_file):
             assert alone.wait(30)
             until(lambda: server.server.rounds.newest == 4, "peer a does not go on alone")
 
-    a, b = together(
-        lambda: Cluster(config("a"), 0).train(10, lead), lambda: Cluster(config("b"), 1).train(6, lag)
-    )
+    a, b = together(lambda: Cluster(config("a"), 0).train(10, lead), lambda: Cluster(config("b"), 1).train(6, lag))
     assert (a.told, b.told) == ([], [4]) and b.engine.outer_step >= 5

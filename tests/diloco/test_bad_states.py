@@ -12,9 +12,9 @@ from joint_run import settings, together, train
 from torch import Tensor
 
 from composer_prime.errors import DeadlineError
-from diloco.header import checksum
 from diloco.state_file import packed, unpacked
 from diloco.streaming import StreamingDiLoCo
+from diloco.transport.header import checksum
 
 
 def damage(engine: StreamingDiLoCo) -> None:

@@ -6,7 +6,7 @@ import pytest
 from books import BEAT_TIMEOUT_S, DEADLINE_S, Books, base
 
 from composer_prime.errors import RunMismatchError, WireError
-from diloco.wire import AskRound, Beat, Chunk, NotReady, Offer, Unusable, Welcome
+from diloco.transport.messages import AskRound, Beat, Chunk, NotReady, Offer, Unusable, Welcome
 
 
 # Bodies in memory stay below the bound: the oldest rounds go first, the newest stays for those that are late.

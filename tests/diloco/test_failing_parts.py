@@ -10,7 +10,7 @@ import pytest
 from joint_run import assert_same_globals, settings, together, train
 from peer_process import start_ranks
 
-from diloco.wire import AskRound, Outcome, ToPeer
+from diloco.transport.messages import AskRound, Outcome, ToPeer
 
 
 # One rank of a two-rank peer is killed: its other rank ends too, the other cluster goes on alone, and the cluster that

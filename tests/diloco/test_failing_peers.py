@@ -29,11 +29,11 @@ from joint_run import (
 from peer_process import PeerProcess, start_peer
 
 from composer_prime.errors import ConfigError, DeadlineError, RunMismatchError
-from diloco.connection import Connection, RefusedError
-from diloco.header import PROTOCOL, sealed
-from diloco.keys import JointKey
 from diloco.streaming import StreamingDiLoCo
-from diloco.wire import Beat, Chunk, Closed, Hello, Offer
+from diloco.transport.connection import Connection, RefusedError
+from diloco.transport.header import PROTOCOL, sealed
+from diloco.transport.keys import JointKey
+from diloco.transport.messages import Beat, Chunk, Closed, Hello, Offer
 
 
 def assert_agree(*peers: PeerProcess) -> None:

@@ -13,9 +13,9 @@ from torch import nn
 from composer_prime.config.load import resolve
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import resolve_model
-from composer_prime.preflight import check
+from composer_prime.plan.preflight import check
 from diloco.fragments import layout, partition
-from diloco.layout import difference, layout_hash
+from diloco.transport.messages import difference, layout_hash
 
 ROOT = Path(__file__).parents[2]
 

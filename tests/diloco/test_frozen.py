@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from joint_run import Blocks, settings
 
 from composer_prime.errors import RunMismatchError
-from diloco.frozen import frozen_digest
-from diloco.header import PROTOCOL
+from diloco.fragments import frozen_digest
 from diloco.streaming import StreamingDiLoCo
-from diloco.wire import Hello, Refused, Welcome, encode, from_peer
+from diloco.transport.header import PROTOCOL
+from diloco.transport.messages import Hello, Refused, Welcome, encode, from_peer
 
 
 def adapted(seed: int = 0) -> Blocks:

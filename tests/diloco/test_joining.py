@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.errors import RunMismatchError
-from diloco.wire import Current, NotReady, StateReady
+from diloco.transport.messages import Current, NotReady, StateReady
 
 
 # A rendezvous that was restarted knows nothing: whoever comes first waits for the others, and the highest outer step
@@ -275,5 +275,3 @@ def test_any_fleet_agrees(came, steps, ranks, closed, keep):
             books.beat(name, joined[name])
     assert set(joined.values()) == {max(steps)} and joined.keys() == at.keys()
     books.close(max(steps), *"abc")
-
-

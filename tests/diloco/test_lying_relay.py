@@ -10,13 +10,12 @@ import pytest
 
 from composer_prime.errors import ChecksumError, RunMismatchError
 from composer_prime.wire.sockets import bind_router
-from diloco.connection import Connection
-from diloco.exchange import Exchange, Offered
-from diloco.header import Header, checksum, sealed
-from diloco.keys import JointKey
-from diloco.layout import TensorLayout, layout_hash
-from diloco.session import Member
-from diloco.wire import Outcome, Piece, StateReady, ToPeer, encode
+from diloco.transport.connection import Connection
+from diloco.transport.exchange import Exchange, Offered
+from diloco.transport.header import Header, checksum, sealed
+from diloco.transport.keys import JointKey
+from diloco.transport.messages import Outcome, Piece, StateReady, TensorLayout, ToPeer, encode, layout_hash
+from diloco.transport.session import Member
 
 KEY = JointKey(b"k" * 32)
 LAYOUT = [TensorLayout(name="w", shape=[4], local_shape=[2], fragment=0)]

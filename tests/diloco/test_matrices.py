@@ -16,7 +16,7 @@ from composer_prime.config.diloco import OuterConfig
 from composer_prime.errors import ConfigError
 from diloco.fragments import Fragment, partition
 from diloco.global_model import GlobalModel
-from diloco.matrices import matrices_of
+from diloco.muon import matrices_of
 from diloco.ranks import Ranks
 
 MUON = OuterConfig(type="muon", lr=0.7, momentum=0.9, muon_lr=1.5)

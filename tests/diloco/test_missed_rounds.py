@@ -26,13 +26,13 @@ from joint_run import (
 from torch import Tensor, nn
 
 from composer_prime.config.diloco import CodecConfig, OuterConfig
-from diloco.carry import Fate, Offer, OwnWork, Work
 from diloco.codec import ErrorFeedback, build_codec
 from diloco.fragments import partition
 from diloco.global_model import GlobalModel
 from diloco.ranks import Ranks
+from diloco.replica import Fate, Offer, OwnWork, Work
 from diloco.streaming import StreamingDiLoCo
-from diloco.wire import BeatReply
+from diloco.transport.messages import BeatReply
 
 LR, MOMENTUM = 0.7, 0.9
 OUTER = {"outer": {"lr": LR, "momentum": MOMENTUM}}

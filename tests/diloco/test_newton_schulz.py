@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.newton_schulz import STEPS, A, B, C, exact_product, frobenius_norm, orthogonalized
+from diloco.muon import STEPS, A, B, C, exact_product, frobenius_norm, orthogonalized
 
 SIZES = st.integers(1, 12)
 

@@ -16,11 +16,11 @@ from composer_prime.config import Config
 from composer_prime.config.diloco import DilocoConfig, GuardConfig, OuterConfig
 from diloco.fragments import partition
 from diloco.global_model import GlobalModel
-from diloco.guard import rejected, squared_norm
 from diloco.outer import Averaging, Nesterov, weighted_mean
+from diloco.outer_step import rejected, squared_norm
 from diloco.schedule import Schedule
-from diloco.session import agreed_settings
 from diloco.state_file import packed, unpacked
+from diloco.transport.session import agreed_settings
 
 PEER = {"rendezvous": "tcp://127.0.0.1:1", "run": "r", "peer_id": "a", "key_file": "key"}
 

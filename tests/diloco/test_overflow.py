@@ -15,7 +15,7 @@ from joint_run import Blocks, inner_step, settings, together
 from composer_prime.config.diloco import GuardConfig, OuterConfig
 from diloco.fragments import partition
 from diloco.global_model import GlobalModel
-from diloco.guard import LARGEST_NORM, rejected, squared_norm
+from diloco.outer_step import LARGEST_NORM, rejected, squared_norm
 from diloco.streaming import StreamingDiLoCo
 
 TOP = torch.finfo(torch.float32).max

@@ -6,11 +6,10 @@ import pytest
 import torch
 from joint_run import Blocks, adamw, inner_step, settings
 
-from diloco.carry import Offer, Work
-from diloco.exchange import Arrived
-from diloco.pending import Pending
+from diloco.replica import Offer, Pending, Work
 from diloco.streaming import StreamingDiLoCo
-from diloco.wire import Outcome
+from diloco.transport.exchange import Arrived
+from diloco.transport.messages import Outcome
 
 
 def moved(key_file, peer, steps):

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from joint_run import assert_same_globals, settings, together, train, until
 
-from diloco.running_clock import RunningClock
+from diloco.rendezvous.rendezvous import RunningClock
 
 ROOT = Path(__file__).parents[2]
 BEAT_TIMEOUT_S = 2.0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.rate_limit import TokenBucket
+from diloco.transport.connection import TokenBucket
 
 BURST = 1000
 

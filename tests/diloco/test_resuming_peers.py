@@ -25,9 +25,9 @@ from joint_run import (
 )
 
 from composer_prime.errors import CheckpointError
-from diloco.header import PROTOCOL
 from diloco.state_file import packed, unpacked
 from diloco.streaming import StreamingDiLoCo
+from diloco.transport.header import PROTOCOL
 
 VALUES = {"sync_every": 6, "fragments": 2, "delay": 1, "outer": {"lr": 0.7, "momentum": 0.9}, "codec": {"type": "e3m0"}}
 STEPS = 18
@@ -79,17 +79,15 @@ def part(
 def test_all_resume(make_rendezvous, key_file, cut, outer):
     address = make_rendezvous(start_peers=2).endpoint
     values = VALUES | {"outer": VALUES["outer"] | {"type": outer}}
-    whole = together(*[
-        partial(train, settings(address, key_file, name, **values), peer, STEPS) for peer, name in enumerate("ab")
-    ])
+    whole = together(
+        *[partial(train, settings(address, key_file, name, **values), peer, STEPS) for peer, name in enumerate("ab")]
+    )
     address = make_rendezvous(start_peers=2).endpoint
     configs = [settings(address, key_file, name, **values) for name in "ab"]
     first = together(*[partial(part, config, peer, 0, cut, None) for peer, config in enumerate(configs)])
     address = make_rendezvous(start_peers=2).endpoint
     configs = [settings(address, key_file, name, **values) for name in "ab"]
-    second = together(*[
-        partial(part, config, peer, cut, STEPS, first[peer][1]) for peer, config in enumerate(configs)
-    ])
+    second = together(*[partial(part, config, peer, cut, STEPS, first[peer][1]) for peer, config in enumerate(configs)])
     assert_same_globals(second[0][0], second[1][0], whole[0])
     for (seen, _), straight in zip(second, whole, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(seen.residuals, straight.residuals, strict=True))
@@ -100,9 +98,9 @@ def test_all_resume(make_rendezvous, key_file, cut, outer):
 @pytest.mark.parametrize("first", [0, 1])
 def test_all_resume_at_a_running_rendezvous(make_rendezvous, key_file, first):
     address = make_rendezvous(start_peers=2).endpoint
-    whole = together(*[
-        partial(train, settings(address, key_file, name, **VALUES), peer, STEPS) for peer, name in enumerate("ab")
-    ])
+    whole = together(
+        *[partial(train, settings(address, key_file, name, **VALUES), peer, STEPS) for peer, name in enumerate("ab")]
+    )
     server = make_rendezvous(start_peers=2)
     configs = [settings(server.endpoint, key_file, name, **VALUES) for name in "ab"]
     saved = together(*[partial(part, config, peer, 0, 13, None, 8) for peer, config in enumerate(configs)])
@@ -119,9 +117,9 @@ def test_all_resume_at_a_running_rendezvous(make_rendezvous, key_file, first):
 # All are stopped, peer a while it waits for b in a round: its outcome is due before a's next step, resumed or not.
 def test_all_resume_from_within_a_round(make_rendezvous, key_file):
     address = make_rendezvous(start_peers=2).endpoint
-    whole = together(*[
-        partial(train, settings(address, key_file, name, **VALUES), peer, STEPS) for peer, name in enumerate("ab")
-    ])
+    whole = together(
+        *[partial(train, settings(address, key_file, name, **VALUES), peer, STEPS) for peer, name in enumerate("ab")]
+    )
     server = make_rendezvous(start_peers=2, min_peers=2)
     configs = [settings(server.endpoint, key_file, name, **VALUES) for name in "ab"]
     (_, waited), (_, early) = together(
@@ -138,9 +136,9 @@ def test_all_resume_from_within_a_round(make_rendezvous, key_file):
 @pytest.mark.parametrize("cut", [7, 8, 9])
 def test_one_resumes(make_rendezvous, key_file, cut):
     address = make_rendezvous(start_peers=2).endpoint
-    whole = together(*[
-        partial(train, settings(address, key_file, name, **VALUES), peer, STEPS) for peer, name in enumerate("ab")
-    ])
+    whole = together(
+        *[partial(train, settings(address, key_file, name, **VALUES), peer, STEPS) for peer, name in enumerate("ab")]
+    )
     server = make_rendezvous(start_peers=2, min_peers=2)
     address, back = server.endpoint, threading.Event()
 

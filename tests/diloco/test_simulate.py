@@ -14,18 +14,18 @@ from composer_prime.config.diloco import CodecConfig
 from diloco.codec import build_codec
 from diloco.simulate.fleet import Fleet, availability, goodput, heal_warning, waiting_share
 from diloco.simulate.product import FRAMING, JointRun, codec_bits, forecast
-from diloco.simulate.reduce import WAYS, Net, best, group_size, pipe, seconds
-from diloco.simulate.shares import Shares, number
-from diloco.simulate.traffic import Traffic, traffic
+from diloco.simulate.reduce import WAYS, Net, Traffic, best, group_size, pipe, seconds, traffic
 from diloco.simulate.utilisation import (
     BACKWARD_SHARE,
     BITS_PER_PARAMETER,
     OVERLAP_STEPS,
     Pipe,
     Scheme,
+    Shares,
     Workload,
     bytes_per_step,
     grid,
+    number,
     paper_schemes,
     required_gbit,
     utilisation,
@@ -164,9 +164,7 @@ def test_relay_window():
 # This package's run by hand: 100 M parameters of 32 bits in 2 fragments, two peers on 1 Gbit/s. A fragment crosses the
 # relay's link four times; what is done on the training thread is exposed whatever the delay, the rest is hidden by it.
 def test_forecast_by_hand():
-    run = JointRun(
-        parameters=1e8, layers=4, step_s=10.0, every=4, fragments=2, delay=0, codec=CodecConfig(type="fp32")
-    )
+    run = JointRun(parameters=1e8, layers=4, step_s=10.0, every=4, fragments=2, delay=0, codec=CodecConfig(type="fp32"))
     net = Net(peers=2, gbit_s=1.0, latency_s=0.0, busy_s=0.5, handling_s=6.0, round_s=0.25)
     transfer_s = 4 * 5e7 * 32 * FRAMING / 1e9
     at_once, delayed = forecast(run, net), forecast(replace(run, delay=1), net)

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from joint_run import Blocks, adamw, inner_step, settings
 
 from composer_prime.wire.sockets import bind_router
-from diloco import connection
-from diloco.blob import Blob
-from diloco.connection import Connection
-from diloco.flow import PIECE_BYTES, WINDOW, Flow
-from diloco.header import Header, checksum
-from diloco.keys import JointKey
+from diloco.rendezvous.transfer import Blob
 from diloco.streaming import StreamingDiLoCo
-from diloco.wire import Chunk, Received, encode, from_peer
+from diloco.transport import connection
+from diloco.transport.connection import PIECE_BYTES, WINDOW, Connection, Flow
+from diloco.transport.header import Header, checksum
+from diloco.transport.keys import JointKey
+from diloco.transport.messages import Chunk, Received, encode, from_peer
 
 READ_BYTES = 1024
 

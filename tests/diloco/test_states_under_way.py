@@ -9,9 +9,9 @@ import pytest
 from books import BEAT_TIMEOUT_S, Books
 from joint_run import settings, together, train, until
 
-from diloco import connection
-from diloco.flow import Flow
-from diloco.wire import Chunk, StateReady, Unusable
+from diloco.transport import connection
+from diloco.transport.connection import Flow
+from diloco.transport.messages import Chunk, StateReady, Unusable
 
 STATE = b"state"
 

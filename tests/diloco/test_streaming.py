@@ -11,7 +11,7 @@ from joint_run import Blocks, adamw, assert_same_globals, inner_step, settings, 
 from torch import Tensor
 
 from diloco.fragments import partition
-from diloco.newton_schulz import frobenius_norm, orthogonalized
+from diloco.muon import frobenius_norm, orthogonalized
 
 
 def oracle(
@@ -26,8 +26,7 @@ def oracle(
     models = [Blocks() for _ in range(peers)]
     optimizers = [adamw(model) for model in models]
     names = [
-        [name for name, _ in fragment.parameters]
-        for fragment in partition(models[0].named_parameters(), P, "strided")
+        [name for name, _ in fragment.parameters] for fragment in partition(models[0].named_parameters(), P, "strided")
     ]
     master = {name: p.detach().clone() for name, p in models[0].named_parameters()}
     velocity = {name: torch.zeros_like(value) for name, value in master.items()}
@@ -87,9 +86,9 @@ def test_equals_the_oracle(make_rendezvous, key_file, H, P, tau, alpha, lr, m, m
     address = make_rendezvous(start_peers=2).endpoint
     outer = {"lr": lr, "momentum": m} | ({"type": "muon", "muon_lr": muon_lr} if muon_lr else {})
     values = {"sync_every": H, "fragments": P, "delay": tau, "mixing": alpha, "outer": outer}
-    seen = together(*[
-        partial(train, settings(address, key_file, name, **values), peer, 12) for peer, name in enumerate("ab")
-    ])
+    seen = together(
+        *[partial(train, settings(address, key_file, name, **values), peer, 12) for peer, name in enumerate("ab")]
+    )
     assert_same_globals(*seen)
     assert max(seen[0].hashes) == 12 * P // H
     expected = oracle(2, 12, H=H, P=P, tau=tau, alpha=alpha, lr=lr, m=m, muon_lr=muon_lr)
@@ -122,17 +121,15 @@ def test_tokens_weigh(make_rendezvous, key_file, P, tau, alpha):
 # H = 1, P = 1, lr 1, no momentum is plain averaging of parameters after every step.
 def test_every_step_is_parameter_averaging(make_rendezvous, key_file):
     address = make_rendezvous(start_peers=2).endpoint
-    seen = together(*[
-        partial(train, settings(address, key_file, name, sync_every=1), peer, 6) for peer, name in enumerate("ab")
-    ])
+    seen = together(
+        *[partial(train, settings(address, key_file, name, sync_every=1), peer, 6) for peer, name in enumerate("ab")]
+    )
     models = [Blocks(), Blocks()]
     optimizers = [adamw(model) for model in models]
     for step in range(6):
         for peer in range(2):
             inner_step(models[peer], optimizers[peer], peer, step)
-        averaged = {
-            name: (value + models[1].state_dict()[name]) / 2 for name, value in models[0].state_dict().items()
-        }
+        averaged = {name: (value + models[1].state_dict()[name]) / 2 for name, value in models[0].state_dict().items()}
         for model in models:
             model.load_state_dict(copy.deepcopy(averaged))
     for trajectory in seen:
@@ -146,9 +143,9 @@ def test_codecs_keep_peers_equal(make_rendezvous, key_file, codec):
     address = make_rendezvous(start_peers=2).endpoint
     values = {"sync_every": 4, "fragments": 2, "delay": 1, "outer": {"lr": 0.7, "momentum": 0.9}}
     values["codec"] = {"type": codec}
-    seen = together(*[
-        partial(train, settings(address, key_file, name, **values), peer, 12) for peer, name in enumerate("ab")
-    ])
+    seen = together(
+        *[partial(train, settings(address, key_file, name, **values), peer, 12) for peer, name in enumerate("ab")]
+    )
     assert_same_globals(*seen)
     assert len(set(seen[0].hashes.values())) == 7
     assert seen[0].metrics[6]["diloco/participants"] == 2 and seen[0].metrics[6]["diloco/rejected"] == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from composer_prime.run_dir import RunDir
+from composer_prime.run.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 MARK = "COMPOSER_TEST_RUN"

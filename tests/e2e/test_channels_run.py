@@ -9,7 +9,7 @@ import signal
 import pytest
 from quick_run import QuickRun
 
-from composer_prime import ledger
+from composer_prime.run import ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

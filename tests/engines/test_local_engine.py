@@ -134,9 +134,7 @@ def test_recomputed_caches_forget_the_old_weights(folder):
     "make",
     [
         lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=24)),
-        lambda: Gemma3ForCausalLM(
-            Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=12, query_pre_attn_scalar=16)
-        ),
+        lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=12, query_pre_attn_scalar=16)),
         lambda: Qwen3MoeForCausalLM(
             Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
         ),

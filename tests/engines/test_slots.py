@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from composer_prime.wire.node import Sampling
 from inference.engines.local.request import Request
-from inference.engines.local.shared_prefix import MIN_COLUMNS, MIN_GAIN, FamilyMemory, find_families
-from inference.engines.local.slots import SlotTable
+from inference.engines.local.slots import MIN_COLUMNS, MIN_GAIN, FamilyMemory, SlotTable, find_families
 
 CONTEXT = 160
 LOOP = asyncio.new_event_loop()

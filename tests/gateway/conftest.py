@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from gateway_config import MODEL, config_with
 
-from composer_prime.keys import ClientKeys, RunKeys
-from composer_prime.weights.store import WeightStore
+from composer_prime.run.keys import ClientKeys, RunKeys
+from composer_prime.run.weights import WeightStore
 from orchestrator.gateway import Gateway
 
 OpenGateway = Callable[..., AbstractAsyncContextManager[Gateway]]

@@ -18,7 +18,7 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from composer_prime.keys import ClientKeys
+from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.node import (
     Cancel,
     Drain,

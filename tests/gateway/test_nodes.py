@@ -19,22 +19,12 @@ from http_calls import generate_body, get, post
 from node_peer import PeerNode, failed, tokens_for
 
 from composer_prime.errors import DeadlineError, PortInUseError, SignatureError
-from composer_prime.keys import ClientKeys, RunKeys
-from composer_prime.weights.manifest import Canary, Manifest, sign
-from composer_prime.wire.node import (
-    Drain,
-    Generate,
-    Heard,
-    Hello,
-    HelloAgain,
-    NewVersion,
-    Rejected,
-    Status,
-    Welcome,
-)
+from composer_prime.run.keys import ClientKeys, RunKeys
+from composer_prime.run.weights import Canary, Manifest, sign
+from composer_prime.wire.node import Drain, Generate, Heard, Hello, HelloAgain, NewVersion, Rejected, Status, Welcome
 from composer_prime.wire.sockets import dealer
 from orchestrator.gateway import Gateway
-from orchestrator.gateway.joining import how_to_join
+from orchestrator.gateway.gateway import how_to_join
 
 
 def signed_manifest(keys: RunKeys, version: int, chunks=(), run_id: str = "run-1") -> bytes:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
+from orchestrator.event_loop import LoopLag
 from orchestrator.gateway.adaptive import AdaptiveLimit, Load
 from orchestrator.gateway.records import GenerationRecord, Records
-from orchestrator.loop_lag import LoopLag
 
 IDS = st.lists(st.integers(0, 3), max_size=6)
 

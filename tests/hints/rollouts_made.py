@@ -10,11 +10,11 @@ from chat_models import chat
 
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import Sample, VersionSpan
-from orchestrator.compile import compile_rollout, numbered_turns
-from orchestrator.finish import finished_rollout
 from orchestrator.gateway.records import GenerationRecord
-from orchestrator.groups import FinishedRollout, GroupPlan
-from orchestrator.rollout import Played
+from orchestrator.rollouts.group_scoring import finished_rollout
+from orchestrator.rollouts.groups import FinishedRollout, GroupPlan
+from orchestrator.rollouts.rollout import Played
+from orchestrator.rollouts.samples import compile_rollout, numbered_turns
 from orchestrator.workers.protocol import RolloutReply, SessionRecord, ToolCall, TurnRecord
 
 ADD = {

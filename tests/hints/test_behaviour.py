@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from composer_prime.config.behaviour import BehaviourConfig
+from composer_prime.config.orchestrator import BehaviourConfig
 from composer_prime.errors import ConfigError, RolloutError
-from orchestrator.batch_metrics import batch_metrics
-from orchestrator.behaviour import Behaviour, Effort, effort_cost
-from orchestrator.groups import FinishedGroup, FinishedRollout, GroupPlan, Outcome, task_reward
+from orchestrator.batching.batches import batch_metrics
+from orchestrator.rollouts.behaviour import Behaviour, Effort, effort_cost
+from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupPlan, Outcome, task_reward
 from orchestrator.workers.protocol import RolloutReply, ToolCall, TurnRecord
 
 scales = st.floats(1e-6, 10.0)

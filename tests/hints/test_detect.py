@@ -10,13 +10,12 @@ import pytest
 from rollouts_made import TOOLS, Step, call, play
 
 from composer_prime.errors import ConfigError
-from orchestrator.conversation import answers, failed_turns, history, turn_error_rate
 from orchestrator.environments.toolsmith.episode import generate
 from orchestrator.environments.toolsmith.tools import run_call
-from orchestrator.hints.detect import RuleDetector
+from orchestrator.hints.detect import RuleDetector, violation
 from orchestrator.hints.error_turn import ErrorTurn
-from orchestrator.hints.schema import violation
 from orchestrator.hints.templates import Templates
+from orchestrator.rollouts.groups import answers, failed_turns, history, turn_error_rate
 from orchestrator.workers.protocol import ToolCall, TurnRecord
 
 ALL = ["tool_error", "exception", "test_failure", "schema"]

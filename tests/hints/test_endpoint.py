@@ -12,10 +12,9 @@ import pytest
 from endpoint_peer import chat_peer
 
 from composer_prime.config.hints import HintsConfig
-from composer_prime.costs import CostLedger, spent
 from composer_prime.errors import BudgetError, ConfigError, EndpointError
-from orchestrator.hints.answer_cache import AnswerCache, PaidCall
-from orchestrator.hints.endpoint import ChatEndpoint
+from composer_prime.llm.endpoint import AnswerCache, ChatEndpoint, PaidCall
+from composer_prime.run.costs import CostLedger, spent
 
 ASK = [{"role": "user", "content": "why?"}]
 PRICES = {"input_usd_per_mtok": 1000.0, "output_usd_per_mtok": 10_000.0, "max_tokens": 20}

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from rollouts_made import PLAN, Step, play
 
-from orchestrator.compile import compile_rollout, numbered_turns
+from orchestrator.rollouts.samples import compile_rollout, numbered_turns
 from orchestrator.workers.protocol import RolloutReply, SessionRecord, TurnRecord
 
 

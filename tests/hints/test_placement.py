@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from composer_prime.errors import ConfigError, EmptyMaskError
 from composer_prime.wire.types import TurnSpan, ints
-from orchestrator.hints.distil import DocumentLimits, distillation, place, span_of
 from orchestrator.hints.error_turn import ErrorTurn
-from orchestrator.hints.placement import HintPlacer
+from orchestrator.hints.placement import DocumentLimits, HintPlacer, distillation, place, span_of
 
 PLACEMENTS = ("message_end", "user", "system")
 HINT = "Reminder: Available tools are: add, minus"

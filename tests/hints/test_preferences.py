@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from rollouts_made import TOOLS
 
 from composer_prime.errors import CheckpointError, ConfigError
-from composer_prime.packing import pack
-from composer_prime.pairs import Pair, PairFile, State, resolve_pairs
-from composer_prime.pairs_gate import gate_file, read_gate
+from composer_prime.packing.pack import pack
+from composer_prime.traces.pairs import Pair, PairFile, State, gate_file, read_gate, resolve_pairs
 from composer_prime.wire.types import Preference, ints
-from orchestrator.preferences.mixer import PairMixer
+from orchestrator.preferences.mixer import PairLimits, PairMixer, PairTokeniser
 from orchestrator.preferences.order import Cursor, PairOrder
-from orchestrator.preferences.tokenise import PairLimits, PairTokeniser
 from tests.verdicts import release
 
 ROOMY = PairLimits(max_context=384, row_tokens=4096, max_epsilon=0.5)

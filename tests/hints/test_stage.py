@@ -17,20 +17,18 @@ from rollouts_made import PLAN, TOOLS, PlayedRollout, Step, call, play
 from composer_prime.config.hints import HintsConfig
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import ConfigError, EmptyMaskError
-from composer_prime.packing import pack, totals
+from composer_prime.llm.endpoint import ChatEndpoint
+from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import Sample, flags, floats, ints
-from orchestrator.finish import finish_group
-from orchestrator.groups import FinishedGroup, Outcome
-from orchestrator.hints.build import check_kinds
 from orchestrator.hints.detect import RuleDetector
-from orchestrator.hints.distil import DocumentLimits
-from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.generate import Introspection, ModelHint, RawError, SiblingDemonstration, WrongHints
 from orchestrator.hints.judge import JudgeDetector
-from orchestrator.hints.placement import HintPlacer
-from orchestrator.hints.stage import HintStage
+from orchestrator.hints.placement import DocumentLimits, HintPlacer
+from orchestrator.hints.stage import HintStage, check_kinds
 from orchestrator.hints.templates import Templates
-from orchestrator.rollout_log import rollout_line
+from orchestrator.rollouts.group_scoring import finish_group
+from orchestrator.rollouts.groups import FinishedGroup, Outcome
+from orchestrator.rollouts.rollout_log import rollout_line
 from orchestrator.workers.protocol import SessionRecord
 
 WRONG = Step(call("plus", "{}"), "Tool not found: plus", error=True, calls=[("plus", "{}")])

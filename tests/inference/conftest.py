@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
-from composer_prime.keys import RunKeys
+from composer_prime.run.keys import RunKeys
 from inference.engines.local.engine import LocalEngine
 from tests.engines.models import MAX_CONTEXT, make_model
 from tests.engines.reference import Reference

@@ -6,8 +6,8 @@ import asyncio
 
 import msgspec
 
-from composer_prime.keys import RunKeys
-from composer_prime.weights.store import WeightStore
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node import (
     Chunk,
     ChunkMissing,

@@ -8,9 +8,9 @@ import msgspec
 import safetensors.torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from composer_prime.keys import RunKeys
-from composer_prime.weights import store
-from composer_prime.weights.manifest import Canary, ChunkRef, Manifest, sign
+from composer_prime.run import weights as store
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.weights import Canary, ChunkRef, Manifest, sign
 from inference.receiver import tensor_sha256
 from tests.engines.reference import Reference
 

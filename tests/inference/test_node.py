@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from composer_prime.errors import DeadlineError, RunMismatchError
-from composer_prime.keys import RunKeys
+from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import (
     Cancel,
     Drain,

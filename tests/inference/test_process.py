@@ -13,7 +13,7 @@ import time
 import pytest
 
 from composer_prime.config import Config, load
-from composer_prime.run_dir import RunDir
+from composer_prime.run.run_dir import RunDir
 from composer_prime.wire.node import Generated, Goodbye
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
@@ -134,9 +134,7 @@ def test_a_joined_node_serves_and_leaves(loop, keys, publisher, folder, token):
     async def scenario():
         gateway = GatewayPeer(keys, publisher.store)
         gateway.manifest = publisher.publish(1)
-        process = start(
-            "join", gateway.endpoint, "--model", str(folder), "--name", "rented", COMPOSER_JOIN_TOKEN=token
-        )
+        process = start("join", gateway.endpoint, "--model", str(folder), "--name", "rented", COMPOSER_JOIN_TOKEN=token)
         try:
             until = time.monotonic() + 60
             while not (gateway.statuses and gateway.statuses[-1].version == 1):

@@ -18,11 +18,10 @@ from composer_prime.errors import (
     WeightError,
     WireError,
 )
-from composer_prime.weights.manifest import Canary, sign
+from composer_prime.run.weights import Canary, sign
 from composer_prime.wire.node import Sampling
-from inference.chunks import FolderSource
 from inference.engines.local.engine import LocalEngine
-from inference.receiver import Receiver, tensor_sha256
+from inference.receiver import FolderSource, Receiver, tensor_sha256
 from tests.inference.publisher import CANARY, RUN_ID
 
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from composer_prime.traces import TraceState
-from orchestrator.ingest.formats import Options, ingest
-from orchestrator.ingest.tally import Tally
+from composer_prime.traces.ingest.ingest import Options, ingest
+from composer_prime.traces.ingest.tally import Tally
+from composer_prime.traces.state import TraceState
 
 
 def taken(path: Path, **options: Any) -> tuple[list[TraceState], Tally]:

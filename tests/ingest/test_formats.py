@@ -9,7 +9,7 @@ import pytest
 from ingest_traces import MESSAGES, OPENHANDS_V0, OPENHANDS_V1, ROLLOUT, TOOLS, lines, roles, taken, text, use
 
 from composer_prime.errors import ConfigError
-from composer_prime.families import family_of
+from composer_prime.llm.families import family_of
 
 
 # Two calls of one answer are one turn; the tools are those that the format lists.

@@ -11,9 +11,9 @@ import pytest
 from ingest_traces import MESSAGES, OPENHANDS_V0, OPENHANDS_V1, ROLLOUT, SESSION, taken, text, use
 from mutations import keys_of, mutated
 
-from composer_prime.traces import TraceState, write_state
-from orchestrator.teachers.canonical import canonical
-from orchestrator.teachers.records import digest
+from composer_prime.traces.replay.actions.canonical import canonical
+from composer_prime.traces.replay.records import digest
+from composer_prime.traces.state import TraceState, write_state
 
 HISTORY = [{**message, "agent": "main", "message_type": "action"} for message in MESSAGES]
 BLOCKS = [

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from ingest_traces import MESSAGES, OPENHANDS_V0, SESSION, TOOLS, answer, lines, prompt, taken, text
 
-from composer_prime.traces import read_states
-from orchestrator.ingest.command import main
-from orchestrator.ingest.formats import FORMATS, Options, ingest
-from orchestrator.ingest.reading import Limits
+from composer_prime.traces.ingest.command import main
+from composer_prime.traces.ingest.ingest import FORMATS, Options, ingest
+from composer_prime.traces.ingest.reading import Limits
+from composer_prime.traces.state import read_states
 
 
 # The line that a crash cut short is counted, and the turn that was open still gives its state.
@@ -222,7 +222,7 @@ def test_memory_is_bounded_for_any_line(tmp_path: Path, kind: str) -> None:
 def peak_kib(path: Path) -> int:
     """Peak of resident memory of a process that ingests the file."""
     program = (
-        "import sys; from orchestrator.ingest.command import main; main(sys.argv[1:]);"
+        "import sys; from composer_prime.traces.ingest.command import main; main(sys.argv[1:]);"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     command = [sys.executable, "-c", program, str(path), "-o", str(path.with_name("states.jsonl"))]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ingest_traces import OPENHANDS_V0, lines, taken
 
-from composer_prime.traces import TraceState
-from orchestrator.teachers.written import may_act, written
+from composer_prime.traces.replay.actions.text_actions import may_act, written
+from composer_prime.traces.state import TraceState
 
 FUNCTION = "<function=bash><parameter=command>ls</parameter></function>"
 

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from orchestrator.ingest.masking import Masker
+from composer_prime.traces.ingest.masking.masker import Masker
 
 ALNUM, HEX, UPPER = string.ascii_letters + string.digits, "0123456789abcdef", string.ascii_uppercase + string.digits
 URLSAFE = ALNUM + "-_"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ingest_traces import MESSAGES, lines, taken
 
-from orchestrator.ingest.masking import Masker
+from composer_prime.traces.ingest.masking.masker import Masker
 
 HEX = "3f786850e387550fdab836ed7e6dc881de23001b"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.ingest.masking import Masker
+from composer_prime.traces.ingest.masking.masker import Masker
 
 
 def masked(text: str) -> tuple[str, Counter[str]]:

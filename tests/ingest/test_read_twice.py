@@ -12,13 +12,13 @@ import pytest
 from ingest_traces import SESSION, answer, lines, taken, use
 
 from composer_prime.errors import ConfigError
-from orchestrator.ingest.command import find_files
-from orchestrator.ingest.formats import ingest
-from orchestrator.ingest.tally import Tally
+from composer_prime.traces.ingest.command import find_files
+from composer_prime.traces.ingest.ingest import ingest
+from composer_prime.traces.ingest.tally import Tally
 
 
 def ingested(output: Path, **stdin: Any) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "orchestrator.ingest", "/dev/stdin", "-o", str(output)]
+    words = [sys.executable, "-m", "composer_prime.cli.main", "ingest", "/dev/stdin", "-o", str(output)]
     return subprocess.run(words, capture_output=True, text=True, timeout=60, **stdin)
 
 

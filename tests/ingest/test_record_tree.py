@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ingest_traces import answer, lines, prompt, result, taken, text, use
 
-from composer_prime.traces import Message, TraceState
-from orchestrator.ingest.reading import Limits
+from composer_prime.traces.ingest.reading import Limits
+from composer_prime.traces.state import Message, TraceState
 
 
 @dataclass

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from composer_prime.config.load import resolve
-from trainer.launch import launch
-from trainer.roles import RoleCommand
+from trainer.launcher.launch import launch
+from trainer.launcher.supervise import RoleCommand
 
 CONFIG = """
 [run]

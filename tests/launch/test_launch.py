@@ -16,9 +16,9 @@ from stand import config_file
 
 from composer_prime.config.load import resolve
 from composer_prime.config.teachers import MODELS_VARIABLE
-from composer_prime.costs import spent
-from composer_prime.run_dir import RunDir
-from trainer.roles import role_commands
+from composer_prime.run.costs import spent
+from composer_prime.run.run_dir import RunDir
+from trainer.launcher.supervise import role_commands
 
 STAND = Path(__file__).with_name("stand.py")
 STEADY = "open(f'ready-{os.getpid()}', 'w').close(); time.sleep(300)"
@@ -150,9 +150,7 @@ def test_dead_node_is_started_again(stand):
 
 def test_node_that_keeps_dying_ends_the_run(stand):
     # The cap of restarts ends the run when no other node is left.
-    run = stand(
-        {"orchestrator": STEADY, "node-0": "print('no memory'); sys.exit(7)"}, "--inference.max_restarts", "1"
-    )
+    run = stand({"orchestrator": STEADY, "node-0": "print('no memory'); sys.exit(7)"}, "--inference.max_restarts", "1")
     status, output = run.finish()
     assert status == 1 and "died 2 times and no other node is left" in output and "no memory" in output
     assert run.members() == []
@@ -176,10 +174,15 @@ def test_a_run_goes_on_without_teachers(stand):
     status, output = run.finish()
     assert status == 0, output
     used = spent(run.run_dir / "costs.jsonl")
-    assert used.process_s > 2 and used.gpu_s == 0 and used.link_bytes == {
-        "weights/bytes": 21,
-        "diloco/bytes_sent": 30,
-    }
+    assert (
+        used.process_s > 2
+        and used.gpu_s == 0
+        and used.link_bytes
+        == {
+            "weights/bytes": 21,
+            "diloco/bytes_sent": 30,
+        }
+    )
     assert "teachers ended with exit status 2; given up after 1 restarts" in output and run.members() == []
 
 

@@ -10,9 +10,9 @@ import pytest
 from composer_prime.config import Config
 from composer_prime.config.load import read
 from composer_prime.errors import ConfigError
-from composer_prime.run_dir import RunDir
-from composer_prime.run_folder import folder_state
-from trainer.prepare import prepare
+from composer_prime.run.run_dir import RunDir
+from composer_prime.run.run_folder import folder_state
+from trainer.launcher.prepare import prepare
 
 
 def config(folder: Path, **run) -> Config:

@@ -12,13 +12,12 @@ import time
 from pathlib import Path
 
 from composer_prime.config import Config
+from composer_prime.console import clock
 from composer_prime.monitor.progress import Progress
-from composer_prime.run_dir import RunDir
-from composer_prime.wording import clock
-from trainer.prepare import Prepared
-from trainer.step_text import channels_text, round_text, step_line
-from trainer.summary import summary
-from trainer.view import PlainView, eval_text, panel_rows
+from composer_prime.run.run_dir import RunDir
+from trainer.launcher.prepare import Prepared
+from trainer.launcher.summary import summary
+from trainer.launcher.view import PlainView, channels_text, eval_text, panel_rows, round_text, step_line
 
 CONFIG = {
     "run": {"name": "one", "max_steps": 4},

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.config import Config
-from composer_prime.monitor.jsonl import MetricsFile
+from composer_prime.monitor.metrics_file import MetricsFile, Tail, history
 from composer_prime.monitor.progress import Progress, ends, sparkline
-from composer_prime.monitor.tail import Tail, history
 from composer_prime.monitor.trackers import Feeder, numbers_of, start_trackers
 
 CONFIG = {

@@ -13,8 +13,8 @@ import pytest
 from orch_peers import MODEL, RUN_ID, PeerNode, ScriptedPool
 
 from composer_prime.config import Config
-from composer_prime.keys import RunKeys
-from composer_prime.run_dir import RunDir
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir
 from orchestrator.pipeline import Pipeline
 
 

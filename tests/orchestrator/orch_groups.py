@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, pack_flags, pack_floats, pack_ints
-from orchestrator.groups import FinishedGroup, FinishedRollout, GroupPlan, Outcome
+from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupPlan, Outcome
 from orchestrator.workers.protocol import RolloutFailure, TurnRecord
 
 

@@ -19,13 +19,12 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from composer_prime import ledger
 from composer_prime.config import Config
-from composer_prime.keys import ClientKeys, RunKeys
-from composer_prime.run_dir import RunDir
-from composer_prime.weights.manifest import Canary, Manifest, open_signed, sign
-from composer_prime.weights.store import WeightStore
-from composer_prime.wire import seal
+from composer_prime.run import ledger
+from composer_prime.run.keys import ClientKeys, RunKeys
+from composer_prime.run.run_dir import RunDir
+from composer_prime.run.weights import Canary, Manifest, WeightStore, open_signed, sign
+from composer_prime.wire import types as seal
 from composer_prime.wire.node import Cancel, Generate, Generated, Hello, HelloAgain, NewVersion, Status, ToNode, Welcome
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.step import (
@@ -260,9 +259,7 @@ class PeerTrainer:
                 self.noted.append(message.step)
 
     async def done(self, step: int, sample_ids: list[str]) -> None:
-        await self.send(
-            StepDone(run_id=RUN_ID, step=step, version=step, sample_ids=sample_ids, session=self.session)
-        )
+        await self.send(StepDone(run_id=RUN_ID, step=step, version=step, sample_ids=sample_ids, session=self.session))
 
     def publish(self, version: int) -> None:
         canary = Canary(token_ids=[1, 2], logprobs=[-1.0])

@@ -9,7 +9,7 @@ from pathlib import Path
 from orch_peers import MODEL, RUN_ID, ScriptedPool, draw
 
 from composer_prime.config import load
-from composer_prime.run_dir import RunDir
+from composer_prime.run.run_dir import RunDir
 from orchestrator.pipeline import Pipeline
 
 

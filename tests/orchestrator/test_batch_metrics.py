@@ -7,10 +7,10 @@ import json
 import pytest
 from orch_groups import ended, ready
 
-from composer_prime.run_dir import RunDir
-from orchestrator import rollout_log
-from orchestrator.batch_metrics import batch_metrics
-from orchestrator.groups import Outcome
+from composer_prime.run.run_dir import RunDir
+from orchestrator.batching.batches import batch_metrics
+from orchestrator.rollouts import rollout_log
+from orchestrator.rollouts.groups import Outcome
 
 
 def test_reward_mean_counts_filtered_groups_but_not_failed_or_stale_ones():

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from orch_groups import ready
 
-from orchestrator.buffer import Buffer
-from orchestrator.groups import Outcome
-from orchestrator.permits import Lane, Permits
-from orchestrator.pulse import Pulse
+from orchestrator.batching.buffer import Buffer
+from orchestrator.event_loop import Pulse
+from orchestrator.rollouts.groups import Outcome
+from orchestrator.rollouts.rollout import Lane, Permits
 
 
 def filled(*groups: tuple[int, int]) -> Buffer:

@@ -10,17 +10,17 @@ from orch_groups import ended, plan, ready, rollout
 from orch_peers import MODEL, PeerTrainer, ScriptedPool, make_config
 
 from composer_prime.config import Config
-from composer_prime.pairs import Pair, State
+from composer_prime.traces.pairs import Pair, State
 from composer_prime.wire.types import Preference, ints, pack_ints
-from orchestrator import checkpoint
-from orchestrator.batch_metrics import batch_metrics
-from orchestrator.buffer import Buffer
+from orchestrator.batching.batches import batch_metrics
+from orchestrator.batching.buffer import Buffer
 from orchestrator.chat_renderer import build_renderer
-from orchestrator.groups import FinishedGroup, Outcome
-from orchestrator.journal import Finished, Formed, Started
+from orchestrator.durability import checkpoint
+from orchestrator.durability.journal import Finished, Formed, Started
+from orchestrator.durability.resume import resume
 from orchestrator.preferences.order import Cursor
-from orchestrator.resume import resume
-from orchestrator.sources import Sources
+from orchestrator.rollouts.groups import FinishedGroup, Outcome
+from orchestrator.tasks.sources import Sources
 from orchestrator.workers.protocol import RolloutReply, RunRollout, SessionRecord, ToolCall, TurnRecord
 from tests.verdicts import release
 

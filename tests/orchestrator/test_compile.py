@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from composer_prime.errors import RolloutError
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, floats, ints
-from orchestrator.compile import compile_rollout, with_advantage
-from orchestrator.groups import GroupPlan
+from orchestrator.rollouts.groups import GroupPlan
+from orchestrator.rollouts.samples import compile_rollout, with_advantage
 from orchestrator.workers.protocol import RolloutReply, SessionRecord, TurnRecord
 
 ONE_SESSION = [SessionRecord(session_id="r", agent="policy", trainable=True, reward=1.0)]

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from orch_peers import PeerNode, PeerTrainer, make_config, tokens_by_sample
 
-from composer_prime import ledger
 from composer_prime.config import load
-from composer_prime.keys import RunKeys
-from composer_prime.run_dir import RunDir
-from orchestrator.journal import Finished, Journal
+from composer_prime.run import ledger
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir
+from orchestrator.durability.journal import Finished, Journal
 
 PROCESS = Path(__file__).with_name("orch_process.py")
 

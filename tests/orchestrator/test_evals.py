@@ -16,7 +16,7 @@ from orch_peers import PeerTrainer, ScriptedPool, draw, make_config
 
 from composer_prime.config.orchestrator import EvalConfig
 from composer_prime.errors import DeadlineError
-from composer_prime.estimates import pass_at_k
+from composer_prime.stats.intervals import pass_at_k
 from orchestrator.evals import TaskResult, summary
 from orchestrator.workers.protocol import EVAL, RolloutFailure
 

@@ -10,8 +10,8 @@ import pytest
 from orch_groups import ended, plan, ready
 
 from composer_prime.errors import CheckpointError
-from orchestrator.groups import Outcome
-from orchestrator.journal import Dropped, Entry, Finished, Formed, Journal, Started
+from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Journal, Started
+from orchestrator.rollouts.groups import Outcome
 
 
 def entries(count: int) -> list[Entry]:

@@ -19,8 +19,8 @@ import pytest
 from orch_peers import RUN_ID, PeerNode, PeerTrainer, make_config
 
 from composer_prime.config import load
-from composer_prime.keys import RunKeys
-from composer_prime.run_dir import RunDir
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir
 
 COMMAND = [sys.executable, "-m", "orchestrator.main"]
 TOOLSMITH = {

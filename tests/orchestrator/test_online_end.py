@@ -9,11 +9,11 @@ import pytest
 from orch_peers import PeerTrainer, make_config
 
 from composer_prime.config import Config
-from composer_prime.costs import read_costs
-from composer_prime.monitor.jsonl import MetricsFile
-from composer_prime.traces import write_state
-from orchestrator.teachers.online import OnlineReplay
-from orchestrator.teachers.records import read_pairs
+from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.run.costs import read_costs
+from composer_prime.traces.replay.online import OnlineReplay
+from composer_prime.traces.replay.records import read_pairs
+from composer_prime.traces.state import write_state
 from tests.teachers.loopback import Endpoint, configured, serving, state
 
 

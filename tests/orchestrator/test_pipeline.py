@@ -7,8 +7,8 @@ import re
 
 from orch_peers import RUN_ID, PeerTrainer, ScriptedPool, make_config, sample_ids
 
-from composer_prime import ledger
 from composer_prime.errors import CheckpointError, DeadlineError
+from composer_prime.run import ledger
 from composer_prime.wire.step import Refused, RunFinished, StepRequest
 
 

@@ -10,13 +10,13 @@ from orch_groups import ended, plan, ready
 
 from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig
 from composer_prime.errors import CheckpointError
-from composer_prime.run_dir import RunDir
-from orchestrator import checkpoint
-from orchestrator.checkpoint import State
-from orchestrator.groups import Outcome
-from orchestrator.journal import Dropped, Entry, Finished, Formed, Started
-from orchestrator.resume import resume
-from orchestrator.sources import Sources
+from composer_prime.run.run_dir import RunDir
+from orchestrator.durability import checkpoint
+from orchestrator.durability.checkpoint import State
+from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Started
+from orchestrator.durability.resume import resume
+from orchestrator.rollouts.groups import Outcome
+from orchestrator.tasks.sources import Sources
 
 
 def sources(**curriculum: Any) -> Sources:
@@ -90,7 +90,7 @@ def test_a_ready_group_that_went_stale_stays_gone():
 @pytest.mark.parametrize("name", ["Shuffled", "Frontier"])
 def test_the_curriculum_goes_on_as_if_nothing_had_happened(name):
     """Replaying the calls since the checkpoint gives the tasks that an uninterrupted run would have drawn."""
-    path = {"import_path": f"orchestrator.curriculum:{name}"}
+    path = {"import_path": f"orchestrator.tasks.curriculum:{name}"}
     live = sources(**path)
     entries: list[Entry] = []
     for number in range(6):

@@ -14,9 +14,9 @@ from orch_groups import plan, ready, rollout
 
 from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig
 from composer_prime.errors import ConfigError, EmptyTaskSetError
-from orchestrator.curriculum import Frontier, Shuffled, build_curriculum
-from orchestrator.groups import GroupPlan
-from orchestrator.sources import Sources, source_spec
+from orchestrator.rollouts.groups import GroupPlan
+from orchestrator.tasks.curriculum import Frontier, Shuffled, build_curriculum
+from orchestrator.tasks.sources import Sources, source_spec
 
 
 def config(*weights: float, **more: Any) -> OrchestratorConfig:
@@ -109,11 +109,11 @@ def test_an_effort_penalty_fails_no_task_in_the_frontiers_eyes():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"import_path": "orchestrator.curriculum:Nothing"}, "cannot be imported"),
+        ({"import_path": "orchestrator.tasks.curriculum:Nothing"}, "cannot be imported"),
         ({"import_path": "no_such_module:X"}, "cannot be imported"),
         ({"kwargs": {"speed": 3}}, "does not take orchestrator.curriculum.kwargs.*speed"),
         ({"import_path": "collections:Counter"}, "lacks \\['next_task'"),
-        ({"import_path": "orchestrator.curriculum:Frontier", "kwargs": {"window": 0}}, "at least 1"),
+        ({"import_path": "orchestrator.tasks.curriculum:Frontier", "kwargs": {"window": 0}}, "at least 1"),
     ],
 )
 def test_a_curriculum_that_cannot_be_made_is_a_config_error(settings, said):
@@ -125,7 +125,7 @@ def test_a_curriculum_that_cannot_be_made_is_a_config_error(settings, said):
 def test_the_frontier_needs_tasks_to_return_to():
     """An endless task set has no pass rates to steer by."""
     with pytest.raises(ConfigError, match="never ends"):
-        build_curriculum(CurriculumConfig(import_path="orchestrator.curriculum:Frontier"), num_tasks=None, seed=1)
+        build_curriculum(CurriculumConfig(import_path="orchestrator.tasks.curriculum:Frontier"), num_tasks=None, seed=1)
 
 
 def test_an_empty_task_set_is_named():
@@ -136,8 +136,10 @@ def test_an_empty_task_set_is_named():
 
 def test_held_out_settings_are_merged_over_the_training_task_set():
     """eval_taskset names only what differs; a source without it has no evaluation task set."""
-    made = config(1).source[0].model_copy(
-        update={"taskset": {"id": "x", "split": "train", "size": 5}, "eval_taskset": {"split": "test"}}
+    made = (
+        config(1)
+        .source[0]
+        .model_copy(update={"taskset": {"id": "x", "split": "train", "size": 5}, "eval_taskset": {"split": "test"}})
     )
     spec = source_spec(made, model_path="m", renderer=None, max_context=64)
     assert spec.tasksets == {
@@ -167,7 +169,7 @@ def test_task_shards_are_a_partition(tasks, clusters):
 # An endless set is cut too; the frontier learns about its own part; a part without a task is refused with a remedy.
 def test_task_shard_of_any_curriculum():
     assert drawn(sources(1, tasks=None, shard=(1, 3)), 3) == [1, 4, 7]
-    adaptive = CurriculumConfig(import_path="orchestrator.curriculum:Frontier", kwargs={"explore": 0.0})
+    adaptive = CurriculumConfig(import_path="orchestrator.tasks.curriculum:Frontier", kwargs={"explore": 0.0})
     found = Sources(config(1, curriculum=adaptive), seed=1, num_tasks={"s0": 4}, shard=(1, 2))
     for task, rewards in ((1, (1.0, 1.0)), (3, (1.0, 0.0))):
         made = plan(0, source="s0", task_index=task)

@@ -14,11 +14,11 @@ from orch_groups import ready
 from orch_peers import RUN_ID, PeerTrainer
 
 from composer_prime.errors import CheckpointError, PortInUseError, RunMismatchError
-from composer_prime.keys import ClientKeys, RunKeys
+from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.step import CheckpointRequest, NotReady, Refused, RunFinished, StepDone, StepReply, StepRequest
-from orchestrator.batches import Batch, Batches
-from orchestrator.pulse import Pulse
+from orchestrator.batching.batches import Batch, Batches
+from orchestrator.event_loop import Pulse
 from orchestrator.step_server import StepServer
 
 

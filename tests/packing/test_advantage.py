@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_prime.advantage import group_advantages, has_signal
 from composer_prime.errors import NonFiniteError
+from orchestrator.rollouts.group_scoring import group_advantages, has_signal
 
 rewards = st.lists(st.floats(-5, 5), min_size=2, max_size=16)
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from test_packing import sample
 
 from composer_prime.errors import ConfigError, RunMismatchError
-from composer_prime.packing import pack, totals
-from composer_prime.wire.seal import verify
-from composer_prime.wire.types import Distillation, Preference, Sample, flags, floats, ints, pack_ints
+from composer_prime.packing.pack import pack, totals
+from composer_prime.wire.types import Distillation, Preference, Sample, flags, floats, ints, pack_ints, verify
 
 ROW = {"run_id": "r", "step": 5, "world_size": 1, "max_tokens": 400}
 
@@ -33,9 +32,7 @@ def hinted(index: int, length: int, turns: list[tuple[int, int]]) -> Sample:
 def pair(index: int, context: int = 6, chosen: int = 4, rejected: int = 5, epsilon: float = 0.2) -> Preference:
     common = np.arange(context) + 50 * index
     one, other = pack_ints(np.r_[common, np.full(chosen, 1)]), pack_ints(np.r_[common, np.full(rejected, 2)])
-    return Preference(
-        pair_id=f"pair-{index}", chosen_ids=one, rejected_ids=other, context=context, epsilon=epsilon
-    )
+    return Preference(pair_id=f"pair-{index}", chosen_ids=one, rejected_ids=other, context=context, epsilon=epsilon)
 
 
 @st.composite

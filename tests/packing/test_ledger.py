@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from composer_prime.errors import CheckpointError
-from composer_prime.ledger import append_rewind, append_step, check, effective
-from composer_prime.monitor.jsonl import MetricsFile
+from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.run.ledger import append_rewind, append_step, check, effective
 
 
 def test_rewind_drops_later_steps(tmp_path):

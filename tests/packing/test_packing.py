@@ -8,9 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.errors import ConfigError
-from composer_prime.packing import model_flops, pack, totals
-from composer_prime.wire.seal import verify
-from composer_prime.wire.types import Sample, VersionSpan, flags, floats, ints, pack_flags, pack_floats, pack_ints
+from composer_prime.packing.pack import model_flops, pack, totals
+from composer_prime.wire.types import (
+    Sample,
+    VersionSpan,
+    flags,
+    floats,
+    ints,
+    pack_flags,
+    pack_floats,
+    pack_ints,
+    verify,
+)
 
 
 def sample(index: int, length: int, trained: int | None = None) -> Sample:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_packing import sample
 
-from composer_prime.packing import pack
-from composer_prime.prefixes import MAX_NESTED, MIN_SAVED, Tree, common_prefix, layout
+from composer_prime.packing.pack import pack
+from composer_prime.packing.prefixes import MAX_NESTED, MIN_SAVED, Tree, common_prefix, layout
 
 pieces = st.sampled_from([[1] * 3, [2] * 20, [3] * 40, [4], [5, 6, 7]])
 documents = st.lists(

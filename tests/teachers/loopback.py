@@ -15,12 +15,12 @@ from aiohttp import web
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
-from composer_prime.costs import read_costs, spent
-from composer_prime.traces import TraceState
-from orchestrator.teachers.budget import Budget
-from orchestrator.teachers.pool import TeacherPool
-from orchestrator.teachers.records import Records, votes_beside
-from orchestrator.teachers.replay import Progress, Replay
+from composer_prime.llm.budget import Budget
+from composer_prime.run.costs import read_costs, spent
+from composer_prime.traces.replay.records import Records, votes_beside
+from composer_prime.traces.replay.replay import Progress, Replay
+from composer_prime.traces.replay.teachers.pool import TeacherPool
+from composer_prime.traces.state import TraceState
 from tests.chat_server import chat_server
 
 FAULTS = ("429", "500", "504", "522", "half", "nothing", "wrong_json", "late", "not_found")

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from loopback import Endpoint, configured, replayed, serving, state
 
-from orchestrator.teachers.records import read_pairs, read_records, votes_beside
+from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
 
 
 def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from loopback import Endpoint, call, configured, replayed, run_config, serving, state
 
-from composer_prime.costs import read_costs
 from composer_prime.errors import ConfigError
-from composer_prime.monitor.jsonl import MetricsFile
-from composer_prime.run_dir import RunDir
-from composer_prime.traces import TraceState, read_states, write_state
-from orchestrator.teachers.online import OnlineReplay
-from orchestrator.teachers.records import read_pairs, read_records, votes_beside
-from orchestrator.teachers.replay import Progress
+from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.run.costs import read_costs
+from composer_prime.run.run_dir import RunDir
+from composer_prime.traces.replay.online import OnlineReplay
+from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
+from composer_prime.traces.replay.replay import Progress
+from composer_prime.traces.state import TraceState, read_states, write_state
 
 
 def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_prime.config.teachers import BudgetConfig
-from composer_prime.costs import spent
 from composer_prime.errors import CapError
-from orchestrator.teachers.budget import Budget, Reservation
+from composer_prime.llm.budget import Budget, Reservation
+from composer_prime.run.costs import spent
 
 CAPS = BudgetConfig(usd_per_call=1.0, usd_per_trace=1.25, usd_per_run=1.75, overcharge_factor=2.0)
 # Multiples of a sixteenth, which sums of doubles hold exactly.

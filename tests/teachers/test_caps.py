@@ -25,9 +25,9 @@ from loopback import (
 )
 
 from composer_prime.config.teachers import OPENROUTER, TeachersConfig
-from composer_prime.costs import spent
-from composer_prime.traces import TraceState
-from orchestrator.teachers.records import read_pairs, read_records, votes_beside
+from composer_prime.run.costs import spent
+from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
+from composer_prime.traces.state import TraceState
 
 
 # No order of replies passes a cap: what is held for calls in flight counts.

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopback import call
 
-from orchestrator.teachers.canonical import canonical
-from orchestrator.teachers.consensus import epsilon, majority, settled
-from orchestrator.teachers.edits import Files
-from orchestrator.teachers.kill_switch import percentile
-from orchestrator.teachers.records import digest
+from composer_prime.traces.replay.actions.canonical import canonical
+from composer_prime.traces.replay.actions.edits import Files
+from composer_prime.traces.replay.consensus import epsilon, majority, settled
+from composer_prime.traces.replay.kill_switch import percentile
+from composer_prime.traces.replay.records import digest
 
 
 def acts(name: str, **arguments) -> dict:

@@ -14,18 +14,16 @@ from loopback import Endpoint, call, configured, replayed, serving, state
 from composer_prime.config import Config
 from composer_prime.config.teachers import GateConfig
 from composer_prime.errors import ConfigError
-from composer_prime.pairs import Pair, PairFile, State
-from composer_prime.pairs_gate import check_binding, gate_file, read_gate
-from composer_prime.preflight import check
-from orchestrator.preferences.released import Released
-from orchestrator.teachers.canonical import RULES
-from orchestrator.teachers.chart import draw
-from orchestrator.teachers.density import Density, Margins, measure
-from orchestrator.teachers.margins import base_margins
-from orchestrator.teachers.records import Records, StateRecord, VoteRecord, votes_beside
-from orchestrator.teachers.report import main, text
-from orchestrator.teachers.running_gate import RunningGate
-from orchestrator.teachers.statistics import fleiss_kappa
+from composer_prime.plan.preflight import check
+from composer_prime.traces.pairs import Pair, PairFile, State, check_binding, gate_file, read_gate
+from composer_prime.traces.replay.actions.canonical import RULES
+from composer_prime.traces.replay.gate.chart import draw
+from composer_prime.traces.replay.gate.density import Density, Margins, fleiss_kappa, measure
+from composer_prime.traces.replay.gate.margins import base_margins
+from composer_prime.traces.replay.gate.report import main, text
+from composer_prime.traces.replay.gate.running_gate import RunningGate
+from composer_prime.traces.replay.records import Records, StateRecord, VoteRecord, votes_beside
+from orchestrator.preferences.mixer import Released
 from tests.verdicts import release
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from loopback import Endpoint, configured, replayed, serving, state
 
-from composer_prime.families import UNKNOWN, family_named, family_of
-from orchestrator.ingest.command import parser
-from orchestrator.teachers.records import read_records, votes_beside
+from composer_prime.llm.families import UNKNOWN, family_named, family_of
+from composer_prime.traces.ingest.command import parser
+from composer_prime.traces.replay.records import read_records, votes_beside
 
 MODELS = ("claude-a", "qwen-b", "glm-c")
 

@@ -24,12 +24,12 @@ from loopback import (
 )
 
 from composer_prime.config.teachers import KillSwitchConfig
-from composer_prime.costs import read_costs, spent
 from composer_prime.errors import CapError
-from orchestrator.teachers.budget import Budget
-from orchestrator.teachers.kill_switch import KillSwitch, percentile
-from orchestrator.teachers.pool import TeacherPool
-from orchestrator.teachers.records import read_records, votes_beside
+from composer_prime.llm.budget import Budget
+from composer_prime.run.costs import read_costs, spent
+from composer_prime.traces.replay.kill_switch import KillSwitch, percentile
+from composer_prime.traces.replay.records import read_records, votes_beside
+from composer_prime.traces.replay.teachers.pool import TeacherPool
 
 
 # Each fault is met by a retry; the state gets its pair, and every answer was given once.

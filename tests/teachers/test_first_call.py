@@ -11,7 +11,7 @@ REPLAY = """
 import asyncio, sys, threading
 from pathlib import Path
 from loopback import Endpoint, overrule, run_config, serving, state
-from orchestrator.teachers.opened import opened
+from composer_prime.traces.replay.replay import opened
 
 PART = "openai.resources.chat.completions"
 imported = []

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_prime.costs import spent
 from composer_prime.errors import LedgerError
+from composer_prime.run.costs import spent
 from trainer.main import main
 
 GOOD = '{"kind": "reserved", "call": "a", "usd": 2, "trace": "t"}\n'

@@ -10,12 +10,12 @@ from pydantic import ValidationError
 
 from composer_prime.config.load import resolve
 from composer_prime.config.teachers import BudgetConfig, TeacherConfig
-from composer_prime.costs import CostLedger, read_costs, spent
 from composer_prime.errors import ConfigError
-from composer_prime.prices import price_of
-from orchestrator.teachers.budget import Budget
-from orchestrator.teachers.cache import Answer, AnswerCache, Question
-from orchestrator.teachers.pace import Pace
+from composer_prime.llm.budget import Budget
+from composer_prime.llm.cache import Answer, AnswerCache, Question
+from composer_prime.llm.prices import price_of
+from composer_prime.run.costs import CostLedger, read_costs, spent
+from composer_prime.traces.replay.teachers.teacher import Pace
 
 
 def teacher(**values) -> TeacherConfig:

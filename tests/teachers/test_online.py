@@ -10,20 +10,20 @@ import pytest
 from aiohttp import web
 from loopback import Endpoint, run_config, serving, state
 
-from composer_prime.cli import report_channels
+from composer_prime.cli import report_command as report_channels
 from composer_prime.config.teachers import MODELS_VARIABLE
-from composer_prime.cost_forecast import forecast
-from composer_prime.costs import read_costs
 from composer_prime.errors import ConfigError, DeadlineError
-from composer_prime.monitor.jsonl import MetricsFile
-from composer_prime.pairs_gate import gate_file
-from composer_prime.plan import build
-from composer_prime.run_dir import RunDir
-from composer_prime.traces import write_state
-from orchestrator.teachers.local import models_at
-from orchestrator.teachers.online import OnlineReplay
-from orchestrator.teachers.opened import opened
-from orchestrator.teachers.records import read_pairs, votes_beside
+from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.plan.cost_forecast import forecast
+from composer_prime.plan.plan import build
+from composer_prime.run.costs import read_costs
+from composer_prime.run.run_dir import RunDir
+from composer_prime.traces.pairs import gate_file
+from composer_prime.traces.replay.online import OnlineReplay
+from composer_prime.traces.replay.records import read_pairs, votes_beside
+from composer_prime.traces.replay.replay import opened
+from composer_prime.traces.replay.teachers.local import models_at
+from composer_prime.traces.state import write_state
 
 
 def rollout(number: int) -> bytes:

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from loopback import call
 
-from composer_prime.pairs import Pair, State
-from orchestrator.teachers.records import Records, votes_beside
-from orchestrator.teachers.report import main
+from composer_prime.traces.pairs import Pair, State
+from composer_prime.traces.replay.gate.report import main
+from composer_prime.traces.replay.records import Records, votes_beside
 
 CONTEXT = 200_000
 

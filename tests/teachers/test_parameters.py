@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from composer_prime.config.load import resolve
 from composer_prime.config.teachers import KillSwitchConfig, TeacherConfig, TeachersConfig
-from composer_prime.prices import price_of
-from orchestrator.teachers.cache import Question
-from orchestrator.teachers.replay import Progress
+from composer_prime.llm.cache import Question
+from composer_prime.llm.prices import price_of
+from composer_prime.traces.replay.replay import Progress
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from loopback import Endpoint, run_config, serving, state
 
-from composer_prime.monitor.jsonl import MetricsFile
-from composer_prime.pairs import TINY_PAIRS, Pair, PairFile
-from composer_prime.pairs_gate import read_gate
-from composer_prime.run_dir import RunDir
-from composer_prime.traces import Message, TraceState, write_state
-from orchestrator.preferences.released import Released
-from orchestrator.teachers.online import OnlineReplay
-from orchestrator.teachers.records import read_pairs
+from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.run.run_dir import RunDir
+from composer_prime.traces.pairs import TINY_PAIRS, Pair, PairFile, read_gate
+from composer_prime.traces.replay.online import OnlineReplay
+from composer_prime.traces.replay.records import read_pairs
+from composer_prime.traces.state import Message, TraceState, write_state
+from orchestrator.preferences.mixer import Released
 
 STATES, WINDOW = 44, 32
 """What is left after the window is too little for a verdict of its own."""

@@ -10,13 +10,13 @@ from loopback import Endpoint, configured, replayed, serving, state
 from pydantic import ValidationError
 
 from composer_prime.config.teachers import TeachersConfig
-from composer_prime.costs import spent
 from composer_prime.errors import ConfigError, TeacherError
-from composer_prime.traces import TraceState
-from orchestrator.teachers.budget import Budget
-from orchestrator.teachers.canonical import RULES
-from orchestrator.teachers.pool import TeacherPool
-from orchestrator.teachers.records import read_pairs, read_records, votes_beside
+from composer_prime.llm.budget import Budget
+from composer_prime.run.costs import spent
+from composer_prime.traces.replay.actions.canonical import RULES
+from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
+from composer_prime.traces.replay.teachers.pool import TeacherPool
+from composer_prime.traces.state import TraceState
 
 
 def overrule(model: str, messages: list[dict]) -> tuple[str, dict]:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from loopback import Endpoint, run_config, serving, state
 
-from composer_prime import progress_lines
+from composer_prime import console as progress_lines
 from composer_prime.config import Config
-from composer_prime.costs import read_costs
-from composer_prime.preflight import check
-from composer_prime.traces import write_state
-from orchestrator.teachers.command import INTERRUPTION, Arguments, main, replay, summary
-from orchestrator.teachers.records import read_pairs
+from composer_prime.plan.preflight import check
+from composer_prime.run.costs import read_costs
+from composer_prime.traces.replay.command import INTERRUPTION, Arguments, main, replay, summary
+from composer_prime.traces.replay.records import read_pairs
+from composer_prime.traces.state import write_state
 
 POOL = """
 [run]

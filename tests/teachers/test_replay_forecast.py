@@ -9,9 +9,9 @@ import pytest
 from loopback import Endpoint, run_config, serving, state
 
 from composer_prime.config import Config
-from composer_prime.cost_forecast import beside_the_cap, forecast
-from composer_prime.traces import write_state
-from orchestrator.teachers.command import Arguments, replay, summary
+from composer_prime.plan.cost_forecast import beside_the_cap, forecast
+from composer_prime.traces.replay.command import Arguments, replay, summary
+from composer_prime.traces.state import write_state
 
 POOL = {"gpt-a": 1.0, "gpt-b": 2.0, "qwen-c": 3.0, "claude-d": 50.0}
 """USD a million tokens."""

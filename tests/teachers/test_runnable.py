@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from loopback import Endpoint, call, configured, replayed, says, serving, state, xml
 
-from composer_prime.pairs import Pair
-from composer_prime.traces import TraceState
-from orchestrator.teachers.density import measure
-from orchestrator.teachers.records import StateRecord, read_pairs, read_records, votes_beside
-from orchestrator.teachers.report import text
+from composer_prime.traces.pairs import Pair
+from composer_prime.traces.replay.gate.density import measure
+from composer_prime.traces.replay.gate.report import text
+from composer_prime.traces.replay.records import StateRecord, read_pairs, read_records, votes_beside
+from composer_prime.traces.state import TraceState
 
 
 def voted(tmp_path: Path, endpoint: Endpoint, asked: TraceState) -> tuple[StateRecord, list[Pair]]:

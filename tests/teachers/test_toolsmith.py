@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from composer_prime.costs import read_costs
-from orchestrator.teachers.records import read_pairs, read_records
+from composer_prime.run.costs import read_costs
+from composer_prime.traces.replay.records import read_pairs, read_records
 
 TOML = """
 [run]

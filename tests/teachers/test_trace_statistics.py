@@ -7,9 +7,16 @@ import itertools
 import numpy as np
 import pytest
 
-from composer_prime.estimates import bootstrap_interval
-from orchestrator.teachers.density import FEWEST_TRACES, MAX_P, Margins
-from orchestrator.teachers.statistics import fleiss_kappa, kappa_interval, sign_flip_p, smallest_p
+from composer_prime.stats.intervals import bootstrap_interval
+from composer_prime.traces.replay.gate.density import (
+    FEWEST_TRACES,
+    MAX_P,
+    Margins,
+    fleiss_kappa,
+    kappa_interval,
+    sign_flip_p,
+    smallest_p,
+)
 
 VALUES = [0.9, -0.1, 0.4, 0.8, 0.3, 0.7, -0.2, 0.5]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from loopback import USD, Endpoint, configured, overrule, play, replayed, serving, state
 
-from orchestrator.teachers.density import Density, measure
-from orchestrator.teachers.records import read_pairs, read_records, votes_beside
-from orchestrator.teachers.report import text
+from composer_prime.traces.replay.gate.density import Density, measure
+from composer_prime.traces.replay.gate.report import text
+from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
 
 KILL = {"mean_usd_per_trace": 2.5 * USD, "p95_usd_per_trace": 1e3, "error_rate": 1.0, "min_states": 3}
 """Two calls a trace, as one state takes; a dear trace has two states."""

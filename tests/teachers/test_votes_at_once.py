@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 from loopback import Endpoint, configured, replayed, serving, state
 
-from orchestrator.teachers.command import summary
-from orchestrator.teachers.records import read_pairs, read_records, votes_beside
+from composer_prime.traces.replay.command import summary
+from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
 
 MODELS = ("gpt-a", "qwen-b", "glm-c")
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopback import says, xml
 
-from orchestrator.teachers.canonical import canonical
-from orchestrator.teachers.written import way_of, written
+from composer_prime.traces.replay.actions.canonical import canonical
+from composer_prime.traces.replay.actions.text_actions import way_of, written
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.environments.toolsmith.episode import Episode, generate, split_of
-from orchestrator.environments.toolsmith.operations import ARGUMENT_NAMES, OPERATIONS
+from orchestrator.environments.toolsmith.episode import ARGUMENT_NAMES, OPERATIONS, Episode, generate, split_of
 from orchestrator.environments.toolsmith.tools import INVALID_JSON, is_error, run_call
 
 seeds = st.integers(0, 2**53)

@@ -24,7 +24,7 @@ FULL = "the context is full"
 @pytest.fixture(scope="module")
 def vf() -> Any:
     module = pytest.importorskip("verifiers.v1")
-    from orchestrator.verifiers_compat import import_dotted_plugins
+    from orchestrator.workers.verifiers_compat import import_dotted_plugins
 
     import_dotted_plugins()
     return module

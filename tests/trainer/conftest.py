@@ -9,9 +9,8 @@ import pytest
 import torch
 from small_runs import VOCABULARY, Run, make_config
 
-from composer_prime import run_id
-from composer_prime.keys import RunKeys
-from composer_prime.run_dir import RunDir
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir, create_run_id
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +42,7 @@ def make_run(tmp_path: Path, model_folder: Path):
     def make(name: str = "run", **sections: dict[str, Any]) -> Run:
         config = make_config(model_folder, tmp_path, **sections)
         run_dir = RunDir(tmp_path / name)
-        run_id.create(run_dir, name)
+        create_run_id(run_dir, name)
         RunKeys.create(run_dir.keys)
         return Run(run_dir, config).write(config)
 

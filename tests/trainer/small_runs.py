@@ -11,11 +11,10 @@ import torch
 from rank_process import RankProcess, start_ranks
 
 from composer_prime.config import Config, load
-from composer_prime.packing import pack
-from composer_prime.run_dir import RunDir, write_atomic
+from composer_prime.packing.pack import pack
+from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.wire.types import MicroBatch, Sample, VersionSpan, pack_flags, pack_floats, pack_ints
-from trainer.row_documents import documents_of
-from trainer.rows import PackedRow, RowOptions, unpack
+from trainer.data.rows import PackedRow, RowOptions, documents_of, unpack
 
 VOCABULARY = 96
 
@@ -65,8 +64,11 @@ def make_config(folder: Path, output: Path, **sections: dict[str, Any]) -> Confi
     values: dict[str, Any] = {
         "run": {"name": "run", "output_dir": str(output), "max_steps": 3},
         "model": {"path": str(folder), "max_context": 64},
-        "orchestrator": {"source": [{"name": "test", "taskset": {"id": "none"}}], "sampling": {"max_tokens": 32},
-                         "hints": {}},
+        "orchestrator": {
+            "source": [{"name": "test", "taskset": {"id": "none"}}],
+            "sampling": {"max_tokens": 32},
+            "hints": {},
+        },
         "trainer": {"device": "cpu", "micro_batch_tokens": 128, "optim": {"lr": 1e-3}, "orchestrator_timeout_s": 20},
     }
     for name, section in sections.items():

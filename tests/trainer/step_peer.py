@@ -14,10 +14,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from composer_prime.keys import RunKeys
-from composer_prime.packing import pack, totals
-from composer_prime.run_dir import RunDir, write_atomic
-from composer_prime.run_id import read
+from composer_prime.packing.pack import pack, totals
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import RunDir, read, write_atomic
 from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.step import (
     CheckpointRequest,

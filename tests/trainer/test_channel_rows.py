@@ -16,18 +16,18 @@ from small_runs import VOCABULARY, make_samples, row_of, rows_of
 from torch import Tensor
 
 from composer_prime.channels.divergence import divergence
-from composer_prime.channels.policy import PolicyTokens
 from composer_prime.channels.replay_dpo import PairTokens
 from composer_prime.channels.sdpo import DistilTokens
+from composer_prime.channels.tokens import PolicyTokens
 from composer_prime.channels.total import ChannelInputs, total_loss
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import NonFiniteError, RunMismatchError
-from composer_prime.packing import pack, totals
+from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import flags, floats, ints, pack_floats, pack_ints
-from trainer.attention import NAME
-from trainer.policy import Policy, Teaching
-from trainer.self_teacher import Aid
+from trainer.model.attention import NAME
+from trainer.model.policy import Policy, Teaching
 from trainer.step import LossSettings, loss_of
+from trainer.teacher.self_teacher import Aid
 
 CPU = torch.device("cpu")
 CHANNELS = three_channels()

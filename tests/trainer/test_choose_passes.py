@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from composer_prime.errors import ConfigError
-from trainer.choose_passes import choose_passes
+from trainer.head.choose_kernels import choose_passes
 
 SIGNATURES = {
     "statistics_kernel": {"logits": "*T", "targets": "*i64", "temperature": "*fp32", "logprob": "*T", "entropy": "*T",
@@ -42,7 +42,7 @@ def test_kernels_build_for_gpus(kernel, kind, capability, optional):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from trainer import triton_passes
+    from trainer.head import triton_kernels as triton_passes
 
     constants = dict(CONSTANTS[kernel])
     signature = {name: written.replace("T", kind) for name, written in SIGNATURES[kernel].items()}

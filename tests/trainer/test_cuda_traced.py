@@ -10,11 +10,11 @@ from small_runs import VOCABULARY, rows_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composer_prime.channels.divergence import divergence
-from composer_prime.packing import totals
-from trainer.attention import NAME
-from trainer.policy import Policy, Teaching
-from trainer.self_teacher import Aid
+from composer_prime.packing.pack import totals
+from trainer.model.attention import NAME
+from trainer.model.policy import Policy, Teaching
 from trainer.step import LossSettings, loss_of
+from trainer.teacher.self_teacher import Aid
 
 CUDA = torch.device("cuda", 0)
 CHANNELS = three_channels()

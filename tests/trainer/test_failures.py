@@ -15,12 +15,12 @@ from small_runs import make_samples
 from step_peer import StepPeer
 
 from composer_prime.errors import DeadlineError
-from composer_prime.keys import RunKeys
-from composer_prime.ledger import effective
-from composer_prime.weights.store import WeightStore
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.ledger import effective
+from composer_prime.run.weights import WeightStore
 from composer_prime.wire.step import Refused, RunFinished
 from composer_prime.wire.types import pack_floats
-from trainer import data
+from trainer.data import step_client as data
 
 
 def with_batches(change):

@@ -12,8 +12,8 @@ import pytest
 from small_runs import make_samples
 from step_peer import StepPeer
 
-from composer_prime.ledger import effective
-from composer_prime.weights.store import WeightStore
+from composer_prime.run.ledger import effective
+from composer_prime.run.weights import WeightStore
 
 SIZE = 4 << 20
 

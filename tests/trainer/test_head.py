@@ -16,10 +16,10 @@ from torch import Tensor
 from composer_prime.channels.divergence import divergence
 from composer_prime.config.channels import SdpoConfig
 from composer_prime.errors import ConfigError
-from trainer import fused
-from trainer.fused import token_statistics
-from trainer.head import Distillation, Head, TeacherPart, head_of
-from trainer.passes import Passes, TorchPasses
+from trainer.head import fused
+from trainer.head.fused import token_statistics
+from trainer.head.head import Distillation, Head, TeacherPart, head_of
+from trainer.head.logit_kernels import Passes, TorchPasses
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning:triton")  # 0 * -inf, which is not taken
 V, H = 19, 5
@@ -54,7 +54,7 @@ def passes_of(path: str, device: str) -> Passes:
     pytest.importorskip("triton")
     from triton.runtime.interpreter import InterpretedFunction
 
-    from trainer.triton_passes import TritonPasses, gradient_kernel, statistics_kernel
+    from trainer.head.triton_kernels import TritonPasses, gradient_kernel, statistics_kernel
 
     if device == "cuda":
         return TritonPasses(block=TRITON_BLOCK)
@@ -290,8 +290,8 @@ def test_an_adapted_output_layer_trains_its_adapters():
     # Low-rank adapters on the output layer: values and adapter gradients equal those of peft's own forward pass; with
     # the adapters scaled to nothing the layer is the base.
     from composer_prime.config.trainer import LoraConfig
-    from trainer.lora import inject
-    from trainer.shadow import AdaptersOff
+    from trainer.model.lora import inject
+    from trainer.teacher.self_teacher import AdaptersOff
 
     torch.manual_seed(0)
     lm = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, tie_word_embeddings=False))

@@ -14,8 +14,8 @@ import torch
 from small_runs import make_config, make_samples
 from step_peer import StepPeer
 
-from diloco.keys import JointKey
-from trainer.model import build_policy
+from diloco.transport.keys import JointKey
+from trainer.model.build import build_policy
 
 STEPS = 4
 DILOCO = {"rendezvous": "tcp://127.0.0.1:1", "run": "joint", "key_file": "joint.key", "peer_id": "a", "sync_every": 2}

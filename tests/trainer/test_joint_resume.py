@@ -17,8 +17,8 @@ from small_runs import Run
 from step_peer import StepPeer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from diloco.keys import JointKey
 from diloco.state_file import unpacked
+from diloco.transport.keys import JointKey
 
 STEPS = 12
 DILOCO = {

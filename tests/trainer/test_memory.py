@@ -9,10 +9,10 @@ from accelerate import init_empty_weights
 from small_runs import make_config
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from composer_prime.footprint import ModelShape, disk_bytes, rank_need
-from composer_prime.packing import model_flops
-from trainer.memory import peak_bytes
-from trainer.model import blocks
+from composer_prime.packing.pack import model_flops
+from composer_prime.plan.footprint import ModelShape, disk_bytes, rank_need
+from trainer.model.build import blocks
+from trainer.train import peak_bytes
 
 QWEN3_8B = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 4096,

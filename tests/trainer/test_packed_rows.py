@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from small_runs import make_samples, row_of, rows_of
 
 from composer_prime.errors import ConfigError, NonFiniteError, RunMismatchError
-from composer_prime.packing import pack
+from composer_prime.packing.pack import pack
 from composer_prime.wire.types import flags, ints, pack_flags, pack_floats, pack_ints
-from trainer.attention import NAME, implementation
-from trainer.policy import Policy
-from trainer.probe import check_packing
+from trainer.model.attention import NAME, implementation
+from trainer.model.build import check_packing
+from trainer.model.policy import Policy
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -14,15 +14,13 @@ from test_step import SETTINGS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from composer_prime.errors import CheckpointError, WeightError
-from composer_prime.keys import RunKeys
-from composer_prime.packing import totals
-from composer_prime.weights.manifest import open_signed
-from composer_prime.weights.store import CHUNK_BYTES, WeightStore, verified
-from trainer.export import export
-from trainer.model import build_policy
+from composer_prime.packing.pack import totals
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.weights import CHUNK_BYTES, WeightStore, open_signed, verified
+from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
-from trainer.publish import Publisher, safetensors_parts
 from trainer.step import train_step
+from trainer.weights.publish import Publisher, export, safetensors_parts
 
 
 def train_once(run, model_folder, world):

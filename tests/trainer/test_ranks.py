@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from small_runs import make_samples
 from step_peer import StepPeer
 
-from composer_prime.ledger import check, effective
-from composer_prime.weights.store import WeightStore
+from composer_prime.run.ledger import check, effective
+from composer_prime.run.weights import WeightStore
 
 
 def lines(run) -> list[dict]:

@@ -12,15 +12,14 @@ from small_runs import make_config, rows_of
 from transformers import AutoModelForCausalLM
 
 from composer_prime.errors import NonFiniteError
-from composer_prime.packing import totals
+from composer_prime.packing.pack import totals
 from composer_prime.wire.types import ints
-from trainer.gather import whole_tensors
-from trainer.model import build_policy
+from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
-from trainer.reference import ReferenceLogprobs
-from trainer.self_teacher import SelfTeacher
-from trainer.shadow import AdaptersOff, Shadow
 from trainer.step import LossSettings, train_step
+from trainer.teacher.reference import ReferenceLogprobs
+from trainer.teacher.self_teacher import AdaptersOff, SelfTeacher, Shadow
+from trainer.weights.publish import whole_tensors
 
 
 def setup(model_folder, tmp_path, world, **trainer):

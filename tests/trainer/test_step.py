@@ -13,18 +13,17 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from composer_prime.channels.total import total_loss
-from composer_prime.config.channels import ChannelsConfig, PolicyConfig
+from composer_prime.config.channels import ChannelsConfig
+from composer_prime.config.policy import PolicyConfig
 from composer_prime.config.trainer import ScheduleConfig
 from composer_prime.errors import ConfigError, NonFiniteError
-from composer_prime.packing import pack, totals
+from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import ints
-from trainer.channel_inputs import channel_inputs
-from trainer.model import build_policy
-from trainer.muon import ShardedMuon
-from trainer.optim import build_optimizer, rate
-from trainer.policy import Policy
-from trainer.self_teacher import Aid
-from trainer.step import LossSettings, loss_of, train_step
+from trainer.model.build import build_policy
+from trainer.model.policy import Policy
+from trainer.optim import ShardedMuon, build_optimizer, rate
+from trainer.step import LossSettings, channel_inputs, loss_of, train_step
+from trainer.teacher.self_teacher import Aid
 
 CHANNELS = ChannelsConfig(policy=PolicyConfig(correction="none"))
 SETTINGS = LossSettings(channels=CHANNELS, max_length=64)
@@ -105,7 +104,7 @@ def test_models_with_dropout_are_trained_without_it(tmp_path, caplog):
     # A GPT-2 folder that asks for dropout: every such probability is 0 in what is trained, and the log says so.
     from transformers import GPT2Config
 
-    from trainer.model import read_config
+    from trainer.model.build import read_config
 
     GPT2Config(resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3, n_layer=1).save_pretrained(tmp_path)
     with caplog.at_level("INFO"):
@@ -152,9 +151,7 @@ def test_a_step_of_dummies_only_is_harmless(model_folder, tmp_path, world):
     (dummy,) = pack([], run_id="r", step=1, world_size=1, max_tokens=64)[0]
     policy, optimizer = setup(model_folder, tmp_path, world)
     before = whole(policy)
-    metrics = train_step(
-        policy, optimizer, [row_of(dummy, world.device)], totals([]), SETTINGS, step=1, ratio=1.0
-    )
+    metrics = train_step(policy, optimizer, [row_of(dummy, world.device)], totals([]), SETTINGS, step=1, ratio=1.0)
     assert metrics["loss/total"] == 0 and metrics["optim/grad_norm"] == 0 and "policy/entropy" not in metrics
     assert all(torch.equal(before[name], value) for name, value in whole(policy).items())
 

@@ -10,7 +10,7 @@ import pytest
 from small_runs import make_samples
 from step_peer import StepPeer
 
-from composer_prime.ledger import check, effective
+from composer_prime.run.ledger import check, effective
 
 
 def stop_after(run, peer: StepPeer, step: int, number: int = signal.SIGTERM, count: int = 1) -> tuple[list[int], str]:

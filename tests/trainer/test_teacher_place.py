@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from small_runs import VOCABULARY
 
 from composer_prime.config.trainer import TrainerConfig
-from composer_prime.packing import pack
+from composer_prime.packing.pack import pack
 from composer_prime.wire.types import Distillation, pack_ints
-from trainer.model import blocks
-from trainer.row_documents import Documents, documents_of
-from trainer.teacher_place import ReadCost, Work, teachers_in_row
+from trainer.data.rows import Documents, documents_of
+from trainer.data.teacher_cost import ReadCost, Work, teachers_in_row
+from trainer.model.build import blocks
 
 HINT = 3
 SMALL = transformers.Qwen3Config(

@@ -16,10 +16,9 @@ from tokenizers_made import CHATML, write_tokenizer
 
 from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError
 from orchestrator.chat_renderer import build_renderer, read_tokenizer
-from orchestrator.verifiers_adapter import Environment, serving
-from orchestrator.verifiers_compat import install_renderer
-from orchestrator.verifiers_reply import tool_error
 from orchestrator.workers.protocol import RolloutReply, RunRollout, SourceSpec
+from orchestrator.workers.verifiers_adapter import Environment, serving, tool_error
+from orchestrator.workers.verifiers_compat import install_renderer
 
 TINY = str(Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy")
 TOOL_LOOP = {"id": "orchestrator.environments.tool_loop"}

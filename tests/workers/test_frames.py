@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.errors import WireError
-from orchestrator.workers.cpu import CpuShares
-from orchestrator.workers.frames import Frames
-from orchestrator.workers.protocol import Cancel, ToWorker
+from orchestrator.workers.protocol import Cancel, Frames, ToWorker
+from orchestrator.workers.worker import CpuShares
 
 
 async def pair() -> tuple[socket.socket, Frames[Any]]:

@@ -18,7 +18,7 @@ import pytest
 from peer import Peer
 
 from composer_prime.errors import EnvironmentNotInstalledError, EnvironmentWorkerError
-from composer_prime.scratch import Scratch
+from composer_prime.run.scratch import Scratch
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import RolloutFailure, RunRollout, SourceSpec
 

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from peer import Peer
 
 from composer_prime.errors import ConfigError
-from orchestrator.environments.reasoning_gym.splits import split_of
-from orchestrator.environments.reasoning_gym.taskset import ReasoningGym, ReasoningGymConfig, find_answer
-from orchestrator.verifiers_adapter import Environment, load_env, serving
-from orchestrator.verifiers_compat import install_renderer
+from orchestrator.environments.reasoning_gym.taskset import ReasoningGym, ReasoningGymConfig, find_answer, split_of
 from orchestrator.workers.protocol import RunRollout, SourceSpec
+from orchestrator.workers.verifiers_adapter import Environment, load_env, serving
+from orchestrator.workers.verifiers_compat import install_renderer
 
 ID = "orchestrator.environments.reasoning_gym"
 TINY = Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy"

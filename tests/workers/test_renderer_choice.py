@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tokenizers_made import CHATML, write_tokenizer
 
 from composer_prime.errors import ConfigError, ModelNotFoundError
-from orchestrator.chat_renderer import build_renderer, published_name, read_tokenizer
-from orchestrator.chat_template import ChatTemplateRenderer
+from orchestrator.chat_renderer import ChatTemplateRenderer, build_renderer, published_name, read_tokenizer
 
 TINY = Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy"
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}

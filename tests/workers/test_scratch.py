@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_prime.scratch import Scratch
+from composer_prime.run.scratch import Scratch
 
 OWNER = """
 import sys

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 
 from composer_prime.errors import EngineError
 from inference.engines.local.kv_cache import KvCache
-from inference.engines.local.shared_prefix import Family
+from inference.engines.local.slots import Family
 
 IMPLEMENTATION = "composer_slots"
 

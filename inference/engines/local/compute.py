@@ -36,12 +36,10 @@ from inference.engines.local.loading import (
     swap_weights,
     text_decoder,
 )
-from inference.engines.local.request import Add, Cancel, Close, Command, Drained, Request, Score, Swap
+from inference.engines.local.request import Add, Cancel, Close, Command, Drained, Request, Score, StopRule, Swap
 from inference.engines.local.sampling import SamplingRows, sample
 from inference.engines.local.scheduling import Step, plan_step
-from inference.engines.local.shared_prefix import FamilyMemory
-from inference.engines.local.slots import SlotTable
-from inference.engines.local.stopping import StopRule
+from inference.engines.local.slots import FamilyMemory, SlotTable
 
 log = logging.getLogger(__name__)
 GIB = 1 << 30

@@ -54,9 +54,7 @@ class LocalEngine:
         await self._computer.ready
         self._counted = (time.monotonic(), 0)
 
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str
-    ) -> Completion:
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
         """Raises BadRequestError, ContextOverflowError, or EngineError (draining, closed, failed)."""
         computer = self._serving()
         if self._draining:

@@ -9,8 +9,7 @@ import torch
 
 from inference.engines.local.attention import DecodeGroup, Segment, StepPlan
 from inference.engines.local.kv_cache import KvCache
-from inference.engines.local.shared_prefix import FamilyMemory
-from inference.engines.local.slots import SlotTable
+from inference.engines.local.slots import FamilyMemory, SlotTable
 
 GROUP_WASTE = 384
 """Padded cache columns that one more attention call is worth (a call costs about 40 us, a column about 0.1 us)."""

@@ -28,7 +28,7 @@ from composer_prime.errors import (
     WireError,
 )
 from composer_prime.model_source import check_folder, tensor_shapes
-from composer_prime.scratch import Scratch
+from composer_prime.run.scratch import Scratch
 from composer_prime.wire.node import Sampling
 from inference.engines.base import Completion, EngineStats
 from inference.engines.vllm import messages

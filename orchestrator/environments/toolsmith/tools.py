@@ -7,8 +7,7 @@ are short and do not give the repair away; that is what a hint is for.
 import json
 from typing import Any
 
-from orchestrator.environments.toolsmith.episode import Episode, Tool
-from orchestrator.environments.toolsmith.operations import BY_KEY
+from orchestrator.environments.toolsmith.episode import BY_KEY, Episode, Tool
 
 INVALID_JSON = "Invalid JSON in tool call"
 _TOOL_NOT_FOUND = "Tool not found: "

@@ -1,0 +1,217 @@
+"""What a run will weigh before it starts: parameters, memory of each process, disk.
+
+Read from the model folder's config.json and safetensors headers alone; no torch. Estimates, not promises: they are
+meant to be right within about a third, so that a run that cannot fit is stopped before it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from composer_prime.config import Config
+from composer_prime.config.channels import AVERAGES, weight_sets
+from composer_prime.console import GIB
+from composer_prime.errors import ModelNotFoundError
+
+_RUNTIME_BYTES = {"rank": int(0.55 * GIB), "node": int(0.55 * GIB), "orchestrator": int(0.15 * GIB)}
+"""Resident size of a process with torch, transformers and its libraries loaded, before any tensor."""
+_WORKER_BYTES = int(0.25 * GIB)
+"""An environment worker with verifiers loaded."""
+_CUDA_CONTEXT_BYTES = int(0.6 * GIB)
+CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
+"""Logits (elements) that the trainer's head makes at a time (trainer/head/fused.py). The output layer's gradient is
+read and written once for each such chunk, so it must not have too few rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What memory estimates need to know of a decoder."""
+
+    architecture: str
+    parameters: int
+    """Number of parameters, tied embeddings counted once."""
+    hidden: int
+    layers: int
+    kv_width: int
+    """Key/value heads times head size: cached values of one token, layer and side."""
+    mlp_width: int
+    vocabulary: int
+    tied: bool
+    """Whether the output layer is the embeddings' matrix."""
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelShape:
+        """The shape of the model in `folder`. Raises ModelNotFoundError for a config.json that is not a decoder's."""
+        values = json.loads((folder / "config.json").read_text())
+        text = {**values, **values.get("text_config", {})}
+        try:
+            shape = cls.of(text)
+        except KeyError as error:
+            raise ModelNotFoundError(f"{folder}/config.json names no {error}: is it a decoder's?") from None
+        counted = _count_stored(folder)
+        return shape if counted is None else _with_parameters(shape, counted)
+
+    @classmethod
+    def of(cls, text: dict[str, Any]) -> ModelShape:
+        """The shape of a decoder with these config.json values (Llama- and Qwen-like blocks)."""
+        hidden, layers, vocabulary = text["hidden_size"], text["num_hidden_layers"], text["vocab_size"]
+        heads = text["num_attention_heads"]
+        head = text.get("head_dim") or hidden // heads
+        kv_width = text.get("num_key_value_heads", heads) * head
+        mlp = text.get("intermediate_size") or 4 * hidden
+        attention = 2 * hidden * heads * head + 2 * hidden * kv_width
+        norms = 2 * hidden + (2 * head if text.get("model_type", "").startswith("qwen3") else 0)
+        tied = bool(text.get("tie_word_embeddings"))
+        embeddings = vocabulary * hidden * (1 if tied else 2)
+        return cls(
+            architecture=text.get("model_type", "decoder"),
+            parameters=layers * (attention + 3 * hidden * mlp + norms) + embeddings + hidden,
+            hidden=hidden,
+            layers=layers,
+            kv_width=kv_width,
+            mlp_width=mlp,
+            vocabulary=vocabulary,
+            tied=tied,
+        )
+
+
+def _with_parameters(shape: ModelShape, parameters: int) -> ModelShape:
+    fields = {name: getattr(shape, name) for name in ModelShape.__slots__}
+    return ModelShape(**{**fields, "parameters": parameters})
+
+
+def _count_stored(folder: Path) -> int | None:
+    """Parameters by the safetensors headers; None when the folder has none."""
+    files = sorted(folder.glob("model*.safetensors"))
+    total = 0
+    for file in files:
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(size))
+        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return total if files else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Memory of one process, by purpose."""
+
+    role: str
+    host_bytes: int
+    device_bytes: int
+    """On its GPU; 0 for a process that computes on the CPU."""
+    parts: dict[str, int]
+    """Bytes by purpose, runtime included."""
+
+
+def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
+    """One trainer rank: float32 masters, gradients and moments sharded over ranks; one micro-batch of activations."""
+    trainer, ranks = config.trainer, config.trainer.ranks
+    tokens = trainer.micro_batch_tokens
+    half = trainer.compute_dtype == "bfloat16" or (trainer.compute_dtype == "auto" and cuda)
+    width = 2 if half else 4
+    trained = trained_parameters(config, shape)
+    kept = 1.5 if trainer.activation_checkpointing else 14 + 3 * shape.mlp_width / shape.hidden
+    parts = {
+        "masters": 4 * shape.parameters // ranks,
+        "gradients": 4 * trained // ranks,
+        "moments": (8 if trainer.optim.type == "adamw" else 5) * trained // ranks,
+        "activations": int(kept * tokens * shape.hidden * shape.layers * width),
+        "logits": _logits_bytes(config, shape, cuda=cuda),
+        "output layer's gradient": 4 * shape.vocabulary * shape.hidden if trainer.lora is None else 0,
+        "other weights": _other_weights(config, shape) // ranks,
+    }
+    if half:
+        parts["gathered blocks"] = 2 * width * shape.parameters // max(shape.layers, 1)
+    snapshot = shape.parameters * width
+    parts = {**parts, "runtime": _CUDA_CONTEXT_BYTES if cuda else _RUNTIME_BYTES["rank"] + 2 * snapshot}
+    total = sum(parts.values())
+    host = _RUNTIME_BYTES["rank"] + 2 * snapshot if cuda else total
+    return Need(role="trainer rank", host_bytes=host, device_bytes=total if cuda else 0, parts=parts)
+
+
+def _logits_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> int:
+    """A chunk of logits and a copy of it; with channel 2 the teacher's beside it, and a copy of its output layer."""
+    chunk = min(config.trainer.micro_batch_tokens * shape.vocabulary, CHUNK_LOGITS["cuda" if cuda else "cpu"])
+    taught = config.channels.sdpo.weight > 0
+    other = weight_sets(config.channels).teacher is not None
+    return chunk * 4 * (4 if taught else 2) + (4 * shape.vocabulary * shape.hidden if other else 0)
+
+
+def _other_weights(config: Config, shape: ModelShape) -> int:
+    """Float32 start weights and moving averages, over all ranks. With adapters the start weights are the base."""
+    kept = weight_sets(config.channels).needed - ({"frozen"} if config.trainer.lora is not None else set())
+    return 4 * trained_parameters(config, shape) * len(kept)
+
+
+def node_need(config: Config, shape: ModelShape, *, cuda: bool, device_bytes: int | None = None) -> Need:
+    """One inference node: weights (twice while a swap is under way) and the KV cache at full batch and context.
+
+    vLLM on a GPU takes its configured share of `device_bytes` whatever the model.
+    """
+    inference = config.inference
+    half = inference.dtype == "bfloat16" or (inference.dtype == "auto" and cuda)
+    width = 2 if half else 4
+    weights = shape.parameters * width
+    swap = weights
+    if inference.engine == "vllm":
+        swap = 0 if cuda else weights
+        cache = inference.vllm.cpu_kv_cache_gib * GIB
+        if cuda and device_bytes:
+            cache = max(0, int(inference.vllm.gpu_memory_utilization * device_bytes) - weights - _CUDA_CONTEXT_BYTES)
+    else:
+        per_token = 2 * shape.layers * shape.kv_width * width
+        cache = per_token * inference.local.max_batch * config.model.max_context
+        cache = min(cache, int(inference.local.kv_cache_gib * GIB))
+    logits = 0 if inference.engine == "vllm" and cuda else 12 * shape.vocabulary * _batch(config)
+    runtime = _CUDA_CONTEXT_BYTES if cuda else _RUNTIME_BYTES["node"]
+    if inference.engine == "vllm" and not cuda:
+        runtime += GIB
+    parts = {"weights": weights, "swap": swap, "KV cache": cache, "logits": logits, "runtime": runtime}
+    total = sum(parts.values())
+    host = _RUNTIME_BYTES["node"] + weights if cuda else total
+    return Need(role="inference node", host_bytes=host, device_bytes=total if cuda else 0, parts=parts)
+
+
+def orchestrator_need(config: Config) -> Need:
+    """The orchestrator, its environment workers and the samples it holds."""
+    workers = sum(source.workers for source in config.orchestrator.source)
+    orchestrator = config.orchestrator
+    rollouts = orchestrator.groups_per_step * orchestrator.group_size * (orchestrator.max_staleness + 2)
+    samples = rollouts * config.model.max_context * 32
+    parts = {"workers": workers * _WORKER_BYTES, "samples": samples, "runtime": _RUNTIME_BYTES["orchestrator"]}
+    return Need(role="orchestrator", host_bytes=sum(parts.values()), device_bytes=0, parts=parts)
+
+
+def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, int]:
+    """Disk by purpose at the run's fullest moment (one checkpoint and one version more than are kept)."""
+    if config.run.max_steps == 0:
+        return {"weight store": 0, "checkpoints": 0, "final": 0}
+    width = 2 if cuda else 4
+    moments = 8 if config.trainer.optim.type == "adamw" else 5
+    trained = trained_parameters(config, shape)
+    averages = 4 * len(weight_sets(config.channels).needed & {*AVERAGES})
+    return {
+        "weight store": (config.trainer.weights.keep + 1) * shape.parameters * width,
+        "checkpoints": (config.trainer.checkpoint.keep + 1) * (4 * shape.parameters + (moments + averages) * trained),
+        "final": shape.parameters * width,
+    }
+
+
+def _batch(config: Config) -> int:
+    inference = config.inference
+    return inference.local.max_batch if inference.engine == "local" else inference.vllm.max_num_seqs
+
+
+def trained_parameters(config: Config, shape: ModelShape) -> int:
+    """All of the model's, or those of its adapters."""
+    lora = config.trainer.lora
+    if lora is None:
+        return shape.parameters
+    widths = 4 * shape.hidden + 2 * (shape.hidden + shape.kv_width) + 3 * (shape.hidden + shape.mlp_width)
+    return shape.layers * lora.rank * widths

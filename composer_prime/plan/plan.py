@@ -1,0 +1,273 @@
+"""The plan of a run: what would start where, what a step is, what it weighs. Read `build` first; imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from textwrap import wrap
+
+from composer_prime.config import Config
+from composer_prime.config.teachers import VoiConfig
+from composer_prime.console import bulleted, counted, gib
+from composer_prime.errors import ConfigError, LedgerError
+from composer_prime.plan.cost_forecast import Forecast, beside_the_cap, forecast
+from composer_prime.plan.footprint import ModelShape, Need, disk_bytes, node_need, orchestrator_need, rank_need
+from composer_prime.plan.machine import Machine, free_bytes, look
+from composer_prime.plan.placement import uses_cuda
+from composer_prime.plan.preflight import Findings, check, setting_notes
+from composer_prime.run.costs import spent
+from composer_prime.run.run_dir import RunDir
+from composer_prime.run.run_folder import folder_state
+
+Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A checked configuration in words."""
+
+    rows: Rows
+    """(label, text) in printing order; an empty label continues the one above."""
+    problems: list[str]
+    """Why the run cannot start here; empty when it can."""
+    notes: list[str]
+    where: str = "here"
+
+    def text(self, width: int | None = None) -> str:
+        """`width`: characters a line of the rows, at most; None: a row is a line, however long."""
+        lines = [line for label, text in self.rows for line in _lines(label, text, width)]
+        lines += [f"{'note':<9} {note}" for note in self.notes]
+        if self.problems:
+            keep = "keeps" if len(self.problems) == 1 else "keep"
+            lines += ["", f"{counted(len(self.problems), 'problem')} {keep} this run from starting {self.where}:"]
+            lines.append(bulleted(self.problems))
+        return "\n".join(lines)
+
+
+def _lines(label: str, text: str, width: int | None) -> list[str]:
+    """A row; where it is wider than `width`, the rest stands below its text."""
+    head = f"{label:<9} "
+    if width is None:
+        return [head + text]
+    return wrap(
+        text, width, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def build(config: Config, machine: Machine | None = None, *, folder: bool = True) -> Plan:
+    """Check `config` against this machine (or `machine`) and say what a run of it would be.
+
+    `folder`: whether the launcher could start in the run directory is looked at too (on this machine).
+    """
+    machine = machine or look()
+    found = check(config, gpus=len(machine.gpus), folder=folder and not machine.imagined)
+    rows = [*_run(config), *_model(config, found), *_roles(config, found), *_step(config), *_eval(config)]
+    rows += _teachers(config, found)
+    found.notes += setting_notes(config)
+    if found.shape is None:
+        rows.append(("memory", f"no estimate of memory and disk: {found.unknown_shape}"))
+    else:
+        rows += _memory(config, found.shape, machine, found)
+        rows += _disk(config, found.shape, machine, found)
+    _cores(config, machine, found)
+    where = "on this machine (the plan is for another)" if machine.imagined else "here"
+    return Plan(rows=rows, problems=found.problems, notes=found.notes, where=where)
+
+
+def _run(config: Config) -> Rows:
+    run = config.run
+    sources = ", ".join(f"{source.name} ({source.weight:g})" for source in config.orchestrator.source)
+    length = f"{run.max_steps} steps" if run.max_steps else "evaluation only"
+    state = folder_state(RunDir(run.directory))
+    return [
+        ("run", f"{run.name}: {length}, seed {run.seed}, in {run.directory} ({state})"),
+        ("sources", sources),
+        ("loss", f"{config.channels.policy.objective}, off-policy correction {config.channels.policy.correction}"),
+        *_further_channels(config),
+    ]
+
+
+def _further_channels(config: Config) -> Rows:
+    """Channels 2 and 3, where they have a weight."""
+    sdpo, replay, hints = config.channels.sdpo, config.channels.replay_dpo, config.orchestrator.hints
+    rows: Rows = []
+    if sdpo.weight and hints is not None:
+        layers = " then ".join(hints.layers) + (f"; control arm: {hints.control}" if hints.control != "none" else "")
+        rows.append(("", f"+ {sdpo.weight:g} x sdpo, teacher {sdpo.teacher.kind}, hints by {layers}"))
+    if replay.weight:
+        pairs = config.orchestrator.preferences.pairs_per_step
+        rows.append(("", f"+ {replay.weight:g} x replay_dpo ({replay.loss}), {pairs} pairs a step"))
+    return rows
+
+
+def _model(config: Config, found: Findings) -> Rows:
+    model, shape = config.model, found.shape
+    if shape is None:
+        return [("model", f"{model.path}, context {model.max_context:,}")]
+    size = f"{shape.parameters / 1e9:.2f} B" if shape.parameters >= 1e9 else f"{shape.parameters / 1e6:.1f} M"
+    return [
+        (
+            "model",
+            f"{model.path}: {shape.architecture}, {size} parameters, {shape.layers} layers of {shape.hidden}, "
+            f"vocabulary {shape.vocabulary:,}, context {model.max_context:,}",
+        )
+    ]
+
+
+def _roles(config: Config, found: Findings) -> Rows:
+    rows: Rows = []
+    orchestrator, inference, trainer = config.orchestrator, config.inference, config.trainer
+    if orchestrator.address:
+        rows.append(("roles", f"orchestrator elsewhere, at {orchestrator.address}"))
+    else:
+        workers = ", ".join(f"{source.workers} x {source.name}" for source in orchestrator.source)
+        rows.append(("roles", f"orchestrator here: 1 process and its environment workers ({workers})"))
+    if inference.nodes == 0:
+        rows.append(("", f"inference nodes elsewhere: they join at {orchestrator.node_address}"))
+    for node in range(inference.nodes):
+        where = _place(found.placement.nodes[node] if found.placement else None, inference.threads)
+        rows.append(("", f"inference node-{node} here: engine {inference.engine}, {where}"))
+    if config.run.max_steps == 0:
+        rows.append(("", "no trainer: run.max_steps is 0"))
+    elif trainer.address:
+        rows.append(("", f"trainer ranks elsewhere, at {trainer.address}"))
+    else:
+        where = _place(found.placement.ranks if found.placement else None, trainer.threads)
+        rows.append(("", f"trainer here: {counted(trainer.ranks, 'rank')}, FSDP2, {where}"))
+    if found.placement and found.placement.shared and inference.engine == "vllm":
+        found.notes.append("inference and trainer share a GPU: lower inference.vllm.gpu_memory_utilization accordingly")
+    return rows
+
+
+def _place(gpus: tuple[int, ...] | None, threads: int) -> str:
+    if gpus is None:
+        return "GPUs that this machine lacks"
+    return f"GPU {', '.join(map(str, gpus))}" if gpus else f"CPU, {counted(threads, 'thread')}"
+
+
+def _step(config: Config) -> Rows:
+    if config.run.max_steps == 0:
+        return []
+    orchestrator = config.orchestrator
+    rollouts = orchestrator.groups_per_step * orchestrator.group_size
+    most = rollouts * config.model.max_context
+    per_rank = -(-most // (config.trainer.micro_batch_tokens * config.trainer.ranks))
+    ages = f"(max_staleness {orchestrator.max_staleness})"
+    versions = f"step N trains on policy versions N-{1 + orchestrator.max_staleness} and newer {ages}"
+    if config.diloco is not None:
+        versions = f"a policy version is a full sweep, {config.diloco.sync_every} steps; steps use the newest {ages}"
+    return [
+        (
+            "step",
+            f"{orchestrator.groups_per_step} groups x {orchestrator.group_size} rollouts = {rollouts} rollouts; "
+            f"at most {most:,} tokens in {counted(per_rank, 'micro-batch', 'micro-batches')} of "
+            f"{config.trainer.micro_batch_tokens:,} a rank",
+        ),
+        (
+            "",
+            f"{versions}; {config.run.max_steps * rollouts:,} rollouts in the whole run",
+        ),
+    ]
+
+
+def _eval(config: Config) -> Rows:
+    evaluation = config.orchestrator.eval
+    names = [source.name for source in config.orchestrator.source if source.eval_taskset]
+    if not evaluation.every_steps or not names:
+        return [("eval", "none (orchestrator.eval.every_steps is 0 or no source has an eval_taskset)")]
+    when = "once" if config.run.max_steps == 0 else f"before step 1, every {evaluation.every_steps} steps, at the end"
+    passes = ", ".join(f"pass@{k}" for k in evaluation.pass_k)
+    return [("eval", f"{', '.join(names)}: {evaluation.tasks} tasks x {evaluation.samples} samples, {passes}; {when}")]
+
+
+def _teachers(config: Config, found: Findings) -> Rows:
+    teachers = config.teachers
+    if not teachers.teacher:
+        return []
+    families = ", ".join(f"{each.name} ({each.known_family}, {each.tier})" for each in teachers.teacher)
+    when = "online" if teachers.online else "for `composer replay`"
+    rows = [("teachers", f"{families}; {teachers.voting} voting of {teachers.voters}, {when}")]
+    try:
+        expected = forecast(config)
+        cost = beside_the_cap(config, expected)
+    except ConfigError as error:
+        found.problems.append(str(error))
+        return rows
+    rows.append(("", cost))
+    if expected:
+        _votes_worth_it(teachers.voi, expected, found)
+    try:
+        paid = spent(config.run.directory / "costs.jsonl")
+    except (LedgerError, OSError) as error:
+        return [*rows, ("", f"spent so far: not known: {error}")]
+    return [*rows, ("", f"spent so far: ${paid.usd:,.4f} in {paid.calls:,} calls")] if paid.calls else rows
+
+
+def _votes_worth_it(voi: VoiConfig, expected: Forecast, found: Findings) -> None:
+    """A note where the value of information would leave out nearly every state."""
+    if not voi.enabled or voi.pair_value_usd is None:
+        return
+    if voi.prior_disagreement * voi.pair_value_usd < expected.state_usd:
+        found.notes.append(
+            f"teachers.voi.pair_value_usd is {voi.pair_value_usd:g}, and a state is expected to give a pair with "
+            f"probability {voi.prior_disagreement:g} (prior_disagreement): two votes, about ${expected.state_usd:.4f}, "
+            f"are not worth it, so that only the share explore = {voi.explore:g} of the states is voted on; raise it, "
+            "or leave it out"
+        )
+
+
+def _memory(config: Config, shape: ModelShape, machine: Machine, found: Findings) -> Rows:
+    gpus = len(machine.gpus)
+    cuda_node, cuda_rank = uses_cuda(config.inference.device, gpus), uses_cuda(config.trainer.device, gpus)
+    needs: list[tuple[int, Need]] = []
+    if not config.orchestrator.address:
+        needs.append((1, orchestrator_need(config)))
+    if config.inference.nodes:
+        size = machine.gpus[0] if machine.gpus else None
+        needs.append((config.inference.nodes, node_need(config, shape, cuda=cuda_node, device_bytes=size)))
+    if config.run.max_steps and not config.trainer.address:
+        needs.append((config.trainer.ranks, rank_need(config, shape, cuda=cuda_rank)))
+    rows: Rows = []
+    for count, need in needs:
+        times = f" x {count}" if count > 1 else ""
+        size = f"{gib(need.device_bytes)} GPU + {gib(need.host_bytes)}" if need.device_bytes else gib(need.host_bytes)
+        largest = sorted(need.parts.items(), key=lambda part: -part[1])[:4]
+        parts = ", ".join(f"{name} {gib(value)}" for name, value in largest if value)
+        rows.append(("" if rows else "memory", f"about {size} {need.role}{times} ({parts})"))
+        if need.device_bytes and machine.gpus and need.device_bytes > min(machine.gpus):
+            found.notes.append(f"{need.role} may need {gib(need.device_bytes)} of a GPU's {gib(min(machine.gpus))}")
+    total = sum(count * need.host_bytes for count, need in needs)
+    if machine.imagined:
+        return [*rows, ("", f"about {gib(total)} of main memory at the worst")]
+    rows.append(("", f"about {gib(total)} of this machine's {gib(machine.memory_bytes)} at the worst"))
+    if total > machine.memory_bytes:
+        found.notes.append(
+            f"all processes together may need {gib(total)}, this machine has {gib(machine.memory_bytes)}: lower "
+            "trainer.micro_batch_tokens, inference.local.max_batch or model.max_context"
+        )
+    return rows
+
+
+def _disk(config: Config, shape: ModelShape, machine: Machine, found: Findings) -> Rows:
+    parts = disk_bytes(config, shape, cuda=bool(machine.gpus))
+    need, free = sum(parts.values()), free_bytes(config.run.directory)
+    if need > free and not machine.imagined:
+        found.problems.append(
+            f"checkpoints, weight store and final model need about {gib(need)}, but {config.run.output_dir} has "
+            f"{gib(free)} free: set run.output_dir to a larger disk, or lower trainer.checkpoint.keep "
+            f"({config.trainer.checkpoint.keep}) or trainer.weights.keep ({config.trainer.weights.keep})"
+        )
+    listed = ", ".join(f"{name} {gib(value)}" for name, value in parts.items())
+    return [("disk", f"about {gib(need)} ({listed})" + ("" if machine.imagined else f"; {gib(free)} free"))]
+
+
+def _cores(config: Config, machine: Machine, found: Findings) -> None:
+    gpus = len(machine.gpus)
+    wanted = 0 if uses_cuda(config.inference.device, gpus) else config.inference.nodes * config.inference.threads
+    if config.run.max_steps and not config.trainer.address and not uses_cuda(config.trainer.device, gpus):
+        wanted += config.trainer.ranks * config.trainer.threads
+    if wanted > machine.cores:
+        found.notes.append(
+            f"nodes and ranks compute on {wanted} CPU threads, this machine has {machine.cores} cores: "
+            "lower inference.threads or trainer.threads"
+        )

@@ -1,0 +1,150 @@
+"""The run directory: one place that knows every path of the contract.
+
+    outputs/<run name>/
+      config.json  metrics.jsonl  rollouts/step_000001.jsonl  logs/<role>.log
+      journal/                     finished groups and formed batches: what a crash must not lose
+      ledger.jsonl                 which samples each step trained
+      checkpoints/step_000010/{trainer,orchestrator,COMPLETE}
+      weights/                     the weight store
+      keys/                        CURVE and signing keys, readable by the owner only
+      reference/                   channel 3: log-probabilities of preference pairs under the frozen base
+      final/                       Hugging Face format
+
+The run's identity: made once with the run directory, carried by every message, kept over resumes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from composer_prime.errors import CheckpointError, ConfigError
+
+PAID_ENTRIES = frozenset(
+    ("pairs.jsonl", "pairs.votes.jsonl", "pairs.costs.jsonl", "pairs.gate.json", "pairs.svg", "costs.jsonl", "hints",
+     "reference")
+)  # fmt: skip
+"""What a run directory holds that is valid whatever is trained: preference pairs with votes, verdict and chart, the
+money spent, hints by what was asked, reference log-probabilities by the base model's hash."""
+
+_STEP = re.compile(r"step_(\d{6,})$")
+_PARTIAL = ".partial"
+
+
+def write_atomic(path: Path, data: bytes | memoryview) -> None:
+    """Write `data` to `path` so that a reader sees the old content or all of the new, also after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def remove_partials(folder: Path) -> None:
+    """What `write_atomic` left in `folder` when its process was killed. Only for a folder that nobody writes to now."""
+    for path in folder.glob(f".*{_PARTIAL}"):
+        path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def keys(self) -> Path:
+        return self.root / "keys"
+
+    @property
+    def final(self) -> Path:
+        return self.root / "final"
+
+    @property
+    def reference(self) -> Path:
+        """Cached reference log-probabilities of preference pairs."""
+        return self.root / "reference" / "logprobs.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def endpoints(self) -> Path:
+        """Addresses that roles bound, as JSON: how processes on this machine find one another."""
+        return self.root / "endpoints.json"
+
+    def log(self, role: str) -> Path:
+        return self.root / "logs" / f"{role}.log"
+
+    def rollouts(self, step: int) -> Path:
+        return self.root / "rollouts" / f"step_{step:06d}.jsonl"
+
+    def eval_rollouts(self, step: int) -> Path:
+        return self.root / "rollouts" / f"eval_{step:06d}.jsonl"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:06d}"
+
+    def complete_checkpoints(self) -> list[int]:
+        """Steps whose checkpoint carries the COMPLETE marker, ascending. Folders without it are ignored."""
+        if not self.checkpoints.is_dir():
+            return []
+        found = ((path, _STEP.match(path.name)) for path in self.checkpoints.iterdir())
+        return sorted(int(match[1]) for path, match in found if match and (path / "COMPLETE").is_file())
+
+    def newest_checkpoint(self) -> int:
+        """Step of the newest complete checkpoint.
+
+        Raises CheckpointError when there is none.
+        """
+        steps = self.complete_checkpoints()
+        if not steps:
+            raise CheckpointError(
+                f"--resume found no complete checkpoint below {self.checkpoints}: start without --resume, or set "
+                "run.name and run.output_dir to the run that is to go on"
+            )
+        return steps[-1]
+
+
+def create_run_id(run_dir: RunDir, name: str) -> str:
+    """The run's id; made on the first call, read back afterwards."""
+    path = run_dir.root / "run_id"
+    if not path.exists():
+        write_atomic(path, f"{name}-{secrets.token_hex(4)}\n".encode())
+    return path.read_text().strip()
+
+
+def read_run_id(run_dir: RunDir) -> str:
+    """Raises ConfigError when the directory was never prepared."""
+    try:
+        return (run_dir.root / "run_id").read_text().strip()
+    except FileNotFoundError:
+        raise ConfigError(f"{run_dir.root} is not a run directory: start the run with `trainer @ file.toml`") from None

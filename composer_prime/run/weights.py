@@ -1,0 +1,189 @@
+"""The weight store of a run: content-addressed chunks and one signed manifest a version.
+
+    weights/chunks/<sha256>              16 MiB pieces of a safetensors file
+    weights/manifests/v000012.manifest   written after its chunks, so a manifest never names a missing chunk
+
+The trainer writes; the orchestrator reads and passes on. Torch-free: tensors come and go as named raw bytes.
+
+The signed manifest of one policy version: what the weights are, so that any relay may carry them.
+
+A manifest lists content-addressed chunks; joined in order they are one safetensors file. Its ed25519 signature and the
+hashes make an untrusted store or relay safe: whoever alters a byte is found out before a tensor is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from composer_prime.errors import CorruptWeightsError, SignatureError, WireError
+from composer_prime.run.run_dir import remove_partials, write_atomic
+
+
+class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
+    sha256: str
+    size: int
+    """Bytes."""
+
+
+class Canary(msgspec.Struct, frozen=True, kw_only=True):
+    """A fixed prompt and what the trainer's own weights give for it."""
+
+    token_ids: list[int]
+    """[T]."""
+    logprobs: list[float]
+    """[T - 1]: log p(token t+1 | tokens <= t), temperature 1, computed from the published weights in float32."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    run_id: str
+    version: int
+    parent: int | None
+    """The version a delta applies to; None for an anchor."""
+    kind: str
+    """anchor (a whole snapshot)."""
+    dtype: str
+    chunks: list[ChunkRef]
+    tensors: dict[str, str]
+    """sha256 of each tensor's raw bytes, by parameter name of the Hugging Face model."""
+    canary: Canary
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    manifest: bytes
+    signature: bytes
+
+
+def sign(manifest: Manifest, key: Ed25519PrivateKey) -> bytes:
+    """The manifest's wire form: msgpack of (manifest bytes, ed25519 signature over them)."""
+    body = msgspec.msgpack.encode(manifest)
+    return msgspec.msgpack.encode(Envelope(body, key.sign(body)))
+
+
+def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
+    """The manifest inside `raw`.
+
+    Raises WireError (not a manifest) or SignatureError (signed by another key, or of another run).
+    """
+    try:
+        envelope = msgspec.msgpack.decode(raw, type=Envelope)
+    except msgspec.DecodeError as error:
+        raise WireError(f"{len(raw)} bytes are not a signed weight manifest: {error}") from None
+    try:
+        key.verify(envelope.signature, envelope.manifest)
+    except InvalidSignature:
+        raise SignatureError(
+            "the weight manifest's signature does not match the run's key: its weights are refused; "
+            "check that the node joined the right run"
+        ) from None
+    try:
+        manifest = msgspec.msgpack.decode(envelope.manifest, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise WireError(f"the signed manifest has another layout than ours: {error}; use one release") from None
+    if manifest.run_id != run_id:
+        raise SignatureError(f"the weight manifest belongs to run {manifest.run_id!r}, this is run {run_id!r}")
+    return manifest
+
+
+CHUNK_BYTES = 16 << 20
+_NAME = re.compile(r"v(\d+)\.manifest$")
+
+
+class WeightStore:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._chunks = root / "chunks"
+        self._manifests = root / "manifests"
+
+    def put_chunks(self, data: bytes | bytearray | memoryview) -> list[ChunkRef]:
+        """Store `data` in pieces; a piece that is there already is not written again."""
+        view, refs = memoryview(data), []
+        for start in range(0, len(view), CHUNK_BYTES):
+            piece = view[start : start + CHUNK_BYTES]
+            digest = hashlib.sha256(piece).hexdigest()
+            path = self._chunks / digest
+            if not path.exists() or path.stat().st_size != len(piece):
+                write_atomic(path, bytes(piece))
+            refs.append(ChunkRef(digest, len(piece)))
+        return refs
+
+    def put_stream(self, parts: Iterable[bytes | memoryview]) -> list[ChunkRef]:
+        """As `put_chunks` of all `parts` joined, with one chunk in memory at a time."""
+        refs, pending = [], bytearray()
+        for part in parts:
+            view = memoryview(part)
+            while len(pending) + len(view) >= CHUNK_BYTES:
+                room = CHUNK_BYTES - len(pending)
+                pending += view[:room]
+                refs += self.put_chunks(pending)
+                view, pending = view[room:], bytearray()
+            pending += view
+        return refs + self.put_chunks(pending)
+
+    def put_manifest(self, version: int, signed: bytes) -> None:
+        write_atomic(self._manifests / f"v{version:06d}.manifest", signed)
+
+    def manifest(self, version: int) -> bytes:
+        return (self._manifests / f"v{version:06d}.manifest").read_bytes()
+
+    def versions(self) -> list[int]:
+        """Published versions, ascending."""
+        if not self._manifests.is_dir():
+            return []
+        matches = (_NAME.match(path.name) for path in self._manifests.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def rewind(self, version: int) -> None:
+        """Drop versions after `version`; their chunks go with the next `prune`."""
+        for later in self.versions():
+            if later > version:
+                (self._manifests / f"v{later:06d}.manifest").unlink(missing_ok=True)
+
+    def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
+        """Up to `size` bytes of a chunk from `offset`; None when the store has no such chunk."""
+        if not re.fullmatch(r"[0-9a-f]{64}", sha256):
+            return None
+        try:
+            with (self._chunks / sha256).open("rb") as file:
+                file.seek(offset)
+                return file.read(size)
+        except FileNotFoundError:
+            return None
+
+    def remove_partials(self) -> None:
+        """Drop what a killed trainer was writing. The trainer's alone to call, before it writes."""
+        for folder in (self._chunks, self._manifests):
+            remove_partials(folder)
+
+    def prune(self, keep: int, decode: Callable[[bytes], Manifest]) -> None:
+        """Drop all but the newest `keep` versions and the chunks that no remaining manifest names."""
+        versions = self.versions()
+        for version in versions[:-keep]:
+            (self._manifests / f"v{version:06d}.manifest").unlink(missing_ok=True)
+        held = {ref.sha256 for version in versions[-keep:] for ref in decode(self.manifest(version)).chunks}
+        for path in self._chunks.iterdir():
+            if path.name not in held and not path.name.startswith("."):
+                path.unlink(missing_ok=True)
+
+
+def verified(manifest: Manifest, pieces: Iterator[bytes]) -> bytes:
+    """Join the chunks of `manifest` after checking each one's size and hash.
+
+    Raises CorruptWeightsError naming the first chunk that differs.
+    """
+    parts = []
+    for index, (ref, piece) in enumerate(zip(manifest.chunks, pieces, strict=True)):
+        if len(piece) != ref.size:
+            raise CorruptWeightsError(
+                f"weights v{manifest.version}: chunk {index} has {len(piece)} bytes, the manifest says {ref.size}"
+            )
+        if hashlib.sha256(piece).hexdigest() != ref.sha256:
+            raise CorruptWeightsError(f"weights v{manifest.version}: chunk {index} differs from its hash {ref.sha256}")
+        parts.append(piece)
+    return b"".join(parts)

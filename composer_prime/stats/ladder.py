@@ -1,0 +1,169 @@
+"""Runs of several arms and seeds, side by side: what an arm changes, with intervals over seeds.
+
+Runs belong to one arm when their configurations differ in nothing but seed and name. Arms are compared at equal steps
+and seed by seed, because runs of one seed see the same tasks in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean, stdev
+from typing import Any
+
+from composer_prime.errors import ConfigError
+from composer_prime.monitor.metrics_file import history
+from composer_prime.monitor.progress import number
+from composer_prime.run.run_dir import RunDir
+from composer_prime.stats.intervals import Interval
+
+Settings = dict[str, Any]
+_OF_ONE_RUN = ("run.", "monitor.")
+"""Settings that may differ within an arm: name, seed, length, output folder, trackers."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One run: its figures by step."""
+
+    name: str
+    seed: int
+    settings: Settings
+    training: dict[int, dict[str, float]]
+    """Figures of the trainer's lines, by step."""
+    evaluations: dict[int, dict[str, float]]
+    """Figures `eval/…` of the orchestrator's lines, by the step they followed."""
+
+    @property
+    def steps(self) -> int:
+        return max(self.training, default=0)
+
+
+@dataclass(slots=True, kw_only=True)
+class Arm:
+    """Runs of one configuration with different seeds."""
+
+    name: str
+    settings: Settings
+    runs: dict[int, Run] = field(default_factory=dict)
+    """By seed."""
+
+
+def load(run_dir: RunDir) -> Run:
+    """The figures of one run. Raises ConfigError when it has no optimizer step yet."""
+    settings = dict(flatten(json.loads(run_dir.config.read_text())))
+    training: dict[int, dict[str, float]] = {}
+    evaluations: dict[int, dict[str, float]] = {}
+    for line in history(run_dir.metrics):
+        figures = {name: value for name in line if (value := number(line, name)) is not None}
+        if "loss/total" in figures:
+            training[line["step"]] = figures
+        elif held_out := {name: value for name, value in figures.items() if name.startswith("eval/")}:
+            evaluations[line["step"]] = held_out
+    if not training:
+        raise ConfigError(f"{run_dir.root} has no optimizer step yet")
+    seed = int(settings["run.seed"])
+    return Run(name=run_dir.root.name, seed=seed, settings=settings, training=training, evaluations=evaluations)
+
+
+def arms(runs: Iterable[Run]) -> list[Arm]:
+    """Groups runs by configuration, in the order given. Raises ConfigError for two runs of one arm and seed."""
+    found: list[Arm] = []
+    for run in runs:
+        settings = {name: value for name, value in run.settings.items() if not name.startswith(_OF_ONE_RUN)}
+        arm = next((arm for arm in found if arm.settings == settings), None)
+        if arm is None:
+            found.append(arm := Arm(name=_arm_name(run), settings=settings))
+        if run.seed in arm.runs:
+            raise ConfigError(
+                f"{arm.runs[run.seed].name} and {run.name} have the same configuration and the same seed {run.seed}; "
+                "give one of them, or train with another --run.seed"
+            )
+        arm.runs[run.seed] = run
+    return found
+
+
+def differing(first: Arm, second: Arm) -> list[str]:
+    """Settings that the two arms do not share, as `name: value -> value`; a table that only one has is one entry."""
+    shown: dict[str, str] = {}
+    for name in dict.fromkeys([*first.settings, *second.settings]):
+        if first.settings.get(name) == second.settings.get(name):
+            continue
+        if name in first.settings and name in second.settings:
+            shown[name] = f"{first.settings[name]} -> {second.settings[name]}"
+        elif name in second.settings:
+            table = _table_without(name, first.settings)
+            shown[table] = f"unset -> {_table_text(second.settings, table)}"
+        else:
+            table = _table_without(name, second.settings)
+            shown[table] = f"{_table_text(first.settings, table)} -> unset"
+    return [f"{name}: {change}" for name, change in shown.items()]
+
+
+def _table_without(name: str, other: Settings) -> str:
+    """The outermost table around `name` of which `other` has no setting; `name` itself where it has its neighbours."""
+    parts = name.split(".")
+    tables = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return next((table for table in tables if not any(key.startswith(f"{table}.") for key in other)), name)
+
+
+def _table_text(settings: Settings, table: str) -> str:
+    """The value of `table`, or those of its settings that are not None, in the order of the file."""
+    if settings.get(table) is not None:
+        return str(settings[table])
+    inside = {name.removeprefix(f"{table}."): value for name, value in settings.items() if name.startswith(f"{table}.")}
+    return "{" + ", ".join(f"{name} = {value}" for name, value in inside.items() if value is not None) + "}"
+
+
+def windows(steps: int, count: int) -> list[range]:
+    """Steps 1..steps in `count` windows of nearly equal length (fewer when there are fewer steps)."""
+    count = max(1, min(count, steps))
+    edges = [round(index * steps / count) for index in range(count + 1)]
+    return [range(start + 1, end + 1) for start, end in pairwise(edges)]
+
+
+def level(run: Run, metric: str, steps: Iterable[int]) -> float | None:
+    """Mean of `metric` over those of `steps` that have it; None when none has."""
+    values = [run.training[step][metric] for step in steps if metric in run.training.get(step, {})]
+    return fmean(values) if values else None
+
+
+def over_seeds(values: Mapping[int, float | None]) -> Interval | None:
+    """Mean and Student t interval of one figure a seed; None when no seed has it.
+
+    Without bounds for one seed, and for seeds that are all alike: their spread, 0, would give an interval of no width.
+    """
+    known = [value for value in values.values() if value is not None]
+    if not known:
+        return None
+    mean = fmean(known)
+    if min(known) == max(known):
+        return Interval(mean=mean, low=None, high=None, count=len(known))
+    from scipy.special import stdtrit  # most of a command's start, so only where there is an interval to give
+
+    half = float(stdtrit(len(known) - 1, 0.975)) * stdev(known) / len(known) ** 0.5
+    return Interval(mean=mean, low=mean - half, high=mean + half, count=len(known))
+
+
+def differences(base: Mapping[int, float | None], other: Mapping[int, float | None]) -> dict[int, float]:
+    """other - base for every seed that has both."""
+    both = {seed: (base.get(seed), value) for seed, value in other.items()}
+    return {seed: value - start for seed, (start, value) in both.items() if start is not None and value is not None}
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by dotted name, entries of a list of tables by their number; other lists are values."""
+    for name, value in tree.items():
+        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+            value = {str(index): entry for index, entry in enumerate(value)}
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _arm_name(run: Run) -> str:
+    """The run's name without its seed: a2-seed1 -> a2."""
+    return run.name.removesuffix(f"seed{run.seed}").rstrip("-_") or run.name

@@ -1,0 +1,220 @@
+"""The command line of ingestion: which files, a progress bar, and a table of what became of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from composer_prime.console import INTERRUPTED, ProgressLines, clock, fail
+from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.llm.families import family_named
+from composer_prime.traces.ingest.formats import openhands
+from composer_prime.traces.ingest.ingest import FORMATS, Options, ingest
+from composer_prime.traces.ingest.reading import Limits, Sample
+from composer_prime.traces.ingest.tally import Recent, Tally
+from composer_prime.traces.overwrite_guard import check_own, lines_of, same_file
+from composer_prime.traces.state import write_state
+
+NOTHING = 1
+_MIB = 1 << 20
+SUFFIXES = {".jsonl", ".ndjson", ".json", ".traj"}
+_DOCUMENTATION = """\
+Reads agent sessions into states.jsonl, one line for each assistant turn: Claude Code sessions, OpenHands events,
+conversation folders and output.jsonl, SWE-agent .traj, mini-swe-agent .traj.json, messages-only JSONL (SWE-smith), and
+rollouts of this project's runs. Folders are searched for *.jsonl, *.ndjson, *.json and *.traj. Keys, tokens, passwords,
+e-mail addresses and the owners of home folders are masked."""
+
+
+def main(words: list[str] | None = None) -> int:
+    """Exit status: 0 states were written, 1 there were none, 2 wrong input, 130 by Ctrl-C, which leaves no output."""
+    options = parser().parse_args(words)
+    try:
+        return run(options)
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    except ComposerError as error:
+        fail(error, command="composer ingest")
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="composer ingest", description=_DOCUMENTATION)
+    parser.add_argument("paths", nargs="+", type=Path, help="trace files, or folders of them")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="states.jsonl to write")
+    parser.add_argument("--format", choices=[reader.NAME for reader in FORMATS], help="do not look, take this format")
+    parser.add_argument("--model", help="the model that made these traces, where they do not say")
+    parser.add_argument(
+        "--family", type=family_named, help="its family (claude, gpt, qwen ...), whatever the traces say"
+    )
+    parser.add_argument("--no-mask", action="store_true", help="keep secrets: for traces that hold none")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output file")
+    parser.add_argument("--max-line-mib", type=_mib, default=16, help="longer lines are skipped (default 16)")
+    parser.add_argument("--max-document-mib", type=_mib, default=32, help="larger JSON documents are skipped (32)")
+    return parser
+
+
+class _Named(msgspec.Struct):
+    """What a line of states holds, by whichever release."""
+
+    trace_id: str
+    state_id: str
+
+
+def _mib(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of MiB from 1 on")
+    return int(word)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.output.is_dir():
+        raise ConfigError(f"{options.output} is a folder: name the file of states with -o")
+    if options.output.exists() and not options.overwrite:
+        raise ConfigError(f"{options.output} exists already: give another -o, or --overwrite to replace it")
+    check_own(options.output, lines_of(_Named), "states")
+    files = find_files(options.paths, options.output)
+    limits = Limits(line_bytes=options.max_line_mib << 20, document_bytes=options.max_document_mib << 20)
+    how = Options(
+        mask=not options.no_mask, model=options.model, family=options.family, format=options.format, limits=limits
+    )
+    console = Console(stderr=True)
+    tallies = _write(files, options.output, how, console)
+    for table in report(tallies):
+        if table.row_count:
+            Console().print(table)
+    total = sum((tally.states for _, tally in tallies), 0)
+    print(f"{total} states in {options.output}")
+    return 0 if total else NOTHING
+
+
+def find_files(paths: list[Path], output: Path) -> list[Path]:
+    """The trace files in `paths`, without `output`; a conversation folder of OpenHands counts as one.
+
+    Raises ConfigError.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist: give trace files or folders that hold them")
+        if not (path.is_file() or path.is_dir()):
+            kind = "a pipe" if path.is_fifo() else "a device or socket"
+            raise ConfigError(f"{path} is {kind}, and files are read twice: save it to a file first")
+        try:
+            found += list(_inside(path)) if path.is_dir() else [path]
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be searched: {error.strerror}") from None
+    found = [path for path in found if not same_file(path, output)]
+    if not found:
+        listed = ", ".join(map(str, paths))
+        raise ConfigError(f"no trace files in {listed}: files end in {', '.join(sorted(SUFFIXES))}")
+    return list(dict.fromkeys(found))
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    if openhands.matches(Sample(path=folder)):
+        yield folder
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            yield from _inside(path)
+        elif path.is_file() and path.suffix in SUFFIXES:
+            yield path
+
+
+def _write(files: list[Path], output: Path, how: Options, console: Console) -> list[tuple[str, Tally]]:
+    """Write all states into a sibling, then rename: the output is whole or not there."""
+    partial = output.with_name(f".{output.name}.partial")
+    fingerprints, trace_ids, tallies = Recent(), Recent(), []
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        with partial.open("wb") as file, bar:
+            advance = _advancing(bar, sum(map(_size, files)))
+            for path in files:
+                tally = Tally()
+                name = path.name.encode("utf-8", "replace").decode("utf-8")
+                bar.update(bar.task_ids[0], description=name[:40])
+                states = ingest(
+                    path,
+                    tally,
+                    how,
+                    fingerprints=fingerprints,
+                    trace_ids=trace_ids,
+                    progress=advance,
+                )
+                file.writelines(write_state(state) for state in states)
+                tallies.append((name, tally))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(output)
+    except OSError as error:
+        raise ConfigError(f"ingestion stopped: {error}") from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+    return tallies
+
+
+def _advancing(bar: Progress, total: int) -> Callable[[int], None]:
+    """Takes bytes that were read of `total`, onto the bar; where it is disabled, its figures into lines."""
+    task, lines = bar.add_task("reading", total=total), ProgressLines()
+
+    def line() -> str:
+        at = bar.tasks[0]
+        left = "" if at.time_remaining is None else f", about {clock(at.time_remaining)} left"
+        return f"reading {at.description}: {at.completed / _MIB:,.0f} of {total / _MIB:,.0f} MiB{left}"
+
+    def advance(count: int) -> None:
+        bar.advance(task, count)
+        if bar.disable:
+            lines.tell(line)
+
+    return advance
+
+
+def report(tallies: list[tuple[str, Tally]]) -> list[Table]:
+    """What became of every record and every turn: by file, then every reason."""
+    files = Table(title="taken and skipped", title_justify="left")
+    files.add_column("file", overflow="fold")
+    for name in ("format", "records", "taken", "skipped", "turns", "states"):
+        files.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
+    total = Tally()
+    for name, tally in tallies:
+        total.add(tally)
+        files.add_row(name, tally.format or "-", *_figures(tally))
+    if len(tallies) > 1:
+        files.add_section()
+        files.add_row("all", "", *_figures(total))
+    return [files, _reasons(total, tallies)]
+
+
+def _reasons(total: Tally, tallies: list[tuple[str, Tally]]) -> Table:
+    shown = Table(title="why", title_justify="left")
+    shown.add_column("what")
+    shown.add_column("reason", overflow="fold")
+    shown.add_column("count", justify="right")
+    shown.add_column("files", justify="right")
+    for what, name in (("record skipped", "skipped"), ("turn passed over", "passed_over"), ("masked", "masked")):
+        for reason, count in getattr(total, name).most_common():
+            files = sum(reason in getattr(tally, name) for _, tally in tallies)
+            shown.add_row(what, reason, f"{count:,}", f"{files:,}")
+    return shown
+
+
+def _figures(tally: Tally) -> list[str]:
+    figures = (tally.seen, tally.taken, tally.skipped.total(), tally.turns, tally.states)
+    return [f"{figure:,}" for figure in figures]
+
+
+def _size(path: Path) -> int:
+    return sum(each.stat().st_size for each in path.rglob("*.json")) if path.is_dir() else path.stat().st_size

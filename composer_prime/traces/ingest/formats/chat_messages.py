@@ -1,0 +1,85 @@
+"""Messages-only traces: `{"messages": [...]}` a line (SWE-smith and many data sets), `{"conversations": [...]}` with
+`from` and `value` (ShareGPT), or one list of messages.
+
+Each line is a trace and one record. A line whose messages make no conversation is skipped whole: a context with a hole
+would show a teacher something that the agent never saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from composer_prime.traces.ingest.messages import Unreadable, check, feed
+from composer_prime.traces.ingest.reading import Bad, Sample, parse
+from composer_prime.traces.state import TraceState
+
+if TYPE_CHECKING:
+    from composer_prime.traces.ingest.ingest import TraceFile
+
+NAME, VERSION = "messages", 1
+_KEYS = ("messages", "trajectory", "conversations")
+_IDS = ("traj_id", "trajectory_id", "instance_id", "id", "task_id")
+_MODELS = ("model", "model_name", "model_name_or_path")
+
+
+def matches(sample: Sample) -> bool:
+    if sample.document is not None:
+        return _conversation(sample.document) is not None
+    return any(_conversation(record) is not None for record in sample.records)
+
+
+def read(file: TraceFile) -> Iterator[TraceState]:
+    if isinstance(file.whole, Bad):
+        file.unknown()
+        return
+    if file.whole is not None:
+        yield from _trace(file, file.document(), file.path.stem)
+        return
+    index = 0
+    for record in file.records():
+        yield from file.trace(partial(_trace, record=record, unnamed=f"{file.path.stem}:{index}"))
+        index += 1  # noqa: SIM113 - enumerate holds the record until it has the next
+        del record
+
+
+def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
+    """The states of one record; `unnamed` is its id where it has none."""
+    messages = _conversation(record)
+    if messages is None:
+        file.tally.skip("no list of messages")
+        return
+    named = record if isinstance(record, dict) else {}
+    trace_id = next((named[key] for key in _IDS if named.get(key)), unnamed)
+    builder = file.builder(trace_id, next((named[key] for key in _MODELS if named.get(key)), None))
+    builder.tools.given(named.get("tools"))
+    try:
+        check(messages)
+    except Unreadable as error:
+        file.tally.skip(str(error))
+        return
+    file.tally.take()
+    yield from feed(builder, messages)
+
+
+def _conversation(record: Any) -> list[Any] | None:
+    """The list of messages in a record, also where it is written as JSON text; None when there is none.
+
+    Nor in a state that was ingested already (composer_prime/traces/state.py): it is no trace.
+    """
+    found = record
+    if isinstance(record, dict):
+        if "student_action" in record:
+            return None
+        found = next((record[key] for key in _KEYS if key in record), None)
+    if isinstance(found, str) and found.lstrip()[:1] == "[":
+        value = parse(found.encode())
+        found = None if isinstance(value, Bad) else value
+    if not isinstance(found, list) or not found:
+        return None
+    return found if any(_spoken(message) for message in found[:8]) else None
+
+
+def _spoken(message: Any) -> bool:
+    return isinstance(message, dict) and ("role" in message or message.keys() >= {"from", "value"})

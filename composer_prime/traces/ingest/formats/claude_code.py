@@ -1,0 +1,318 @@
+"""Claude Code sessions: one JSON object a line, a tree by `uuid` and `parentUuid`.
+
+What the lines mean, and what is made of them:
+
+1. One answer of the model is spread over several lines with one `message.id`, with results and notes between them: one
+   turn.
+2. A state's context is the walk along `parentUuid`: of two terminals, or where the user went back, each has its branch.
+   Where a parent is not in the file, or no line names one, a line follows the one before it.
+3. `compact_boundary` starts the context anew; the summary that follows is its first message, and messages that it keeps
+   (`preservedSegment`) stand behind the record that it names. A resumed session repeats its earlier lines: same `uuid`s
+   in one file, equal states in two; both count once. A prompt that was typed while the agent worked may be there as an
+   attachment (`queued_command`) alone: a message as any other.
+4. Sidechains (subagents) are another agent's conversation with another prompt: skipped.
+5. Thinking is kept in the action and never shown to anyone else. Tools are not listed: see observed_tools.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from composer_prime.traces.ingest.messages import objects, string, text_of
+from composer_prime.traces.ingest.reading import Sample
+from composer_prime.traces.ingest.record_tree import Node, RecordTree
+from composer_prime.traces.ingest.tally import Recent
+from composer_prime.traces.ingest.turns import Call, StateMaker
+from composer_prime.traces.state import Message, TraceState
+
+if TYPE_CHECKING:
+    from composer_prime.traces.ingest.ingest import TraceFile
+
+NAME, VERSION = "claude_code", 2
+"""Written for the lines of Claude Code 1 and 2."""
+SYNTHETIC = "not the model's own words (synthetic)"
+LET_GO = "its context was let go of (too many records or characters since)"
+SEEN = 100_000
+"""A generation of uuids that are remembered."""
+LOOK_BACK = 1_000
+"""Messages and turns in which a queued prompt is looked for."""
+_KNOWN_ASIDE = {
+    "summary",
+    "file-history-snapshot",
+    "queue-operation",
+    "progress",
+    "attachment",
+    "custom-title",
+    "ai-title",
+    "agent-name",
+    "last-prompt",
+    "permission-mode",
+    "pr-link",
+    "tag",
+}
+"""Records that are no part of the conversation."""
+
+
+def matches(sample: Sample) -> bool:
+    spoken = [record for record in sample.objects("type", "uuid", "message") if record["type"] in ("user", "assistant")]
+    aside = [record for record in sample.objects("type") if string(record["type"]) in _KNOWN_ASIDE]
+    named = [record for record in aside if "sessionId" in record or "leafUuid" in record or "messageId" in record]
+    return bool([record for record in spoken if "parentUuid" in record or "sessionId" in record] or named)
+
+
+def read(file: TraceFile) -> Iterator[TraceState]:
+    session = _Session(file)
+    for record in file.records():
+        yield from session.record(record)
+        del record
+    yield from session.end()
+
+
+class _Session:
+    """The tree of the file's records. A trace is a session, or several where one follows records of another."""
+
+    def __init__(self, file: TraceFile) -> None:
+        self._file, self._tally = file, file.tally
+        self._tree = RecordTree(file.options.limits)
+        self._seen = Recent(SEEN)
+        self._maker: StateMaker | None = None
+        self._session: object = None
+        self._before: object = None
+        """The session before."""
+        self._linked = False
+        """Whether the trace's records name their parents."""
+        self._kept: dict[str, Any] | None = None
+        """What a compaction keeps whose summary is still to come."""
+
+    def record(self, record: Any) -> Iterator[TraceState]:
+        if not isinstance(record, dict):
+            self._tally.skip("not an object")
+            return
+        kind = string(record.get("type"))
+        if record.get("isSidechain") is True:
+            self._tally.skip("subagent (sidechain)")
+        elif (uuid := _mark(record)) is not None and _key(record.get("sessionId"), uuid) in self._seen:
+            self._tally.skip("repeated uuid")
+        elif kind in ("user", "assistant"):
+            yield from self._spoken(kind, record)
+        elif kind == "system":
+            yield from self._system(record)
+        elif kind == "attachment" and _queued(record):
+            yield from self._typed(record)
+        else:
+            self._aside(record, f"record type {kind}" if kind in _KNOWN_ASIDE else "unknown record type")
+        yield from self._tree.trim()
+
+    def end(self) -> Iterator[TraceState]:
+        return self._tree.close_all()
+
+    def _spoken(self, kind: str, record: dict[str, Any]) -> Iterator[TraceState]:
+        reason, message = _unusable(kind, record), record.get("message")
+        if reason is not None or not isinstance(message, dict):
+            self._aside(record, reason or "message is not an object", read=reason == SYNTHETIC)
+            return
+        parent = self._parent(record)
+        if parent is None:
+            yield from self._begin(record)
+            parent = self._root(record)
+        yield from self._assistant(record, message, parent) if kind == "assistant" else ()
+        if kind == "user":
+            self._user(record, message, parent)
+            yield from self._keep(record)
+
+    def _parent(self, record: dict[str, Any]) -> Node | None:
+        """The node behind which the record stands; None where it begins a trace."""
+        link = string(record.get("parentUuid"))
+        node = None if link is None else self._tree.get(link)
+        if node is None and (self._maker is None or record.get("sessionId") != self._session):
+            return None
+        if node is None:
+            begins = self._is_lost(record) or (link is None and self._linked)
+            node = self._root(record) if begins else self._tree.tip
+        self._linked = self._linked or link is not None
+        self._session = record.get("sessionId")
+        self._maker = node.maker if node else self._maker
+        return node
+
+    def _begin(self, record: dict[str, Any]) -> Iterator[TraceState]:
+        """Another trace: the turns of the one before it end."""
+        yield from self._tree.close_all()
+        self._before, self._session = self._session, record.get("sessionId")
+        self._maker = self._file.maker(self._session)
+        self._linked = string(record.get("parentUuid")) is not None
+
+    def _root(self, record: dict[str, Any]) -> Node:
+        """A walk begins; what follows a record that was let go of has no context."""
+        assert self._maker is not None
+        return Node(self._maker, missing=LET_GO if self._is_lost(record) else None)
+
+    def _is_lost(self, record: dict[str, Any]) -> bool:
+        """Whether its parent was there and is no longer held, of its own session or of the one before."""
+        link, sessions = string(record.get("parentUuid")), (record.get("sessionId"), self._before)
+        return (
+            link is not None
+            and self._tree.get(link) is None
+            and any(_key(session, link) in self._seen for session in sessions)
+        )
+
+    def _stands(self, record: dict[str, Any], node: Node) -> None:
+        """The record was read, and what follows it stands behind the node."""
+        uuid = _mark(record)
+        if uuid is not None:
+            self._seen.add(_key(record.get("sessionId"), uuid))
+        self._tree.place(uuid, node)
+
+    def _assistant(self, record: dict[str, Any], message: dict[str, Any], parent: Node) -> Iterator[TraceState]:
+        key, model = string(message.get("id")), string(message.get("model"))
+        node = self._tree.unfinished(parent, key)
+        behind = parent if node is not None and parent.nearest is node else node
+        if node is None or behind is None:
+            yield from self._tree.close(parent.nearest)
+            node = behind = self._tree.turn(parent, parent.maker.turn(key, model))
+        self._tree.extend(node, *_parts(message))
+        self._stands(record, behind)
+        self._tally.take()
+
+    def _user(self, record: dict[str, Any], message: dict[str, Any], parent: Node) -> None:
+        blocks = _blocks(message)
+        results = [block for block in objects(blocks) if block.get("type") == "tool_result"]
+        paired = False
+        for block in results:
+            behind = self._result(parent, block)
+            parent, paired = behind or parent, paired or behind is not None
+        said = [part for block in blocks if block not in results and (part := text_of(block)).strip()]
+        if said:
+            if record.get("isCompactSummary") is True and self._kept is None:
+                parent = Node(parent.maker)
+            self._note(record, parent, "\n\n".join(said), queued=False, paired=paired)
+            return
+        self._stands(record, parent)
+        if paired:
+            self._tally.take()
+        else:
+            self._tally.skip("tool result without its call" if results else "no text in the message")
+
+    def _result(self, parent: Node, block: dict[str, Any]) -> Node | None:
+        text = text_of(block.get("content"))
+        error = (text or "error") if block.get("is_error") is True else None
+        return self._tree.answer(parent, str(block.get("tool_use_id")), text, error)
+
+    def _typed(self, record: dict[str, Any]) -> Iterator[TraceState]:
+        parent = self._parent(record)
+        if parent is None:
+            yield from self._begin(record)
+            parent = self._root(record)
+        self._note(record, parent, _queued(record), queued=True)
+
+    def _note(self, record: dict[str, Any], parent: Node, text: str, *, queued: bool, paired: bool = False) -> None:
+        """What the user said; `paired` results stand in the same record."""
+        message = parent.maker.message("user", text)
+        repeated = _is_said(parent, message, queued)
+        self._stands(record, parent if repeated else self._tree.note(parent, message, queued))
+        if repeated and not paired:
+            self._tally.skip("queued prompt that is there already")
+        else:
+            self._tally.take()
+
+    def _system(self, record: dict[str, Any]) -> Iterator[TraceState]:
+        subtype = string(record.get("subtype"))
+        known = subtype if subtype and len(subtype) <= 40 else "without subtype"
+        if subtype == "compact_boundary" and self._maker is not None and record.get("sessionId") == self._session:
+            ended = self._tree.get(string(record.get("logicalParentUuid")) or "")
+            yield from self._tree.close(ended.nearest if ended else None)
+            self._stands(record, Node(self._maker))
+            metadata = record.get("compactMetadata")
+            kept = metadata.get("preservedSegment") if isinstance(metadata, dict) else None
+            self._kept = kept if isinstance(kept, dict) else {}
+            yield from self._keep(record)
+            self._tally.skip(f"system record: {known}")
+        else:
+            self._aside(record, f"system record: {known}")
+
+    def _keep(self, record: dict[str, Any]) -> Iterator[TraceState]:
+        """A compaction may keep the last messages (`preservedSegment`): they stand behind the record that it names."""
+        kept, tip = self._kept or {}, self._tree.tip
+        if _mark(record) is not None and _mark(record) == kept.get("anchorUuid") and tip is not None:
+            first, last = (self._tree.get(str(kept.get(name))) for name in ("headUuid", "tailUuid"))
+            if first is not None and last is not None:
+                yield from self._tree.move(first, last, tip)
+        if record.get("isCompactSummary") is True:
+            self._kept = None
+
+    def _aside(self, record: dict[str, Any], reason: str, read: bool = True) -> None:
+        """A record without a message: what follows it stands where it stands. One that was not read may come again."""
+        parent = self._parent(record) if _mark(record) is not None else None
+        if parent is not None and read:
+            self._stands(record, parent)
+        elif parent is not None:
+            self._tree.place(_mark(record), parent)
+        self._tally.skip(reason)
+
+
+def _unusable(kind: str, record: dict[str, Any]) -> str | None:
+    message = record.get("message")
+    if not isinstance(message, dict):
+        return "message is not an object"
+    if message.get("role", kind) != kind:
+        return "role differs from the record's type"
+    content = message.get("content")
+    if not isinstance(content, str | list):
+        return "message without content"
+    if kind == "assistant" and (message.get("model") == "<synthetic>" or record.get("isApiErrorMessage") is True):
+        return SYNTHETIC
+    return None
+
+
+def _parts(message: dict[str, Any]) -> tuple[str, list[Call], str]:
+    """(text, calls, thinking) of an answer's record."""
+    text, thinking, calls = [], [], []
+    for block in objects(_blocks(message)):
+        kind = block.get("type")
+        if kind == "text":
+            text.append(text_of(block))
+        elif kind == "thinking":
+            thinking.append(string(block.get("thinking")) or "")
+        elif kind == "tool_use" and isinstance(block.get("name"), str) and isinstance(block.get("id"), str):
+            written = block.get("input")
+            arguments = written if isinstance(written, dict) else str(written or "")
+            calls.append(Call(call_id=block["id"], name=block["name"], arguments=arguments))
+    return "\n\n".join(text), calls, "\n\n".join(thinking)
+
+
+def _queued(record: dict[str, Any]) -> str:
+    """The prompt that was typed while the agent worked; nothing where the attachment is another."""
+    attachment = record.get("attachment")
+    known = attachment if isinstance(attachment, dict) else {}
+    return text_of(known.get("prompt")).strip() if known.get("type") == "queued_command" else ""
+
+
+def _is_said(parent: Node, message: Message, queued: bool) -> bool:
+    """Whether a prompt stands there already: queued, and then as a record of its own, or the other way round. It is
+    looked for up to the prompt before."""
+    node: Node | None = parent
+    for _ in range(LOOK_BACK):
+        if node is None:
+            return False
+        if not node.is_turn and node.messages:
+            if node.queued != queued and node.messages == [message]:
+                return True
+            if not node.queued:
+                return False
+        node = node.parent
+    return False
+
+
+def _mark(record: dict[str, Any]) -> str | None:
+    return string(record.get("uuid"))
+
+
+def _key(session: object, uuid: str) -> bytes:
+    return hashlib.blake2b(f"{session} {uuid}".encode("utf-8", "replace"), digest_size=8).digest()
+
+
+def _blocks(message: dict[str, Any]) -> list[Any]:
+    """The content as a list of blocks."""
+    content = message.get("content")
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]

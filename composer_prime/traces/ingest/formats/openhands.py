@@ -1,0 +1,426 @@
+"""OpenHands: events of its first version (`action` / `observation`) and of its second (`kind`), and the benchmark's
+output.jsonl, whose lines hold a `history` of such events.
+
+    *.jsonl of events, trajectory.json (a list), a conversation folder (base_state.json, events/*.json)   one trace
+    output.jsonl                                                                                   a trace a line
+
+A record is an event; of output.jsonl, also a line that holds no history.
+
+Events of OpenHands before its sdk (version 0): `{id, source, action, args}` and `{id, observation, content, cause}`.
+
+With function calling an action's `tool_call_metadata` holds the model's own answer, several calls of one answer in
+several events. Without it the action is written down as a call of that name, and its `thought` as the text.
+A condensation forgets events, by their ids or from one to another, and its summary replaces that of the one before.
+
+Events of the OpenHands software-agent-sdk (version 1): each has a `kind`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of, calls_of, objects, string, text_of
+from composer_prime.traces.ingest.reading import Bad, Sample, document
+from composer_prime.traces.ingest.turns import Call
+from composer_prime.traces.state import TraceState
+
+if TYPE_CHECKING:
+    from composer_prime.traces.ingest.ingest import TraceFile
+
+
+Taken = tuple[TraceState | None, str | None]
+"""(the state of a turn that ended, why the event was skipped or None)."""
+_ASIDE_V1 = {
+    "ConversationStateUpdateEvent",
+    "PauseEvent",
+    "CondensationRequest",
+    "CondensationSummaryEvent",
+    "LLMCompletionLogEvent",
+    "TokenEvent",
+    "ConversationErrorEvent",
+    "StreamingDeltaEvent",
+    "HookExecutionEvent",
+}
+_RESULTS = {"ObservationEvent", "AgentErrorEvent", "UserRejectObservation"}
+
+
+def _take_v1(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
+    """Take in one event."""
+    kind = string(event.get("kind"))
+    if kind == "ActionEvent":
+        return _action(builder, event)
+    if kind in _RESULTS:
+        return _result(builder, event)
+    if kind == "MessageEvent":
+        return _message(builder, event)
+    if kind == "SystemPromptEvent":
+        builder.tools.given([_openai_tool(tool) for tool in objects(event.get("tools"))])
+        # As the sdk shows it: the static prompt, then what belongs to this conversation.
+        prompt = text_of([event.get("system_prompt"), event.get("dynamic_context")])
+        return builder.context("system", prompt, mark=_id(event)), None
+    if kind == "Condensation":
+        listed = event.get("forgotten_event_ids")
+        forgotten = [str(mark) for mark in listed] if isinstance(listed, list) else []
+        return builder.forget(forgotten, text_of(event.get("summary")), f"{_id(event)}-summary"), None
+    _note_model(builder, event)
+    return None, f"event {kind}" if kind in _ASIDE_V1 else "unknown event kind"
+
+
+def _action(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
+    called = event.get("tool_call")
+    call = called if isinstance(called, dict) else {}
+    name = call.get("name") or event.get("tool_name")
+    call_id = call.get("id") or event.get("tool_call_id")
+    if not isinstance(name, str) or not isinstance(call_id, str):
+        return None, "action without a tool call"
+    state = builder.assistant(
+        text_of(event.get("thought")),
+        [Call(call_id=call_id, name=name, arguments=arguments_of(call.get("arguments")))],
+        _thoughts(event),
+        key=_key(event),
+        mark=_id(event),
+    )
+    return state, None
+
+
+def _result(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
+    seen = event.get("observation")
+    observation = seen if isinstance(seen, dict) else {}
+    failed = event.get("error") or event.get("rejection_reason")
+    text = text_of(observation.get("content") or observation.get("output")) or str(failed or "")
+    exit_code = observation.get("exit_code")
+    wrong = observation.get("is_error") is True or bool(failed) or (isinstance(exit_code, int) and exit_code > 0)
+    paired = builder.tool_result(
+        str(event.get("tool_call_id")), text, error=(text or "error") if wrong else None, mark=_id(event)
+    )
+    return None, None if paired else "result without its call"
+
+
+def _message(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
+    said = event.get("llm_message")
+    message = said if isinstance(said, dict) else {}
+    text = "\n\n".join(filter(None, [text_of(message.get("content")), text_of(event.get("extended_content"))]))
+    if message.get("role") == "assistant" or event.get("source") == "agent":
+        thoughts = _thoughts(message) or _thoughts(event)
+        return builder.assistant(text, (), thoughts, key=_key(event), mark=_id(event)), None
+    if message.get("role") in ("user", "system"):
+        return builder.context(message["role"], text, mark=_id(event)), None
+    return None, "message without a role"
+
+
+def _openai_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool in OpenAI's form; the sdk also writes its own, which has the schema of MCP tools alone: its own tools
+    name a class (`action_type`), and get the arguments that the agent gives them."""
+    if "function" in tool:
+        return tool
+    listed = tool.get("mcp_tool")
+    served = listed if isinstance(listed, dict) else {}
+    schema = tool.get("parameters") or tool.get("input_schema") or served.get("inputSchema") or tool.get("action_type")
+    function = {
+        "name": tool.get("name") or served.get("name") or tool.get("title"),
+        "description": str(tool.get("description") or ""),
+        **({"parameters": schema} if isinstance(schema, dict) else {}),
+    }
+    return {"type": "function", "function": function}
+
+
+def _thoughts(event: dict[str, Any]) -> str:
+    blocks = [string(block.get("thinking")) or "" for block in objects(event.get("thinking_blocks"))]
+    return string(event.get("reasoning_content")) or "\n\n".join(blocks)
+
+
+def _note_model(builder: TraceBuilder, event: dict[str, Any]) -> None:
+    """Statistics name the model that acts; no other event does."""
+    value: Any = event.get("value")
+    for key in ("usage_to_metrics", "default", "model_name"):
+        value = value.get(key) if isinstance(value, dict) else None
+    if isinstance(value, str) and value:
+        builder.names_model(value)
+
+
+def _id(event: dict[str, Any]) -> str | None:
+    return string(event.get("id"))
+
+
+def _key(event: dict[str, Any]) -> str | None:
+    """Calls of one answer share the response's id."""
+    return string(event.get("llm_response_id")) or None
+
+
+_ASIDE = {"recall", "change_agent_state", "null", "agent_state_changed", "pause", "condensation_request", "condense"}
+_SUMMARY = "summary"
+_NOT_ARGUMENTS = {"thought", "content_blocks", "confirmation_state", "is_confirmed", "hidden", "blocking"}
+
+
+class Reader:
+    """Remembers which call each action made, for the observations that name their cause, and which ids there were."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, str] = {}
+        self._ids: list[int] = []
+
+    def take(self, builder: TraceBuilder, event: dict[str, Any]) -> Taken:
+        """Take in one event."""
+        if isinstance(event.get("id"), int):
+            self._ids.append(event["id"])
+        action, observation = event.get("action"), event.get("observation")
+        if isinstance(action, str) and action:
+            return self._action(builder, event, action)
+        if isinstance(observation, str) and observation:
+            return self._observation(builder, event, observation)
+        return None, "event without action or observation"
+
+    def _action(self, builder: TraceBuilder, event: dict[str, Any], action: str) -> Taken:
+        given = event.get("args")
+        arguments = given if isinstance(given, dict) else {}
+        text = text_of(arguments.get("content") or event.get("message"))
+        if action in _ASIDE:
+            return None, f"event {action}"
+        if action == "condensation":
+            return self._condensed(builder, arguments)
+        if action == "system":
+            builder.tools.given(arguments.get("tools"))
+            return builder.context("system", text, mark=_mark(event)), None
+        if event.get("source") == "user":
+            return builder.context("user", text, mark=_mark(event)), None
+        if event.get("source") != "agent":
+            return None, "action of the environment"
+        return self._turn(builder, event, action, arguments, text)
+
+    def _condensed(self, builder: TraceBuilder, arguments: dict[str, Any]) -> Taken:
+        listed, summary = arguments.get("forgotten_event_ids"), text_of(arguments.get("summary"))
+        first, last = arguments.get("forgotten_events_start_id"), arguments.get("forgotten_events_end_id")
+        if isinstance(listed, list):
+            forgotten = [str(each) for each in listed]
+        elif isinstance(first, int) and isinstance(last, int):
+            forgotten = [str(each) for each in self._ids if first <= each <= last]
+        else:
+            return None, "condensation that names no events"
+        return builder.forget([*forgotten, _SUMMARY] if summary else forgotten, summary, _SUMMARY), None
+
+    def _turn(
+        self, builder: TraceBuilder, event: dict[str, Any], action: str, arguments: dict[str, Any], text: str
+    ) -> Taken:
+        metadata, answer, response = _answer(event)
+        if answer is not None:
+            calls = calls_of(answer)
+            self._calls[str(event.get("id"))] = str(metadata.get("tool_call_id"))
+            state = builder.assistant(
+                text_of(answer.get("content")),
+                calls,
+                string(answer.get("reasoning_content")) or "",
+                key=string(response.get("id")),
+                mark=_mark(event),
+                model=string(response.get("model")),
+            )
+            return state, None
+        if action == "message":
+            return builder.assistant(text, mark=_mark(event)), None
+        call_id = f"event_{event.get('id')}"
+        self._calls[str(event.get("id"))] = call_id
+        kept = {name: value for name, value in arguments.items() if name not in _NOT_ARGUMENTS}
+        call = Call(call_id=call_id, name=action, arguments=kept)
+        return builder.assistant(text_of(arguments.get("thought")), [call], mark=_mark(event)), None
+
+    def _observation(self, builder: TraceBuilder, event: dict[str, Any], observation: str) -> Taken:
+        if observation in _ASIDE:
+            return None, f"event {observation}"
+        metadata = event.get("tool_call_metadata")
+        listed = metadata.get("tool_call_id") if isinstance(metadata, dict) else None
+        call_id = str(listed or self._calls.get(str(event.get("cause"))) or "")
+        text = text_of(event.get("content"))
+        error = (text or observation) if observation == "error" or _exit_code(event) else None
+        if builder.tool_result(call_id, text, error=error, mark=_mark(event)):
+            return None, None
+        if error is not None and event.get("source") != "user":
+            return builder.context("user", text, error=error, mark=_mark(event)), None
+        return None, "observation without its action"
+
+
+def _mark(event: dict[str, Any]) -> str | None:
+    return str(event["id"]) if isinstance(event.get("id"), int | str) else None
+
+
+def _answer(event: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
+    """(metadata, the model's message, the response it came in); the message is None without function calling."""
+    metadata = event.get("tool_call_metadata")
+    response = metadata.get("model_response") if isinstance(metadata, dict) else None
+    choices = response.get("choices") if isinstance(response, dict) else None
+    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    message = first.get("message")
+    if not isinstance(metadata, dict) or not isinstance(response, dict) or not isinstance(message, dict):
+        return {}, None, {}
+    return metadata, message, response
+
+
+def _exit_code(event: dict[str, Any]) -> bool:
+    """Whether a command ended with an exit status other than 0."""
+    extras = event.get("extras")
+    known = extras if isinstance(extras, dict) else {}
+    metadata = known.get("metadata")
+    code = known.get("exit_code", metadata.get("exit_code") if isinstance(metadata, dict) else None)
+    return isinstance(code, int) and not isinstance(code, bool) and code != 0
+
+
+NAME, VERSION = "openhands", 1
+"""Written for events of OpenHands 0.2x to 0.5x and of its software-agent-sdk 1.x."""
+_CONVERSATION = {"agent", "workspace", "execution_status"}
+_PEEKED = 100
+
+
+def matches(sample: Sample) -> bool:
+    if sample.path.is_dir():
+        return _is_folder(sample.path)
+    value = sample.document
+    if value is not None:
+        events = value if isinstance(value, list) else value.get("history") if isinstance(value, dict) else None
+        return _are_events(events) or (isinstance(value, dict) and value.keys() >= _CONVERSATION)
+    lines = sample.objects("history")
+    return _are_events(sample.records) or any(_are_events(_flat(line["history"])) for line in lines)
+
+
+def read(file: TraceFile) -> Iterator[TraceState]:
+    value = file.whole
+    if file.path.is_dir():
+        yield from _folder(file)
+    elif isinstance(value, dict) and not isinstance(value.get("history"), list):
+        file.tally.skip("conversation state without its events")
+    elif isinstance(value, dict):
+        yield from _line(file, value)
+    elif isinstance(value, list):
+        yield from _events(file, file.builder(file.path.stem), value)
+    elif value is not None:
+        file.unknown()
+    else:
+        yield from _records(file)
+
+
+def _records(file: TraceFile) -> Iterator[TraceState]:
+    """A file of lines: of output.jsonl, or the events of one trace."""
+    kind, records = _peek(file.records())
+    if kind != "output":
+        yield from _events(file, file.builder(file.path.stem), records)
+        return
+    for record in records:
+        yield from file.trace(partial(_line, record=record))
+        del record
+
+
+def _line(file: TraceFile, record: Any) -> Iterator[TraceState]:
+    history = _flat(record.get("history")) if isinstance(record, dict) else None
+    if not isinstance(record, dict) or not history:
+        file.tally.skip("no history" if isinstance(record, dict) else "not an object")
+        return
+    builder = file.builder(record.get("instance_id"), _model(record))
+    instruction = record.get("instruction")
+    if isinstance(instruction, str) and not any(_says_user(event) for event in history):
+        builder.context("user", instruction)
+    yield from _events(file, builder, history)
+
+
+def _folder(file: TraceFile) -> Iterator[TraceState]:
+    state = document(file.path / "base_state.json", file.options.limits)
+    known = state if isinstance(state, dict) else {}
+    builder = file.builder(known.get("id") or file.path.name, _model(known))
+
+    def events() -> Iterator[Any]:
+        for path in sorted((file.path / "events").glob("*.json")):
+            value = document(path, file.options.limits)
+            if isinstance(value, Bad):
+                file.tally.skip(value.reason)
+            else:
+                yield value
+            if file.progress is not None:
+                file.progress(path.stat().st_size)
+
+    yield from _events(file, builder, events())
+
+
+def _events(file: TraceFile, builder: TraceBuilder, events: Any) -> Iterator[TraceState]:
+    kind, rest = _peek(iter(events))
+    take: Callable[[TraceBuilder, dict[str, Any]], Taken] = _take_v1 if kind == "v1" else Reader().take
+    for event in rest:
+        if not isinstance(event, dict):
+            file.tally.skip("not an object")
+            continue
+        state, skipped = take(builder, event)
+        if skipped is None:
+            file.tally.take()
+        else:
+            file.tally.skip(skipped)
+        if state is not None:
+            yield state
+        del event
+    state = builder.close()
+    if state is not None:
+        yield state
+
+
+def _peek(records: Iterator[Any]) -> tuple[str | None, Iterator[Any]]:
+    """(what the first record that tells is: output, v1 or v0; all records, which are let go of as they are drawn)."""
+    ahead: deque[Any] = deque()
+    kind = None
+    for record in islice(records, _PEEKED):
+        ahead.append(record)
+        kind = _kind(record)
+        if kind:
+            break
+    return kind, _rejoined(ahead, records)
+
+
+def _rejoined(ahead: deque[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    while ahead:
+        yield ahead.popleft()
+    yield from rest
+
+
+def _kind(record: Any) -> str | None:
+    if not isinstance(record, dict):
+        return None
+    if "history" in record:
+        return "output"
+    return "v1" if "kind" in record else "v0" if "action" in record or "observation" in record else None
+
+
+def _flat(history: Any) -> list[Any] | None:
+    """Older outputs hold pairs of an action and its observation."""
+    if not isinstance(history, list):
+        return None
+    return [event for entry in history for event in (entry if isinstance(entry, list) else [entry])]
+
+
+def _are_events(events: Any) -> bool:
+    found = [event for event in (events or [])[:16] if isinstance(event, dict)] if isinstance(events, list) else []
+    return any(_is_v1(event) or _is_v0(event) for event in found)
+
+
+def _is_v1(event: dict[str, Any]) -> bool:
+    return isinstance(event.get("kind"), str) and "source" in event and "id" in event
+
+
+def _is_v0(event: dict[str, Any]) -> bool:
+    named = isinstance(event.get("action"), str) and isinstance(event.get("args"), dict)
+    return named or (isinstance(event.get("observation"), str) and "content" in event)
+
+
+def _says_user(event: Any) -> bool:
+    return isinstance(event, dict) and event.get("source") == "user"
+
+
+def _is_folder(path: Path) -> bool:
+    return (path / "base_state.json").is_file() and (path / "events").is_dir()
+
+
+def _model(record: dict[str, Any]) -> str | None:
+    for keys in (("metadata", "llm_config", "model"), ("agent", "llm", "model"), ("llm_config", "model")):
+        value: Any = record
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, str):
+            return value
+    return None

@@ -1,0 +1,128 @@
+"""This project's own rollouts/*.jsonl (orchestrator/rollouts/rollout_log.py): one rollout a line.
+
+A rollout's messages form a tree by `parent`: each branch from the first message to a leaf is read once, and a turn that
+two branches share gives one state. Evaluations are passed over: pairs made of held-out tasks would train on them. The
+model is that of the run's config.json, two folders up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of, string
+from composer_prime.traces.ingest.reading import Bad, Sample, parse
+from composer_prime.traces.ingest.turns import Call
+from composer_prime.traces.state import TraceState
+
+if TYPE_CHECKING:
+    from composer_prime.traces.ingest.ingest import TraceFile
+
+NAME, VERSION = "rollouts", 1
+
+
+def matches(sample: Sample) -> bool:
+    return any(isinstance(record["turns"], list) for record in sample.objects("rollout_id", "task_id", "turns"))
+
+
+def read(file: TraceFile) -> Iterator[TraceState]:
+    model = _model(file)
+    for record in file.records():
+        yield from file.trace(partial(_rollout, record=record, model=model))
+        del record
+
+
+def _rollout(file: TraceFile, record: Any, model: str | None) -> Iterator[TraceState]:
+    reason = _unusable(record)
+    if reason is not None:
+        file.tally.skip(reason)
+        return
+    file.tally.take()
+    turns = record["turns"]
+    for number, branch in enumerate(_branches(turns)):
+        name = f"{record['rollout_id']}" + (f"/{number}" if number else "")
+        builder = file.builder(name, model)
+        builder.tools.given(record.get("tools"))
+        yield from _branch(builder, [turns[index] for index in branch])
+
+
+def _branch(builder: TraceBuilder, turns: list[dict[str, Any]]) -> Iterator[TraceState]:
+    for number, turn in enumerate(turns):
+        text, state = string(turn.get("text")) or "", None
+        if turn["role"] == "assistant":
+            calls = _calls(number, turn)
+            state = builder.assistant(
+                text, calls, string(turn.get("reasoning")) or "", entropy=_entropy(turn.get("surprisal"))
+            )
+        elif turn["role"] == "tool":
+            error = string(turn.get("error"))
+            if not builder.tool_result(builder.unanswered() or "", text, error=error):
+                # The agent saw this, whoever asked for it: a tool's word on a call that was no JSON, for one.
+                state = builder.context("user", text, error=error)
+        else:
+            state = builder.context("system" if turn["role"] == "system" else "user", text)
+        if state is not None:
+            yield state
+    state = builder.close()
+    if state is not None:
+        yield state
+
+
+def _entropy(surprisal: Any) -> float | None:
+    known = isinstance(surprisal, int | float) and not isinstance(surprisal, bool)
+    return float(surprisal) if known and math.isfinite(surprisal) else None
+
+
+def _calls(number: int, turn: dict[str, Any]) -> list[Call]:
+    """The calls of turn `number`; rollouts keep no ids, so these are made of the position."""
+    listed = turn.get("tool_calls")
+    return [
+        Call(call_id=f"call_{number}_{index}", name=str(call["name"]), arguments=arguments_of(call["arguments"]))
+        for index, call in enumerate(listed if isinstance(listed, list) else [])
+        if isinstance(call, dict) and {"name", "arguments"} <= call.keys()
+    ]
+
+
+def _branches(turns: list[dict[str, Any]]) -> list[list[int]]:
+    """Indices from the first message to each leaf. Without parents, or with broken ones, all turns in order."""
+    parents = [turn.get("parent") for turn in turns]
+    sound = all(
+        parent is None or (isinstance(parent, int) and 0 <= parent < index) for index, parent in enumerate(parents)
+    )
+    if not sound or all(parent is None for parent in parents):
+        return [list(range(len(turns)))]
+    inner = {parent for parent in parents if parent is not None}
+    branches = []
+    for leaf in (index for index in range(len(turns)) if index not in inner):
+        branch: list[int] = []
+        index: int | None = leaf
+        while index is not None:
+            branch.append(index)
+            index = parents[index]
+        branches.append(branch[::-1])
+    return branches
+
+
+def _unusable(record: Any) -> str | None:
+    if not isinstance(record, dict):
+        return "not an object"
+    turns = record.get("turns")
+    if not isinstance(turns, list) or not isinstance(record.get("rollout_id"), str):
+        return "no rollout"
+    if not turns:
+        return "rollout without turns"
+    if record.get("status") == "evaluated":
+        return "evaluation on held-out tasks"
+    if any(not isinstance(turn, dict) or not isinstance(turn.get("role"), str) for turn in turns):
+        return "a turn without a role"
+    return None
+
+
+def _model(file: TraceFile) -> str | None:
+    config = file.path.resolve().parent.parent / "config.json"
+    value = parse(config.read_bytes()) if config.is_file() else None
+    for key in ("model", "path"):
+        value = value.get(key) if isinstance(value, dict) and not isinstance(value, Bad) else None
+    return value if isinstance(value, str) else None

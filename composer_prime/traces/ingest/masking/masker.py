@@ -1,0 +1,158 @@
+"""Secrets leave a trace before anything else sees it: keys, tokens, passwords, e-mail addresses, home folders.
+
+What is looked for: tokens by their form (provider_tokens.py, with detect-secrets' detectors), what headers, URLs and
+commands give away (contexts.py), values beside a name (keywords.py, with detect-secrets' keyword detector, and
+assigned.py; in JSON named_values.py), and what names a person (personal.py). Three choices:
+
+1. Entropy detectors stay off: commit hashes and ids fill agent traces, and masking them would change what was done.
+2. A pattern runs only where a literal that every match must hold occurs, so that ordinary text costs almost nothing.
+3. Whatever the text holds, the time is linear in its length.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from composer_prime.traces.ingest.masking import contexts, named_values, personal, provider_tokens
+
+_RULES = [*contexts.PRIVATE_KEYS, *provider_tokens.RULES, *contexts.RULES]
+_SPACED = {"private-key", "bearer-token", "basic-auth", "password", "artifactory-token", "aws-key", "npm-token"}
+"""Kinds whose matches may hold spaces or be short. All others are words of _SHORTEST_WORD characters or more."""
+_LITERALS = [(literal, number) for number, (_, literals, _) in enumerate(_RULES) for literal in literals]
+_IN_TEXT = [(literal, number) for literal, number in _LITERALS if _RULES[number][0] in _SPACED]
+_IN_WORDS = [(literal, number) for literal, number in _LITERALS if _RULES[number][0] not in _SPACED]
+"""Flat, with the rule's number: most texts hold none, and this is what they cost."""
+_SHORTEST_WORD, _SPLIT_CHARS = 20, 1 << 20
+"""Longer texts are not split: their words could take many times their size in memory."""
+_PARTIAL = {"basic-auth", "npm-token", "aws-key"}
+"""Kinds of detect-secrets whose patterns match more than the secret, which is their first group."""
+_AROUND = " \t\r\n\"'=:"
+_PLACEHOLDER = re.compile(
+    r"<.*>.*|\{.*\}.*|\$.*|%[sd]|%\(.*|\*+|[xX]{3,}|.{0,16}\.\.\.|(?i:pass(?:word|wd)?|pwd|token|secret)"
+)
+_RULE = r"\w+(?::[\w,]+)?"
+_PLAIN_VALUE = re.compile(
+    r"(?:[A-Za-z_.\s-]|:(?=\s|\Z))*|\W*|<masked:.*"
+    r"|(?=\S*\s)(?:[\s.,:;!?()'/-]|[A-Za-z]+(?:32|64|128|256|384|512)?(?!\w))*"
+    r"|(?=.*\b(?:characters|chars|digits|bytes|bits|must|at least|at most)\b)[\w\s.,:;!?()'/-]*"
+    rf"|(?=(?:{_RULE}\|)*(?:required|nullable|sometimes|min|max|string|confirmed|encrypted|hashed)\b){_RULE}(?:\|{_RULE})*"
+)
+"""Values that the keyword detector reports and that hold no secret: words, punctuation, sentences without a number or
+about what a password must be, what is masked, rules in known words (`required|min:8`). Pass phrases have numbers."""
+
+
+class Masker:
+    """Masks text and counts what it found, by kind, in `found`."""
+
+    def __init__(self, found: Counter[str], enabled: bool = True) -> None:
+        self.found, self._enabled = found, enabled
+
+    def text(self, text: str) -> str:
+        """`text` with every secret replaced by `<masked:kind>`, a home folder's owner by `user`."""
+        if not self._enabled or len(text) < 6:
+            return text
+        for number in _rules_of(text):
+            kind, _, patterns = _RULES[number]
+            for pattern in patterns:
+                text = pattern.sub(self._replacer(kind), text)
+        lowered = lower(text)
+        if any(stem in lowered for stem in named_values.STEMS) and any(quote in text for quote in "'\"`"):
+            text = self._mask(text, named_values.keyword_spans(text, lowered), _is_value)
+            lowered = lower(text)
+        if any(word in lowered for word in named_values.WORDS):
+            text = self._mask(text, named_values.spans(text, lowered), named_values.is_secret)
+        if "@" in text or "%40" in text:
+            text = self._mask(text, personal.addresses(text), kind="email")
+        if "home" in text or "Users" in text:
+            text = self._mask(text, personal.owners(text), kind="home-folder")
+        return text
+
+    def value(self, value: Any, name: str = "") -> Any:
+        """A JSON value with all its strings masked, keys of objects included; `name` is what stands beside it."""
+        if not self._enabled:
+            return value
+        if isinstance(value, str):
+            return self._named(name, value)
+        if isinstance(value, list):
+            return [self.value(item, beside) for beside, item in named_values.beside_items(value, name)]
+        if isinstance(value, dict):
+            return self._members(value)
+        return value
+
+    def _members(self, members: dict[str, Any]) -> dict[str, Any]:
+        """Keys that are masked alike are numbered, so that none takes another's place."""
+        masked, alike = dict[str, Any](), Counter[str]()
+        for key, beside, item in named_values.beside_members(members):
+            name = shown = self.text(key)
+            while shown in masked:
+                alike[name] += 1
+                shown = f"{name} {alike[name] + 1}"
+            masked[shown] = self.value(item, beside)
+        return masked
+
+    def _named(self, name: str, value: str) -> str:
+        masked = self.text(value)
+        found = named_values.secrets(name, masked)
+        return self._mask(masked, found[1], kind=found[0]) if found else masked
+
+    def _replacer(self, kind: str) -> Callable[[re.Match[str]], str]:
+        def replace(match: re.Match[str]) -> str:
+            start, end = _secret_of(match, kind)
+            if _PLACEHOLDER.fullmatch(match.string, start, end):
+                return match[0]
+            self.found[kind] += 1
+            return f"{match.string[match.start() : start]}<masked:{kind}>{match.string[end : match.end()]}"
+
+        return replace
+
+    def _mask(
+        self,
+        text: str,
+        spans: Iterable[tuple[int, int]],
+        is_secret: Callable[[str], bool] = bool,
+        kind: str = "password",
+    ) -> str:
+        """`text` without the values at `spans` that are secrets; of two that overlap the first one goes."""
+        parts, done = [], 0
+        for start, end in sorted(spans):
+            if start >= done and is_secret(text[start:end]):
+                parts += [text[done:start], "user" if kind == "home-folder" else f"<masked:{kind}>"]
+                done = end
+                self.found[kind] += 1
+        return "".join([*parts, text[done:]]) if parts else text
+
+
+def _rules_of(text: str) -> list[int]:
+    """Numbers of the rules of which a literal occurs, in order."""
+    words = text
+    if len(text) <= _SPLIT_CHARS:
+        words = " ".join([word for word in text.split() if len(word) >= _SHORTEST_WORD])
+    numbers = {number for literal, number in _IN_TEXT if literal in text}
+    return sorted(numbers.union(number for literal, number in _IN_WORDS if literal in words))
+
+
+def lower(text: str) -> str:
+    """`text` in lower case, of the same length: a few letters have a longer lower case, and stay."""
+    lowered = text.lower()
+    if len(lowered) == len(text):
+        return lowered
+    return "".join(low if len(low := letter.lower()) == 1 else letter for letter in text)
+
+
+def _is_value(found: str) -> bool:
+    """Whether what the keyword detector found can be a secret."""
+    return len(found) >= 6 and not _PLAIN_VALUE.fullmatch(found)
+
+
+def _secret_of(match: re.Match[str], kind: str) -> tuple[int, int]:
+    """(start, end) of the secret in the text."""
+    if "secret" in match.re.groupindex:
+        return match.span("secret")
+    if kind in _PARTIAL and match.re.groups:
+        return match.span(1)
+    secret = match[0].strip(_AROUND)
+    start = match.start() + match[0].index(secret)
+    return start, start + len(secret)

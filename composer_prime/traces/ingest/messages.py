@@ -1,0 +1,331 @@
+"""A list of messages in OpenAI's form, its older one or Anthropic's, or near them, to turns.
+
+calls    `tool_calls`, `function_call`, or blocks of type tool_use
+results  messages of role tool or function, or blocks of type tool_result in the user's
+
+Content of messages, in the several shapes that formats write it.
+
+Messages in, states out, of a trace whose records stand in the order in which the agent saw them.
+
+    context() ──────────────┐
+    assistant(), again ... ─┴─> open turn ──> tool_result() ... ──> next assistant/context/close ──> TraceState
+                                                                     (the error that followed is known by then)
+
+Of traces whose records name their parent, see record_tree.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from composer_prime.errors import ComposerError
+from composer_prime.traces.ingest.reading import Bad, parse
+from composer_prime.traces.ingest.turns import NO_RESULT, Before, Call, StateMaker, Turn, digest_of, size_of, too_long
+from composer_prime.traces.state import Message, TraceState
+
+
+def text_of(content: Any) -> str:
+    """The text of a string, a block, or a list of either; what is not text becomes a short mark such as [image]."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(part for block in content if (part := text_of(block)))
+    if not isinstance(content, dict):
+        return ""
+    kind = content.get("type")
+    if kind in ("text", "input_text", "output_text") or (kind is None and "text" in content):
+        text = content.get("text")
+        return text if isinstance(text, str) else text_of(text) if isinstance(text, list) else ""
+    if kind in ("image", "image_url", "document", "input_image"):
+        return f"[{kind}]"
+    return text_of(content["content"]) if isinstance(content.get("content"), str | list) else ""
+
+
+def objects(value: Any) -> list[dict[str, Any]]:
+    """The objects in a list; nothing where it is no list."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def string(value: Any) -> str | None:
+    """`value` where it is a string."""
+    return value if isinstance(value, str) else None
+
+
+class TraceBuilder:
+    """One trace. Methods that may end a turn return its state, None where there is none or it is passed over."""
+
+    def __init__(self, maker: StateMaker) -> None:
+        self._maker, self.tools = maker, maker.tools
+        self._messages: list[Message] = []
+        self._prefixes: list[bytes] = []
+        self._marks: list[set[str]] = []
+        self._chars, self._overflow = 0, False
+        self._turn: Turn | None = None
+        self._turn_marks: set[str] = set()
+
+    def context(self, role: str, text: str, *, mark: str | None = None, error: str | None = None) -> TraceState | None:
+        """A system or user message. `error` is what it tells of the turn before (formats without tool results)."""
+        if error is not None:
+            self.error(error)
+        state = self.close()
+        self._append(self._maker.message(role, text), {mark} if mark else set())
+        return state
+
+    def assistant(
+        self,
+        text: str = "",
+        calls: Collection[Call] = (),
+        reasoning: str = "",
+        *,
+        key: str | None = None,
+        mark: str | None = None,
+        model: str | None = None,
+        entropy: float | None = None,
+    ) -> TraceState | None:
+        """A turn, or more of the open turn when `key` is its key (one turn written as several records).
+
+        `model` made it and, unless another is named, those that follow; None where the record does not say.
+        """
+        state = None
+        if self._turn is None or key is None or key != self._turn.key:
+            state = self.close()
+            self._turn = self._maker.turn(key, model, entropy)
+        self._maker.origin.model = model or self._maker.origin.model
+        self._turn.add(text, calls, reasoning)
+        self._turn_marks |= {mark} if mark else set()
+        return state
+
+    def tool_result(self, call_id: str, text: str, *, error: str | None = None, mark: str | None = None) -> bool:
+        """The result of a call of the open turn; False when it made no such call. Of two results the first stays."""
+        if self._turn is None or not self._turn.answer(call_id, text, error):
+            return False
+        self._turn_marks |= {mark} if mark else set()
+        return True
+
+    def names_model(self, model: str) -> None:
+        """A record beside the turns names the model that acts now; when it changes, the open turn is nobody's."""
+        turn, self._maker.origin.model = self._turn, model
+        if turn is not None:
+            turn.several_models = turn.several_models or turn.model not in (None, model)
+            turn.model = turn.model or model
+
+    def unanswered(self) -> str | None:
+        """The first call of the open turn that has no result yet."""
+        return self._turn.unanswered() if self._turn else None
+
+    def error(self, text: str) -> None:
+        """The open turn led to an error; the first one is kept."""
+        if self._turn is not None:
+            self._turn.fail(text)
+
+    def forget(self, marks: Collection[str], summary: str, mark: str | None = None) -> TraceState | None:
+        """Drop the messages of these records and put `summary` after the leading prompt; it is the record `mark`."""
+        state = self.close()
+        gone = set(marks)
+        kept = [(m, k) for m, k in zip(self._messages, self._marks, strict=True) if not k or not k <= gone]
+        first = next((index for index, (m, _) in enumerate(kept) if m["role"] not in ("system", "user")), len(kept))
+        message = self._maker.message("user", summary)
+        kept = kept[:first] + ([(message, {mark} if mark else set())] if summary else []) + kept[first:]
+        self._messages, self._marks, self._prefixes = [], [], []
+        self._chars, self._overflow = 0, False
+        for message, message_marks in _paired_messages(kept):
+            self._append(message, message_marks)
+        return state
+
+    def close(self) -> TraceState | None:
+        """End the open turn: emit its state, then make it context."""
+        turn, self._turn = self._turn, None
+        marks, self._turn_marks = self._turn_marks, set()
+        if turn is None:
+            return None
+        missing = too_long(self._maker.limits) if self._overflow else None
+        before = Before(list(self._messages), self._prefixes[-1] if self._prefixes else b"", missing)
+        state, shown = self._maker.finish(turn, before)
+        for message in shown:
+            self._append(message, marks)
+        return state
+
+    def _append(self, message: Message, marks: set[str]) -> None:
+        if self._maker.unshown is not None:
+            return
+        self._chars += size_of(message)
+        if self._chars > self._maker.limits.context_chars:
+            # Nothing that follows can be shown with its context: hold no more of it until it is condensed.
+            self._overflow = True
+            self._messages, self._marks, self._prefixes = [], [], []
+            return
+        self._messages.append(message)
+        self._marks.append(marks)
+        self._prefixes.append(digest_of(self._prefixes[-1] if self._prefixes else b"", message))
+
+
+def _paired_messages(kept: list[tuple[Message, set[str]]]) -> list[tuple[Message, set[str]]]:
+    """Without results whose call is gone; a call whose result is gone gets a stand-in."""
+    out: list[tuple[Message, set[str]]] = []
+    results = {message["tool_call_id"]: message for message, _ in kept if message["role"] == "tool"}
+    for message, marks in kept:
+        if message["role"] == "tool":
+            continue
+        out.append((message, marks))
+        for call in message.get("tool_calls") or []:
+            stand_in = {"role": "tool", "tool_call_id": call["id"], "content": NO_RESULT}
+            out.append((results.get(call["id"], stand_in), marks))
+    return out
+
+
+_FAILED = re.compile(
+    r"<returncode>\s*(?!0\s*<)-?\d+\s*</returncode>|exit code:? (?!0\b)-?\d+|^(?:ERROR|Error|Traceback \(most recent)",
+    re.MULTILINE,
+)
+_AS_CONTEXT = {"system": "system", "developer": "system", "user": "user", "human": "user"}
+_AS_ASSISTANT = {"assistant", "gpt", "ai", "model"}
+_AS_TOOL = {"tool", "function", "observation"}
+_LEFT_OUT = {"exit"}
+"""Roles that tell of the run, not to the agent (mini-swe-agent writes how a run ended as a message)."""
+_UNREAD = re.compile(r"[_-](?:use|call|result|output)$")
+"""Types of blocks that hold a call or a result, by how they end."""
+
+
+class Unreadable(ComposerError, ValueError):
+    """Messages that make no conversation; data, counted, never a crash."""
+
+
+def check(messages: list[Any]) -> None:
+    """Raises Unreadable, which says why `feed` cannot take these messages in."""
+    for message in messages:
+        _check(message)
+
+
+def feed(builder: TraceBuilder, messages: list[Any]) -> Iterator[TraceState]:
+    """The states of checked messages, the last turn's included."""
+    for message in messages:
+        state = step(builder, message)
+        if state is not None:
+            yield state
+    state = builder.close()
+    if state is not None:
+        yield state
+
+
+def step(builder: TraceBuilder, message: dict[str, Any]) -> TraceState | None:
+    """Take in one checked message; the state of the turn that it ends."""
+    role = _role(message)
+    if role in _AS_CONTEXT:
+        return _context(builder, message, _AS_CONTEXT[role])
+    if role in _AS_ASSISTANT:
+        return builder.assistant(text_of(_content(message)), calls_of(message), _reasoning(message))
+    if role in _AS_TOOL:
+        return _result(builder, message, text_of(_content(message)))
+    return None
+
+
+def failure(text: str) -> str | None:
+    """`text` when it reports that a command or tool failed."""
+    return text if _FAILED.search(text[:20_000]) else None
+
+
+def readable(message: Any) -> bool:
+    """Whether `step` can take the message in."""
+    try:
+        _check(message)
+    except Unreadable:
+        return False
+    return True
+
+
+def calls_of(message: dict[str, Any]) -> list[Call]:
+    """The tool calls of an assistant message; what is no call is left out."""
+    calls = [_call(written, index) for index, written in enumerate(_listed_calls(message))]
+    return [call for call in calls if call is not None]
+
+
+def arguments_of(written: Any) -> dict[str, Any] | str:
+    """Arguments as an object where they are one, else the text as the model wrote it."""
+    if isinstance(written, dict):
+        return written
+    if not isinstance(written, str):
+        return ""
+    value = parse(written.encode("utf-8", "replace")) if written.strip() else {}
+    return value if isinstance(value, dict) and not isinstance(value, Bad) else written
+
+
+def _context(builder: TraceBuilder, message: dict[str, Any], role: str) -> TraceState | None:
+    """A message to the agent. Results among its blocks go to their calls; the agent saw the rest, whoever asked."""
+    content, results = _content(message), _blocks(message, "tool_result")
+    paired = [block for block in results if _paired(builder, block)]
+    text = text_of([block for block in content if block not in paired] if isinstance(content, list) else content)
+    if paired and not text.strip():
+        return None
+    return builder.context(role, text, error=failure(text) if role == "user" and not paired else None)
+
+
+def _paired(builder: TraceBuilder, block: dict[str, Any]) -> bool:
+    text, call_id = text_of(block.get("content")), block.get("tool_use_id")
+    error = (text or "error") if block.get("is_error") is True else failure(text)
+    return builder.tool_result(str(call_id) if call_id else builder.unanswered() or "", text, error=error)
+
+
+def _result(builder: TraceBuilder, message: dict[str, Any], text: str) -> TraceState | None:
+    listed = message.get("tool_call_ids")
+    call_id = message.get("tool_call_id") or (listed[0] if isinstance(listed, list) and listed else None)
+    error = (text or "error") if message.get("is_error") is True or message.get("error") else failure(text)
+    if builder.tool_result(str(call_id) if call_id else builder.unanswered() or "", text, error=error):
+        return None
+    # The agent saw this, whoever asked for it.
+    return builder.context("user", text, error=error)
+
+
+def _check(message: Any) -> None:
+    if not isinstance(message, dict):
+        raise Unreadable("a message is not an object")
+    role = _role(message)
+    if role not in _AS_CONTEXT and role not in _AS_ASSISTANT and role not in _AS_TOOL and role not in _LEFT_OUT:
+        raise Unreadable("a message has an unknown role")
+    content = _content(message)
+    if not (content is None or isinstance(content, str | list)):
+        raise Unreadable("a message's content is neither text nor a list")
+    if role in _AS_ASSISTANT and any(_call(written, 0) is None for written in _listed_calls(message)):
+        raise Unreadable("a message holds a call without a name")
+    known = "tool_use" if role in _AS_ASSISTANT else "tool_result"
+    if any(_UNREAD.search(str(block.get("type"))) for block in objects(content) if block.get("type") != known):
+        raise Unreadable("a message holds a call or a result in an unknown form")
+
+
+def _listed_calls(message: dict[str, Any]) -> list[Any]:
+    """As they are written, in the form that the message uses."""
+    listed, older = message.get("tool_calls"), message.get("function_call")
+    calls = [call for call in listed if call is not None] if isinstance(listed, list) else []
+    named = [older] if isinstance(older, dict) and older.get("name") else []
+    return calls or _blocks(message, "tool_use") or named
+
+
+def _call(written: Any, index: int) -> Call | None:
+    function = written.get("function", written) if isinstance(written, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return None
+    call_id = written.get("id")
+    return Call(
+        call_id=call_id if isinstance(call_id, str) and call_id else f"call_{index}",
+        name=function["name"],
+        arguments=arguments_of(function.get("arguments", function.get("input"))),
+    )
+
+
+def _blocks(message: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [block for block in objects(_content(message)) if block.get("type") == kind]
+
+
+def _reasoning(message: dict[str, Any]) -> str:
+    thoughts = [string(block.get("thinking")) or "" for block in _blocks(message, "thinking")]
+    return string(message.get("reasoning_content")) or "\n\n".join(thoughts)
+
+
+def _content(message: dict[str, Any]) -> Any:
+    return message.get("content", message.get("value"))
+
+
+def _role(message: dict[str, Any]) -> str:
+    role = message.get("role", message.get("from"))
+    return role if isinstance(role, str) else ""

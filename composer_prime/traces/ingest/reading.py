@@ -1,0 +1,211 @@
+"""Bytes to JSON values, within a bound of memory, whatever the file holds.
+
+The beginning of a file, enough to see what format it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+CHUNK_BYTES = 1 << 20
+MAX_DEPTH = 100
+"""Levels of a JSON value; what walks over one may take a few frames of Python's stack a level."""
+MAX_VALUES = 500_000
+"""Values in one record: an empty list takes 80 bytes of memory for 3 of the file."""
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one record or one context may hold before it is skipped."""
+
+    line_bytes: int = 16 << 20
+    document_bytes: int = 32 << 20
+    context_chars: int = 2_000_000
+    """Characters of a state's messages; about 500,000 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A record that holds no JSON value, and why."""
+
+    reason: str
+
+
+def lines(
+    path: Path, limits: Limits, progress: Callable[[int], None] | None = None, until: int = sys.maxsize
+) -> Iterator[Any]:
+    """The JSON value of every line of the first `until` bytes, or `Bad`. Blank lines are no records. A longer line than
+    the limit is passed over in pieces, never held; `progress` hears of a line's bytes before its value is given out."""
+    with path.open("rb", buffering=CHUNK_BYTES) as file:
+        done = 0
+        while raw := file.readline(min(limits.line_bytes + 1, until)):
+            whole, blank = raw.endswith(b"\n"), raw.isspace()
+            size = len(raw)
+            if not whole and size > limits.line_bytes:
+                del raw
+                size += _rest_of_line(file, until - size)
+                value: Any = Bad(f"line longer than {limits.line_bytes >> 20} MiB")
+            else:
+                value = None if blank else parse(raw, torn=not whole)
+                del raw
+            until -= size
+            if progress is not None and (done := done + size) >= CHUNK_BYTES:
+                progress(done)
+                done = 0
+            if not blank:
+                yield value
+            del value  # neither the bytes nor the value of one line are held beside those of the next
+        if progress is not None:
+            progress(done)
+
+
+def document(path: Path, limits: Limits) -> Any:
+    """The JSON value of a whole file, or `Bad`."""
+    size = os.path.getsize(path)
+    if size > limits.document_bytes:
+        return Bad(f"JSON document larger than {limits.document_bytes >> 20} MiB")
+    raw = path.read_bytes()
+    return parse(raw) if raw.strip() else Bad("empty document")
+
+
+def parse(raw: bytes, torn: bool = False) -> Any:
+    """`raw` as a JSON value of at most MAX_DEPTH levels and MAX_VALUES values, or `Bad`; `torn` marks a last line
+    without its end."""
+    # What texts hold counts here too, so this is an upper bound: it costs next to nothing, and rarely says no.
+    brackets = raw.count(b"[") + raw.count(b"{")
+    if brackets + raw.count(b",") > MAX_VALUES and _has_many_values(raw):
+        return Bad(f"more than {MAX_VALUES:,} values")
+    value = _decoded(raw, torn)
+    return Bad("nested too deeply") if brackets > MAX_DEPTH and _is_deep(value) else value
+
+
+def _has_many_values(raw: bytes) -> bool:
+    """Whether JSON text holds more than MAX_VALUES, by its commas and brackets outside of strings."""
+    found = done = 0
+    for string in _STRING.finditer(raw):
+        found += _signs(raw, done, string.start())
+        done = string.end()
+        if found > MAX_VALUES:
+            return True
+    return found + _signs(raw, done, len(raw)) > MAX_VALUES
+
+
+def _signs(raw: bytes, start: int, end: int) -> int:
+    return raw.count(b",", start, end) + raw.count(b"[", start, end) + raw.count(b"{", start, end)
+
+
+def _decoded(raw: bytes, torn: bool) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    # NaN, lone surrogates and the like: Python's own reader takes what msgspec's stricter one does not.
+    try:
+        return _without_surrogates(json.loads(raw.decode("utf-8-sig")))
+    except UnicodeDecodeError:
+        return Bad("not UTF-8")
+    except RecursionError:
+        return Bad("nested too deeply")
+    except ValueError:
+        return Bad("truncated last line" if torn else "not JSON")
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether there are more than MAX_DEPTH levels of lists and objects."""
+    level = [value] if isinstance(value, list | dict) else []
+    for _ in range(MAX_DEPTH):
+        inner = (node for outer in level for node in (outer.values() if isinstance(outer, dict) else outer))
+        level = [node for node in inner if isinstance(node, list | dict)]
+    return bool(level)
+
+
+def _rest_of_line(file: Any, until: int) -> int:
+    size = 0
+    while piece := file.readline(min(CHUNK_BYTES, until - size)):
+        size += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return size
+
+
+def _without_surrogates(value: Any) -> Any:
+    """`value` with text that UTF-8 can hold, and numbers that JSON can."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, list):
+        return [_without_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+SAMPLE_RECORDS, SAMPLE_BYTES = 64, 4 << 20
+"""A sample ends with the record that reaches either; lines that hold none take no bytes."""
+SNIFF_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What a reader's `matches` may look at."""
+
+    path: Path
+    records: list[Any] = field(default_factory=list)
+    """The first JSON values of a file of lines."""
+    document: Any = None
+    """The value of a file that is one JSON document, or `Bad`; None when it is a file of lines."""
+
+    def objects(self, *keys: str) -> list[dict[str, Any]]:
+        """The records that are objects with all of `keys`."""
+        return [record for record in self.records if isinstance(record, dict) and all(key in record for key in keys)]
+
+
+def take_sample(path: Path, limits: Limits | None = None) -> Sample:
+    """Raises OSError. What may be one document is tried as one; else, and where that fails, it is a file of lines."""
+    limits = limits or Limits()
+    if path.is_dir():
+        return Sample(path=path)
+    value = document(path, limits) if _one_document(path) else None
+    if value is not None and not isinstance(value, Bad):
+        return Sample(path=path, document=value)
+    records = [record for record in _first(path, limits) if not isinstance(record, Bad)]
+    if isinstance(value, Bad) and not any(isinstance(record, dict) for record in records):
+        return Sample(path=path, document=value)
+    return Sample(path=path, records=records)
+
+
+def _first(path: Path, limits: Limits) -> Iterator[Any]:
+    """The values of a file's first lines, `Bad` ones too."""
+    read: list[int] = []
+    for record in islice(lines(path, limits, read.append), SAMPLE_RECORDS):
+        yield record
+        if isinstance(record, Bad):
+            read.clear()
+        if sum(read) >= SAMPLE_BYTES:
+            break
+
+
+def _one_document(path: Path) -> bool:
+    """Whether the file may be one JSON document: pretty-printed, or a single line in a file that is not *.jsonl."""
+    with path.open("rb") as file:
+        head = file.read(SNIFF_BYTES)
+        lone = b"\n" not in head.strip() and len(head) < SNIFF_BYTES
+    first = head.lstrip()[:1]
+    if first not in (b"[", b"{"):
+        return False
+    if path.suffix in (".jsonl", ".ndjson"):
+        return False
+    first_line = head.lstrip().split(b"\n", 1)[0].rstrip()
+    return lone or path.suffix in (".json", ".traj") or not first_line.endswith((b"}", b"]"))

@@ -1,0 +1,227 @@
+"""pairs.jsonl: one preference pair a line, as replay writes them and training reads them (channel 3).
+
+    {"trace": …, "state": {"state_id": …, "messages": […], "tools": […]}, "chosen": {…}, "rejected": {…},
+     "epsilon": …, "teachers": {…}, "cost_usd": …}
+
+Messages have the OpenAI form; `chosen` and `rejected` are assistant messages, thinking in `reasoning_content`.
+
+The density gate's verdicts on a pairs file: PAIRS.gate.json. They decide whether beta may be above 0.
+
+    composer pairs report PAIRS        one verdict, on the whole file
+    teachers.online                    one verdict a window of the growing file, while training goes on
+
+A verdict is bound to the lines it measured by their digest. A pair may be trained when a verdict that passed covers it;
+a pair that was never measured, or whose lines changed since, may not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from composer_prime.errors import ConfigError
+from composer_prime.run.run_dir import write_atomic
+
+TINY_PAIRS = Path(__file__).parents[1] / "assets" / "tiny" / "pairs.jsonl"
+"""Made by infra/tiny_models/pairs.py from toolsmith; its README says how."""
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """What the student saw before the turn that the pair is about."""
+
+    state_id: str
+    """Unique within a file: `<trace>/<turn number>`."""
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    """OpenAI function definitions."""
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    trace: str
+    state: State
+    chosen: dict[str, Any]
+    rejected: dict[str, Any]
+    epsilon: float
+    """Probability that the label is wrong, in [0, 0.5]."""
+    teachers: dict[str, Any] = {}
+    """Who voted how, by teacher."""
+    cost_usd: float = 0.0
+    """What the votes on this state cost."""
+    truncated: bool = False
+    """Whether a limit cut one of the two answers short; such a pair is not trained."""
+
+    @property
+    def pair_id(self) -> str:
+        """The same for the same state and answers, wherever the line stands."""
+        content = msgspec.json.encode([self.chosen, self.rejected])
+        return f"{self.state.state_id}/{hashlib.blake2b(content, digest_size=4).hexdigest()}"
+
+
+class PairFile(Sequence[Pair]):
+    """A pairs.jsonl that may grow while it is read; lines are counted from 0. A pair is read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offsets: list[int] = []
+        """Where each whole line begins."""
+        self._end = 0
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def refresh(self) -> int:
+        """Take in the whole lines that were appended since; how many pairs there are now. No file has none.
+
+        Raises ConfigError when the file held pairs and is gone.
+        """
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._end)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    if line.strip():
+                        self._offsets.append(self._end)
+                    self._end += len(line)
+        except FileNotFoundError:
+            if self._offsets:
+                raise self._gone() from None
+        return len(self)
+
+    def digest(self, last: int, first: int = 0) -> str:
+        """Of the lines of the pairs `first` to `last` - 1, byte for byte, as 32 hex digits; "" of none."""
+        if last <= first:
+            return ""
+        start = self._offsets[first]
+        length = (self._offsets[last] if last < len(self) else self._end) - start
+        digest = hashlib.blake2b(digest_size=16)
+        with self._open() as file:
+            file.seek(start)
+            while length and (part := file.read(min(length, 1 << 20))):
+                digest.update(part)
+                length -= len(part)
+        return digest.hexdigest()
+
+    def _open(self) -> BinaryIO:
+        try:
+            return self.path.open("rb")
+        except FileNotFoundError:
+            raise self._gone() from None
+
+    def _gone(self) -> ConfigError:
+        return ConfigError(
+            f"{self.path} held {len(self)} pairs and is no longer there: put it back and go on with --resume, or set "
+            "orchestrator.preferences.pairs_per_step = 0"
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.read(index)
+
+    def read(self, index: int) -> Pair:
+        """Raises ConfigError, naming file and line, when the line is no pair."""
+        with self._open() as file:
+            file.seek(self._offsets[index])
+            line = file.readline()
+        try:
+            pair = msgspec.json.decode(line, type=Pair)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{self.path}, pair {index + 1} is none ({error}): take its line out, and measure the file with "
+                f"`composer pairs report {self.path} --base MODEL`"
+            ) from None
+        if not 0 <= pair.epsilon <= 0.5:
+            raise ConfigError(f"{self.path}, pair {index + 1}: epsilon is {pair.epsilon}, expected 0 <= epsilon <= 0.5")
+        return pair
+
+
+def resolve_pairs(path: Path | None, run_root: Path) -> Path:
+    """The file behind orchestrator.preferences.pairs: `tiny` is the embedded one, None the run directory's."""
+    if path is None:
+        return run_root / "pairs.jsonl"
+    return TINY_PAIRS if str(path) == "tiny" else path.expanduser()
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """On the pairs `first` to `last` - 1 of the file, counted from 0."""
+
+    first: int
+    last: int
+    digest: str
+    """Of these pairs' lines (PairFile.digest)."""
+    passed: bool
+    reasons: list[str]
+    """What was missed; empty where it passed."""
+    min_pairs_a_trace: float
+    votes: int
+    """Lines of the votes file up to then."""
+
+
+class Gate(msgspec.Struct, frozen=True, kw_only=True):
+    verdicts: list[Verdict]
+    """In the order of the pairs, without gaps."""
+
+    @property
+    def measured(self) -> int:
+        """Pairs that have a verdict."""
+        return self.verdicts[-1].last if self.verdicts else 0
+
+    @property
+    def passed(self) -> int:
+        """Pairs that may be trained."""
+        return sum(verdict.last - verdict.first for verdict in self.verdicts if verdict.passed)
+
+
+def gate_file(pairs: Path) -> Path:
+    return pairs.with_name(f"{pairs.stem}.gate.json")
+
+
+def read_gate(pairs: Path) -> Gate | None:
+    """None where the file was never measured. Raises ConfigError when the verdicts cannot be read."""
+    path = gate_file(pairs)
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Gate)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is no verdict ({error}): {_remedy(pairs)}") from None
+
+
+def write_gate(pairs: Path, gate: Gate) -> None:
+    """Raises OSError."""
+    write_atomic(gate_file(pairs), msgspec.json.encode(gate) + b"\n")
+
+
+def check_binding(gate: Gate, file: PairFile) -> None:
+    """Raises ConfigError, naming both digests, when a verdict is on other pairs than the file holds."""
+    available = file.refresh()
+    for verdict in gate.verdicts:
+        held = file.digest(min(verdict.last, available), min(verdict.first, available))
+        if verdict.last > available or held != verdict.digest:
+            raise ConfigError(
+                f"{gate_file(file.path)} is the verdict on pairs {verdict.first} to {verdict.last} with digest "
+                f"{verdict.digest}, but {file.path} holds {available} pairs, and there digest {held or 'of nothing'}: "
+                f"{_remedy(file.path)}"
+            )
+
+
+def refusal(pairs: Path) -> str | None:
+    """Why no pair of this file may be trained; None where some may. Raises ConfigError for verdicts on other pairs."""
+    gate = read_gate(pairs)
+    if gate is None:
+        return f"{pairs} was never measured by the density gate: {_remedy(pairs)}"
+    check_binding(gate, PairFile(pairs))
+    if gate.passed:
+        return None
+    reasons = "; ".join(dict.fromkeys(reason for verdict in gate.verdicts for reason in verdict.reasons))
+    return (
+        f"{pairs} missed the density gate ({reasons}): replay longer traces, or measure again with a limit that suits "
+        f"short ones (`composer pairs report {pairs} --base MODEL --min-pairs N`)"
+    )
+
+
+def _remedy(pairs: Path) -> str:
+    return f"measure it with `composer pairs report {pairs} --base MODEL`"

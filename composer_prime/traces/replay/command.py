@@ -1,0 +1,189 @@
+"""The command line of replay: states in a file, pairs in another, a summary of votes and money.
+
+Exit status: 0 replayed, 2 wrong input, 3 stopped by a cap or the kill switch, or without a state that was decided, 130
+by Ctrl-C. All are safe to repeat. The first Ctrl-C waits for the calls in flight, for they may be charged; a second one
+drops them, and they count at what was held for them. SIGTERM is taken as Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from composer_prime.config import Config
+from composer_prime.config.load import resolve
+from composer_prime.console import INTERRUPTED, ProgressLines, clock, fail
+from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.plan.cost_forecast import Forecast, beside_the_cap, forecast
+from composer_prime.traces.overwrite_guard import same_file
+from composer_prime.traces.replay.records import UNDECIDED, votes_beside
+from composer_prime.traces.replay.replay import Progress, Replay, opened
+from composer_prime.traces.state import read_states
+
+STOPPED = 3
+INTERRUPTION = "interrupted: repeat the command to go on"
+_SHOW_S = 0.2
+_SAME_S = 0.3
+"""One signal can arrive twice: where it is sent to a whole process group, `composer` passes it on as well."""
+_COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeRemainingColumn(),
+    TextColumn("{task.fields[found]}"),
+)
+USAGE = """\
+usage: composer replay STATES.jsonl -o PAIRS.jsonl @ FILE.toml [--teachers.key VALUE ...]
+
+Asks the teachers of [teachers] what they would have done at each state and writes preference pairs. Beside PAIRS.jsonl:
+PAIRS.votes.jsonl (every vote) and PAIRS.costs.jsonl (every call). Repeat the command to go on where it stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    states: Path
+    pairs: Path
+    config: Config
+
+
+def main(words: list[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
+    if not words or {"-h", "--help"} & set(words):
+        print(USAGE)
+        return 0
+    try:
+        arguments = parse(words)
+        progress, expected = asyncio.run(replay(arguments))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print(INTERRUPTION, file=sys.stderr)
+        return INTERRUPTED
+    except (ComposerError, OSError) as error:
+        fail(error, command="composer replay")
+    print("\n".join(summary(progress, arguments.pairs, expected)))
+    if progress.stopped == INTERRUPTION:
+        return INTERRUPTED
+    return STOPPED if progress.stopped else 0
+
+
+def parse(words: Sequence[str]) -> Arguments:
+    """Raises ConfigError."""
+    start = next((index for index, word in enumerate(words) if word.startswith(("@", "--"))), len(words))
+    own, rest = list(words[:start]), list(words[start:])
+    if len(own) != 3 or own[1] not in ("-o", "--output") or not rest:
+        raise ConfigError(f"give states, -o pairs and a configuration\n{USAGE}")
+    if same_file(Path(own[0]), Path(own[2])):
+        raise ConfigError(f"{own[0]} and {own[2]}, states and pairs, are one file: name another file for the pairs")
+    config = resolve(rest).config
+    if not config.teachers.teacher:
+        raise ConfigError("the configuration has no [[teachers.teacher]]: add at least two, of different families")
+    return Arguments(states=Path(own[0]), pairs=Path(own[2]), config=config)
+
+
+async def replay(arguments: Arguments) -> tuple[Progress, Forecast | None]:
+    """(what was done, what it was expected to cost).
+
+    Raises ConfigError when the states cannot be read, or none of them can be judged.
+    """
+    pairs, total = arguments.pairs, count_states(arguments.states)
+    costs = pairs.with_name(f"{pairs.stem}.costs.jsonl")
+    console = Console(stderr=True)
+    async with opened(arguments.config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as run:
+        expected = forecast(arguments.config, arguments.states)
+        print(beside_the_cap(arguments.config, expected), file=sys.stderr)
+        with Bar(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as bar:
+            showing = asyncio.create_task(_show(bar, run.progress, total))
+            try:
+                with _interruptible(run):
+                    progress = await run.run(read_states(arguments.states))
+            finally:
+                showing.cancel()
+    if progress.states and progress.outcomes["refused"] == progress.states:
+        reasons = "; ".join(reason for reason, _ in progress.refusals.most_common(3))
+        raise ConfigError(f"all {progress.states} states were refused: {reasons}")
+    if progress.states and sum(progress.outcomes[outcome] for outcome in UNDECIDED) == progress.states:
+        progress.stopped = progress.stopped or "no state was decided: mend what is told above, and repeat the command"
+    return progress, expected
+
+
+@contextmanager
+def _interruptible(run: Replay) -> Iterator[None]:
+    """Ctrl-C, or SIGTERM, ends the replay with the calls in flight; once it is ending, it drops them."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    same_until = 0.0
+
+    def interrupt() -> None:
+        nonlocal same_until
+        again, same_until = loop.time() < same_until, loop.time() + _SAME_S
+        if again:
+            return
+        if run.progress.stopped is not None:
+            task.cancel()
+            return
+        run.stop(INTERRUPTION)
+        print(
+            "ending: waiting for the calls in flight; Ctrl-C again drops them, counted at what was held for them",
+            file=sys.stderr,
+        )
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+async def _show(bar: Bar, progress: Progress, total: int) -> None:
+    """The bar; where it is disabled, its figures as lines."""
+    task, lines = bar.add_task("replaying", total=total, found=""), ProgressLines()
+
+    def line() -> str:
+        left_s = bar.tasks[0].time_remaining
+        left = "" if left_s is None else f", about {clock(left_s)} left"
+        return f"replaying: {done:,} of {total:,} states, {found}{left}"
+
+    while True:
+        done, found = progress.states + progress.resumed, f"{progress.pairs} pairs, ${progress.usd:.4f}"
+        bar.update(task, completed=done, found=found)
+        if bar.disable:
+            lines.tell(line)
+        await asyncio.sleep(_SHOW_S)
+
+
+def count_states(path: Path) -> int:
+    """Raises ConfigError when the file cannot be read, holds no state or begins with something else."""
+    if next(read_states(path), None) is None:
+        raise ConfigError(f"{path} holds no states: make it with `composer ingest`, whose table says what was skipped")
+    with path.open("rb") as file:
+        return sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 20), b""))
+
+
+def summary(progress: Progress, pairs: Path, expected: Forecast | None = None) -> list[str]:
+    """What a replay did, as lines; its cost beside what was `expected`."""
+    beside = f"; the forecast was {expected.text()}" if expected else ""
+    outcomes = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in progress.outcomes.most_common())
+    dropped = ", ".join(f"{count} {reason}" for reason, count in progress.dropped.most_common())
+    lines = [
+        f"states    {progress.states} replayed ({outcomes or 'none'}); {progress.resumed} were done before",
+        f"pairs     {progress.pairs} written to {pairs}" + (f"; dropped: {dropped}" if dropped else ""),
+        f"votes     {progress.calls} called, {progress.cached} from the cache, {progress.failed} failed",
+        f"cost      ${progress.usd:.4f} paid now, ${progress.price_usd:.4f} as first asked{beside}",
+        f"entropy   known of {progress.with_entropy} of {progress.states} states; of the others, the error and the "
+        "first vote tell what a further one is worth",
+    ]
+    if progress.left_out:
+        lines.append(f"left out  {progress.left_out}: {progress.why_left_out}")
+    lines += [f"refused   {count}: {reason}" for reason, count in progress.refusals.most_common(3)]
+    lines += [f"no vote   {count}: {reason}" for reason, count in progress.without_vote.most_common(3)]
+    return [*lines, f"stopped   {progress.stopped}"] if progress.stopped else lines

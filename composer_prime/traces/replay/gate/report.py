@@ -1,0 +1,199 @@
+"""`composer pairs report PAIRS.jsonl --base MODEL`: the density gate, as text, as a chart and as a verdict.
+
+Where the votes file is not there, what the pairs alone tell is reported, without a verdict.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from composer_prime.console import INTERRUPTED, counted, fail, until_the_reader_leaves
+from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.model_source import resolve_model
+from composer_prime.run.run_dir import write_atomic
+from composer_prime.traces.overwrite_guard import check_own
+from composer_prime.traces.pairs import Gate, Pair, PairFile, Verdict, gate_file, read_gate, resolve_pairs, write_gate
+from composer_prime.traces.replay.gate.chart import draw, is_chart
+from composer_prime.traces.replay.gate.density import MIN_PAIRS_A_TRACE, Density, Interval, Margins, measure
+from composer_prime.traces.replay.gate.margins import base_margins
+from composer_prime.traces.replay.records import only_writer, read_records, votes_beside
+from composer_prime.traces.replay.teachers.local import LocalModels
+from composer_prime.traces.replay.teachers.scoring import ServedScorer
+
+MISSED = 1
+_FEWEST_MARGINS = 10
+
+
+def main(words: list[str] | None = None) -> int:
+    """Exit status: 0 the gate is passed, 1 it is missed, 2 wrong input."""
+    options = parser().parse_args(words)
+    try:
+        return report(options)
+    except KeyboardInterrupt:
+        print("interrupted: no verdict was written", file=sys.stderr)
+        return INTERRUPTED
+    except ComposerError as error:
+        fail(error, command="composer pairs report")
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="composer pairs report", description=__doc__)
+    parser.add_argument("pairs", type=Path, help="pairs.jsonl of a replay or a run, or tiny")
+    parser.add_argument("--base", help="model folder, tiny or smollm2: the frozen base that measures margins")
+    parser.add_argument(
+        "--margin-pairs", type=_margins_wanted, default=400, help="pairs to measure margins of (default 400)"
+    )
+    parser.add_argument(
+        "--min-pairs", type=_above_zero, help=f"pairs a trace that are wanted (as last time, or {MIN_PAIRS_A_TRACE:g})"
+    )
+    parser.add_argument("--chart", type=Path, help="SVG file to draw (PAIRS.svg by default)")
+    parser.add_argument("--timeout-s", type=_above_zero, default=300.0, help="for loading the base, and for each score")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of the base")
+    return parser
+
+
+def _margins_wanted(word: str) -> int:
+    if not word.isdecimal() or int(word) < _FEWEST_MARGINS:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from {_FEWEST_MARGINS} on")
+    return int(word)
+
+
+def _above_zero(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number above 0")
+    return value
+
+
+def report(options: argparse.Namespace) -> int:
+    path, shipped = resolve_pairs(options.pairs, Path()), str(options.pairs) == "tiny"
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: name the pairs.jsonl in it")
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: name a pairs.jsonl that `composer replay` wrote")
+    # The digest first: lines that change after it are no longer what it says, whatever is measured of them.
+    pairs, votes = PairFile(path), votes_beside(path)
+    digest = pairs.digest(pairs.refresh())
+    records = list(read_records(votes))
+    if not pairs and not records:
+        raise ConfigError(f"{path} holds no pairs and {votes} no votes: make both with `composer replay`")
+    chart = options.chart or (Path("tiny-pairs.svg") if shipped else path.with_suffix(".svg"))
+    check_own(chart, is_chart, "a chart of pairs")
+    if options.base:
+        resolve_model(options.base, timeout_s=options.timeout_s)  # before a process is started for it
+    margins = asyncio.run(_margins(options, pairs)) if options.base and pairs else None
+    density = measure(records, pairs, margins, min_pairs=_wanted(options, path))
+    try:
+        write_atomic(chart, draw(density).encode())
+    except OSError as error:
+        raise ConfigError(f"the chart cannot be written to {chart} ({error.strerror}): name another --chart") from None
+    if not density.votes:
+        verdict = f"none: there are no votes in {votes}"
+    else:
+        verdict = f"{gate_file(path)}, as shipped" if shipped else _verdict(path, digest, density, len(records))
+    print("\n".join([*text(density), f"chart       {chart}", f"verdict     {verdict}"]))
+    return 0 if density.passed else MISSED
+
+
+def _wanted(options: argparse.Namespace, path: Path) -> float:
+    """Pairs a trace: what the user says, else what the last verdict on the file asked for."""
+    if options.min_pairs is not None:
+        return options.min_pairs
+    gate = read_gate(path)
+    return gate.verdicts[-1].min_pairs_a_trace if gate and gate.verdicts else MIN_PAIRS_A_TRACE
+
+
+def _verdict(pairs: Path, digest: str, density: Density, votes: int) -> str:
+    """Writes it beside the pairs; where it is."""
+    before = read_gate(pairs)
+    if density.margins is None and before is not None and before.passed:
+        return f"{gate_file(pairs)}, as it was: without --base nothing was measured that could replace it"
+    verdict = Verdict(
+        first=0,
+        last=density.pairs,
+        digest=digest,
+        passed=density.passed,
+        reasons=density.failures,
+        min_pairs_a_trace=density.min_pairs,
+        votes=votes,
+    )
+    try:
+        with only_writer(pairs):
+            write_gate(pairs, Gate(verdicts=[verdict]))
+    except ConfigError as error:
+        return f"not written: {error}"
+    return f"{gate_file(pairs)} (digest {verdict.digest})"
+
+
+async def _margins(options: argparse.Namespace, pairs: Sequence[Pair]) -> Margins:
+    models = LocalModels([options.base], threads=options.threads, start_timeout_s=options.timeout_s)
+    async with models as url:
+        scorer = ServedScorer(url, options.base, options.timeout_s)
+        try:
+            return await base_margins(scorer, pairs, most=options.margin_pairs)
+        finally:
+            await scorer.close()
+
+
+def text(density: Density) -> list[str]:
+    """The report as lines."""
+    dropped = ", ".join(f"{count} {name}" for name, count in density.dropped.items())
+    doubts = ", ".join(f"{count} with epsilon {epsilon:g}" for epsilon, count in sorted(density.epsilons.items()))
+    lines = [
+        f"pairs       {density.pairs} ({doubts or 'none'})" + (f"; dropped: {dropped}" if dropped else ""),
+        f"a trace     {density.pairs_a_trace:.2f} pairs{_interval(density.pairs_interval, '.2f')}"
+        + ("" if density.votes else " (of traces that gave one: the others are not known)"),
+        *(_of_votes(density) if density.votes else ["missing     votes: agreement, families, cost and time"]),
+        *_of_margins(density),
+    ]
+    if density.passed:
+        return [*lines, "gate        passed: channel 3 may have a weight above 0"]
+    return [*lines, *(f"gate        missed: {reason}" for reason in density.failures)]
+
+
+def _of_votes(density: Density) -> list[str]:
+    outcomes = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in density.outcomes.items())
+    kappa = "-" if density.kappa is None else f"{density.kappa:.3f}{_interval(density.kappa_interval, '.3f')}"
+    time = f"{density.s_a_step:.2f} s a step{_interval(density.s_interval, '.2f')}, p95 {density.s_p95:.2f} s"
+    return [
+        f"states      {density.states} in {density.traces} traces: {outcomes}",
+        f"counted     pairs over the {density.judged_traces} traces that were not refused, cost over the "
+        f"{density.asked_traces} that teachers were asked about",
+        f"cost        ${density.usd_a_trace:.4f} a trace{_interval(density.usd_interval, '.4f')} as first asked; "
+        f"${density.paid_usd:.4f} was paid now for all",
+        f"time        {f'{time}, as first asked' if density.s_p95 else 'not recorded'}",
+        f"agreement   Fleiss kappa {kappa} on whether the student is right; where voting was sequential, third votes "
+        "are missing on states that were settled, so kappa is of what was asked",
+        *(
+            f"families    {one} and {other}: same action in {same} of {both} states ({same / both:.0%})"
+            for (one, other), (same, both) in density.agreement.items()
+        ),
+    ]
+
+
+def _of_margins(density: Density) -> list[str]:
+    if density.margins is None:
+        return ["missing     base margins (--base)"]
+    margins = density.margins
+    real, cross = (sum(values) / len(values) for values in (margins.real, margins.cross_step))
+    measured = f"{len(margins.real)} pairs of {counted(len(set(margins.traces)), 'trace')}"
+    return [
+        f"margins     {measured}, nats a token: real {real:+.3f}, flipped {-real:+.3f} "
+        f"(p = {margins.p_flipped:.4f}), cross-step {cross:+.3f} (p = {margins.p_cross_step:.4f})"
+    ]
+
+
+def _interval(interval: Interval, shape: str) -> str:
+    return "" if interval is None else f" [{interval[0]:{shape}}, {interval[1]:{shape}}]"
+
+
+if __name__ == "__main__":
+    raise SystemExit(until_the_reader_leaves(main))

@@ -1,0 +1,160 @@
+"""The density gate on pairs that are trained while they are made: a verdict for each window of the growing file.
+
+    a state's record, its pairs ──> window ── teachers.gate.window_pairs, of 8 traces ──> measure ──> PAIRS.gate.json
+                                           └─ no more states ─────────────────────────────┘
+                                                                         (read by orchestrator/preferences/mixer.py)
+
+Pairs of fewer traces can pass no permutation test: their window stays open until more traces gave a pair.
+
+A window's figures are those of the traces that had a state in it, with all that these traces gave so far: a trace that
+goes on in the next window counts there with the whole. The pairs of a window that missed the gate are never trained;
+the next window, of fresh pairs, is measured anew and may pass. Until one has passed, beta acts on nothing. Where a
+resumed run goes on is read from votes and verdicts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from composer_prime.config.teachers import MIN_WINDOW_PAIRS, GateConfig
+from composer_prime.console import counted
+from composer_prime.errors import ConfigError
+from composer_prime.traces.pairs import Gate, Pair, PairFile, Verdict, check_binding, read_gate, write_gate
+from composer_prime.traces.replay.gate.density import FEWEST_TRACES, Density, Margins, measure
+from composer_prime.traces.replay.gate.margins import base_margins
+from composer_prime.traces.replay.records import Records, StateRecord, latest
+from composer_prime.traces.replay.teachers.scoring import Scorer
+
+logger = logging.getLogger(__name__)
+
+
+class RunningGate:
+    def __init__(self, config: GateConfig, records: Records, scorer: Scorer | None) -> None:
+        """Raises ConfigError when the verdicts there are on other pairs than the file holds."""
+        self._config, self._scorer = config, scorer
+        self._file = PairFile(records.pairs_path)
+        self._pairs = self._file.refresh()
+        """Pairs whose record was noted."""
+        self.gate = read_gate(self._file.path) or Gate(verdicts=[])
+        check_binding(self.gate, self._file)
+        self._votes = 0
+        self._by_trace: dict[str, list[StateRecord]] = defaultdict(list)
+        self._in_window: set[str] = set()
+        """Traces that had a state since the newest verdict, """
+        self._giving: set[str] = set()
+        """and those that gave a pair."""
+        self._measuring = asyncio.Lock()
+        self._recall(records.history)
+
+    def _recall(self, history: list[StateRecord]) -> None:
+        before = self.gate.verdicts[-2].votes if len(self.gate.verdicts) > 1 else 0
+        begun = self.gate.verdicts[-1].votes if self.gate.verdicts else 0
+        kept = {record.trace for record in history[before:]}
+        for record in history:
+            if record.trace in kept:
+                self._by_trace[record.trace].append(record)
+        self._in_window = {record.trace for record in history[begun:]}
+        self._giving = {record.trace for record in history[begun:] if record.pairs}
+        self._votes = len(history)
+
+    def note(self, record: StateRecord, pairs: int) -> None:
+        """A state was written down, with so many new pairs. In the order of the files."""
+        self._pairs += pairs
+        self._votes += 1
+        self._by_trace[record.trace].append(record)
+        self._in_window.add(record.trace)
+        if record.pairs:
+            self._giving.add(record.trace)
+
+    async def measure_when_due(self) -> None:
+        """Give the open window its verdict once it is full, then the next one if it filled up meanwhile.
+
+        Raises OSError when a verdict cannot be written.
+        """
+        if self._measuring.locked():
+            return
+        async with self._measuring:
+            while self._measurable(self._config.window_pairs):
+                await self._measure(self.gate.measured, self._pairs, self._votes)
+
+    async def measure_rest(self) -> None:
+        """No more states come: give what is left its verdict, or say that it is too little for one.
+
+        Raises OSError when a verdict cannot be written.
+        """
+        async with self._measuring:
+            first, last = self.gate.measured, self._pairs
+            if self._measurable(MIN_WINDOW_PAIRS):
+                await self._measure(first, last, self._votes)
+            elif last > first:
+                logger.warning(
+                    "density gate, pairs %d to %d of %s: %d pairs of %d traces are needed for a verdict, so that these "
+                    "are not trained; further states would open the window again",
+                    first,
+                    last,
+                    counted(len(self._giving), "trace"),
+                    MIN_WINDOW_PAIRS,
+                    FEWEST_TRACES,
+                )
+
+    def _measurable(self, pairs: int) -> bool:
+        return self._pairs - self.gate.measured >= pairs and len(self._giving) >= FEWEST_TRACES
+
+    async def _measure(self, first: int, last: int, votes: int) -> None:
+        traces, self._in_window, self._giving = self._in_window, set(), set()
+        records = [record for trace in traces for record in self._by_trace[trace]]
+        given = Counter({trace: sum(len(each.pairs) for each in self._decided(trace)) for trace in traces})
+        pairs = await asyncio.to_thread(self._read, first, last)
+        margins, unmeasured = await self._margins(pairs)
+        density = measure(records, pairs, margins, min_pairs=self._config.min_pairs_a_trace, by_trace=given)
+        if unmeasured is not None:
+            density.failures.append(unmeasured)
+        verdict = Verdict(
+            first=first,
+            last=last,
+            digest=await asyncio.to_thread(self._file.digest, last, first),
+            passed=density.passed,
+            reasons=density.failures,
+            min_pairs_a_trace=self._config.min_pairs_a_trace,
+            votes=votes,
+        )
+        self.gate = Gate(verdicts=[*self.gate.verdicts, verdict])
+        await asyncio.to_thread(write_gate, self._file.path, self.gate)
+        self._forget(traces | self._in_window)
+        _log(self.gate, density)
+
+    def _read(self, first: int, last: int) -> list[Pair]:
+        self._file.refresh()
+        return [self._file.read(index) for index in range(first, last)]
+
+    async def _margins(self, pairs: list[Pair]) -> tuple[Margins | None, str | None]:
+        """(base margins, why there are none where the base was asked)."""
+        if self._scorer is None:
+            return None, None
+        try:
+            return await base_margins(self._scorer, pairs), None
+        except ConfigError as error:
+            return None, str(error)
+
+    def _decided(self, trace: str) -> Iterable[StateRecord]:
+        """The last record of each state of the trace: one that was replayed anew gave its pairs once."""
+        return latest(self._by_trace[trace]).values()
+
+    def _forget(self, kept: set[str]) -> None:
+        """Only what the next window may still need."""
+        self._by_trace = defaultdict(list, {trace: self._by_trace[trace] for trace in kept})
+
+
+def _log(gate: Gate, density: Density) -> None:
+    """The newest verdict, and what follows from it for beta (channels.replay_dpo.weight)."""
+    verdict = gate.verdicts[-1]
+    where = f"density gate, pairs {verdict.first} to {verdict.last} of {density.traces} traces"
+    if verdict.passed:
+        logger.info("%s: passed, beta acts on %d pairs", where, gate.passed)
+        return
+    left = f"acts on the {gate.passed} pairs of windows that passed" if gate.passed else "acts on none, as if it were 0"
+    reasons = "; ".join(verdict.reasons)
+    logger.warning("%s: missed (%s); these are never trained, beta %s; the next window may pass", where, reasons, left)

@@ -1,0 +1,212 @@
+"""Replay while training goes on: states in, pairs.jsonl of the run directory out, which channel 3 reads as it grows.
+
+    teachers.states (a file), or the run's own rollouts/step_*.jsonl as they appear ──> Replay ──> pairs.jsonl
+
+It never holds training up. Pairs are trained a window at a time, once the window has passed the density gate
+(running_gate.py). Stopped by a cap or the kill switch, or broken, it says so in the log and in metrics.jsonl;
+the run goes on with the pairs there are. A resumed run goes on where it was, and what was answered is not paid again.
+
+The end of the run, Ctrl-C too, waits for calls in flight, which may be charged, at most for their own deadline: `stop`,
+`end`. Calls that are dropped (an orchestrator that fails, a second Ctrl-C) count at what was held for them, and are
+made once more after a resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from composer_prime.config import Config
+from composer_prime.console import counted
+from composer_prime.errors import ComposerError, ConfigError, LedgerError, UnwritableError
+from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.monitor.rollouts import rollout_files
+from composer_prime.run.run_dir import RunDir
+from composer_prime.traces.ingest.ingest import Options, ingest
+from composer_prime.traces.ingest.tally import Recent, Tally
+from composer_prime.traces.replay.records import votes_beside
+from composer_prime.traces.replay.replay import Replay, opened
+from composer_prime.traces.state import TraceState, read_states
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""How often the run directory is looked at for new rollouts."""
+REPORT_S = 5.0
+END = "the run ended"
+NAMED_LINES = 10
+"""Bad lines of a states file that the log names."""
+
+
+class OnlineReplay:
+    def __init__(self, config: Config, run_dir: RunDir, metrics: MetricsFile, step: Callable[[], int]) -> None:
+        """`step`: the newest trained step, for metrics."""
+        self._config, self._run_dir, self._metrics, self._step = config, run_dir, metrics, step
+        self._tally = Tally()
+        self._bad_lines = 0
+        self._told = set[str]()
+        """Why teachers gave no vote, as far as the log has it."""
+        self._replay: Replay | None = None
+        """While states are replayed."""
+        self._ended = asyncio.Event()
+        self._ending_since: float | None = None
+
+    async def run(self) -> None:
+        """Until the states end or it is cancelled. Raises ConfigError before it begins: no key, no price, no such file.
+
+        Any other error ends the replay and not the run, also a pairs.jsonl that cannot be written, or a costs.jsonl
+        that does not say what was spent.
+        """
+        pairs, costs = self._run_dir.root / "pairs.jsonl", self._run_dir.root / "costs.jsonl"
+        begun, states = False, self._config.teachers.states
+        try:
+            if states is not None:
+                next(read_states(states, lambda error: None), None)  # a file that cannot be read is told at once
+            async with opened(self._config, pairs=pairs, votes=votes_beside(pairs), costs=costs, gated=True) as replay:
+                begun = True
+                if self._ending_since is not None:
+                    return
+                self._replay, report = replay, asyncio.create_task(self._report(replay))
+                try:
+                    await replay.run(self._states())
+                    self._no_more_calls()
+                    if replay.gate is not None and replay.progress.stopped != END:
+                        await replay.gate.measure_rest()
+                finally:
+                    self._no_more_calls()
+                    report.cancel()
+                    self._log(replay)
+                if _stopped(replay):
+                    logger.error("replay stopped, training goes on: %s", replay.progress.stopped)
+        except Exception as error:
+            of_files = isinstance(error, (UnwritableError, LedgerError))
+            if not begun and isinstance(error, ConfigError) and not of_files:
+                raise
+            expected = isinstance(error, (ComposerError, OSError))
+            logger.error("replay failed, training goes on: %s", error, exc_info=None if expected else error)
+            self._metrics.log(self._step(), {"replay/failed": 1.0})
+
+    def _no_more_calls(self) -> None:
+        self._replay = None
+        self._ended.set()
+
+    def stop(self) -> None:
+        """Make no further call: the run ends."""
+        self._ending_since = self._ending_since or time.monotonic()
+        if self._replay is not None:
+            self._replay.stop(END)
+
+    async def end(self) -> None:
+        """After `stop`: wait until the states under way have what was asked for, at most teachers.end_timeout_s from
+        then on; not at all where nobody charges. Then `run` may be cancelled."""
+        waited_for, replay = self.waiting_for(), self._replay
+        if waited_for is None or replay is None:
+            return
+        logger.info("the run ends once there is no more to wait for: %s", waited_for)
+        try:
+            await asyncio.wait_for(self._ended.wait(), self._left_s())
+        except TimeoutError:
+            calls = counted(replay.in_flight, "call")
+            dropped = "no call in flight, but pairs that were being scored or measured; a resume does that anew"
+            if replay.in_flight:
+                under_way = "a resume takes up the states under way, with the answers there are"
+                dropped = f"{calls} in flight, counted at what was held for them; {under_way}"
+            end_s = self._config.teachers.end_timeout_s
+            logger.warning("the replay did not end within %g s (teachers.timeout_s): %s", end_s, dropped)
+
+    def _left_s(self) -> float:
+        """Until the end of the run waits no more."""
+        since = time.monotonic() if self._ending_since is None else self._ending_since
+        return max(since + self._config.teachers.end_timeout_s - time.monotonic(), 0.0)
+
+    def waiting_for(self) -> str | None:
+        """What the end of the run waits for here, `subject: how far that is`; None while it does not."""
+        if self._ending_since is None or self._replay is None or not self._config.teachers.end_timeout_s:
+            return None
+        calls = self._replay.in_flight
+        left = f"given up in {self._left_s():.0f} s"
+        if not calls:
+            return f"the pairs of answers that are there: being scored or measured, {left}"
+        return f"answers of teachers that may charge: {counted(calls, 'call')} in flight, {left}"
+
+    async def _states(self) -> AsyncIterator[TraceState]:
+        path = self._config.teachers.states
+        if path is not None:
+            for state in read_states(path, self._left_out):
+                yield state
+                await asyncio.sleep(0)
+            return
+        # Whoever is copied into two steps' files gives its states once.
+        seen, fingerprints, names = set[Path](), Recent(), Recent()
+        while True:
+            fresh = [path for path in rollout_files(self._run_dir, "step").values() if path not in seen]
+            for path in fresh:
+                seen.add(path)
+                for state in await asyncio.to_thread(self._ingested, path, fingerprints, names):
+                    yield state
+            if not fresh:
+                await asyncio.sleep(LOOK_S)
+
+    def _left_out(self, error: ConfigError) -> None:
+        """Count a line that is no state: the others are worth replaying, and training has no part in it."""
+        self._bad_lines += 1
+        if self._bad_lines <= NAMED_LINES:
+            logger.warning("left out of the replay: %s", error)
+        if self._bad_lines == NAMED_LINES:
+            logger.warning("further lines that are no states are only counted, as replay/bad_lines")
+
+    def _ingested(self, path: Path, fingerprints: Recent, names: Recent) -> list[TraceState]:
+        """The states of one step's rollouts. Masked for remote teachers: they hold what tools printed."""
+        remote = any(not teacher.local for teacher in self._config.teachers.teacher)
+        options = Options(mask=remote, model=self._config.model.path)
+        return list(ingest(path, self._tally, options, fingerprints=fingerprints, trace_ids=names))
+
+    async def _report(self, replay: Replay) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            self._log(replay)
+
+    def _log(self, replay: Replay) -> None:
+        """replay/…: what has been done so far; and to the log why teachers gave no vote, each reason once."""
+        progress = replay.progress
+        for reason in [reason for reason in progress.without_vote if reason not in self._told]:
+            self._told.add(reason)
+            logger.warning("no vote: %s", reason)
+        self._metrics.log(
+            self._step(),
+            {
+                "replay/states": float(progress.states + progress.resumed),
+                "replay/bad_lines": float(self._bad_lines),
+                "replay/pairs": float(progress.pairs),
+                "replay/calls": float(progress.calls),
+                "replay/cached": float(progress.cached),
+                "replay/failed_calls": float(progress.failed),
+                "replay/usd": progress.usd,
+                **self._gate(replay),
+                "replay/stopped": float(_stopped(replay)),
+            },
+        )
+
+    def _gate(self, replay: Replay) -> dict[str, float]:
+        """gate/…: pairs that have a verdict, those that may be trained, windows by verdict, and the weight that channel
+        3 has on these pairs: 0 until a window has passed, or where it trains another file."""
+        if replay.gate is None:
+            return {}
+        gate, config = replay.gate.gate, self._config
+        passed = sum(verdict.passed for verdict in gate.verdicts)
+        trained = gate.passed > 0 and config.orchestrator.preferences.pairs is None
+        return {
+            "gate/measured": float(gate.measured),
+            "gate/pairs_passed": float(gate.passed),
+            "gate/windows_passed": float(passed),
+            "gate/windows_missed": float(len(gate.verdicts) - passed),
+            "gate/beta": config.channels.replay_dpo.weight_at(max(self._step(), 1)) if trained else 0.0,
+        }
+
+
+def _stopped(replay: Replay) -> bool:
+    """Whether something ended the replay before the run did."""
+    return replay.progress.stopped not in (None, END)

@@ -1,0 +1,262 @@
+"""votes.jsonl and pairs.jsonl: what a replay leaves, appended state by state, and how it finds its place again.
+
+    pairs of a state ──> pairs.jsonl ──then──> the state's line ──> votes.jsonl
+
+A state counts as done once it has a line with a decision in votes.jsonl, and pairs.jsonl the pairs that it names. Where
+a crash came between the two, or pairs were lost since, the state is replayed from the cache, for nothing, and its pairs
+are known by their ids: none is written twice.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from composer_prime.errors import ConfigError, UnwritableError
+from composer_prime.traces.overwrite_guard import check_own, lines_of
+from composer_prime.traces.pairs import Pair
+from composer_prime.traces.replay.actions.canonical import RULES
+
+T = TypeVar("T")
+_BEGINNING = b'{"trace":'
+"""Of each line of both files."""
+UNDECIDED = {"refused", "failed", "budget"}
+"""Outcomes that the next replay tries to better: a teacher is back, a cap is raised, a family is named."""
+
+
+class VoteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One teacher's vote, as it is written down."""
+
+    teacher: str
+    family: str
+    tier: str
+    form: str
+    """Digest of the canonical form: equal forms, equal digests."""
+    agrees: bool
+    """With the student."""
+    answer: str
+    """Key of the answer in the cache."""
+    cached: bool
+    cost_usd: float
+    """Paid now; 0 from the cache."""
+    seconds: float
+    price_usd: float = 0.0
+    """Paid when it was first asked for, as the cache keeps it."""
+    answer_s: float = 0.0
+    """What the endpoint took then."""
+
+
+class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What became of one state."""
+
+    trace: str
+    state: str
+    step: int
+    family: str
+    outcome: str
+    """overruled | agreed | no_majority | cannot_run | not_worth_it | refused | failed | budget"""
+    reason: str | None = None
+    planned: int = 0
+    votes: list[VoteRecord] = []
+    student_form: str | None = None
+    error: bool = False
+    entropy: float | None = None
+    failed_calls: int = 0
+    """Calls of this replay that gave no vote; an answer from the cache that gives none is not one."""
+    broken: bool = False
+    """Whether what nobody expected failed it: the kill switch counts its calls as failed."""
+    cost_usd: float = 0.0
+    """Paid now, retries included."""
+    seconds: float = 0.0
+    """What endpoints took for the votes that were called for, as Ballot.seconds; 0 where all came from the cache."""
+    expected_usd: float | None = None
+    """As Ballot.expected_usd: the value of information goes by the mean of it."""
+    price_usd: float = 0.0
+    """As cost_usd, with answers from the cache at what they cost when they were asked for."""
+    vote_s: float = 0.0
+    """As seconds, with answers from the cache at the time that they took then, one after another."""
+    content: str = ""
+    """Digest of what the student saw and did: another state under the same id is told apart."""
+    pairs: list[str] = []
+    dropped: dict[str, int] = {}
+    """Pairs that were not written, by reason: length, duplicate."""
+    rules: int = 1
+    """By which forms were compared (canonical.RULES)."""
+
+
+@contextmanager
+def only_writer(pairs: Path) -> Iterator[None]:
+    """Hold the pairs file, and with it the votes and costs beside it, for one replay; the kernel frees it at exit.
+
+    Two at once would each count only its own money against the caps. Raises ConfigError when another replay holds it,
+    UnwritableError when the file cannot be opened for writing.
+    """
+    try:
+        pairs.parent.mkdir(parents=True, exist_ok=True)
+        file = pairs.open("ab")
+    except OSError as error:
+        raise UnwritableError(
+            f"pairs cannot be written to {pairs} ({error.strerror}): make it writable, or name another file"
+        ) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another replay writes {pairs}, and two at once could pass the caps of teachers.budget: wait for it "
+                "or stop it, or name another file of pairs"
+            ) from None
+        yield
+
+
+class Records:
+    """The two files of a replay. One writer at a time (`only_writer`)."""
+
+    def __init__(self, pairs: Path, votes: Path) -> None:
+        """Raises ConfigError where a file holds something else, which is left as it is, or the votes were compared by
+        rules that this release no longer has."""
+        self.pairs_path, self.votes_path = pairs, votes
+        check_own(pairs, lines_of(Pair, beginning=_BEGINNING), "pairs")
+        check_own(votes, lines_of(StateRecord, beginning=_BEGINNING), "votes")
+        for path, kind in ((pairs, Pair), (votes, StateRecord)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _end_last_line(path, kind)
+        self.history = list(read_records(votes))
+        """What earlier replays wrote down."""
+        self._check_rules()
+        self._ids: dict[tuple[str, str, str], str] = {}
+        self.contents: set[bytes] = set()
+        for pair in read_pairs(pairs):
+            self._note(pair)
+        held = set(self._ids.values())
+        self.done = {
+            place: record.content
+            for place, record in latest(self.history).items()
+            if record.outcome not in UNDECIDED and held.issuperset(record.pairs)
+        }
+        """(trace, state) -> digest of the state; "" where an older release did not note it."""
+
+    def _check_rules(self) -> None:
+        other = [record.rules for record in self.history if record.votes and record.rules != RULES]
+        if other:
+            raise ConfigError(
+                f"{self.votes_path} holds {len(other)} states whose votes were compared by rules {other[0]}, this "
+                f"release compares by rules {RULES}, and one file of pairs has one: replay into another (answers come "
+                f"from the cache, for nothing); in a run, move {self.pairs_path.stem}*.json* in "
+                f"{self.pairs_path.parent} elsewhere, or set teachers.online = false"
+            )
+
+    def add(self, record: StateRecord, pairs: list[Pair]) -> int:
+        """Write both down; how many pairs the file did not hold before. Raises OSError."""
+        fresh = [pair for pair in pairs if self.written_as(pair) is None]
+        _append(self.pairs_path, fresh)
+        for pair in fresh:
+            self._note(pair)
+        _append(self.votes_path, [record])
+        if record.outcome not in UNDECIDED:
+            self.done[record.trace, record.state] = record.content
+        return len(fresh)
+
+    def written_as(self, pair: Pair) -> str | None:
+        """The id of the pair that the file holds of this state and rejected form; a crash may have come before its
+        votes were written, and other votes may have given another text since."""
+        return self._ids.get(_place(pair))
+
+    def _note(self, pair: Pair) -> None:
+        self._ids[_place(pair)] = pair.pair_id
+        self.contents.add(content_of(pair))
+
+
+def read_records(path: Path) -> Iterator[StateRecord]:
+    return _read(path, StateRecord)
+
+
+def latest(records: Iterable[StateRecord]) -> dict[tuple[str, str], StateRecord]:
+    """The last record of each state, by (trace, state)."""
+    return {(record.trace, record.state): record for record in records}
+
+
+def read_pairs(path: Path) -> Iterator[Pair]:
+    return _read(path, Pair)
+
+
+def votes_beside(pairs: Path) -> Path:
+    """The votes.jsonl that belongs to a pairs file."""
+    return pairs.with_name(f"{pairs.stem}.votes.jsonl")
+
+
+def content_of(pair: Pair) -> bytes:
+    """What makes two pairs duplicates: the same context and the same two actions, in whichever trace."""
+    return digest([_without_ids(message) for message in (*pair.state.messages, pair.chosen, pair.rejected)]).encode()
+
+
+def digest(value: Any) -> str:
+    """64 bits of a JSON value."""
+    try:
+        content = msgspec.json.encode(value)
+    except UnicodeEncodeError:  # half a character, which JSON can escape
+        content = json.dumps(value).encode()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def _place(pair: Pair) -> tuple[str, str, str]:
+    """(trace, state, digest of the rejected form)."""
+    rejected = pair.teachers.get("rejected_form") or digest(_without_ids(pair.rejected))
+    return pair.trace, pair.state.state_id, rejected
+
+
+def _without_ids(message: dict[str, Any]) -> list[Any]:
+    """Ids of calls differ between traces that are the same otherwise."""
+    return [message["role"], message.get("content"), [call["function"] for call in message.get("tool_calls") or []]]
+
+
+def _append(path: Path, values: list[Any]) -> None:
+    if not values:
+        return
+    with path.open("ab") as file:
+        file.write(b"".join(msgspec.json.encode(value) + b"\n" for value in values))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path, kind: type[T]) -> Iterator[T]:
+    """Every whole line that is a `kind`."""
+    if not path.is_file():
+        return
+    decoder = msgspec.json.Decoder(kind)
+    with path.open("rb") as file:
+        for raw in file:
+            try:
+                yield decoder.decode(raw)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+
+
+def _end_last_line(path: Path, kind: type) -> None:
+    """A crash may have cut the last line short: it is dropped, and its state replayed. A whole one gets its end."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        content_end = file.seek(0, os.SEEK_END)
+        while content_end > 0:
+            start = max(content_end - 65536, 0)
+            file.seek(start)
+            newline = file.read(content_end - start).rfind(b"\n")
+            if newline >= 0:
+                content_end = start + newline + 1
+                break
+            content_end = start
+        file.seek(content_end)
+        last = file.read()
+        if last and lines_of(kind)(last):
+            file.write(b"\n")
+        else:
+            file.truncate(content_end)

@@ -1,0 +1,231 @@
+"""With what a peer joins: its own global model, or another peer's. Decided once for all its ranks. No I/O here.
+
+    somebody trains       the asker's own will do if it is theirs or the rounds since are kept; else it gets a state.
+                          A state that would take it back is never given: it waits until the others have passed it.
+    nobody trains         the start, or all have stopped: those that come wait for one another, at most gather_s. The
+                          highest outer step among them wins, and rounds that were closed beyond it are void, unless
+                          a peer that ended with them is there: who can replays them.
+
+A peer counts as training only if it was heard after the asker asked: one that was killed a moment ago does not. A
+rendezvous that was started a moment ago listens first: peers that trained with the one before it may be on their way.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from composer_prime.errors import RunMismatchError
+from diloco.rendezvous.peer import Base, Peer, Position
+from diloco.rendezvous.rounds import Rounds, leading
+from diloco.rendezvous.transfer import Transfers
+from diloco.transport.messages import AskState, Current, Gone, NotReady, StateReady
+
+logger = logging.getLogger(__name__)
+Answer = Current | StateReady | NotReady | Gone
+
+
+@dataclass(slots=True)
+class Join:
+    """One attempt of one peer to join."""
+
+    instance: int
+    attempt: int
+    began: float
+    asks: dict[int, AskState] = field(default_factory=dict)
+    """By rank."""
+    over: bool = False
+    """It trains."""
+    own: Current | None = None
+    """Its own state will do."""
+    awaits: int = 0
+    """Serial of the state that it is to get; 0 for none."""
+    replays_from: int | None = None
+    """Outer step of the last state that this start of the peer was told of, by whichever attempt."""
+    given: dict[int, int] = field(default_factory=dict)
+    """By the serial of a state that a rank was told of: the last closed round that all its ranks are told with it."""
+
+    @property
+    def outer_step(self) -> int:
+        return next(iter(self.asks.values())).outer_step
+
+    @property
+    def base(self) -> Base:
+        return tuple(self.asks[rank].base_hash for rank in sorted(self.asks))
+
+
+class Joins:
+    def __init__(
+        self, rounds: Rounds, transfers: Transfers, *, expected: int, gather_s: float, listens_until: float
+    ) -> None:
+        """`expected`: peers that are waited for when nobody trains, besides those that are known to the books.
+
+        `listens_until`: a moment; nobody is told before it that nobody trains.
+        """
+        self._rounds, self._transfers = rounds, transfers
+        self._expected, self._gather_s, self._listens_until = expected, gather_s, listens_until
+        self._joins: dict[str, Join] = {}
+
+    def answer(self, ask: AskState, now: float) -> Answer:
+        """Raises RunMismatchError when the ranks of the peer stand at different outer steps."""
+        peer = self._rounds.peers.get(ask.peer)
+        if peer is None or peer.instance != ask.instance or ask.rank not in peer.layouts:
+            return Gone(reason="say hello first")
+        join = self._joins.get(ask.peer)
+        if join is None or join.instance != ask.instance:
+            join = self._joins[ask.peer] = Join(ask.instance, ask.attempt, now)
+        elif join.attempt < ask.attempt:  # until all its ranks have asked anew, what the last attempt needs stays
+            join = self._joins[ask.peer] = Join(
+                ask.instance, ask.attempt, now, awaits=join.awaits, replays_from=join.replays_from
+            )
+        if join.attempt > ask.attempt or join.over:  # a request that was sent again, and came late
+            return NotReady(waiting_for="the same answer on all ranks")
+        if ask.rank not in join.asks:
+            peer.note(ask.rank, Position(ask.outer_step, ask.base_hash, False), now)
+        join.asks[ask.rank] = ask
+        peer.heard[ask.rank] = now
+        absent = [str(rank) for rank in range(peer.ranks) if rank not in join.asks]
+        if absent:
+            return NotReady(waiting_for=f"rank {', '.join(absent)} of peer {peer.name}")
+        steps = sorted({each.outer_step for each in join.asks.values()})
+        if len(steps) > 1:
+            raise RunMismatchError(
+                f"the ranks of peer {peer.name} stand at outer steps {steps}: resume all of them from one checkpoint, "
+                "or start without --resume"
+            )
+        return join.own or self._decide(peer, join, ask.rank, now)
+
+    @property
+    def waiting(self) -> list[str]:
+        """Peers that have asked and have no answer yet."""
+        return [name for name, join in self._joins.items() if not join.over and join.own is None]
+
+    def needed_from(self, now: float) -> int | None:
+        """From this outer step on rounds must stay, for who waits for the state of it, brings it over or replays them.
+
+        None where nobody does.
+        """
+        current, steps = self._transfers.current, []
+        for peer in self._rounds.alive(now):
+            join = self._joins.get(peer.name)
+            if join is None or join.over or join.instance != peer.instance:
+                continue
+            steps.append(join.replays_from)
+            if current is not None and join.awaits == current.serial:
+                steps.append(current.first_step)
+        return min((step for step in steps if step is not None), default=None)
+
+    def trains(self, peer: str) -> None:
+        """It has joined."""
+        if (join := self._joins.get(peer)) is not None:
+            join.over = True
+
+    def _decide(self, peer: Peer, join: Join, rank: int, now: float) -> Answer:
+        training = [each for each in self._rounds.awaited(now) if each.name != peer.name]
+        silent = [each.name for each in training if not each.heard_since(join.began)]
+        if silent:
+            return NotReady(waiting_for=f"a sign of life of {', '.join(sorted(silent))}")
+        if not training:
+            return self._gather(peer, join, now)
+        newest, step = self._rounds.newest, join.outer_step
+        leaders = leading(training)
+        front = max(leaders[0].outer_step, -1 if newest is None else newest + 1)
+        if step > front:
+            return self._ahead(peer, join, front)
+        same = any(each.outer_step == step and each.base == join.base for each in leaders)
+        if same or self._replayable(step, join.base):
+            return self._keep(join)
+        if step == front and leaders[0].outer_step < front:
+            behind = ", ".join(each.name for each in leaders)
+            return NotReady(waiting_for=f"the outcome of round {newest} to reach {behind}")
+        sources = [each for each in training if each in leaders or self._replayable(each.outer_step, each.base)]
+        return self._state(join, sources, rank, now)
+
+    def _replayable(self, outer_step: int, base: Base) -> bool:
+        """Whether the rounds from there on are kept."""
+        closed = self._rounds.closed(outer_step)
+        return closed is not None and closed.base == base
+
+    def _keep(self, join: Join) -> Current:
+        join.own = Current(newest=-1 if self._rounds.newest is None else self._rounds.newest)
+        return join.own
+
+    def _ahead(self, peer: Peer, join: Join, front: int) -> Answer:
+        if not self._rounds.settled:
+            self._go_to(join.outer_step, [peer])
+            return self._keep(join)
+        return NotReady(
+            waiting_for=f"the others, who are at outer step {front}, to pass outer step {join.outer_step} of peer "
+            f"{peer.name}, which would be lost; to give it up start that peer anew without --resume, or resume all"
+        )
+
+    # -- when nobody trains ----------------------------------------------------------------------------------------
+
+    def _gather(self, peer: Peer, join: Join, now: float) -> Answer:
+        if (left := self._listens_until - now) > 0:
+            return NotReady(waiting_for=f"clusters that train already to be heard, {left:.0f} s at most")
+        here = [each for each in self._rounds.alive(now) if self._waits(each)]
+        if peer not in here:
+            return NotReady(waiting_for=f"a sign of life of every rank of peer {peer.name}")
+        leaders = leading(here)
+        lead, newest = leaders[0].outer_step, self._rounds.newest
+        if newest is None and not any(each.outer_step for each in self._rounds.alive(now)):  # a new run
+            return self._keep(join)
+        missing = max(self._expected, len(self._rounds.peers)) - len(here)
+        left = self._gather_s - (now - min(self._joins[each.name].began for each in here))
+        if missing > 0 and left > 0:
+            return NotReady(waiting_for=f"{missing} more peer(s) to come, {left:.0f} s at most")
+        if newest is not None and lead != newest + 1:
+            if lead <= newest and self._ended(newest, now) and self._replayable(join.outer_step, join.base):
+                return self._keep(join)
+            self._go_to(lead, leaders)
+        if peer not in leaders:
+            return NotReady(waiting_for=f"peer {leaders[0].name}, at outer step {lead}, to stand ready")
+        return self._keep(join)
+
+    def _ended(self, newest: int, now: float) -> bool:
+        """Whether a peer is there that has all rounds behind it and trains no more: what it ended with stands."""
+        beyond = [each for each in self._rounds.alive(now) if each.outer_step > newest]
+        return any(not each.training and not self._waits(each) for each in beyond)
+
+    def _waits(self, peer: Peer) -> bool:
+        join = self._joins.get(peer.name)
+        here = join is not None and not join.over and join.instance == peer.instance
+        return here and len(join.asks) == peer.ranks
+
+    def _go_to(self, lead: int, leaders: list[Peer]) -> None:
+        names, newest = ", ".join(sorted(each.name for each in leaders)), self._rounds.newest
+        logger.warning("the run goes on from outer step %d of %s; the last closed round was %s", lead, names, newest)
+        self._rounds.go_to(lead)
+        self._transfers.drop()
+
+    # -- with another peer's state -----------------------------------------------------------------------------------
+
+    def _state(self, join: Join, sources: list[Peer], rank: int, now: float) -> Answer:
+        transfer = self._transfers.request(sources, self._rounds.oldest, now)
+        last = -1 if self._rounds.newest is None else self._rounds.newest
+        if transfer is None:
+            return NotReady(waiting_for=self._no_source(sources))
+        join.awaits = transfer.serial
+        if not transfer.complete:
+            return NotReady(waiting_for=f"the state of peer {transfer.source}: {transfer.progress(last, now)}")
+        if transfer.outer_step is None:  # its ranks answered at different steps
+            self._transfers.drop()
+            return NotReady(waiting_for="a state that is of one outer step on all ranks")
+        closed = self._rounds.closed(transfer.outer_step)
+        if closed is not None and closed.base != transfer.base:  # it fits no round that would follow on it
+            step = closed.outer_step
+            logger.warning("the state of peer %s is not the others' of outer step %d", transfer.source, step)
+            self._transfers.refuse(transfer.serial)
+            return NotReady(waiting_for="a state that the rounds since go on from")
+        join.replays_from, newest = transfer.outer_step, join.given.setdefault(transfer.serial, last)
+        return StateReady(header=transfer.blobs[rank].header, newest=newest)
+
+    def _no_source(self, sources: list[Peer]) -> str:
+        if not sources:
+            return "a peer that trains"
+        return (
+            f"another try to bring a state over, for {self._transfers.outgrown}. The rounds since, which stay for a "
+            "joiner beyond --keep-rounds, outgrew the memory: start `diloco lighthouse` with a larger --memory-gb, or "
+            "raise diloco.sync_every, or the source's diloco.rate_limit_mbit"
+        )

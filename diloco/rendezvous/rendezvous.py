@@ -1,0 +1,190 @@
+"""The rendezvous of a joint run: relays deltas and states between clusters, and closes rounds.
+
+    trainer rank (a, 0) ──┐   one CURVE connection each, outwards from the cluster: no cluster needs an open port
+    trainer rank (a, 1) ──┼──> rendezvous ──> lighthouse (torchft, loopback): quorum of each round
+    trainer rank (b, 0) ──┘        │
+                                   └ answers, from the books: rounds (who brought what, closed with whom),
+                                     joins (who joins with what), transfers (states for joiners)
+
+Who waits on whom: a rank that asks for a round waits for the peers that are training, at most round_deadline_s after
+the first whole delta; a joiner for one source's upload. Requests are answered at once or, with NotReady, after a
+second. While the process stands still nobody counts as silent and no deadline runs: what peers sent meanwhile is read
+first. The rendezvous keeps nothing on disk. Restarted, it learns from the peers' hellos and offers where the run
+stands: the highest outer step wins, once start_peers are there or gather_s is over.
+
+A clock for who judges others by their silence: what passes while it could not have heard them does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+import zmq
+
+from composer_prime.errors import ComposerError, DeadlineError
+from composer_prime.wire.sockets import SecureServer, bind_router
+from diloco.rendezvous.membership import Lighthouse
+from diloco.rendezvous.request_handler import Answers
+from diloco.rendezvous.rounds import RendezvousSettings
+from diloco.transport.keys import JointKey
+from diloco.transport.messages import AskState, FromPeer, NotReady, Refused, ToPeer, encode, from_peer
+
+logger = logging.getLogger(__name__)
+
+
+class RunningClock:
+    """Seconds in which this process ran: of a time in which it stood still (SIGSTOP, a frozen machine) few count."""
+
+    def __init__(self, longest_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`longest_s`: at most so much passes from one look to the next, so whoever has it must look more often."""
+        self._longest_s, self._clock = longest_s, clock
+        self._now, self._looked = 0.0, clock()
+
+    def __call__(self) -> float:
+        passed, self._looked = (looked := self._clock()) - self._looked, looked
+        if passed > self._longest_s:
+            logger.warning("this process stood still for %.1f s: nobody counts as silent for that", passed)
+        self._now += min(passed, self._longest_s)
+        return self._now
+
+
+_TICK_S = 0.02
+_LONG_POLL_S = 1.0
+_QUORUM_TIMEOUT_S = 10.0
+
+
+class Rendezvous:
+    """`async with Rendezvous(settings, key) as server: await server.serve()`."""
+
+    def __init__(self, settings: RendezvousSettings, key: JointKey) -> None:
+        """Raises PortInUseError, or ConfigError when torchft is not installed."""
+        self.settings = settings
+        self.lighthouse = Lighthouse(settings.min_peers)
+        self._server: SecureServer = bind_router(settings.bind, key.server(), [key.client().own.public])
+        self.endpoint = self._server.endpoint
+        self._clock = RunningClock(settings.beat_timeout_s / 5)
+        self.answers = Answers(settings, key.derive("headers"), self._clock, self._pulse)
+        self.rounds, self.transfers = self.answers.rounds, self.answers.transfers
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._present: set[str] = set()
+        """Peers that were alive at the last look."""
+
+    async def __aenter__(self) -> Rendezvous:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._server.close()
+        await asyncio.to_thread(self.lighthouse.close)
+
+    async def serve(self) -> None:
+        """Answer until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_time())
+            group.create_task(self._close_rounds())
+            group.create_task(self._receive())
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._server.socket.recv_multipart()
+            if len(frames) == 3:
+                task = asyncio.create_task(self._respond(*frames))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _respond(self, identity: bytes, number: bytes, raw: bytes) -> None:
+        answer = await self._answer(raw)
+        # A peer that went away meanwhile has no route: its request is answered when it asks again.
+        with contextlib.suppress(zmq.ZMQError):
+            await self._server.socket.send_multipart([identity, number, encode(answer)])
+
+    async def _answer(self, raw: bytes) -> ToPeer:
+        try:
+            request = from_peer(raw)
+            answer = self.answers.to(request)
+            if isinstance(request, AskState):  # ranks wait for one another
+                self._pulse()
+            return await self._patiently(request) if isinstance(answer, NotReady) else answer
+        except ComposerError as error:
+            logger.warning("refused: %s", error)
+            return Refused(error=str(error))
+        except Exception as error:  # one peer's odd request must not end the rendezvous for the others
+            logger.exception("a request could not be handled")
+            return Refused(error=f"the rendezvous could not handle this request ({type(error).__name__})")
+
+    async def _patiently(self, request: FromPeer) -> ToPeer:
+        """Another answer than NotReady, if there is one soon."""
+        deadline = self._clock() + _LONG_POLL_S
+        while isinstance(answer := self.answers.to(request), NotReady) and (left := deadline - self._clock()) > 0:
+            changed = self._changed
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), left)
+        return answer
+
+    def _pulse(self) -> None:
+        """Wake every request that waits."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _keep_time(self) -> None:
+        """Look at the clock so often that only a process that stands still misses a look."""
+        while True:
+            self._clock()
+            await asyncio.sleep(_TICK_S)
+
+    # -- closing rounds ------------------------------------------------------------------------------------------
+
+    async def _close_rounds(self) -> None:
+        while True:
+            now = self._clock()
+            self._say_who_came_and_went(now)
+            begun, members = self.answers.begun(now), self.rounds.closable(now, self.settings.min_peers)
+            if begun and members is not None:
+                await self._close(dict(members))
+            await asyncio.sleep(_TICK_S)
+
+    def _say_who_came_and_went(self, now: float) -> None:
+        present = {peer.name: peer for peer in self.rounds.alive(now)}
+        for name in sorted(present.keys() - self._present):
+            logger.info("peer %s is here: %s", name, ", ".join(sorted(present)))
+        for name in sorted(self._present - present.keys()):
+            if self.rounds.peers[name].training:
+                silence_s = self.settings.beat_timeout_s
+                logger.warning("peer %s is gone, silent for %g s: rounds go on without it", name, silence_s)
+            else:  # it said farewell, or ended while it joined
+                logger.info("peer %s has left", name)
+        self._present = set(present)
+
+    async def _close(self, members: dict[str, tuple[str, ...]]) -> None:
+        current = self.rounds.open_round()
+        assert current is not None
+        step = current.outer_step
+        try:
+            quorum = await asyncio.to_thread(self.lighthouse.quorum, list(members), step, _QUORUM_TIMEOUT_S)
+        except DeadlineError as error:
+            logger.warning("round %d stays open, and the lighthouse is started anew: %s", step, error)
+            await asyncio.to_thread(self.lighthouse.restart)
+            return
+        if self.rounds.open_round() is not current:
+            return
+        # A member whose process was replaced while the lighthouse deliberated has no contribution any more.
+        whole = current.contributors(self.rounds.peers)
+        still = {name: base for name, base in members.items() if name in quorum.peers and whole.get(name) == base}
+        if len(still) < self.settings.min_peers:
+            return
+        late = sorted(peer.name for peer in self.rounds.awaited(self._clock()) if peer.name not in still)
+        closed = self.answers.close(still, quorum.id)
+        logger.info(
+            "round %d closed with %s (quorum %d)%s", step, ", ".join(closed.members), quorum.id,
+            f"; without {', '.join(late)}" if late else "",
+        )  # fmt: skip
+        self._pulse()

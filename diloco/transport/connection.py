@@ -1,0 +1,259 @@
+"""One rank's connection to the rendezvous: numbered requests over a DEALER socket, repeated until they are answered.
+
+Runs in the event loop of the link's thread. Bytes of blobs go in pieces, several under way at once, so that a long
+round trip costs little; where a transfer broke off, it goes on.
+
+How much of a body is under way at once, by how long answers take. No I/O here.
+
+A long round trip wants many pieces under way. A slow link wants small ones: nothing else comes through while a piece is
+sent, neither the beats that keep this peer in the run nor the ones that keep the connection.
+
+A token bucket: at most so many bytes a second over any long time, a burst at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import TypeVar
+
+import zmq
+import zmq.asyncio
+
+from composer_prime.errors import DeadlineError, WireError
+from composer_prime.run.keys import ClientKeys
+from composer_prime.wire.sockets import dealer
+from diloco.transport.header import Header, RunningChecksum, check_body
+from diloco.transport.messages import (
+    Chunk,
+    Closed,
+    FromPeer,
+    Get,
+    Gone,
+    Offer,
+    Piece,
+    Received,
+    Refused,
+    ToPeer,
+    encode,
+    to_peer,
+)
+
+logger = logging.getLogger(__name__)
+
+
+PIECE_BYTES = 1 << 18
+"""Most bytes of a piece."""
+WINDOW = 32
+"""Most pieces under way at once."""
+LEAST_BYTES = 1 << 14
+_FIRST_WINDOW, _LEAST_WINDOW = 4, 2
+_SLOW_S = 2.0
+"""An answer that takes longer says that the link's queue is full."""
+
+
+class Flow:
+    """Of one transfer: how quick the link was for the last says nothing about this one."""
+
+    def __init__(self, least_bytes: int = LEAST_BYTES, most_bytes: int = PIECE_BYTES) -> None:
+        """Sizes of pieces. The most must be the least times a power of two."""
+        self._least_bytes, self._most_bytes = least_bytes, most_bytes
+        self.piece_bytes, self.window = least_bytes, _FIRST_WINDOW
+
+    def answered(self, took_s: float) -> None:
+        """A piece was answered so long after it was sent."""
+        if took_s < _SLOW_S:
+            if self.piece_bytes < self._most_bytes:
+                self.piece_bytes *= 2
+            else:
+                self.window = min(WINDOW, self.window + 1)
+        elif self.window > _LEAST_WINDOW:
+            self.window -= 1
+        else:
+            self.piece_bytes = max(self._least_bytes, self.piece_bytes // 2)
+
+    def unanswered(self) -> None:
+        """An answer stayed out: the link became slow, or was lost with all that was under way."""
+        self.piece_bytes, self.window = self._least_bytes, _LEAST_WINDOW
+
+
+class TokenBucket:
+    def __init__(
+        self, bytes_per_s: float | None, burst_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """None has no limit."""
+        self._rate, self._burst, self._clock = bytes_per_s, float(burst_bytes), clock
+        self._tokens, self._filled = self._burst, clock()
+
+    def delay_s(self, size: int) -> float:
+        """Take `size` bytes; how long to wait before sending them. The bucket may go into debt, so any size passes."""
+        if self._rate is None:
+            return 0.0
+        now = self._clock()
+        self._tokens = min(self._burst, self._tokens + (now - self._filled) * self._rate) - size
+        self._filled = now
+        return max(0.0, -self._tokens / self._rate)
+
+    async def take(self, size: int) -> None:
+        if (delay := self.delay_s(size)) > 0:
+            await asyncio.sleep(delay)
+
+
+_RESEND_S = 3.0
+_PIECE_TIMEOUT_S = 15.0
+Asked = TypeVar("Asked", Chunk, Get)
+
+
+class RefusedError(WireError):
+    """The rendezvous refused a request; the message is its own."""
+
+
+class Connection:
+    def __init__(self, address: str, keys: ClientKeys, identity: str, rate_limit_mbit: float | None) -> None:
+        self.address = address
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._context = zmq.asyncio.Context()
+        self._socket = dealer(self._context, address, keys, identity.encode())
+        self._numbers = itertools.count()
+        self._waiting: dict[bytes, asyncio.Future[ToPeer]] = {}
+        rate = rate_limit_mbit * 1e6 / 8 if rate_limit_mbit is not None else None
+        self._bucket = TokenBucket(rate, min(2 * PIECE_BYTES, int(rate or PIECE_BYTES)))  # a second's worth at most
+        self._receiver = asyncio.create_task(self._receive())
+
+    async def close(self) -> None:
+        self._receiver.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._receiver
+        self._socket.close(linger=200)
+        self._context.term()
+
+    async def call(self, request: FromPeer, timeout_s: float = float("inf")) -> ToPeer:
+        """The answer to `request`, which is sent again every few seconds.
+
+        Raises DeadlineError after `timeout_s`, or RefusedError with the rendezvous' words.
+        """
+        began = time.monotonic()
+        while (left := timeout_s - (time.monotonic() - began)) > 0:
+            with contextlib.suppress(TimeoutError):
+                return _accepted(await asyncio.wait_for(await self._send(request), min(_RESEND_S, left)))
+        raise DeadlineError(
+            f"the rendezvous at {self.address} has not answered for {timeout_s:g} s ({type(request).__name__}): is "
+            "`diloco lighthouse` running there, with the same key file?"
+        )
+
+    async def _send(self, request: FromPeer) -> asyncio.Future[ToPeer]:
+        number = next(self._numbers).to_bytes(8, "little")
+        future: asyncio.Future[ToPeer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        future.add_done_callback(lambda _: self._waiting.pop(number, None))
+        raw = encode(request)
+        self.bytes_sent += len(raw)
+        await self._socket.send_multipart([number, raw])
+        return future
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            future = self._waiting.get(frames[0]) if len(frames) == 2 else None
+            if future is None or future.done():
+                continue  # the answer to a request that was sent again
+            self.bytes_received += len(frames[1])
+            try:
+                future.set_result(to_peer(frames[1]))
+            except WireError as error:
+                future.set_exception(error)
+
+    async def upload(self, header: Header, body: memoryview, instance: int) -> bool:
+        """Bring a blob of this start of the peer over; whether all of it is there.
+
+        If not, its round closed, or nobody wants it any more. Raises RefusedError.
+        """
+        flow = Flow()
+        while True:
+            answer = await self.call(Offer(header=header, instance=instance))
+            if isinstance(answer, Closed | Gone):
+                return False
+            assert isinstance(answer, Received)
+            if answer.size == header.size:
+                return True
+            chunks = (
+                Chunk(name=header.name, offset=at, data=bytes(body[at : at + size]), instance=instance)
+                for at, size in _spans(answer.size, header.size, flow)
+            )
+            # Whatever goes wrong on the way, the next offer's answer says where to go on.
+            with contextlib.suppress(TimeoutError):
+                async for chunk, reply in self._pipelined(chunks, flow):
+                    if not isinstance(reply, Received) or reply.size < chunk.offset + len(chunk.data):
+                        break
+
+    async def download(self, header: Header, progress: str = "") -> bytearray | None:
+        """A blob's body; None when it is not kept any more. Raises ChecksumError, WireError, RefusedError.
+
+        `progress`: what to call it in the log, about every ten seconds.
+        """
+        body, done, said, running = bytearray(header.size), 0, time.monotonic(), RunningChecksum()
+        flow = Flow()
+        while done < header.size:
+            spans = _spans(done, header.size, flow)
+            requests = (Get(name=header.name, offset=at, length=size) for at, size in spans)
+            with contextlib.suppress(TimeoutError):
+                async for get, piece in self._pipelined(requests, flow):
+                    if not isinstance(piece, Piece):
+                        return None
+                    if len(piece.data) != get.length:
+                        raise WireError(f"{header.name}: {len(piece.data)} bytes at {get.offset}, not {get.length}")
+                    body[get.offset : get.offset + get.length] = piece.data
+                    running.update(piece.data)  # not all at once at the end: beats go out meanwhile
+                    done = get.offset + get.length
+                    if progress and time.monotonic() - said > 10:
+                        said = time.monotonic()
+                        logger.info("%s: %.0f %% of %.1f MB", progress, 100 * done / header.size, header.size / 1e6)
+        check_body(header, len(body), running.hexdigest())
+        return body
+
+    async def _pipelined(self, requests: Iterable[Asked], flow: Flow) -> AsyncIterator[tuple[Asked, ToPeer]]:
+        """Requests, made one by one, with their answers, in order: as many under way at once as `flow` says.
+
+        Raises TimeoutError when an answer stays out.
+        """
+        waiting: deque[tuple[Asked, float, asyncio.Future[ToPeer]]] = deque()
+        source = iter(requests)
+        try:
+            while True:
+                while len(waiting) < flow.window and (request := next(source, None)) is not None:
+                    if isinstance(request, Chunk):
+                        await self._bucket.take(len(request.data))
+                    waiting.append((request, time.monotonic(), await self._send(request)))
+                if not waiting:
+                    return
+                request, sent, future = waiting.popleft()
+                try:
+                    answer = _accepted(await asyncio.wait_for(future, _PIECE_TIMEOUT_S))
+                except TimeoutError:
+                    flow.unanswered()
+                    raise
+                flow.answered(time.monotonic() - sent)
+                yield request, answer
+        finally:
+            for _, _, future in waiting:
+                future.cancel()
+
+
+def _spans(start: int, end: int, flow: Flow) -> Iterator[tuple[int, int]]:
+    """Offsets and sizes of pieces, each of the size that is right when it is asked for."""
+    while start < end:
+        size = min(flow.piece_bytes, end - start)
+        yield start, size
+        start += size
+
+
+def _accepted(answer: ToPeer) -> ToPeer:
+    if isinstance(answer, Refused):
+        raise RefusedError(answer.error)
+    return answer

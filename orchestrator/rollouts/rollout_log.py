@@ -1,0 +1,86 @@
+"""rollouts/*.jsonl: one object a rollout, for people and for `composer rollouts`.
+
+A training step's file holds the rollouts of its batch and, with another `status`, those of groups that were dropped
+since the batch before. Files are written whole and atomically, so a batch that is served again after a crash does not
+double its lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from composer_prime.run.run_dir import write_atomic
+from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, Outcome
+from orchestrator.workers.protocol import RolloutFailure, TurnRecord
+
+
+def group_lines(step: int, group: FinishedGroup) -> list[dict[str, Any]]:
+    """The lines of a group's rollouts."""
+    status = "trained" if group.outcome is Outcome.READY else group.outcome.value
+    return [rollout_line(step, group.plan.source, rollout, status, group.plan.group) for rollout in group.rollouts]
+
+
+def rollout_line(
+    step: int, source: str, rollout: FinishedRollout, status: str, group: int | None = None
+) -> dict[str, Any]:
+    """One rollout as plain JSON values; what is not known is null."""
+    versions = None if rollout.version_min is None else [rollout.version_min, rollout.version_max]
+    return {
+        "step": step,
+        "status": status if rollout.failure is None else "failed",
+        "source": source,
+        "task_id": rollout.task_id,
+        "group": group,
+        "rollout_id": rollout.rollout_id,
+        "seed": rollout.seed,
+        "reward": rollout.reward,
+        "advantage": rollout.advantage,
+        "task_reward": rollout.task_reward,
+        "parts": rollout.parts,
+        "metrics": rollout.metrics,
+        "policy_versions": versions,
+        "stop_reason": rollout.stop_reason,
+        "truncated": rollout.truncated,
+        "error": _failure(rollout.failure),
+        "failed_attempts": [_failure(failure) for failure in rollout.failed_attempts],
+        "tools": next((session.tools for session in rollout.sessions if session.trainable), []),
+        "turns": [_turn(turn) for turn in rollout.turns],
+        "cost": {
+            "prompt_tokens": rollout.prompt_tokens,
+            "sampled_tokens": rollout.sampled_tokens,
+            "cpu_s": rollout.cpu_s,
+            "wall_s": rollout.wall_s,
+        },
+    }
+
+
+def write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Replace `path` by `lines`. Raises OSError."""
+    encoder = msgspec.json.Encoder()
+    write_atomic(path, b"".join(encoder.encode(line) + b"\n" for line in lines))
+
+
+def _failure(failure: RolloutFailure | None) -> dict[str, Any] | None:
+    return None if failure is None else {"kind": failure.kind, "message": failure.message, "detail": failure.detail}
+
+
+def _turn(turn: TurnRecord) -> dict[str, Any]:
+    return {
+        "role": turn.role,
+        "text": turn.text,
+        "token_count": turn.num_tokens,
+        "error": turn.error,
+        "hint": turn.hint,
+        "turn": turn.turn,
+        "finish_reason": turn.finish_reason,
+        "surprisal": turn.surprisal,
+        "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in turn.tool_calls],
+        "reasoning": turn.reasoning,
+        "call": turn.call,
+        "parent": turn.parent,
+        "session": turn.session,
+    }

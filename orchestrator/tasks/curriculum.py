@@ -1,0 +1,144 @@
+"""Which task of a source comes next: the hook, a default and an adaptive one.
+
+A curriculum is named by `orchestrator.curriculum.import_path` (`module:Class`) and made once a source as
+`Class(num_tasks=…, seed=…, **kwargs)`. Its state goes into every checkpoint; after a crash the journal replays the
+calls since then in their order, so a curriculum that draws no randomness of its own goes on exactly.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import random
+from collections import deque
+from typing import Any, Protocol
+
+from composer_prime.config.orchestrator import CurriculumConfig
+from composer_prime.errors import ConfigError
+from orchestrator.rollouts.groups import FinishedGroup, derive_seed
+
+
+class Curriculum(Protocol):
+    """Called from the event loop, so each call must be quick."""
+
+    def next_task(self) -> int:
+        """Index of the task that the next group plays, in [0, num_tasks)."""
+        ...
+
+    def observe(self, group: FinishedGroup) -> None:
+        """A group of this source ended, whatever its outcome; `group.plan.task_index` says which task it was."""
+
+    def state(self) -> dict[str, Any]:
+        """Everything `load_state` needs, as plain JSON values."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class Shuffled:
+    """Every task once an epoch, each epoch in an order of its own.
+
+    The draw number alone decides, so its state is one integer. An endless task set (`num_tasks` None) goes in order.
+    """
+
+    def __init__(self, *, num_tasks: int | None, seed: int) -> None:
+        self._num_tasks, self._seed, self._drawn = num_tasks, seed, 0
+        self._epoch, self._order = -1, []
+
+    def next_task(self) -> int:
+        drawn, self._drawn = self._drawn, self._drawn + 1
+        if self._num_tasks is None:
+            return drawn
+        epoch, position = divmod(drawn, self._num_tasks)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(self._num_tasks))
+            random.Random(derive_seed(self._seed, "epoch", epoch)).shuffle(self._order)
+        return self._order[position]
+
+    def observe(self, group: FinishedGroup) -> None:
+        """A fixed order learns nothing from results."""
+
+    def state(self) -> dict[str, Any]:
+        return {"drawn": self._drawn}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._drawn = int(state["drawn"])
+
+
+class Frontier:
+    """Prefers tasks whose recent pass rate is intermediate: p(1-p) is largest where a group carries most signal.
+
+    A task's weight is 4 p (1 - p), with p the mean of its last `window` group pass rates; a task not played yet counts
+    as p = 1/2. Of `candidates` tasks drawn uniformly the heaviest is played (ties: the first drawn), so a draw costs
+    the same for ten tasks and ten million. With probability `explore` it is any task: what was hard may now be easy.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_tasks: int | None,
+        seed: int,
+        window: int = 4,
+        candidates: int = 8,
+        explore: float = 0.05,
+        pass_threshold: float = 1.0,
+    ) -> None:
+        if num_tasks is None:
+            raise ConfigError(
+                "orchestrator.curriculum is Frontier, which returns to tasks, but the task set never ends: "
+                "limit the task set or use orchestrator.curriculum:Shuffled"
+            )
+        if candidates < 1 or window < 1 or not 0 <= explore <= 1:
+            raise ConfigError(
+                f"orchestrator.curriculum.kwargs: candidates = {candidates}, window = {window}, explore = {explore}; "
+                "candidates and window must be at least 1, explore between 0 and 1"
+            )
+        self._num_tasks, self._seed, self._drawn = num_tasks, seed, 0
+        self._window, self._candidates, self._explore = window, candidates, explore
+        self._pass_threshold = pass_threshold
+        self._rates: dict[int, deque[float]] = {}
+
+    def next_task(self) -> int:
+        rng = random.Random(derive_seed(self._seed, "frontier", self._drawn))
+        self._drawn += 1
+        drawn = [rng.randrange(self._num_tasks) for _ in range(self._candidates)]
+        if rng.random() < self._explore:
+            return drawn[0]
+        return max(drawn, key=self._signal)
+
+    def observe(self, group: FinishedGroup) -> None:
+        rewards = group.task_rewards
+        if rewards:
+            rate = sum(reward >= self._pass_threshold for reward in rewards) / len(rewards)
+            self._rates.setdefault(group.plan.task_index, deque(maxlen=self._window)).append(rate)
+
+    def _signal(self, task: int) -> float:
+        rates = self._rates.get(task)
+        rate = sum(rates) / len(rates) if rates else 0.5
+        return 4 * rate * (1 - rate)
+
+    def state(self) -> dict[str, Any]:
+        return {"drawn": self._drawn, "rates": {str(task): list(rates) for task, rates in self._rates.items()}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._drawn = int(state["drawn"])
+        self._rates = {int(task): deque(rates, maxlen=self._window) for task, rates in state["rates"].items()}
+
+
+def build_curriculum(config: CurriculumConfig, *, num_tasks: int | None, seed: int) -> Curriculum:
+    """Raises ConfigError when `import_path` names no class, or the class does not take `kwargs`."""
+    module_name, _, class_name = config.import_path.partition(":")
+    where = f"orchestrator.curriculum.import_path is {config.import_path!r}"
+    try:
+        factory = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{where}, which cannot be imported: {error}; give `module:Class`") from None
+    try:
+        inspect.signature(factory).bind(num_tasks=num_tasks, seed=seed, **config.kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{where}; its class does not take orchestrator.curriculum.kwargs: {error}") from None
+    curriculum = factory(num_tasks=num_tasks, seed=seed, **config.kwargs)
+    missing = [name for name in ("next_task", "observe", "state", "load_state") if not hasattr(curriculum, name)]
+    if missing:
+        raise ConfigError(f"{where}; its class lacks {missing}: see orchestrator/tasks/curriculum.py for the protocol")
+    return curriculum

@@ -1,0 +1,139 @@
+"""The run directory before any role starts: new, refused, emptied, or ready to go on.
+
+new run      the folder must be missing or empty, or run.overwrite empties it (only if it is a run directory)
+--resume     the newest complete checkpoint decides; a run that crashed before its first one starts over, and keeps
+             what was paid for: answers of endpoints, teachers' pairs and votes, what all of it cost
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from composer_prime.config import Config, load
+from composer_prime.errors import ConfigError
+from composer_prime.monitor.rollouts import rollout_files
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.run_dir import PAID_ENTRIES, RunDir, create_run_id, write_atomic
+from composer_prime.run.run_folder import check_folder, is_run_directory
+
+_KEPT_ON_RESTART = {"keys", "run_id", "logs", ".launcher.lock"} | PAID_ENTRIES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run directory that roles can be started in."""
+
+    run_dir: RunDir
+    config: Config
+    """As written to config.json: run.resume is on only where there is a checkpoint to resume."""
+    start_step: int
+    """Optimizer steps already taken."""
+    notes: tuple[str, ...]
+    """What the user should know of the start."""
+    lock: IO[bytes]
+    """Held while the launcher lives: one launcher a run directory."""
+
+
+def prepare(config: Config) -> Prepared:
+    """Make the run directory ready. Raises ConfigError when it cannot be used as asked."""
+    run_dir = RunDir(config.run.directory.absolute())
+    changes = check_folder(run_dir, config)
+    _make(run_dir.root)
+    lock = _lock(run_dir)
+    notes: list[str] = []
+    start_step = 0
+    if config.run.resume:
+        start_step, notes = _resume(run_dir, changes)
+        if start_step == 0:
+            config = config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
+    elif config.run.overwrite and is_run_directory(run_dir.root):
+        _empty(run_dir, keep={".launcher.lock"})
+    try:
+        _keys(run_dir, config)
+        write_atomic(run_dir.config, load.dump(config).encode())
+        create_run_id(run_dir, config.run.name)
+        _endpoints(run_dir, config)
+    except OSError as error:
+        raise ConfigError(f"cannot write to the run directory {run_dir.root}: {error.strerror}") from None
+    return Prepared(run_dir=run_dir, config=config, start_step=start_step, notes=tuple(notes), lock=lock)
+
+
+def _make(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the run directory {root} cannot be made: {error.strerror}; set run.output_dir") from None
+
+
+def _lock(run_dir: RunDir) -> IO[bytes]:
+    path = run_dir.root / ".launcher.lock"
+    try:
+        file = path.open("a+b")
+    except OSError as error:
+        raise ConfigError(f"cannot write to the run directory {run_dir.root}: {error.strerror}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().decode(errors="replace").strip() or "unknown"
+        raise ConfigError(
+            f"another launcher (process {holder}) runs in {run_dir.root}: stop it first, or choose another run.name"
+        ) from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n".encode())
+    file.flush()
+    return file
+
+
+def _resume(run_dir: RunDir, changes: list[str]) -> tuple[int, list[str]]:
+    """The step to go on from and what changed since; empties the directory where nothing was saved yet."""
+    steps = run_dir.complete_checkpoints()
+    if steps:
+        _drop_later_evaluations(run_dir, steps[-1])
+        return steps[-1], [f"resuming after step {steps[-1]}", *changes]
+    _empty(run_dir, keep=_KEPT_ON_RESTART)
+    kept = "keys, logs and what was paid for"
+    return 0, [f"no complete checkpoint yet: starting over from step 0 ({kept} are kept)", *changes]
+
+
+def _drop_later_evaluations(run_dir: RunDir, step: int) -> None:
+    """Steps after the checkpoint are trained again, so their evaluations belong to weights that are no more."""
+    for evaluated, path in rollout_files(run_dir, "eval").items():
+        if evaluated > step:
+            path.unlink()
+
+
+def _empty(run_dir: RunDir, *, keep: set[str]) -> None:
+    for path in run_dir.root.iterdir():
+        if path.name in keep:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _keys(run_dir: RunDir, config: Config) -> None:
+    """Keys of a run whose orchestrator runs elsewhere must come from there: fresh ones would be refused."""
+    if config.orchestrator.address is None:
+        RunKeys.create(run_dir.keys)
+        return
+    needed = ("trainer.token", "signing.ed25519")
+    if missing := [name for name in needed if not (run_dir.keys / name).exists()]:
+        raise ConfigError(
+            f"orchestrator.address is {config.orchestrator.address!r}, but {run_dir.keys} lacks {', '.join(missing)}: "
+            "copy run_id, keys/trainer.token and keys/signing.ed25519 from the orchestrator's run directory (the "
+            "other keys stay there)"
+        )
+
+
+def _endpoints(run_dir: RunDir, config: Config) -> None:
+    """A stale endpoints.json would send roles to a dead orchestrator; a remote orchestrator's is known already."""
+    run_dir.endpoints.unlink(missing_ok=True)
+    if config.orchestrator.address is not None:
+        write_atomic(run_dir.endpoints, b'{"step": "%s"}\n' % config.orchestrator.address.encode())

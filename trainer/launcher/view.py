@@ -1,0 +1,230 @@
+"""What the launcher shows: a live panel on a terminal, one line a step elsewhere. Drawing only; state is Progress.
+
+One optimizer step in words: what every run has, what channels 2 and 3 did, how a joint run goes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from typing import Protocol
+
+from composer_prime.config import Config
+from composer_prime.console import clock, counted, gib, silence
+from composer_prime.monitor.progress import Progress, Round, Step, sparkline
+
+
+def step_line(step: Step, max_steps: int) -> str:
+    """One step in one line; figures that the trainer did not report are left out."""
+    parts = [f"step {step.step}/{max_steps}"]
+    if step.reward is not None:
+        spread = f" ±{step.reward_std:.2f}" if step.reward_std is not None else ""
+        parts.append(f"reward {step.reward:.3f}{spread}")
+    if step.loss is not None:
+        parts.append(f"loss {step.loss:+.4f}")
+    if step.tokens_per_s is not None:
+        parts.append(f"{step.tokens_per_s:,.0f} tok/s")
+    if step.step_s is not None:
+        waited = f" (waited {step.wait_s:.1f} s)" if step.wait_s is not None else ""
+        parts.append(f"{step.step_s:.1f} s{waited}")
+    if step.staleness is not None:
+        parts.append(f"staleness {step.staleness:g}")
+    if step.mismatch_kl is not None:
+        parts.append(f"kl {step.mismatch_kl:.1e}")
+    return "  ".join(parts)
+
+
+def channels_text(step: Step) -> str:
+    """What channels 2 and 3 trained on in this step; empty where both are off."""
+    parts = []
+    if step.hinted_turns is not None:
+        divergence = f", jsd {step.jsd:.4f}" if step.hinted_turns and step.jsd is not None else ""
+        parts.append(f"hints: {counted(int(step.hinted_turns), 'turn')}{divergence}")
+    if step.pairs is not None:
+        accuracy = f", accuracy {step.accuracy:.2f}" if step.pairs and step.accuracy is not None else ""
+        parts.append(f"teachers: {counted(int(step.pairs), 'pair')}{accuracy}")
+    return "  ".join(parts)
+
+
+def round_text(last: Round) -> str:
+    """The last outer step of a joint run."""
+    return (
+        f"round {last.number}, {counted(last.peers, 'peer')}, {last.sent_bytes / 1e6:,.1f} MB sent, "
+        f"waited {last.waited_s:.1f} s for it"
+    )
+
+
+FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 30.0
+"""Without a step for so long, the plain view says who waits for what: first, and then again each so often, or as soon
+as another wait that lasts has followed the one it told of."""
+
+
+class View(Protocol):
+    """What the launcher's loop calls."""
+
+    def begin(self, progress: Progress) -> None:
+        """Called once, before the first refresh: `progress` is what earlier starts of the run have shown already."""
+
+    def event(self, text: str) -> None:
+        """Something happened: a restart, a warning."""
+
+    def refresh(self, progress: Progress, fresh: list[Step], memory_bytes: int | None) -> None:
+        """Called each tick; `fresh` are the steps since the last call."""
+
+    def close(self) -> None: ...
+
+
+def build_view(config: Config) -> View:
+    live = config.monitor.view == "live" or (config.monitor.view == "auto" and sys.stdout.isatty())
+    return LiveView(config) if live else PlainView(config)
+
+
+class PlainView:
+    """One line a step, an evaluation, an event; and who waits when nothing moves."""
+
+    def __init__(self, config: Config) -> None:
+        self._max_steps = config.run.max_steps
+        self._evals_shown: dict[int, int] = {}
+        self._round_shown = 0
+        self._say_wait_at = time.time() + FIRST_WAIT_S
+        self._said: dict[str, str] = {}
+        """By role: the wait that was told of since the last step."""
+
+    def begin(self, progress: Progress) -> None:
+        self._evals_shown = {step: len(figures) for step, figures in progress.evals.items()}
+        if progress.last is not None and progress.last.joint is not None:
+            self._round_shown = progress.last.joint.number
+
+    def event(self, text: str) -> None:
+        try:
+            print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+        except BrokenPipeError:
+            silence()
+            print("trainer: nobody reads this output any more; the run goes on, its logs are in logs/", file=sys.stderr)
+
+    def refresh(self, progress: Progress, fresh: list[Step], memory_bytes: int | None) -> None:
+        for step in fresh:
+            self.event(step_line(step, self._max_steps))
+            self._more(step)
+        for step, figures in progress.evals.items():
+            if self._evals_shown.get(step) != len(figures):
+                self._evals_shown[step] = len(figures)
+                self.event(f"eval after step {step}: {eval_text(figures)}")
+        if fresh:
+            self._say_wait_at, self._said = time.time() + NEXT_WAIT_S, {}
+        self._waits(progress)
+
+    def _more(self, step: Step) -> None:
+        """Indented under the step: the channels beside the first, and the round of a joint run that ended since."""
+        if text := channels_text(step):
+            self.event(f"  {text}")
+        if step.joint is not None and step.joint.number != self._round_shown:
+            self._round_shown = step.joint.number
+            self.event(f"  joint run: {round_text(step.joint)}")
+
+    def _waits(self, progress: Progress) -> None:
+        now = time.time()
+        due = now >= self._say_wait_at
+        for role, waiting in progress.waiting.items():
+            another = self._said.get(role, waiting.subject) != waiting.subject
+            if (due or another) and now - waiting.since >= FIRST_WAIT_S:
+                self._say_wait_at = now + NEXT_WAIT_S
+                self._said[role] = waiting.subject
+                self.event(f"{role} has waited {now - waiting.since:.0f} s for {waiting.what}")
+
+    def close(self) -> None:
+        sys.stdout.flush()
+
+
+class LiveView:
+    """A panel that rich redraws in place."""
+
+    def __init__(self, config: Config) -> None:
+        from rich.live import Live
+
+        self._config = config
+        self._started = time.time()
+        self._events: deque[str] = deque(maxlen=6)
+        self._drawn = 0.0
+        self._live = Live(auto_refresh=False, transient=False)
+        self._live.start()
+
+    def begin(self, progress: Progress) -> None:
+        """Nothing to leave out: the panel shows the whole run."""
+
+    def event(self, text: str) -> None:
+        self._events.append(f"{time.strftime('%H:%M:%S')} {text}")
+        self._drawn = 0.0
+
+    def refresh(self, progress: Progress, fresh: list[Step], memory_bytes: int | None) -> None:
+        if time.time() - self._drawn >= self._config.monitor.refresh_s:
+            self._drawn = time.time()
+            self._live.update(self._panel(progress, memory_bytes), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _panel(self, progress: Progress, memory_bytes: int | None):
+        from rich.panel import Panel
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold")
+        table.add_column()
+        for label, text in panel_rows(self._config, progress, self._started, memory_bytes):
+            table.add_row(label, Text(text))
+        for event in self._events:
+            table.add_row("", Text(event, style="dim"))
+        return Panel(table, title=self._config.run.name, subtitle="Ctrl-C stops; --resume goes on", title_align="left")
+
+
+def panel_rows(config: Config, progress: Progress, started: float, memory_bytes: int | None) -> list[tuple[str, str]]:
+    """(label, text) of the live panel."""
+    last = progress.last
+    rows = [("progress", _progress_text(config, progress, started))]
+    rewards = progress.rewards()
+    if rewards:
+        rows.append(("reward", f"{rewards[-1]:.3f}  first {rewards[0]:.3f}  {sparkline(rewards)}"))
+    if progress.evals:
+        newest = max(progress.evals)
+        rows.append(("eval", f"after step {newest}: {eval_text(progress.evals[newest])}"))
+    if last is not None:
+        rows.append(("step", step_line(last, config.run.max_steps)))
+        rows += [("channels", text)] if (text := channels_text(last)) else []
+        rows += [("joint run", round_text(last.joint))] if last.joint is not None else []
+    if memory_bytes:
+        rows.append(("memory", f"{gib(memory_bytes)} in all processes{_peaks(progress)}"))
+    now = time.time()
+    for role, waiting in progress.waiting.items():
+        rows.append((f"{role}", f"waits {now - waiting.since:.0f} s for {waiting.what}"))
+    return rows
+
+
+def _progress_text(config: Config, progress: Progress, started: float) -> str:
+    total, last = config.run.max_steps, progress.last
+    done = last.step if last else 0
+    elapsed = clock(time.time() - started)
+    if total == 0:
+        return f"evaluation only, {elapsed}"
+    filled = round(30 * done / total)
+    pace = progress.seconds_a_step()
+    left = f", about {clock(pace * (total - done))} left" if pace is not None and done < total else ""
+    return f"step {done}/{total} {'━' * filled}{'─' * (30 - filled)} {elapsed}{left}"
+
+
+def _peaks(progress: Progress) -> str:
+    return "".join(f", {role} peak {gib(int(peak))}" for role, peak in sorted(progress.peak_bytes.items()))
+
+
+def eval_text(figures: dict[str, float]) -> str:
+    """The figures of one evaluation that have an interval, and how many rollouts failed."""
+    telling = [name for name in figures if f"{name}_low" in figures] or [name for name in figures if "mean" in name]
+    parts = []
+    for name in telling or sorted(figures):
+        low, high = figures.get(f"{name}_low"), figures.get(f"{name}_high")
+        spread = f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
+        parts.append(f"{name} {figures[name]:.3f}{spread}")
+    parts += [f"{name} {count:.0f}" for name, count in figures.items() if name.endswith("/failed") and count]
+    return ", ".join(parts)

@@ -1,0 +1,156 @@
+"""Reference log-probabilities of preference pairs: computed once by the frozen base, then read from the run directory.
+
+    reference/logprobs.jsonl    {"key": ..., "logprob": ..., "check": ...}      one line a side, appended by rank 0
+
+A key is the hash of the base model, the compute type and the side's token ids with the answer's beginning. A line that
+was damaged counts as absent: its side is computed again, and the next start writes the file without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from composer_prime.console import counted
+from composer_prime.errors import NonFiniteError
+from composer_prime.model_source import weight_files
+from composer_prime.run.run_dir import write_atomic
+from trainer.data.rows import PairsRow, reading_of
+from trainer.model.policy import Policy
+from trainer.world import World, gather_texts, gather_words
+
+logger = logging.getLogger(__name__)
+_PIECE = 16 << 20
+
+
+def model_hash(folder: Path) -> str:
+    """sha256 over config.json and the weight files of `folder`."""
+    digest = hashlib.sha256()
+    for path in [folder / "config.json", *weight_files(folder)]:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+class ReferenceLogprobs:
+    """The answers' summed log-probabilities under the frozen base, known to all ranks alike."""
+
+    def __init__(self, path: Path, folder: Path, world: World) -> None:
+        """A collective: rank 0 hashes the model and reads the cache for all."""
+        self._path, self._world = path, world
+        own = model_hash(folder) if world.first else ""
+        self._prefix = f"{gather_texts(own)[0]} {world.compute_dtype}"
+        known = gather_texts(path.read_text(errors="replace") if world.first and path.exists() else "")[0].splitlines()
+        self._values = _parse(known)
+        if world.first and len(known) > len(self._values):
+            self._keep(lambda: write_atomic(path, _lines(self._values).encode()))
+
+    def key(self, document: np.ndarray, start: int) -> str:
+        """`document` are the ids of context and answer, which begins at `start`."""
+        digest = hashlib.sha256(f"{self._prefix} {start} ".encode())
+        digest.update(np.ascontiguousarray(document, dtype="<i4").tobytes())
+        return digest.hexdigest()
+
+    def missing(self, rows: list[PairsRow | None]) -> list[bool]:
+        """Of each row, whether any rank lacks a side. A collective; ranks bring equally many rows."""
+        own = [any(key not in self._values for key in self._keys(pairs)) if pairs else False for pairs in rows]
+        return [any(flags) for flags in zip(*gather_words([int(flag) for flag in own]), strict=True)]
+
+    def compute(self, policy: Policy, rows: list[PairsRow | None]) -> None:
+        """Read the pairs of `rows` with the base in place; every rank reads as many rows. A collective."""
+        found: dict[str, float] = {}
+        for pairs in rows:
+            sums_S = _answer_logprobs(policy, pairs, self._world.device)
+            found |= dict(zip(self._keys(pairs), sums_S.tolist(), strict=True)) if pairs else {}
+        new = {key: value for key, value in found.items() if key not in self._values}
+        lines = [
+            line
+            for text in gather_texts("\n".join(_line(key, value) for key, value in new.items()))
+            for line in text.splitlines()
+        ]
+        read = _parse(lines)
+        if len(read) < len({json.loads(line)["key"] for line in lines}):
+            raise NonFiniteError(
+                "the frozen base gives NaN or infinity as the log-probability of an answer in a preference pair; "
+                "nothing was trained: look at model.path and the pairs"
+            )
+        fresh = {key: value for key, value in read.items() if key not in self._values}
+        self._values |= fresh
+        if self._world.first and fresh:
+            self._keep(lambda: _append(self._path, _lines(fresh)))
+
+    def of(self, pairs: PairsRow) -> Tensor:
+        """float32 [2 P]: the answers' sums in the order of the sides."""
+        values = [self._values[key] for key in self._keys(pairs)]
+        return torch.tensor(values, dtype=torch.float32).to(self._world.device, non_blocking=True)
+
+    def _keys(self, pairs: PairsRow | None) -> list[str]:
+        if pairs is None:
+            return []
+        return [self.key(document, start) for document, start in zip(pairs.documents, pairs.answer_starts, strict=True)]
+
+    def _keep(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:  # only the saving of a later computation is lost
+            logger.warning("reference log-probabilities are not kept in %s: %s", self._path, error)
+
+
+def _answer_logprobs(policy: Policy, pairs: PairsRow | None, device: torch.device) -> Tensor:
+    """float64 [2 P] on the CPU. Without pairs one token is read, so that ranks stay in step."""
+    documents, starts = (list(pairs.documents), pairs.answer_starts) if pairs else ([], ())
+    lengths = np.array([len(document) for document in documents], dtype=np.int64) - np.array(starts, dtype=np.int64)
+    wanted = [np.arange(start, len(document)) for document, start in zip(documents, starts, strict=True)]
+    answers = [document[index] for document, index in zip(documents, wanted, strict=True)]
+    if not documents:
+        documents, wanted, answers = [np.zeros(1, dtype=np.int32)], [np.zeros(0, dtype=np.int64)], []
+    targets = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *answers])).to(device)
+    scores = policy.scores(reading_of(documents, wanted, device, share=policy.shares_prefixes), targets)
+    sides = torch.from_numpy(np.repeat(np.arange(len(answers)), lengths))
+    return torch.zeros(len(answers), dtype=torch.float64).index_add(0, sides, scores.double().cpu())
+
+
+def _append(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)
+
+
+def _lines(values: dict[str, float]) -> str:
+    return "".join(_line(key, value) + "\n" for key, value in values.items())
+
+
+def _line(key: str, value: float) -> str:
+    return json.dumps({"key": key, "logprob": value, "check": _check(key, value)})
+
+
+def _check(key: str, value: float) -> str:
+    return hashlib.blake2b(f"{key} {value!r}".encode(), digest_size=8).hexdigest()
+
+
+def _parse(lines: list[str]) -> dict[str, float]:
+    """The sides whose lines are whole."""
+    values: dict[str, float] = {}
+    damaged = 0
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            key, value = entry["key"], entry["logprob"]
+            if entry["check"] != _check(key, value) or not math.isfinite(value):
+                raise ValueError(line)
+            values[key] = value
+        except (ValueError, KeyError, TypeError):
+            damaged += 1
+    if damaged:
+        text = counted(damaged, "damaged line")
+        logger.warning("%s of cached reference log-probabilities: computed again", text)
+    return values
