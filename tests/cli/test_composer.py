@@ -104,7 +104,7 @@ def test_rollouts_refuses_what_is_not_there(run_dir, tmp_path):
         ([str(tmp_path / "joint")], "no run directory .*there is .*peer-a"),
     ):
         with pytest.raises(ConfigError, match=said):
-            rollouts_command.run(words)
+            rollouts_command.main(words)
 
 
 def test_eval_table_compares_two_models_task_by_task():
@@ -129,7 +129,7 @@ def test_eval_refuses_a_configuration_without_held_out_tasks(tmp_path):
 def test_eval_looks_for_every_model_before_it_evaluates_one(tmp_path):
     # A typo in the second model is said at once, not after the first one's minutes.
     with pytest.raises(ComposerError, match="no folder"):
-        eval_command.run(["tiny", str(tmp_path / "nothere"), "@", str(ROOT / "configs/a0.toml")])
+        eval_command.main(["tiny", str(tmp_path / "nothere"), "@", str(ROOT / "configs/a0.toml")])
 
 
 def test_eval_splits_models_from_the_configuration():
@@ -156,19 +156,19 @@ def test_plan_has_a_usage_of_its_own(capsys):
     # --help tells of plan's flags, not of the trainer's keys; an empty command line is a usage error.
     text = output(capsys, plan_command, "--help")
     assert text.startswith("usage: composer plan") and "--gpus 8x80" in text
-    assert plan_command.run([]) == 2
+    assert plan_command.main([]) == 2
 
 
 def test_plan_says_what_it_cannot_know(tmp_path, capsys):
     # Without the model's config.json there is no estimate, and the missing file is named. With it (and without weights
     # or vLLM) there is one.
     words = ["@", str(ROOT / "configs/qwen3-8b/a1.toml"), "--gpus", "8x80", "--model.path", str(tmp_path)]
-    assert plan_command.run(words) == 2
+    assert plan_command.main(words) == 2
     text = capsys.readouterr().out
     assert f"no estimate of memory and disk: {tmp_path / 'config.json'} is not there" in text
     assert "keep this run from starting on this machine (the plan is for another)" in text
     (tmp_path / "config.json").write_text((ROOT / "composer_prime/assets/tiny/policy/config.json").read_text())
-    plan_command.run(words)
+    plan_command.main(words)
     assert "inference node x 4" in (text := capsys.readouterr().out) and "MiB" not in text
 
 

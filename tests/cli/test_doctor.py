@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from composer_prime.cli.doctor_command import run, shared_memory, torch_found, what_works
+from composer_prime.cli.doctor_command import main, shared_memory, torch_found, what_works
 
 
 def test_doctor_reports_each_part_and_says_what_works(capsys, tmp_path):
     # The quick check needs no torch and names every finding with its level, then what can be done and how.
-    assert run(["--quick", "--output-dir", str(tmp_path)]) == 0
+    assert main(["--quick", "--output-dir", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     for part in ("python", "memory", "verifiers", "tiny", "disk", "loopback", "open files"):
         assert part in text

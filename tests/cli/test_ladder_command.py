@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_prime.cli.ladder_command import run, table
+from composer_prime.cli.ladder_command import main, table
 from composer_prime.errors import ConfigError
 from composer_prime.stats.ladder import Arm, differences, differing, flatten, over_seeds, windows
 
@@ -35,7 +35,7 @@ def test_arms_are_paired_by_seed(tmp_path: Path, capsys: pytest.CaptureFixture[s
         run_folder(tmp_path, "a2-seed0", 0, 0.5, [0.3, 0.3]),
         run_folder(tmp_path, "a2-seed1", 1, 0.5, [0.8, 0.8]),
     ]
-    assert run([*folders, "--bins", "1"]) == 0
+    assert main([*folders, "--bins", "1"]) == 0
     shown = capsys.readouterr().out
     assert "2 arms at 2 steps" in shown and "channels.sdpo.weight: 0.0 -> 0.5" in shown
     assert shown.count("a2 - a1") == 2 and shown.count("+0.200 [-1.071, +1.471]") == 2  # in training, held-out
@@ -91,6 +91,6 @@ def test_refusals(tmp_path: Path) -> None:
     first = run_folder(tmp_path, "a1-seed0", 0, 0.0, [0.2, 0.2])
     second = run_folder(tmp_path, "again", 0, 0.0, [0.2, 0.2])
     with pytest.raises(ConfigError, match="a1-seed0 and again have the same configuration and the same seed 0"):
-        run([first, second])
+        main([first, second])
     with pytest.raises(ConfigError, match="--steps 5: the shortest of the runs has 2"):
-        run([first, "--steps", "5"])
+        main([first, "--steps", "5"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_prime.cli.plan_command import run
+from composer_prime.cli.plan_command import main
 from composer_prime.config.load import resolve
 from diloco.simulate.forecast import link_rows
 
@@ -89,7 +89,7 @@ def test_step_time_of_the_run(tmp_path):
 def test_composer_plan(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("COLUMNS", "72")
-    run([*FILES, "--run.output_dir", str(tmp_path)])
+    main([*FILES, "--run.output_dir", str(tmp_path)])
     shown = capsys.readouterr().out
     assert shown.index("disk ") < shown.index("link ") < shown.index("this run from starting")
     rows = shown[shown.index("link ") : shown.index("\n\n")].splitlines()

@@ -16,7 +16,7 @@ import msgspec
 
 from composer_prime.packing.pack import pack, totals
 from composer_prime.run.keys import RunKeys
-from composer_prime.run.run_dir import RunDir, read, write_atomic
+from composer_prime.run.run_dir import RunDir, read_run_id, write_atomic
 from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.step import (
     CheckpointRequest,
@@ -47,7 +47,7 @@ class StepPeer:
         """`pairs_of` gives a step's preference pairs; `distil` packs teacher documents.
 
         `answer` may give other bytes than the honest reply to a request; None gives the honest one."""
-        self.run_dir, self.run_id = run_dir, read(run_dir)
+        self.run_dir, self.run_id = run_dir, read_run_id(run_dir)
         self.samples_of, self.max_steps, self.answer = samples_of, max_steps, answer
         self.pairs_of, self.distil = pairs_of or (lambda step: []), distil
         self.requests: list[StepRequest] = []
