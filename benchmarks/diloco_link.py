@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from composer_prime.config.diloco import CodecConfig
-from diloco.simulate.product import JointRun, forecast
+from diloco.simulate.product import JointRun, forecast_link
 from diloco.transport.keys import JointKey
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -217,7 +217,7 @@ def compare(bench: Bench, star: Star, words: argparse.Namespace) -> int:
                 f"{way_s:.2f} s on the way (simulate's constants: {own.busy_s:.2f}, {own.handling_s + own.round_s:.2f})"
             )
             for mbit, measured in found.items():
-                said = forecast(run, replace(net, gbit_s=mbit / 1e3))
+                said = forecast_link(run, replace(net, gbit_s=mbit / 1e3))
                 figure = "s that a sync costs" if delay else "s a sync"
                 good &= _row(mbit, codec, delay, figure, measured.cost_s, said.exposed_s)
                 if delay:

@@ -24,7 +24,7 @@ import torch
 from composer_prime.config import Config
 from composer_prime.model_source import resolve_model
 from composer_prime.packing.pack import pack, totals
-from composer_prime.wire.types import Distillation, Sample, VersionSpan, pack_flags, pack_floats, pack_ints
+from composer_prime.wire.types import HintedTurn, Sample, VersionSpan, pack_flags, pack_floats, pack_ints
 from trainer import world as worlds
 from trainer.data.rows import Documents, RowOptions, documents_of, unpack
 from trainer.data.teacher_cost import ReadCost, teachers_in_row
@@ -57,7 +57,7 @@ def samples_of(context: int, turn: int, vocabulary: int) -> list[Sample]:
 def _sample(rng: np.random.Generator, index: int, context: int, turn: int, vocabulary: int) -> Sample:
     ids, length = rng.integers(0, vocabulary, context + turn), context + turn
     teacher = np.r_[ids[:context], rng.integers(0, vocabulary, HINT), ids[context:]]
-    hinted = Distillation(start=context, end=length, teacher_ids=pack_ints(teacher), teacher_start=context + HINT,
+    hinted = HintedTurn(start=context, end=length, teacher_ids=pack_ints(teacher), teacher_start=context + HINT,
                           turn=0, error="benchmark")  # fmt: skip
     return Sample(
         sample_id=f"{index}/0", group_id=str(index), source="benchmark", task_id=str(index), input_ids=pack_ints(ids),

@@ -84,11 +84,11 @@ def trl_jsd(hidden: Tensor, weight: Tensor, _: Tensor, teacher: Tensor) -> Tenso
 def ours_jsd(hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Tensor) -> Tensor:
     from composer_prime.channels.divergence import divergence
     from trainer.head.fused import token_statistics
-    from trainer.head.head import Distillation, Head, TeacherPart
+    from trainer.head.head import Head, TeacherPart, TeacherTargets
 
     part = TeacherPart(share=1.0, hidden_DH=teacher, head=Head(weight_VH=weight.detach()))
     measure = lambda student, other, wanted: divergence(student, other, _sdpo(), wanted)
-    distillation = Distillation(teacher=(part,), divergence=measure)
+    distillation = TeacherTargets(teacher=(part,), divergence=measure)
     return token_statistics(Head(weight_VH=weight), hidden, targets, None, distillation).divergence_D
 
 

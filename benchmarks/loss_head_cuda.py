@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from composer_prime.plan.footprint import CHUNK_LOGITS
-from trainer.head.choose_kernels import choose_passes
+from trainer.head.choose_kernels import choose_kernels
 from trainer.head.fused import token_statistics
 from trainer.head.head import Head
-from trainer.head.logit_kernels import Incoming, Passes, TorchPasses
+from trainer.head.logit_kernels import Incoming, LogitKernels, TorchLogitKernels
 
 DEVICE = torch.device("cuda")
 CHECKED = 64
@@ -42,17 +42,17 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return -LigerFusedLinearCrossEntropyLoss(reduction="none", accum_dtype=torch.float32)(weight, hidden, targets)
 
 
-def ours(hidden: Tensor, weight: Tensor, targets: Tensor, passes: Passes) -> Tensor:
+def ours(hidden: Tensor, weight: Tensor, targets: Tensor, passes: LogitKernels) -> Tensor:
     return token_statistics(Head(weight_VH=weight), hidden, targets, passes=passes).logprobs_R
 
 
-def implementations() -> dict[str, Passes]:
+def implementations() -> dict[str, LogitKernels]:
     """Torch's, and Triton's where it is installed."""
-    found: dict[str, Passes] = {"torch": TorchPasses()}
+    found: dict[str, LogitKernels] = {"torch": TorchLogitKernels()}
     if importlib.util.find_spec("triton") is not None:
-        from trainer.head.triton_kernels import TritonPasses
+        from trainer.head.triton_kernels import TritonLogitKernels
 
-        found["Triton"] = TritonPasses()
+        found["Triton"] = TritonLogitKernels()
     return found
 
 
@@ -152,7 +152,7 @@ def report(rows: list[int], vocabularies: dict[int, int], repeats: int) -> None:
     ceiling = ceiling_gb_s(repeats)
     for vocabulary, width in vocabularies.items():
         bandwidths(vocabulary, ceiling, repeats)
-        chosen = choose_passes("auto", torch.empty(0, width, device=DEVICE, dtype=torch.bfloat16), vocabulary)
+        chosen = choose_kernels("auto", torch.empty(0, width, device=DEVICE, dtype=torch.bfloat16), vocabulary)
         print(f"`auto` takes {chosen.name} here")
         for count in rows:
             table(count, vocabulary, width, repeats)

@@ -40,8 +40,8 @@ from composer_prime.errors import ConfigError
 from composer_prime.llm.budget import Budget
 from composer_prime.traces.pairs import Pair
 from composer_prime.traces.replay.gate.margins import base_margins
-from composer_prime.traces.replay.records import Records, read_pairs, read_records
-from composer_prime.traces.replay.replay import Progress, Replay
+from composer_prime.traces.replay.records import ReplayRecords, read_pairs, read_records
+from composer_prime.traces.replay.replay import Replay, ReplayProgress
 from composer_prime.traces.replay.teachers.local import LocalModels
 from composer_prime.traces.replay.teachers.pool import TeacherPool
 from composer_prime.traces.replay.teachers.scoring import ServedScorer
@@ -81,11 +81,13 @@ async def delayed(delay_s: float):
 
 async def replay(
     folder: Path, config: TeachersConfig, states: list[TraceState], addresses: dict[str, str] | None = None
-) -> Progress:
+) -> ReplayProgress:
     budget = Budget(config.budget, folder / "costs.jsonl")
     pool = TeacherPool(config, budget, addresses)
     try:
-        return await Replay(config, pool, budget, Records(folder / "pairs.jsonl", folder / "votes.jsonl")).run(states)
+        return await Replay(config, pool, budget, ReplayRecords(folder / "pairs.jsonl", folder / "votes.jsonl")).run(
+            states
+        )
     finally:
         await pool.close()
 

@@ -19,7 +19,17 @@ import numpy as np
 import zmq
 
 from composer_prime.run.keys import ClientKeys
-from composer_prime.wire.node import Cancel, Drain, Generate, Generated, Hello, HelloAgain, Rejected, Status, ToNode
+from composer_prime.wire.node import (
+    CancelGenerate,
+    Drain,
+    Generate,
+    Generated,
+    HelloAgain,
+    NodeHello,
+    Rejected,
+    Status,
+    ToNode,
+)
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
 
@@ -32,7 +42,7 @@ def run_node(endpoint: str, token: str, delay_s: float, reply: list[int]) -> Non
     decoder, encode = msgspec.msgpack.Decoder(ToNode), msgspec.msgpack.Encoder().encode
     ids, logprobs = pack_ints(reply), pack_floats(np.full(len(reply), -0.5))
     spans = [VersionSpan(0, len(reply), 0)]
-    hello = Hello(node_id="fixed-delay", engine="fixed-delay", run_id=None, version=0, max_concurrent=1 << 20)
+    hello = NodeHello(node_id="fixed-delay", engine="fixed-delay", run_id=None, version=0, max_concurrent=1 << 20)
     socket.send(encode(hello))
     due: list[tuple[float, int, str]] = []
     cancelled: set[int] = set()
@@ -58,7 +68,7 @@ def run_node(endpoint: str, token: str, delay_s: float, reply: list[int]) -> Non
         match message:
             case Generate():
                 heapq.heappush(due, (time.monotonic() + delay_s, message.lease, message.request_id))
-            case Cancel():
+            case CancelGenerate():
                 cancelled.add(message.lease)
             case HelloAgain():
                 socket.send(encode(hello))

@@ -46,7 +46,7 @@ def resolve_model(path: str, *, timeout_s: float = 900.0) -> Path:
     if path == "smollm2":
         return _smollm2(timeout_s)
     folder = _embedded(path) or Path(path).expanduser()
-    check_folder(folder, path)
+    check_model_folder(folder, path)
     return folder
 
 
@@ -70,7 +70,7 @@ def smollm2_folder() -> Path:
     return Path(cache) / "composer-prime" / "smollm2-135m-instruct"
 
 
-def check_folder(folder: Path, asked: str) -> None:
+def check_model_folder(folder: Path, asked: str) -> None:
     """Raise ModelNotFoundError naming what `folder` lacks, or CorruptWeightsError for a weight file cut short."""
     if not folder.is_dir():
         raise ModelNotFoundError(
@@ -176,7 +176,7 @@ def _smollm2(timeout_s: float) -> Path:
         with _locked(folder.with_name(f".{folder.name}.lock"), timeout_s):
             if not _converted(folder):
                 _convert(gguf, folder, timeout_s)
-    check_folder(folder, "smollm2")
+    check_model_folder(folder, "smollm2")
     return folder
 
 
@@ -212,7 +212,7 @@ def _convert(gguf: Path, folder: Path, timeout_s: float) -> None:
                 f"converting {gguf.name} to {folder} failed with status {done.returncode} (its message is above): "
                 "check the free space there and the versions of gguf and transformers"
             )
-        check_folder(partial, "smollm2")
+        check_model_folder(partial, "smollm2")
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     except subprocess.TimeoutExpired:

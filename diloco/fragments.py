@@ -41,19 +41,21 @@ class Fragment:
     @property
     def numel(self) -> int:
         """Elements of this rank's shards."""
-        return sum(shard(parameter).numel() for _, parameter in self.parameters)
+        return sum(local_shard(parameter).numel() for _, parameter in self.parameters)
 
     @torch.no_grad()
     def read(self) -> Tensor:
         """The local values, float32 [numel], a copy on the CPU."""
-        parts = [shard(parameter).detach().reshape(-1).to("cpu", torch.float32) for _, parameter in self.parameters]
+        parts = [
+            local_shard(parameter).detach().reshape(-1).to("cpu", torch.float32) for _, parameter in self.parameters
+        ]
         return torch.cat(parts)
 
     def held(self, values_n: Tensor) -> Tensor:
         """What `read` returns after `write(values_n)`, float32 [numel]; `values_n` itself where nothing is rounded."""
         if all(parameter.dtype == torch.float32 for _, parameter in self.parameters):
             return values_n
-        sizes = [shard(parameter).numel() for _, parameter in self.parameters]
+        sizes = [local_shard(parameter).numel() for _, parameter in self.parameters]
         parts = zip(values_n.split(sizes), self.parameters, strict=True)
         return torch.cat([part_n.to(parameter.dtype).to(torch.float32) for part_n, (_, parameter) in parts])
 
@@ -62,12 +64,12 @@ class Fragment:
         """Set the local values from float32 [numel]."""
         at = 0
         for _, parameter in self.parameters:
-            own = shard(parameter)
+            own = local_shard(parameter)
             own.copy_(values_n[at : at + own.numel()].view(own.shape))
             at += own.numel()
 
 
-def shard(parameter: Tensor) -> Tensor:
+def local_shard(parameter: Tensor) -> Tensor:
     """The part of a parameter that this rank holds; it shares memory with the parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
 
@@ -146,13 +148,13 @@ def _bytes(members: Sequence[Named]) -> int:
     return sum(parameter.numel() * parameter.element_size() for _, parameter in members)
 
 
-def layout(fragments: Sequence[Fragment]) -> list[TensorLayout]:
+def parameter_layout(fragments: Sequence[Fragment]) -> list[TensorLayout]:
     """What this rank and its counterpart in every other cluster must have in common."""
     return [
         TensorLayout(
             name=name,
             shape=list(parameter.shape),
-            local_shape=list(shard(parameter).shape),
+            local_shape=list(local_shard(parameter).shape),
             fragment=fragment.index,
         )
         for fragment in fragments
@@ -168,7 +170,7 @@ def frozen_digest(parameters: Iterable[Named]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     frozen = {name: parameter for name, parameter in parameters if not parameter.requires_grad}
     for name in sorted(frozen):
-        own = shard(frozen[name]).detach().cpu()
+        own = local_shard(frozen[name]).detach().cpu()
         digest.update(json.dumps([name, str(own.dtype), list(own.shape)]).encode())
         digest.update(memoryview(as_bytes(own).numpy()))
     return digest.hexdigest()

@@ -18,21 +18,21 @@ from torch import Tensor
 
 from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import CheckpointError, ChecksumError, DeadlineError
-from diloco.outcomes import Outcomes
+from diloco.outcomes import RoundResults
 from diloco.outer_step import OuterSteps
 from diloco.ranks import SLICE_S, Ranks
 from diloco.replica import Replica
 from diloco.schedule import Schedule
 from diloco.state_file import unpacked
-from diloco.transport.exchange import Arrived, Left
+from diloco.transport.exchange import MustRejoin, RoundResult
 from diloco.transport.header import Header
-from diloco.transport.link import Link
+from diloco.transport.link import PeerLink
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class PeerState:
     """Another peer's, unpacked and checked."""
 
     header: Header
@@ -42,7 +42,13 @@ class State:
 
 class Healer:
     def __init__(
-        self, config: DilocoConfig, link: Link, replica: Replica, outcomes: Outcomes, steps: OuterSteps, ranks: Ranks
+        self,
+        config: DilocoConfig,
+        link: PeerLink,
+        replica: Replica,
+        outcomes: RoundResults,
+        steps: OuterSteps,
+        ranks: Ranks,
     ) -> None:
         self._config, self._interval = config, Schedule.of(config).interval
         self._link, self._replica, self._outcomes, self._steps, self._ranks = link, replica, outcomes, steps, ranks
@@ -56,10 +62,10 @@ class Healer:
 
         Raises DeadlineError after diloco.heal_timeout_s.
         """
-        replica, model = self._replica, self._replica.globals
+        replica, model = self._replica, self._replica.global_model
         self._link.position(model.outer_step, model.hash, training=False)
         before, deadline = model.hash, time.monotonic() + self._config.heal_timeout_s
-        left: Left | None = Left("not joined yet")
+        left: MustRejoin | None = MustRejoin("not joined yet")
         while left is not None:
             newest, state = self._find(deadline)
             if state is not None:
@@ -76,14 +82,14 @@ class Healer:
         peer, run = self._config.peer_id, self._config.run
         logger.info("peer %s takes part in run %s from outer step %d on", peer, run, model.outer_step)
 
-    def replay(self, newest: int, exposed_s: float = 0.0) -> Left | None:
+    def replay(self, newest: int, exposed_s: float = 0.0) -> MustRejoin | None:
         """Apply the closed rounds up to `newest` and those that close meanwhile; Left when they are not kept.
 
         `exposed_s`: what training waited. A collective.
         """
-        model = self._replica.globals
+        model = self._replica.global_model
         began = model.outer_step
-        while isinstance(arrived := self._outcomes.next(newest, self._config.round_timeout_s), Arrived):
+        while isinstance(arrived := self._outcomes.next(newest, self._config.round_timeout_s), RoundResult):
             self._steps.take(arrived, exposed_s)
             newest = arrived.outcome.newest
         elsewhere = (model.outer_step - began) * self._interval - self._replica.inner
@@ -91,12 +97,12 @@ class Healer:
             self.replayed(elsewhere)
         return arrived
 
-    def _find(self, deadline: float) -> tuple[int, State | None]:
+    def _find(self, deadline: float) -> tuple[int, PeerState | None]:
         """The last closed round, and a state that all ranks can take over, None where their own will do.
 
         Alike on all ranks, which ask in step. A collective. Raises DeadlineError.
         """
-        model = self._replica.globals
+        model = self._replica.global_model
         self._link.seek(model.outer_step, model.hash)
         while True:
             found = self._link.found(SLICE_S)
@@ -114,22 +120,24 @@ class Healer:
                     f"rendezvous waits for {self._link.waiting_for}. Raise it if that only needs longer"
                 )
 
-    def _opened(self, header: Header, body: bytearray) -> State | None:
+    def _opened(self, header: Header, body: bytearray) -> PeerState | None:
         """None for a state that this rank cannot take over: another source is asked for it."""
         try:
             tensors, _ = unpacked(body)
-            return State(header, tensors, self._replica.globals.checked(tensors, header.outer_step, header.base_hash))
+            return PeerState(
+                header, tensors, self._replica.global_model.checked(tensors, header.outer_step, header.base_hash)
+            )
         except (CheckpointError, ChecksumError) as error:
             problem = f"the state that peer {header.peer} serves is refused: {error}"
             logger.warning("%s", problem)
             self._link.refuse_state(header.serial, problem)
             return None
 
-    def _take_over(self, state: State) -> None:
+    def _take_over(self, state: PeerState) -> None:
         header = state.header
         given_up = self._replica.take_over(state.tensors, header.outer_step, state.digests)
         self.replaced()
         logger.info(
             "took over the state of peer %s at outer step %d; own work on %.0f tokens is given up", header.peer,
-            self._replica.globals.outer_step, given_up,
+            self._replica.global_model.outer_step, given_up,
         )  # fmt: skip

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         help="most GB of deltas and of a state in memory; older rounds go first (default 16)",
     )  # fmt: skip
     lighthouse.set_defaults(run=_lighthouse)
-    simulate.parser(add)
+    simulate.simulate_parser(add)
     return parser
 
 

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import block_of
-from diloco.fragments import Fragment, Named, shard
+from diloco.fragments import Fragment, Named, local_shard
 from diloco.ranks import Ranks
 
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -138,7 +138,7 @@ def matrices_of(fragment: Fragment, ranks: Ranks) -> tuple[list[Matrix], list[sl
     rest: list[slice] = []
     at = 0
     for name, parameter in fragment.parameters:
-        own = shard(parameter)
+        own = local_shard(parameter)
         place = slice(at, at + own.numel())
         at = place.stop
         if parameter.ndim == 2 and block_of(name) is not None:
@@ -154,7 +154,7 @@ def matrices_of(fragment: Fragment, ranks: Ranks) -> tuple[list[Matrix], list[sl
 def _rows(named: Named, ranks: Ranks) -> list[int]:
     """How many rows of a matrix each rank holds. Raises ConfigError when they are not as torch.chunk deals them out."""
     name, parameter = named
-    total, own = parameter.shape[0], shard(parameter).shape[0]
+    total, own = parameter.shape[0], local_shard(parameter).shape[0]
     each = -(-total // ranks.size)
     rows = [max(0, min(each, total - rank * each)) for rank in range(ranks.size)]
     placements = parameter.placements if isinstance(parameter, DTensor) else ()

@@ -17,14 +17,14 @@ from composer_prime.errors import DeadlineError, RunMismatchError
 from diloco.global_model import GlobalModel
 from diloco.ranks import SLICE_S, Ranks
 from diloco.state_file import packed
-from diloco.transport.exchange import Arrived, Left
-from diloco.transport.link import Link
+from diloco.transport.exchange import MustRejoin, RoundResult
+from diloco.transport.link import PeerLink
 
 logger = logging.getLogger(__name__)
 
 
 class StateServer:
-    def __init__(self, link: Link, model: GlobalModel, peer: str) -> None:
+    def __init__(self, link: PeerLink, model: GlobalModel, peer: str) -> None:
         """`peer`: this one's name."""
         self._link, self._model, self._peer = link, model, peer
         self._damaged = ""
@@ -33,7 +33,7 @@ class StateServer:
     def serve(self, serial: int) -> None:
         """Copy the global state and upload the copy: training may go on at once. A damaged one is not served.
 
-        `serial`: of the request, `Link.state_wanted` on all ranks.
+        `serial`: of the request, `PeerLink.state_wanted` on all ranks.
         """
         model = self._model
         if model.hash == self._damaged or not model.intact:  # joiners ask again and again: it is read once
@@ -52,14 +52,16 @@ _TELLINGS = 3
 """How often in a row the ranks may be told of different outcomes; a rendezvous that was restarted tells them once."""
 
 
-class Outcomes:
-    def __init__(self, config: DilocoConfig, link: Link, model: GlobalModel, server: StateServer, ranks: Ranks) -> None:
+class RoundResults:
+    def __init__(
+        self, config: DilocoConfig, link: PeerLink, model: GlobalModel, server: StateServer, ranks: Ranks
+    ) -> None:
         self._config, self._link, self._model, self._server, self._ranks = config, link, model, server, ranks
         self._disputes = 0
         """How often in a row the ranks were told of different outcomes."""
         self._heard = time.monotonic()
 
-    def wait(self, timeout_s: float, stopping: Callable[[], bool] = lambda: False) -> Arrived | Left | None:
+    def wait(self, timeout_s: float, stopping: Callable[[], bool] = lambda: False) -> RoundResult | MustRejoin | None:
         """How the round that was begun ended, alike on all ranks: Left when one of them must join anew; None while it
         has not, after `timeout_s` or once `stopping`. A collective.
 
@@ -68,13 +70,13 @@ class Outcomes:
         deadline = time.monotonic() + timeout_s
         while True:
             result = self._link.wait(min(SLICE_S, timeout_s))
-            known = {Arrived: 2, Left: 1}.get(type(result), 0)
+            known = {RoundResult: 2, MustRejoin: 1}.get(type(result), 0)
             least, wanted, in_time = self._ranks.smallest(
                 [known, self._link.state_wanted, time.monotonic() < deadline and not stopping()]
             )
             if wanted:
                 self._server.serve(wanted)
-            if least == 2 and isinstance(result, Arrived):
+            if least == 2 and isinstance(result, RoundResult):
                 if self._told_alike(result):
                     return result
                 time.sleep(SLICE_S)  # a rendezvous may be taking another's place
@@ -82,18 +84,22 @@ class Outcomes:
             elif least == 0 and known == 2 and self._link.outdated:  # another rank gets nothing without this one
                 self._link.repeat()
             if least == 1:
-                return result if isinstance(result, Left) else Left("another rank of this peer was left behind")
+                return (
+                    result
+                    if isinstance(result, MustRejoin)
+                    else MustRejoin("another rank of this peer was left behind")
+                )
             if not in_time:
                 return None
 
-    def next(self, newest: int, timeout_s: float) -> Arrived | Left | None:
+    def next(self, newest: int, timeout_s: float) -> RoundResult | MustRejoin | None:
         """The next closed round of those up to `newest`; None when there is none. A collective."""
         if self._ranks.smallest([newest])[0] < self._model.outer_step:
             return None
         self._link.fetch(self._model.outer_step, self._model.hash)
         return self.wait(timeout_s)
 
-    def _told_alike(self, arrived: Arrived) -> bool:
+    def _told_alike(self, arrived: RoundResult) -> bool:
         """Whether all ranks of this peer were told of the same outcome. A collective."""
         ((lowest, highest),) = self._ranks.bounds([arrived.digest])
         self._disputes = 0 if lowest == highest else self._disputes + 1

@@ -25,12 +25,12 @@ from diloco.codec import codec_from_spec
 from diloco.codec.base import shared
 from diloco.global_model import GlobalModel
 from diloco.ranks import Ranks
-from diloco.replica import Fate, Pending, Replica, Totals, fate_of
+from diloco.replica import DeltaStatus, Pending, Replica, Totals, fate_of
 from diloco.schedule import Schedule
-from diloco.transport.exchange import Arrived
+from diloco.transport.exchange import RoundResult
 from diloco.transport.header import Header
-from diloco.transport.link import Link
-from diloco.transport.messages import Outcome
+from diloco.transport.link import PeerLink
+from diloco.transport.messages import RoundOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def _decoded(header: Header, body: memoryview, fragment: int, n: int) -> Tensor:
 
 
 def figures(
-    outcome: Outcome, accepted: Accepted, *, model: GlobalModel, totals: Totals, exposed_s: float,
+    outcome: RoundOutcome, accepted: Accepted, *, model: GlobalModel, totals: Totals, exposed_s: float,
     traffic: tuple[int, int],
 ) -> dict[str, float]:  # fmt: skip
     """`totals`: of this peer's own work; `exposed_s`: what training waited; `traffic`: bytes sent and received."""
@@ -153,23 +153,23 @@ def figures(
 
 
 class OuterSteps:
-    def __init__(self, config: DilocoConfig, link: Link, replica: Replica, ranks: Ranks) -> None:
+    def __init__(self, config: DilocoConfig, link: PeerLink, replica: Replica, ranks: Ranks) -> None:
         self._config, self._link, self._replica, self._ranks = config, link, replica, ranks
         self._schedule = Schedule.of(config)
         self.metrics: dict[str, float] = {}
         """Figures of the last one."""
 
-    def take(self, arrived: Arrived, exposed_s: float) -> None:
+    def take(self, arrived: RoundResult, exposed_s: float) -> None:
         """Advance the global model by this round, and give the parameters their values. A collective.
 
         Whatever delta was on offer is so no more. `exposed_s`: what training waited for the outcome.
         """
-        model, replica = self._replica.globals, self._replica
+        model, replica = self._replica.global_model, self._replica
         fragment = self._schedule.fragment(model.outer_step)
         accepted = self._accepted(fragment, arrived)
         pending, replica.pending = replica.pending, None
         fate = fate_of(self._config.peer_id, pending and pending.header, arrived.outcome.headers, accepted.reasons)
-        before_n = model.masters[fragment].clone() if fate is Fate.MISSED else None
+        before_n = model.masters[fragment].clone() if fate is DeltaStatus.MISSED else None
         model.advance(fragment, accepted.deltas, accepted.weights)
         self._settle_error(fragment, fate, pending)
         replica.work.install(fragment, fate, pending and pending.offer, before_n)
@@ -179,9 +179,9 @@ class OuterSteps:
             traffic=self._link.traffic,
         )  # fmt: skip
 
-    def _accepted(self, fragment: int, arrived: Arrived) -> Accepted:
+    def _accepted(self, fragment: int, arrived: RoundResult) -> Accepted:
         """The deltas that count. A collective."""
-        model = self._replica.globals
+        model = self._replica.global_model
         accepted = accept(
             arrived.outcome.headers, arrived.bodies, fragment=fragment, n=self._replica.fragments[fragment].numel,
             guard=self._config.guard, ranks=self._ranks,
@@ -192,14 +192,14 @@ class OuterSteps:
             logger.warning("outer step %d: the delta of peer %s is rejected: %s", model.outer_step, peer, reason)
         return accepted
 
-    def _settle_error(self, fragment: int, fate: Fate, pending: Pending | None) -> None:
+    def _settle_error(self, fragment: int, fate: DeltaStatus, pending: Pending | None) -> None:
         """What compression still owes, now that the round's outcome is in the global model."""
-        if fate is Fate.COUNTED and pending is not None:
+        if fate is DeltaStatus.COUNTED and pending is not None:
             self._replica.feedback.settle(fragment, pending.residual_n)
-        elif fate is Fate.EARLIER:
+        elif fate is DeltaStatus.EARLIER:
             self._replica.feedback.reset(fragment)
             if pending is not None:
                 logger.warning(
                     "outer step %d holds a delta of another process of peer %s: this one's, of %.0f tokens, is lost",
-                    self._replica.globals.outer_step - 1, self._config.peer_id, pending.offer.work.tokens,
+                    self._replica.global_model.outer_step - 1, self._config.peer_id, pending.offer.work.tokens,
                 )  # fmt: skip

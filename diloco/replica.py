@@ -4,7 +4,7 @@ A checkpoint keeps all of it, so that a peer goes on as if it had not been away.
 
 A delta that is on offer, and how a checkpoint keeps it.
 
-What becomes of a peer's own work when a round ends. Read `OwnWork.install` first.
+What becomes of a peer's own work when a round ends. Read `LocalProgress.install` first.
 
     inner steps     prepare ........ due (delay steps on) ........ now, when the outcome is here
                         | mixed, as in arXiv 2501.18512 | carried on whole
@@ -33,7 +33,7 @@ from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import CheckpointError
 from diloco.codec import ErrorFeedback
 from diloco.codec.base import shared
-from diloco.fragments import Fragment, layout
+from diloco.fragments import Fragment, parameter_layout
 from diloco.global_model import GlobalModel
 from diloco.ranks import Ranks
 from diloco.state_file import packed, unpacked
@@ -41,7 +41,7 @@ from diloco.transport.header import PROTOCOL, Header
 from diloco.transport.messages import layout_hash
 
 
-class Fate(enum.Enum):
+class DeltaStatus(enum.Enum):
     """Of this peer's work in one fragment, as a round ends."""
 
     COUNTED = enum.auto()
@@ -50,7 +50,7 @@ class Fate(enum.Enum):
     EARLIER = enum.auto()
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class LocalWork(msgspec.Struct, frozen=True, kw_only=True):
     """What inner steps were trained on, over all ranks of a peer. Fractions where mixing keeps a part."""
 
     steps: float = 0.0
@@ -59,15 +59,15 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     peers: float = 1.0
     """Always 1: with weighting = "peers" every delta counts the same."""
 
-    def plus(self, other: Work, times: float = 1.0) -> Work:
+    def plus(self, other: LocalWork, times: float = 1.0) -> LocalWork:
         """self + times other."""
-        return Work(
+        return LocalWork(
             steps=self.steps + times * other.steps,
             tokens=self.tokens + times * other.tokens,
             samples=self.samples + times * other.samples,
         )
 
-    def minus(self, other: Work) -> Work:
+    def minus(self, other: LocalWork) -> LocalWork:
         return self.plus(other, -1.0)
 
 
@@ -83,47 +83,47 @@ class Totals(msgspec.Struct, kw_only=True):
 
 
 @dataclass(slots=True)
-class Offer:
+class OfferedDelta:
     """What a delta that is under way covers; once its outcome is late, also how things stood when that was due."""
 
-    work: Work
-    due: Work | None = None
+    work: LocalWork
+    due: LocalWork | None = None
     due_n: Tensor | None = field(default=None, repr=False)
     """Local values, float32 [numel]."""
 
 
-class OwnWork:
+class LocalProgress:
     """The work that the difference between local and global values holds, by fragment."""
 
     def __init__(self, model: GlobalModel, mixing: float, ranks: Ranks) -> None:
         self._model, self._mixing, self._ranks = model, mixing, ranks
         sizes = [fragment.numel for fragment in model.fragments]
         self._shares = [size / max(1, sum(sizes)) for size in sizes]
-        self.held = [Work() for _ in sizes]
+        self.held = [LocalWork() for _ in sizes]
         self.totals = Totals()
 
-    def count(self, work: Work) -> None:
+    def count(self, work: LocalWork) -> None:
         """One more piece of work, in every fragment."""
         self.held = [held.plus(work) for held in self.held]
 
-    def late(self, fragment: int, offer: Offer) -> None:
+    def late(self, fragment: int, offer: OfferedDelta) -> None:
         """The outcome of `offer` is due and not here: what is trained from now on is carried on whole."""
         if offer.due is None:
             offer.due, offer.due_n = self.held[fragment], self._model.fragments[fragment].read()
 
-    def install(self, fragment: int, fate: Fate, offer: Offer | None, before_n: Tensor | None) -> None:
+    def install(self, fragment: int, fate: DeltaStatus, offer: OfferedDelta | None, before_n: Tensor | None) -> None:
         """Give the parameters their values after a round whose outcome the global model already holds. A collective.
 
         `offer`: where COUNTED, and where EARLIER shuts out a delta of this process; `before_n`: the fragment's global
         values before the round, where MISSED.
         """
         values_n = self._model.masters[fragment]
-        if fate is Fate.COUNTED and offer is not None:
+        if fate is DeltaStatus.COUNTED and offer is not None:
             values_n = self._model.mixed(fragment, self._mixing, offer.due_n)
-        elif fate is Fate.MISSED and before_n is not None:
+        elif fate is DeltaStatus.MISSED and before_n is not None:
             values_n = self._model.rebased(fragment, before_n)
         if not self._ranks.all(bool(torch.isfinite(values_n).all())):
-            values_n, fate = self._model.masters[fragment], Fate.REPLACED
+            values_n, fate = self._model.masters[fragment], DeltaStatus.REPLACED
         self._model.fragments[fragment].write(values_n)
         self._settle(fragment, fate, offer)
 
@@ -131,7 +131,7 @@ class OwnWork:
         """Take the global values everywhere."""
         self._model.install_all()
         for fragment in range(len(self.held)):
-            self._settle(fragment, Fate.REPLACED, None)
+            self._settle(fragment, DeltaStatus.REPLACED, None)
 
     def tokens_held(self) -> float:
         """Tokens whose work is not in the global model, a token by the share of the parameters that it concerns."""
@@ -142,35 +142,35 @@ class OwnWork:
         return {"held": msgspec.to_builtins(self.held), "totals": msgspec.to_builtins(self.totals)}
 
     def restore(self, facts: dict[str, Any]) -> None:
-        self.held = msgspec.convert(facts["held"], list[Work])
+        self.held = msgspec.convert(facts["held"], list[LocalWork])
         self.totals = msgspec.convert(facts["totals"], Totals)
 
-    def _settle(self, fragment: int, fate: Fate, offer: Offer | None) -> None:
+    def _settle(self, fragment: int, fate: DeltaStatus, offer: OfferedDelta | None) -> None:
         held, share, totals = self.held[fragment], self._shares[fragment], self.totals
-        kept = Work()
-        if fate is Fate.MISSED:
+        kept = LocalWork()
+        if fate is DeltaStatus.MISSED:
             totals.missed += held.steps > 0
             totals.carried += held.tokens * share
             kept = held
-        elif fate is Fate.COUNTED and offer is not None:
+        elif fate is DeltaStatus.COUNTED and offer is not None:
             due = offer.due or held
             mixed, since = due.minus(offer.work), held.minus(due)
             totals.carried += since.tokens * share
             totals.overwritten += (1 - self._mixing) * mixed.tokens * share
             kept = since.plus(mixed, self._mixing)
-        elif fate is Fate.REPLACED or (fate is Fate.EARLIER and offer is not None):
+        elif fate is DeltaStatus.REPLACED or (fate is DeltaStatus.EARLIER and offer is not None):
             totals.overwritten += held.tokens * share
         self.held[fragment] = kept
 
 
-def fate_of(own: str, offered: Header | None, headers: Sequence[Header], rejected: Collection[str]) -> Fate:
+def fate_of(own: str, offered: Header | None, headers: Sequence[Header], rejected: Collection[str]) -> DeltaStatus:
     """What a closed round, with these `headers` of which the peers `rejected` do not count, means for peer `own`."""
     mine = next((header for header in headers if header.peer == own), None)
     if mine is None:
-        return Fate.MISSED
+        return DeltaStatus.MISSED
     if mine != offered:
-        return Fate.EARLIER
-    return Fate.REPLACED if own in rejected else Fate.COUNTED
+        return DeltaStatus.EARLIER
+    return DeltaStatus.REPLACED if own in rejected else DeltaStatus.COUNTED
 
 
 @dataclass(slots=True)
@@ -178,7 +178,7 @@ class Pending:
     header: Header
     body: memoryview
     residual_n: Tensor
-    offer: Offer
+    offer: OfferedDelta
 
     def facts(self) -> dict[str, Any]:
         work = [self.offer.work, self.offer.due]
@@ -194,12 +194,12 @@ class Pending:
         """The reverse of the two above; None where no delta was on offer."""
         if "pending" not in facts:
             return None
-        work, due = msgspec.convert(facts["offer"], tuple[Work, Work | None])
+        work, due = msgspec.convert(facts["offer"], tuple[LocalWork, LocalWork | None])
         return cls(
             header=msgspec.convert(facts["pending"], Header),
             body=memoryview(tensors["pending.body"].numpy()).cast("B"),
             residual_n=tensors["pending.residual"],
-            offer=Offer(work, due, tensors.get("pending.due")),
+            offer=OfferedDelta(work, due, tensors.get("pending.due")),
         )
 
 
@@ -207,8 +207,8 @@ class Replica:
     def __init__(self, fragments: Sequence[Fragment], config: DilocoConfig, ranks: Ranks) -> None:
         """The parameters as they are become outer step 0."""
         self.fragments = fragments
-        self.globals = GlobalModel(fragments, config.outer, ranks)
-        self.work = OwnWork(self.globals, config.mixing, ranks)
+        self.global_model = GlobalModel(fragments, config.outer, ranks)
+        self.work = LocalProgress(self.global_model, config.mixing, ranks)
         self.feedback = ErrorFeedback([fragment.numel for fragment in fragments])
         self.pending: Pending | None = None
         """The delta on offer; None while there is none."""
@@ -216,7 +216,7 @@ class Replica:
         """Inner steps since the last completion."""
         self.due = 0
         """After so many of them the outcome of `pending` is due."""
-        self._part = {"rank": ranks.rank, "ranks": ranks.size, "layout": layout_hash(layout(fragments))}
+        self._part = {"rank": ranks.rank, "ranks": ranks.size, "layout": layout_hash(parameter_layout(fragments))}
 
     def restart_interval(self) -> None:
         """No delta is on offer, and the inner steps to the next count from now."""
@@ -227,7 +227,7 @@ class Replica:
 
         `digests`: as GlobalModel.checked returned them.
         """
-        self.globals.load(tensors, outer_step, digests)
+        self.global_model.load(tensors, outer_step, digests)
         given_up = self.work.tokens_held()
         self.work.replace_all()
         for index in range(len(self.fragments)):
@@ -237,10 +237,10 @@ class Replica:
 
     def saved(self) -> memoryview:
         """For a checkpoint: masters, momentum, error feedback, the delta on offer."""
-        tensors = self.globals.tensors()
+        tensors = self.global_model.tensors()
         tensors |= {f"residual.{index}": residual for index, residual in enumerate(self.feedback.residuals)}
         facts: dict[str, Any] = {
-            "outer_step": self.globals.outer_step, "inner": self.inner, "due": self.due, "work": self.work.facts(),
+            "outer_step": self.global_model.outer_step, "inner": self.inner, "due": self.due, "work": self.work.facts(),
             **self._part,
         }  # fmt: skip
         if self.pending is not None:
@@ -262,7 +262,7 @@ class Replica:
             )
         if "work" not in facts or facts.get("pending", {}).get("protocol", PROTOCOL) != PROTOCOL:
             raise CheckpointError("the outer state was written by an older release: end that run with the one it began")
-        self.globals.load(tensors, facts["outer_step"])
+        self.global_model.load(tensors, facts["outer_step"])
         self.feedback.residuals = [tensors[f"residual.{index}"] for index in range(len(self.fragments))]
         self.inner, self.due = facts["inner"], facts["due"]
         self.work.restore(facts["work"])

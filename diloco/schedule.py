@@ -34,7 +34,7 @@ class Schedule:
         return inner_step >= self.interval - self.delay
 
 
-class Pace:
+class StepPace:
     """How long an inner step takes, for a peer that must not miss a deadline by one."""
 
     def __init__(self, margin_s: float) -> None:

@@ -36,16 +36,16 @@ import torch
 
 from composer_prime.config.diloco import DilocoConfig
 from diloco.codec import build_codec
-from diloco.fragments import Named, frozen_digest, layout, partition
+from diloco.fragments import Named, frozen_digest, parameter_layout, partition
 from diloco.heal import Healer
-from diloco.outcomes import Outcomes, StateServer
+from diloco.outcomes import RoundResults, StateServer
 from diloco.outer_step import OuterSteps
 from diloco.ranks import Ranks
-from diloco.replica import Offer, Pending, Replica, Work
-from diloco.schedule import Pace, Schedule
-from diloco.transport.exchange import Arrived
+from diloco.replica import LocalWork, OfferedDelta, Pending, Replica
+from diloco.schedule import Schedule, StepPace
+from diloco.transport.exchange import RoundResult
 from diloco.transport.keys import JointKey
-from diloco.transport.link import Link
+from diloco.transport.link import PeerLink
 from diloco.transport.session import Member, agreed_settings
 
 logger = logging.getLogger(__name__)
@@ -67,20 +67,20 @@ class StreamingDiLoCo:
         Raises ConfigError when the model has too few parts or the key file is unusable.
         """
         self.config, self.ranks = config, ranks or Ranks()
-        self.schedule, self._pace = Schedule.of(config), Pace(min(2.0, config.round_deadline_s / 4))
+        self.schedule, self._pace = Schedule.of(config), StepPace(min(2.0, config.round_deadline_s / 4))
         named = list(parameters)
         self.fragments = partition(named, config.fragments, config.partition)
         self.replica = Replica(self.fragments, config, self.ranks)
-        self.globals = self.replica.globals
+        self.global_model = self.replica.global_model
         self._codec = build_codec(config.codec)
         member = Member(
             rank=self.ranks.rank, ranks=self.ranks.size, instance=self.ranks.smallest([secrets.randbits(62)])[0],
-            layout=layout(self.fragments), frozen=frozen_digest(named),
+            layout=parameter_layout(self.fragments), frozen=frozen_digest(named),
             settings=agreed_settings(config) | dict(agreed or {}),
         )  # fmt: skip
-        self._link = Link(config, JointKey.read(config.key_file), member)
-        self._server = StateServer(self._link, self.globals, config.peer_id)
-        self._outcomes = Outcomes(config, self._link, self.globals, self._server, self.ranks)
+        self._link = PeerLink(config, JointKey.read(config.key_file), member)
+        self._server = StateServer(self._link, self.global_model, config.peer_id)
+        self._outcomes = RoundResults(config, self._link, self.global_model, self._server, self.ranks)
         self._steps = OuterSteps(config, self._link, self.replica, self.ranks)
         self.healer = Healer(config, self._link, self.replica, self._outcomes, self._steps, self.ranks)
         self._optimizer, self._hook = optimizer, None
@@ -93,7 +93,7 @@ class StreamingDiLoCo:
         Raises RunMismatchError or DeadlineError.
         """
         try:
-            self._link.start(self.globals.outer_step, self.globals.hash)
+            self._link.start(self.global_model.outer_step, self.global_model.hash)
             self.healer.join()
             self._outcomes.heard()
             self._pace.restart()
@@ -113,14 +113,14 @@ class StreamingDiLoCo:
 
     def count(self, *, tokens: int = 0, samples: int = 0) -> None:
         """What the coming inner step is trained on, over all ranks of this cluster."""
-        self.replica.work.count(Work(tokens=tokens, samples=samples))
+        self.replica.work.count(LocalWork(tokens=tokens, samples=samples))
 
     # -- the algorithm -------------------------------------------------------------------------------------------
 
     def _after_step(self) -> None:
         replica = self.replica
         replica.inner += 1
-        replica.work.count(Work(steps=1))
+        replica.work.count(LocalWork(steps=1))
         self._pace.stepped()
         hurry = self._pace.would_miss(self._link.left_s(self.outer_step))
         patient, wanted = self.ranks.smallest([not hurry, self._link.state_wanted])
@@ -132,7 +132,7 @@ class StreamingDiLoCo:
 
     def _prepare(self) -> None:
         """Offer the delta of the fragment whose turn it is."""
-        model, replica = self.globals, self.replica
+        model, replica = self.global_model, self.replica
         fragment = self.schedule.fragment(model.outer_step)
         covered = replica.work.held[fragment]
         encoded = replica.feedback.encode(fragment, model.delta(fragment), self._codec)
@@ -141,7 +141,7 @@ class StreamingDiLoCo:
             "delta", body, model.outer_step, model.hash, fragment=fragment, codec=self._codec.spec,
             weight=float(getattr(covered, self.config.weighting)), inner_steps=round(covered.steps),
         ))  # fmt: skip
-        replica.pending = Pending(header, body, encoded.residual_n, Offer(covered))
+        replica.pending = Pending(header, body, encoded.residual_n, OfferedDelta(covered))
         replica.due = replica.inner + self.config.delay
         self._link.offer(header, body)
 
@@ -165,7 +165,7 @@ class StreamingDiLoCo:
             if not self.ranks.any(stopping()):
                 self._go_on_alone()
             return False
-        if isinstance(arrived, Arrived):
+        if isinstance(arrived, RoundResult):
             exposed_s = time.monotonic() - began
             self._steps.take(arrived, exposed_s)
             replica.inner = max(0, replica.inner - self.schedule.interval)
@@ -204,7 +204,7 @@ class StreamingDiLoCo:
 
     @property
     def outer_step(self) -> int:
-        return self.globals.outer_step
+        return self.global_model.outer_step
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -214,14 +214,14 @@ class StreamingDiLoCo:
     @property
     def sweep(self) -> int:
         """How often every fragment has been synchronised: the policy version."""
-        return self.globals.sweep
+        return self.global_model.sweep
 
     def global_values(self, *, swept: bool = False) -> contextlib.AbstractContextManager[None]:
         """Meanwhile the parameters hold the global model; with `swept`, as it was after the last full sweep.
 
         What is sampled from, evaluated and exported is the global model, never one cluster's.
         """
-        return self.globals.installed(swept=swept)
+        return self.global_model.installed(swept=swept)
 
     def state(self) -> memoryview:
         """This rank's outer state for a checkpoint: masters, momentum, error feedback, the delta under way."""
@@ -244,7 +244,7 @@ class StreamingDiLoCo:
         replica = self.replica
         if replica.pending is not None:
             self._complete(heed_stop=False)
-        step, found = self.globals.outer_step, self.globals.hash
+        step, found = self.global_model.outer_step, self.global_model.hash
         ended: dict[str, int | str] = {"diloco/final_outer_step": step, "diloco/final_hash": found}
         if replica.pending is not None:
             ended["diloco/final_left_behind"] = replica.pending.header.outer_step

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from composer_prime.address import tcp_address
 from composer_prime.config import Config, load
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.console import counted
+from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.run_dir import RunDir
@@ -55,7 +55,7 @@ def from_run_dir(words: list[str]) -> Assignment:
     parser.add_argument("--node-name", default="node-0")
     given = parser.parse_args(words)
     run_dir = RunDir(given.run_dir.absolute())
-    return _in_run(load.read(run_dir.config), run_dir, given.node_name, ends_with_parent=True)
+    return _in_run(load.read_config(run_dir.config), run_dir, given.node_name, ends_with_parent=True)
 
 
 def from_config(config: Config, node_name: str) -> Assignment:
@@ -162,19 +162,19 @@ def _join_config(given: argparse.Namespace) -> InferenceConfig:
         raise ConfigError(said) from None
 
 
-def describe(assignment: Assignment) -> str:
+def describe_assignment(assignment: Assignment) -> str:
     """What a dry run prints."""
     inference, where = assignment.inference, assignment.weights
     return "\n".join(
         [
             f"node      {assignment.node_name}: {inference.engine} engine on {inference.device}, "
-            f"{counted(inference.threads, 'thread')}, {inference.max_concurrent} requests at a time",
+            f"{pluralize(inference.threads, 'thread')}, {inference.max_concurrent} requests at a time",
             f"model     {assignment.model}, context {assignment.max_context or 'as the model has it'}",
             f"weights   {where or 'pulled over the link'}",
         ]
     )
 
 
-def usage() -> str:
+def node_usage() -> str:
     lines = (__doc__ or "").split("\n\n", 1)[1]
     return f"usage:\n{lines}\nMore: inference join --help, trainer --help (the keys of file.toml)"

@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from composer_prime.errors import DeadlineError
 from composer_prime.run.keys import ClientKeys
-from composer_prime.wire.node import Chunk, ChunkMissing, ChunkRequest, FromNode, ToNode
+from composer_prime.wire.node import ChunkMissing, ChunkRequest, FromNode, ToNode, WeightChunk
 from composer_prime.wire.sockets import dealer
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class LinkSource:
         finally:
             self._waiting.pop((sha256, offset), None)
 
-    def arrived(self, message: Chunk | ChunkMissing) -> None:
+    def arrived(self, message: WeightChunk | ChunkMissing) -> None:
         """Hand over an answer; one that nobody waits for any more is dropped."""
         missing = isinstance(message, ChunkMissing)
         for (sha256, offset), future in self._waiting.items():

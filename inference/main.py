@@ -15,7 +15,7 @@ from composer_prime.config import load
 from composer_prime.console import EXIT_USAGE, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import model_ready, resolve_model
-from inference.assignment import Assignment, describe, from_config, from_join, from_run_dir, usage
+from inference.assignment import Assignment, describe_assignment, from_config, from_join, from_run_dir, node_usage
 
 FAILED = 1
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def _main() -> int:
         assignment, dry_run = _assigned(words)
         if dry_run:
             model_ready(assignment.model)
-            print(describe(assignment))
+            print(describe_assignment(assignment))
             return 0
         return _run(assignment)
     except ConfigError as error:
@@ -48,7 +48,7 @@ def _assigned(words: list[str]) -> tuple[Assignment, bool]:
     if words[:1] == ["join"]:
         return from_join(words[1:])
     if not words or words in (["--help"], ["-h"]):
-        print(usage())
+        print(node_usage())
         raise SystemExit(0 if words else EXIT_USAGE)
     if any(word.split("=")[0] == "--run-dir" for word in words):
         dry_run = "--dry-run" in words
@@ -58,19 +58,19 @@ def _assigned(words: list[str]) -> tuple[Assignment, bool]:
         at = words.index("--node-name")
         name = words[at + 1]
         words = words[:at] + words[at + 2 :]
-    command = load.parse(words)
+    command = load.parse_command_line(words)
     return from_config(command.config, name), command.dry_run
 
 
 def _run(assignment: Assignment) -> int:
-    from inference.serve import serve
+    from inference.serve import serve_assignment
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logger.info("node %s: loading %s", assignment.node_name, assignment.model)
     folder = resolve_model(assignment.model)
     try:
-        asyncio.run(serve(assignment, folder))
+        asyncio.run(serve_assignment(assignment, folder))
         return 0
     except ConfigError:
         raise

@@ -141,7 +141,7 @@ class ModelServer:
         return self._served[name]
 
 
-async def serve(models: list[str], threads: int, port: int, *, supervised: bool) -> None:
+async def serve_models(models: list[str], threads: int, port: int, *, supervised: bool) -> None:
     """Serve until standard input ends, or until killed where `supervised`. Raises what loading a model raises."""
     import torch
 
@@ -241,7 +241,7 @@ def main(words: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        asyncio.run(serve(options.model, options.threads, options.port, supervised=options.supervised))
+        asyncio.run(serve_models(options.model, options.threads, options.port, supervised=options.supervised))
     except (ComposerError, OSError) as error:
         print(f"model server: {error}", file=sys.stderr)
         return FAILED

@@ -27,8 +27,7 @@ from composer_prime.errors import (
     RunMismatchError,
 )
 from composer_prime.wire.node import (
-    Cancel,
-    Chunk,
+    CancelGenerate,
     ChunkMissing,
     Drain,
     Generate,
@@ -36,13 +35,14 @@ from composer_prime.wire.node import (
     GenerateFailed,
     Goodbye,
     Heard,
-    Hello,
     HelloAgain,
     NewVersion,
+    NodeHello,
+    NodeWelcome,
     Rejected,
     Status,
     ToNode,
-    Welcome,
+    WeightChunk,
 )
 from composer_prime.wire.types import ints, pack_floats, pack_ints
 from inference.engines.base import Engine
@@ -58,7 +58,7 @@ _WORTH_A_RETRY = (CorruptWeightsError, DeadlineError, EngineError, OSError)
 """Errors of weights that another pull may mend; a wrong signature or a failed canary waits for the next version."""
 
 
-class Node:
+class InferenceNode:
     """Serves one gateway until it is drained, refused, or alone for too long. Use once."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Node:
         self._instance = secrets.token_hex(8)
         self._receiver, self._config = receiver, config
         self._heartbeat_s = config.heartbeat_s
-        self._welcome: Welcome | None = None
+        self._welcome: NodeWelcome | None = None
         self._attached = False
         self._hello_at = 0.0
         self._requests: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -182,7 +182,7 @@ class Node:
             self._link.reopen()
         self._hello_at = time.monotonic()
         self._link.send(
-            Hello(
+            NodeHello(
                 node_id=self._id,
                 engine=self._config.engine,
                 run_id=self._welcome.run_id if self._welcome else None,
@@ -201,15 +201,15 @@ class Node:
         match message:
             case Generate():
                 self._accept(message)
-            case Cancel(request_id=request_id, lease=lease):
+            case CancelGenerate(request_id=request_id, lease=lease):
                 self._cancel((request_id, lease))
             case Heard():
                 pass
-            case Chunk() | ChunkMissing():
+            case WeightChunk() | ChunkMissing():
                 self._chunks.arrived(message)
             case NewVersion(manifest=manifest):
                 self._learn(manifest)
-            case Welcome():
+            case NodeWelcome():
                 self._attach(message)
             case HelloAgain():
                 self._introduce_again()
@@ -224,7 +224,7 @@ class Node:
             self._detach()
             self._say_hello()
 
-    def _attach(self, welcome: Welcome) -> None:
+    def _attach(self, welcome: NodeWelcome) -> None:
         self._detach()
         logger.info("attached to run %s at %s as %s", welcome.run_id, self._link.endpoint, self._id)
         self._welcome, self._attached = welcome, True

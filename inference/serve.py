@@ -19,19 +19,19 @@ from inference.assignment import Assignment
 from inference.engines.base import Engine
 from inference.engines.build import build_engine
 from inference.link import GatewayLink, LinkSource
-from inference.node import Node
+from inference.node import InferenceNode
 from inference.receiver import ChunkSource, FirstOf, FolderSource, Receiver
 
 _PARENT_POLL_S = 1.0
 
 
-async def serve(assignment: Assignment, folder: Path) -> None:
+async def serve_assignment(assignment: Assignment, folder: Path) -> None:
     """Serve until drained or stopped by a signal. Raises what the engine's start and Node.run raise."""
     inference = assignment.inference
     torch.set_num_threads(inference.threads)
     engine = build_engine(inference, folder, assignment.max_context or context_of(folder))
     stopping: list[str] = []
-    node: Node | None = None
+    node: InferenceNode | None = None
 
     def stop(reason: str) -> None:
         stopping.append(reason)
@@ -55,14 +55,14 @@ async def serve(assignment: Assignment, folder: Path) -> None:
         await asyncio.to_thread(link.close)
 
 
-def _build_node(assignment: Assignment, folder: Path, engine: Engine, link: GatewayLink) -> Node:
+def _build_node(assignment: Assignment, folder: Path, engine: Engine, link: GatewayLink) -> InferenceNode:
     inference = assignment.inference
     over_link = LinkSource(link, inference.chunk_timeout_s)
     source: ChunkSource = over_link
     if assignment.weights is not None:
         source = FirstOf(FolderSource(WeightStore(assignment.weights)), over_link)
     receiver = Receiver(engine, source, folder, inference.canary_limit(on_cuda=_on_cuda(inference)))
-    return Node(assignment.node_name, engine, link, over_link, receiver, inference)
+    return InferenceNode(assignment.node_name, engine, link, over_link, receiver, inference)
 
 
 def _on_cuda(inference: InferenceConfig) -> bool:

@@ -24,7 +24,7 @@ from composer_prime.errors import DeadlineError
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import bounded_interval, pass_at_k, scale_of
-from orchestrator.event_loop import Pulse
+from orchestrator.event_loop import Notifier
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.group_scoring import finished_rollout, score_failure
 from orchestrator.rollouts.groups import FinishedRollout, turn_error_rate
@@ -58,7 +58,7 @@ class Evaluator:
         run_dir: RunDir,
         metrics: MetricsFile,
         serving_version: Callable[[], int | None],
-        changed: Pulse,
+        changed: Notifier,
     ) -> None:
         """`num_tasks`: held-out tasks by source. `serving_version`: oldest version of the serving nodes, or None."""
         self._config, self._sources, self._num_tasks = config, sources, num_tasks
@@ -87,7 +87,7 @@ class Evaluator:
             skipped = self._wanted[0]
             logger.warning("the evaluation of step %d is skipped: that of step %d is due already", skipped, step)
         self._wanted = step, version
-        self._changed.beat()
+        self._changed.notify()
 
     def forget_after(self, step: int) -> None:
         """The run went back to `step`: evaluations of later steps were of weights that are gone."""
@@ -127,7 +127,7 @@ class Evaluator:
                 await self._evaluate(step, version)
             finally:
                 self.running = None
-                self._changed.beat()
+                self._changed.notify()
 
     async def _evaluate(self, step: int, version: int) -> None:
         self._done_rollouts = 0
@@ -144,7 +144,7 @@ class Evaluator:
         self._report_failures(step, results)
         figures = {"time/eval_s": time.monotonic() - begun}
         for source, tasks in results.items():
-            figures |= summary(source, tasks, self._config.eval)
+            figures |= eval_summary(source, tasks, self._config.eval)
         await asyncio.to_thread(self._metrics.log, step, figures)
         logger.info("evaluation of step %d: %s", step, {name: round(value, 4) for name, value in figures.items()})
 
@@ -203,7 +203,7 @@ class Evaluator:
         self._done_rollouts += 1
 
 
-def summary(source: str, tasks: list[TaskResult], config: EvalConfig) -> dict[str, float]:
+def eval_summary(source: str, tasks: list[TaskResult], config: EvalConfig) -> dict[str, float]:
     """eval/<source>/…: means over tasks, with 95 % intervals over tasks. What was not measured is absent."""
     name = f"eval/{source}"
     scored = [task.rewards for task in tasks if task.rewards]

@@ -86,11 +86,11 @@ class LoopLag:
         self._schedule(loop)
 
 
-class Pulse:
+class Notifier:
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None
 
-    def beat(self) -> None:
+    def notify(self) -> None:
         """Something changed: every current waiter looks again."""
         if self._next is not None and not self._next.done():
             self._next.set_result(None)

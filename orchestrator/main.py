@@ -35,10 +35,10 @@ def main() -> int:
     try:
         if words[:1] == ["--run-dir"]:
             run_dir = _given(words)
-            config = load.read(run_dir.config)
+            config = load.read_config(run_dir.config)
             _die_with_parent()
         else:
-            command = load.parse(words)
+            command = load.parse_command_line(words)
             config, run_dir = command.config, RunDir(command.config.run.directory.absolute())
             if command.dry_run:
                 return _dry_run(config, run_dir)
@@ -92,7 +92,7 @@ def _changes(config: Config, run_dir: RunDir) -> list[str]:
             f"--resume found no complete checkpoint below {run_dir.checkpoints}: start over with "
             "--run.overwrite true, or set run.name and run.output_dir to the run that is to go on"
         )
-    return check_continuation(load.read(run_dir.config), config) if run_dir.config.is_file() else []
+    return check_continuation(load.read_config(run_dir.config), config) if run_dir.config.is_file() else []
 
 
 def _prepare(config: Config, run_dir: RunDir) -> None:

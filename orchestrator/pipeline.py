@@ -35,13 +35,13 @@ from composer_prime.run.weights import WeightStore
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.wire.step import StepDone
 from orchestrator.batching.batches import Batches
-from orchestrator.batching.scheduler import Steering
+from orchestrator.batching.scheduler import BatchScheduler
 from orchestrator.chat_renderer import chat_folder
 from orchestrator.durability import checkpoint
 from orchestrator.durability.journal import Entry, Journal
 from orchestrator.durability.resume import resume
 from orchestrator.evals import Evaluator
-from orchestrator.event_loop import Pulse
+from orchestrator.event_loop import Notifier
 from orchestrator.gateway import Gateway
 from orchestrator.gateway.gateway import TOKEN_VARIABLE
 from orchestrator.hints.stage import HintStage, build_hints
@@ -51,7 +51,7 @@ from orchestrator.rollouts.dispatch import Dispatcher
 from orchestrator.rollouts.rollout import Permits, Pool, RequestFactory, RolloutRunner
 from orchestrator.step_server import StepServer
 from orchestrator.tasks.sources import WHOLE, Sources, eval_sources, source_spec
-from orchestrator.watchdog import Vigil, Workers
+from orchestrator.watchdog import RunWatchdog, Workers
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL, TRAIN, SourceSpec
 
@@ -92,13 +92,13 @@ class Pipeline:
         """
         self.config, self.run_dir, self.run_id, self.model_dir = config, run_dir, run_id, model_dir
         self._make_pool = make_pool or self._worker_pool
-        self.changed = Pulse()
+        self.changed = Notifier()
         self.metrics = MetricsFile(run_dir.metrics, "orchestrator")
         self.keys = RunKeys(run_dir.keys)
         self.store = WeightStore(run_dir.weights)
-        self.state: checkpoint.State | None = None
+        self.state: checkpoint.OrchestratorState | None = None
         if config.run.resume:
-            self.state = checkpoint.load(run_dir, run_dir.newest_checkpoint(), run_id)
+            self.state = checkpoint.load_state(run_dir, run_dir.newest_checkpoint(), run_id)
         per_token, per_pair = _flops(model_dir)
         self.batches = Batches(
             run_id,
@@ -110,7 +110,7 @@ class Pipeline:
         if self.state is not None:
             versions = self.batches.versions.at(self.state.step, self.state.versions)
             self.batches.restore(versions=versions, formed=self.state.step, batches=[])
-        self.steering: Steering | None = None
+        self.scheduler: BatchScheduler | None = None
         """None until the environments are loaded."""
         self.evaluator: Evaluator | None = None
         self.pools: dict[str, SourcePool] = {}
@@ -140,7 +140,7 @@ class Pipeline:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
             self.server.finish(f"all {self.config.run.max_steps} steps are done", failed=False)
-            self.vigil.log(self.server)
+            self.watchdog.log(self.server)
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class Pipeline:
         self._stack.push_async_callback(self._end_replay)  # the last to end: answers may take their time
         folder = await asyncio.to_thread(chat_folder, self.model_dir, config.model.chat_template, self.run_dir.root)
         self.gateway = Gateway(config, self.keys, self.run_id, self.store, model_dir=folder)
-        self.vigil = Vigil(
+        self.watchdog = RunWatchdog(
             config=config, batches=self.batches, gateway=self.gateway, pools=self.pools, metrics=self.metrics
         )
         await self.gateway.start()
@@ -159,7 +159,7 @@ class Pipeline:
             run_id=self.run_id,
             batches=self.batches,
             changed=self.changed,
-            waiting_for=self.vigil.waiting_for,
+            waiting_for=self.watchdog.waiting_for,
             on_step_done=self._step_done,
             on_checkpoint=self._checkpoint,
             on_error=self.fail,
@@ -175,14 +175,14 @@ class Pipeline:
         write_atomic(self.run_dir.endpoints, json.dumps(addresses).encode() + b"\n")
         logger.info("run %s: %s", self.run_id, addresses)
         self._spawn(self.gateway.watch())
-        self._spawn(self.vigil.report(self.server))
+        self._spawn(self.watchdog.report(self.server))
         if self.state is not None:
             # Without a state the trainer publishes the first version when it attaches.
             await self._publish(self.batches.versions.newest, required=False)
         self._folder = folder
 
     async def _close_gateway(self) -> None:
-        finished = self.vigil.all_trained and not self._failure.done()
+        finished = self.watchdog.all_trained and not self._failure.done()
         await self.gateway.close(finished=finished)
 
     async def _load(self) -> None:
@@ -206,17 +206,17 @@ class Pipeline:
         self._wire(sources, journal, await self._method())
         if self.state is not None:
             resumed = resume(self.state, entries, sources)
-            self.steering.restore(self.state, resumed)
+            self.scheduler.restore(self.state, resumed)
             self.evaluator.forget_after(self.state.step)
             logger.info(
                 "resumed after step %d: %d batches formed, %d groups ready, %d dispatched again",
                 self.state.step, len(resumed.batches), len(resumed.ready), len(resumed.in_flight),
             )  # fmt: skip
-        self.vigil.loaded(self.steering, self.evaluator, self.permits)
+        self.watchdog.loaded(self.scheduler, self.evaluator, self.permits)
         self._loaded.set()
         if self.evaluator.due(self.batches.trained, config.run.max_steps):
             self.evaluator.request(self.batches.trained, self.batches.versions.newest)
-        self.changed.beat()
+        self.changed.notify()
 
     def _worker_pool(self, source: SourceConfig, spec: SourceSpec) -> WorkerPool:
         return WorkerPool(
@@ -253,7 +253,7 @@ class Pipeline:
         self.permits = Permits(self.gateway.adaptive.limit, orchestrator.eval.share)
         runner = RolloutRunner(self.pools, self.gateway.records, self.permits)
         requests = RequestFactory(config=orchestrator, gateway_url=f"{self.gateway.http_url}/v1", seed=config.run.seed)
-        self.steering = Steering(
+        self.scheduler = BatchScheduler(
             config=orchestrator,
             run_id=self.run_id,
             seed=config.run.seed,
@@ -267,19 +267,19 @@ class Pipeline:
             on_error=self.fail,
             pairs=method.pairs,
         )
-        self.steering.dispatcher = Dispatcher(
+        self.scheduler.dispatcher = Dispatcher(
             config=orchestrator,
             scaling=config.channels.policy.advantage_scaling,
             runner=runner,
             requests=requests,
             serving_version=self._serving_version,
-            on_end=self.steering.group_ended,
+            on_end=self.scheduler.group_ended,
             on_error=self.fail,
             behaviour=method.behaviour,
             hints=method.hints,
-            wants_hints=self.steering.distils_soon if config.channels.sdpo.weight > 0 else lambda: True,
+            wants_hints=self.scheduler.distils_soon if config.channels.sdpo.weight > 0 else lambda: True,
         )
-        self._stack.push_async_callback(self.steering.dispatcher.close)
+        self._stack.push_async_callback(self.scheduler.dispatcher.close)
         evaluated = eval_sources(orchestrator)
         self.evaluator = Evaluator(
             config=orchestrator,
@@ -303,9 +303,9 @@ class Pipeline:
         self._spawn(self._advance())
         if self.config.teachers.online:
             self._replay = OnlineReplay(self.config, self.run_dir, self.metrics, lambda: self.batches.trained)
-            self.vigil.ending = self._replay.waiting_for
+            self.watchdog.ending = self._replay.waiting_for
             self._replaying = self._watched(self._replay.run())
-        self._spawn(self.vigil.watch(self.server))
+        self._spawn(self.watchdog.watch(self.server))
         finished = asyncio.create_task(self._finished())
         try:
             await asyncio.wait({finished, self._failure}, return_when=asyncio.FIRST_COMPLETED)
@@ -326,7 +326,7 @@ class Pipeline:
         await asyncio.gather(self._replaying, return_exceptions=True)
 
     async def _finished(self) -> None:
-        while not self.vigil.finished:
+        while not self.watchdog.finished:
             await self.changed.wait(3600)
 
     def _spawn(self, work) -> None:
@@ -349,31 +349,31 @@ class Pipeline:
     async def _advance(self) -> None:
         while True:
             self.permits.grant()
-            await self.steering.advance()
+            await self.scheduler.advance()
             self._require_version()
             await self.changed.wait(_TICK_S)
 
     def _require_version(self) -> None:
         """Nodes whose weights no future batch accepts get no more work until they have caught up."""
         router = self.gateway.router
-        if router.oldest_version != min(self.steering.oldest_version, router.newest_version):
-            self.gateway.require_version(self.steering.oldest_version)
+        if router.oldest_version != min(self.scheduler.oldest_version, router.newest_version):
+            self.gateway.require_version(self.scheduler.oldest_version)
 
     # -- what the trainer says -----------------------------------------------------------------------------------
 
     async def _step_done(self, message: StepDone) -> None:
         await self._loaded.wait()
         went_back = message.step < self.batches.trained
-        await self.steering.step_done(message.step, message.version, message.sample_ids)
+        await self.scheduler.step_done(message.step, message.version, message.sample_ids)
         if went_back:
             self.evaluator.forget_after(message.step)
         if not message.sample_ids or message.version != self.gateway.version:
             await self._publish(message.version)
         if message.sample_ids and self.evaluator.due(message.step, self.config.run.max_steps):
             self.evaluator.request(message.step, message.version)
-        if self.vigil.all_trained and message.step in self.run_dir.complete_checkpoints():
-            self.vigil.final_checkpoint = True
-        self.changed.beat()
+        if self.watchdog.all_trained and message.step in self.run_dir.complete_checkpoints():
+            self.watchdog.final_checkpoint = True
+        self.changed.notify()
 
     async def _publish(self, version: int, *, required: bool = True) -> None:
         """Pass policy version `version` on to the nodes. Raises CheckpointError when `required` and not there."""
@@ -390,14 +390,14 @@ class Pipeline:
     async def _checkpoint(self, step: int) -> None:
         await self._loaded.wait()
         try:
-            await self.steering.checkpoint(step)
+            await self.scheduler.checkpoint(step)
         except (ComposerError, OSError) as error:
-            if self.vigil.all_trained:
+            if self.watchdog.all_trained:
                 self.fail(error)
             raise
         if step >= self.config.run.max_steps:
-            self.vigil.final_checkpoint = True
-        self.changed.beat()
+            self.watchdog.final_checkpoint = True
+        self.changed.notify()
 
     # -- versions ------------------------------------------------------------------------------------------------
 

@@ -23,18 +23,18 @@ from composer_prime.errors import ComposerError, WireError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.sockets import SecureServer, bind_router
 from composer_prime.wire.step import (
+    BatchNotReady,
     CheckpointRequest,
     CheckpointSaved,
     FromTrainer,
-    NotReady,
-    Refused,
     RunFinished,
     StepDone,
     StepNoted,
+    StepRefused,
     StepRequest,
 )
-from orchestrator.batching.batches import Batches, Layout
-from orchestrator.event_loop import Pulse
+from orchestrator.batching.batches import Batches, BatchLayout
+from orchestrator.event_loop import Notifier
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class StepServer:
         *,
         run_id: str,
         batches: Batches,
-        changed: Pulse,
+        changed: Notifier,
         waiting_for: Callable[[int], str],
         on_step_done: Callable[[StepDone], Awaitable[None]],
         on_checkpoint: Callable[[int], Awaitable[None]],
@@ -90,7 +90,7 @@ class StepServer:
     def finish(self, reason: str, *, failed: bool) -> None:
         """From now on every StepRequest is answered with RunFinished."""
         self._finished = RunFinished(reason=reason, failed=failed)
-        self._changed.beat()
+        self._changed.notify()
 
     async def close(self) -> None:
         """Stop, once the order at hand is answered (a checkpoint that is being saved gets its CheckpointSaved)."""
@@ -155,9 +155,9 @@ class StepServer:
         if self._finished is not None:
             await self._send(identity, self._finished)
         elif self._batches.get(request.step) is None:
-            await self._send(identity, NotReady(step=request.step, waiting_for=self._waiting_for(request.step)))
+            await self._send(identity, BatchNotReady(step=request.step, waiting_for=self._waiting_for(request.step)))
         else:
-            layout = Layout(request.world_size, request.max_tokens)
+            layout = BatchLayout(request.world_size, request.max_tokens)
             try:
                 payload = await self._batches.reply(request.step, request.rank, layout)
             except ComposerError as error:
@@ -175,7 +175,7 @@ class StepServer:
             return False
         text = f"steps up to {self._batches.trained} are trained; rank 0 has not said that it restarts before {step}"
         if time.monotonic() - came_at < _PAST_S:
-            await self._send(identity, NotReady(step=step, waiting_for=text))
+            await self._send(identity, BatchNotReady(step=step, waiting_for=text))
         else:
             await self._refuse(identity, f"step {step} was asked for, but {text}")
         return True
@@ -214,7 +214,7 @@ class StepServer:
     async def _refuse(self, identity: bytes, reason: str) -> None:
         self.refused += 1
         logger.warning("step server: refused a request: %s", reason)
-        await self._send(identity, Refused(error=reason))
+        await self._send(identity, StepRefused(error=reason))
 
     async def _send(self, identity: bytes, message: msgspec.Struct) -> None:
         await self._send_bytes(identity, msgspec.msgpack.encode(message))

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from composer_prime.config import Config
-from composer_prime.console import counted
+from composer_prime.console import pluralize
 from composer_prime.errors import DeadlineError
 from composer_prime.monitor.metrics_file import MetricsFile
 from orchestrator.batching.batches import Batches
-from orchestrator.batching.scheduler import Steering
+from orchestrator.batching.scheduler import BatchScheduler
 from orchestrator.evals import Evaluator
-from orchestrator.event_loop import Pulse
+from orchestrator.event_loop import Notifier
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.rollout import Lane, Permits
 from orchestrator.step_server import StepServer
@@ -38,7 +38,7 @@ class Workers(Protocol):
         ...
 
 
-class Vigil:
+class RunWatchdog:
     def __init__(
         self,
         *,
@@ -50,19 +50,19 @@ class Vigil:
     ) -> None:
         self._config, self._batches, self._gateway = config, batches, gateway
         self._pools, self._metrics = pools, metrics
-        self._steering: Steering | None = None
+        self._scheduler: BatchScheduler | None = None
         self._evaluator: Evaluator | None = None
         self._permits: Permits | None = None
-        self._news = Pulse()
+        self._news = Notifier()
         self.ending: Callable[[], str | None] = lambda: None
         """What the end of the run waits for."""
         self.final_checkpoint = config.run.max_steps == 0
         """Whether the last checkpoint is written (or none is to be expected)."""
 
-    def loaded(self, steering: Steering, evaluator: Evaluator, permits: Permits) -> None:
+    def loaded(self, scheduler: BatchScheduler, evaluator: Evaluator, permits: Permits) -> None:
         """From now on there is more to tell than that the environments are loading."""
-        self._steering, self._evaluator, self._permits = steering, evaluator, permits
-        self._news.beat()
+        self._scheduler, self._evaluator, self._permits = scheduler, evaluator, permits
+        self._news.notify()
 
     @property
     def all_trained(self) -> bool:
@@ -78,10 +78,10 @@ class Vigil:
 
     def waiting_for(self, step: int) -> str:
         """Why batch `step` is not there yet."""
-        if self._steering is None:
+        if self._scheduler is None:
             return f"batch {step}: {'; '.join([self._environments(), self._nodes()])}"
         evaluation = self._evaluator.waiting_for() if self._evaluator else None
-        return "; ".join([self._steering.waiting_for(step), self._nodes(), *([evaluation] if evaluation else [])])
+        return "; ".join([self._scheduler.waiting_for(step), self._nodes(), *([evaluation] if evaluation else [])])
 
     def _environments(self) -> str:
         loading = [name for name, pool in self._pools.items() if not pool.pids]
@@ -92,7 +92,7 @@ class Vigil:
     def _nodes(self) -> str:
         router = self._gateway.router
         if serving := len(router.serving()):
-            return f"served by {counted(serving, 'node')}"
+            return f"served by {pluralize(serving, 'node')}"
         if self._config.inference.nodes and not list(router.nodes):
             return "no inference node has connected yet: it loads its model first (logs/node-*.log)"
         return f"no node serves: {router.why_no_node()}"
@@ -106,14 +106,14 @@ class Vigil:
         """What the orchestrator itself waits for at this moment, `subject: how far that is`; None while all work."""
         if (ending := self.ending()) is not None:
             return ending
-        if self._steering is None or self._evaluator is None:
+        if self._scheduler is None or self._evaluator is None:
             return f"the environments: {self._environments()}; {self._nodes()}"
         batches, evaluation = self._batches, self._evaluator.waiting_for()
         if evaluation is not None and (self.all_trained or self._evaluator.step == 0):  # training waits for step 0's
             return f"{evaluation}; {self._nodes()}"
         if batches.formed == batches.trained and not self.all_trained:
             return self.waiting_for(batches.formed + 1)
-        if not self._steering.dispatcher.flights and not (self.all_trained and self.final_checkpoint):
+        if not self._scheduler.dispatcher.flights and not (self.all_trained and self.final_checkpoint):
             return f"the trainer to {self._trainer_owes()}"
         return None
 
@@ -132,8 +132,8 @@ class Vigil:
             "step_server/refused": server.refused,
             "workers/restarts": sum(pool.restarts for pool in self._pools.values()),
         }
-        if self._steering and self._permits and self._evaluator:
-            figures |= self._steering.metrics()
+        if self._scheduler and self._permits and self._evaluator:
+            figures |= self._scheduler.metrics()
             figures["queue/rollouts_waiting"] = self._permits.waiting(Lane.TRAIN)
             figures["eval/skipped"] = self._evaluator.skipped or None
         self._metrics.log(self._batches.trained, {**self._gateway.metrics(), **figures})
@@ -142,19 +142,19 @@ class Vigil:
 
     async def watch(self, server: StepServer) -> None:
         """Until cancelled. Raises DeadlineError when the run can't be expected to go on."""
-        settings, steering = self._config.orchestrator, self._steering
-        assert steering is not None, "loaded() comes first"
+        settings, scheduler = self._config.orchestrator, self._scheduler
+        assert scheduler is not None, "loaded() comes first"
         while True:
             await asyncio.sleep(_WATCH_S)
             now = time.monotonic()
-            hungry_since = None if self.all_trained else steering.hungry_since
-            if hungry_since is not None and now - hungry_since > settings.batch_timeout_s:
+            starved_since = None if self.all_trained else scheduler.starved_since
+            if starved_since is not None and now - starved_since > settings.batch_timeout_s:
                 raise DeadlineError(
                     f"waited {settings.batch_timeout_s:.0f} s (orchestrator.batch_timeout_s) for "
                     f"{self.waiting_for(self._batches.formed + 1)}"
                 )
-            silent_s = now - max(server.last_heard or 0.0, steering.fed_since)
-            owed = hungry_since is None and not (self.all_trained and self.final_checkpoint)
+            silent_s = now - max(server.last_heard or 0.0, scheduler.last_supplied)
+            owed = starved_since is None and not (self.all_trained and self.final_checkpoint)
             if owed and silent_s > settings.trainer_timeout_s:
                 raise DeadlineError(
                     f"no word from the trainer for {silent_s:.0f} s (orchestrator.trainer_timeout_s), which should "

@@ -22,21 +22,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composer_prime.channels.replay_dpo import PairTokens
-from composer_prime.channels.sdpo import DistilTokens
+from composer_prime.channels.sdpo import SdpoTokens
 from composer_prime.channels.tokens import PolicyTokens, sum_by
 from composer_prime.channels.total import ChannelInputs, LossParts, channel_metrics, total_loss
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import NonFiniteError
 from composer_prime.wire.types import StepTotals
-from trainer.data.rows import DistilledRow, PackedRow, PairsRow
+from trainer.data.rows import HintedTurnsRow, PackedRow, PairsRow
 from trainer.head.head import TokenStatistics
 from trainer.model.policy import Policy
 from trainer.optim import Optimizer
-from trainer.teacher.self_teacher import Aid
+from trainer.teacher.self_teacher import AuxiliaryLogprobs
 from trainer.world import gather_texts
 
 
-def channel_inputs(row: PackedRow, statistics: TokenStatistics, aid: Aid) -> ChannelInputs:
+def channel_inputs(row: PackedRow, statistics: TokenStatistics, aid: AuxiliaryLogprobs) -> ChannelInputs:
     """Inputs of the channels that are on; one without tokens in this row is empty, and attached to the graph."""
     return ChannelInputs(
         policy=PolicyTokens(
@@ -57,12 +57,12 @@ def _picked(values_R: Tensor, rows: Tensor | None) -> Tensor:
     return values_R if rows is None else values_R[rows]
 
 
-def _distil_tokens(distilled: DistilledRow, statistics: TokenStatistics) -> DistilTokens:
+def _distil_tokens(distilled: HintedTurnsRow, statistics: TokenStatistics) -> SdpoTokens:
     """The head's last D rows; all of them were sampled, whether or not channel 1 trains them."""
     count = len(distilled.turn_D)
     logprobs_D = statistics.logprobs_R[len(statistics.logprobs_R) - count :]
     nothing = statistics.logprobs_R[:0]
-    return DistilTokens(
+    return SdpoTokens(
         divergence_D=nothing if statistics.divergence_D is None else statistics.divergence_D,
         logprobs_D=logprobs_D,
         sampler_logprobs_D=distilled.sampler_logprobs_D,
@@ -73,7 +73,7 @@ def _distil_tokens(distilled: DistilledRow, statistics: TokenStatistics) -> Dist
     )
 
 
-def _pair_tokens(pairs: PairsRow, statistics: TokenStatistics, aid: Aid) -> PairTokens:
+def _pair_tokens(pairs: PairsRow, statistics: TokenStatistics, aid: AuxiliaryLogprobs) -> PairTokens:
     sums_S = sum_by(statistics.logprobs_R[pairs.answer_A], pairs.side_A, 2 * pairs.pairs)
     reference_S = aid.reference_S
     return PairTokens(
@@ -119,7 +119,7 @@ def train_step(
     *,
     step: int,
     ratio: float,
-    aids: Sequence[Aid] | None = None,
+    aids: Sequence[AuxiliaryLogprobs] | None = None,
 ) -> dict[str, float]:
     """Take step `step` with the learning rate at `ratio` of its peak; metrics are of the whole step, all ranks.
 
@@ -127,7 +127,7 @@ def train_step(
     NonFiniteError, on all ranks, before anything is changed.
     """
     started = time.monotonic()
-    passed = _accumulate(policy, rows, aids or [Aid() for _ in rows], totals, settings, step)
+    passed = _accumulate(policy, rows, aids or [AuxiliaryLogprobs() for _ in rows], totals, settings, step)
     norm = optimizer.grad_norm()
     values = _reduce(passed.sums, norm)
     if not (math.isfinite(values["grad_norm"]) and math.isfinite(values["loss/total"])):
@@ -152,7 +152,7 @@ def train_step(
 def _accumulate(
     policy: Policy,
     rows: Sequence[PackedRow],
-    aids: Sequence[Aid],
+    aids: Sequence[AuxiliaryLogprobs],
     totals: StepTotals,
     settings: LossSettings,
     step: int,
@@ -177,10 +177,10 @@ def loss_of(
     settings: LossSettings,
     *,
     step: int = 1,
-    aid: Aid | None = None,
+    aid: AuxiliaryLogprobs | None = None,
 ) -> tuple[LossParts, Tensor]:
     """One row's share of the step's loss (forward pass, then the channels), and its documents' broken statistics."""
-    aid = aid or Aid()
+    aid = aid or AuxiliaryLogprobs()
     statistics = policy(row, aid.teaching)
     inputs = channel_inputs(row, statistics, aid)
     parts = total_loss(inputs, totals, settings.channels, settings.max_length, step)

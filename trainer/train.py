@@ -37,7 +37,7 @@ from composer_prime.wire.step import RunFinished, StepReply
 from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
 from trainer.data.rows import PackedRow, RowOptions, documents_of, unpack
-from trainer.data.step_client import Asked, StepClient, Stopped, find_endpoint, next_batch
+from trainer.data.step_client import RankInfo, StepClient, Stopped, find_endpoint, next_batch
 from trainer.data.teacher_cost import ReadCost, teachers_in_row
 from trainer.model.build import build_policy
 from trainer.optim import build_optimizer, rate
@@ -111,7 +111,7 @@ class Trainer:
                 self._check_ending(reply, last)
                 break
             last += 1
-            self._take(client, reply, last, asked)
+            self._train_one_step(client, reply, last, asked)
         self._finish(client, start, last)
 
     def _outer_loop(self) -> StreamingDiLoCo | None:
@@ -170,7 +170,7 @@ class Trainer:
         endpoint = self.config.orchestrator.address or find_endpoint(
             self.run_dir.endpoints, trainer.orchestrator_timeout_s, self._stopping
         )
-        asked = Asked(
+        asked = RankInfo(
             run_id=self.run_id,
             rank=self.world.rank,
             world_size=self.world.size,
@@ -188,7 +188,7 @@ class Trainer:
         if self.world.first:
             client.done(start, self._version, [])
 
-    def _take(self, client: StepClient, reply: StepReply, step: int, asked: float) -> None:
+    def _train_one_step(self, client: StepClient, reply: StepReply, step: int, asked: float) -> None:
         """One step: train, publish, tell, checkpoint when due, log."""
         config, policy, began = self.config, self.policy, time.monotonic()
         rows = self._rows(reply)
@@ -306,7 +306,7 @@ def main(argv: list[str] | None = None) -> int:
     stop = StopSignal()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stdout)
     try:
-        Trainer(run_dir, load.read(run_dir.config), stop).run()
+        Trainer(run_dir, load.read_config(run_dir.config), stop).run()
     except Stopped:
         return stop.exit_code
     except ComposerError as error:

@@ -22,7 +22,7 @@ from composer_prime.wire.types import StepTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistilTokens:
+class SdpoTokens:
     """The tokens of the distilled turns of one micro-batch, laid end to end; D may be 0."""
 
     divergence_D: Tensor
@@ -41,7 +41,7 @@ class DistilTokens:
     """float [D], nats; needed where `entropy_weighting` is not none."""
 
 
-def sdpo_loss(tokens: DistilTokens, totals: StepTotals, config: SdpoConfig) -> tuple[Tensor, Sums]:
+def sdpo_loss(tokens: SdpoTokens, totals: StepTotals, config: SdpoConfig) -> tuple[Tensor, Sums]:
     """This micro-batch's share of the channel's loss (scalar, before alpha) and its metric sums.
 
     Without tokens the loss is a zero that is attached to the graph. Raises ConfigError when turns have no tokens, or
@@ -63,7 +63,7 @@ def sdpo_loss(tokens: DistilTokens, totals: StepTotals, config: SdpoConfig) -> t
     return loss, _sums(tokens, importance_D, config)
 
 
-def _check(tokens: DistilTokens, config: SdpoConfig) -> None:
+def _check(tokens: SdpoTokens, config: SdpoConfig) -> None:
     count = tokens.divergence_D.numel()
     if tokens.turns > count:
         raise ConfigError(
@@ -78,7 +78,7 @@ def _check(tokens: DistilTokens, config: SdpoConfig) -> None:
 
 
 @torch.no_grad()
-def _sums(tokens: DistilTokens, importance_D: Tensor, config: SdpoConfig) -> Sums:
+def _sums(tokens: SdpoTokens, importance_D: Tensor, config: SdpoConfig) -> Sums:
     divergence_D = tokens.divergence_D.detach()
     clip = float("inf") if config.is_clip is None else config.is_clip
     sums = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from composer_prime.channels.policy import policy_loss, policy_metrics
 from composer_prime.channels.replay_dpo import PairTokens, replay_dpo_loss, replay_dpo_metrics
-from composer_prime.channels.sdpo import DistilTokens, sdpo_loss, sdpo_metrics
+from composer_prime.channels.sdpo import SdpoTokens, sdpo_loss, sdpo_metrics
 from composer_prime.channels.tokens import PolicyTokens, Sums
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import ConfigError
@@ -27,7 +27,7 @@ class ChannelInputs:
     """What one forward pass gave each channel; None for a channel that the configuration turns off."""
 
     policy: PolicyTokens
-    sdpo: DistilTokens | None = None
+    sdpo: SdpoTokens | None = None
     replay_dpo: PairTokens | None = None
 
 

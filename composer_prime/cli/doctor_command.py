@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from composer_prime.console import GIB, counted
+from composer_prime.console import GIB, pluralize
 from composer_prime.errors import ComposerError
 from composer_prime.model_source import model_ready
 from composer_prime.plan.machine import check_port, free_bytes, look, module_file
@@ -182,7 +182,7 @@ def torch_found(found: dict[str, Any], gpus: int) -> Check:
     text = f"{found['version']} ({f'CUDA {cuda}' if cuda else 'CPU only'})"
     if gpus > len(found["gpus"]):
         why = "its CUDA is newer than the driver: update the driver" if cuda else "install its CUDA build"
-        text += f" can use {len(found['gpus'])} of {counted(gpus, 'visible GPU')}: {why}"
+        text += f" can use {len(found['gpus'])} of {pluralize(gpus, 'visible GPU')}: {why}"
         return Check(level="note", name="torch", text=text)
     computed = [f"{name} (compute capability {major}.{minor})" for name, major, minor in found["gpus"]]
     return Check(level="ok", name="torch", text=f"{text} computes on {', '.join(computed) or 'the CPU'}")
@@ -215,7 +215,7 @@ def what_works(levels: dict[str, Level]) -> list[str]:
     """Lines for a reader who wants to know what to type. `levels`: what was found, by check."""
     bad = [name for name, level in levels.items() if level == "bad"]
     if bad:
-        return [f"{counted(len(bad), 'problem')} to mend before anything runs: {', '.join(bad)}"]
+        return [f"{pluralize(len(bad), 'problem')} to mend before anything runs: {', '.join(bad)}"]
     lines = ["works here:"]
     for what, needs, command in _USES:
         lacking = [name for name in needs if levels.get(name, "ok") != "ok"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from composer_prime.config import Config
 from composer_prime.config.load import resolve
-from composer_prime.console import INTERRUPTED, console_script, counted
+from composer_prime.console import INTERRUPTED, console_script, pluralize
 from composer_prime.errors import ConfigError, RoleFailedError
 from composer_prime.model_source import resolve_model
 from composer_prime.monitor.rollouts import Scores, failure_text, read_rollouts, scores
@@ -41,7 +41,7 @@ def main(words: list[str]) -> int:
     found: dict[str, Scores] = {}
     for model in models:
         found[model] = evaluate(model, rest, config)
-    print("\n".join(["", *table(found)]))
+    print("\n".join(["", *eval_table(found)]))
     return 0
 
 
@@ -117,7 +117,7 @@ def _follow(process: subprocess.Popen[str]) -> int:
         raise
 
 
-def table(found: dict[str, Scores]) -> list[str]:
+def eval_table(found: dict[str, Scores]) -> list[str]:
     """Means with intervals by source, and the paired difference when there are two models."""
     width = max(len(model) for model in found)
     sources = sorted({task.partition("/")[0] for scored in found.values() for task in scored})
@@ -161,5 +161,5 @@ def _plain(model: str) -> str:
 def _say_failures(path: Path) -> None:
     failures = [text for rollout in read_rollouts(path) if (text := failure_text(rollout))]
     if failures:
-        failed = counted(len(failures), "rollout")
+        failed = pluralize(len(failures), "rollout")
         print(f"{failed} failed and left out, the first with: {failures[0]}", flush=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 from textwrap import wrap
 
-from composer_prime.console import columns, counted
+from composer_prime.console import columns, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import open_run
-from composer_prime.stats.ladder import Arm, arms, differences, differing, level, load, over_seeds, windows
+from composer_prime.stats.ladder import Arm, arms, differences, differing, level, load_run, over_seeds, windows
 
 _METRICS = ("reward/mean", "rollout/turn_error_rate", "sdpo/turns", "sdpo/turn_jsd", "dpo/accuracy")
 _WIDTH = 120
@@ -20,8 +20,8 @@ _WIDTH = 120
 
 
 def main(words: list[str]) -> int:
-    options = parser().parse_args(words)
-    found = arms(load(open_run(folder)) for folder in dict.fromkeys(options.run))
+    options = ladder_parser().parse_args(words)
+    found = arms(load_run(open_run(folder)) for folder in dict.fromkeys(options.run))
     steps = min(one.steps for arm in found for one in arm.runs.values())
     if options.steps is not None:
         if options.steps > steps:
@@ -35,7 +35,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def ladder_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer ladder", description=__doc__)
     parser.add_argument("run", nargs="+", help="run directory; those of the base arm first")
     parser.add_argument("--metric", action="append", help=f"figure of metrics.jsonl (default {' '.join(_METRICS)})")
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _head(found: list[Arm], steps: int, width: int) -> list[str]:
-    text = [f"{counted(len(found), 'arm')} at {counted(steps, 'step')}"]
+    text = [f"{pluralize(len(found), 'arm')} at {pluralize(steps, 'step')}"]
     for arm in found:
         text.append(f"  {arm.name:<14} seeds {', '.join(map(str, sorted(arm.runs)))}")
         for line in differing(found[0], arm) if arm is not found[0] else []:
@@ -63,7 +63,7 @@ def _training(found: list[Arm], metric: str, steps: int, bins: int, width: int) 
     for part in parts:
         figures = [{seed: level(one, metric, part) for seed, one in arm.runs.items()} for arm in found]
         rows[f"{part[0]}-{part[-1]}"] = _cells(figures)
-    return ["", metric, *table(_labels(found), rows, width)]
+    return ["", metric, *ladder_table(_labels(found), rows, width)]
 
 
 def _held_out(found: list[Arm], steps: int, width: int) -> list[str]:
@@ -77,7 +77,7 @@ def _held_out(found: list[Arm], steps: int, width: int) -> list[str]:
         for step in sorted(shared):
             figures = [{seed: one.evaluations[step].get(name) for seed, one in arm.runs.items()} for arm in found]
             rows[str(step)] = _cells(figures)
-        text += ["", f"held-out {name.removeprefix('eval/')}", *table(_labels(found), rows, width)]
+        text += ["", f"held-out {name.removeprefix('eval/')}", *ladder_table(_labels(found), rows, width)]
     return text
 
 
@@ -92,7 +92,7 @@ def _cells(figures: list[dict[int, float | None]]) -> list[str]:
     return [interval.text(sign=sign) if interval else "-" for interval, sign in intervals]
 
 
-def table(labels: list[str], rows: dict[str, list[str]], width: int) -> list[str]:
+def ladder_table(labels: list[str], rows: dict[str, list[str]], width: int) -> list[str]:
     """Columns under `labels`, as many side by side as `width` characters hold; the others follow below, with the rows'
     names again. Rows without any figure are left out."""
     rows = {name: cells for name, cells in rows.items() if any(cell != "-" for cell in cells)}

@@ -34,10 +34,10 @@ def main() -> int:
 def _main() -> int:
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help", "help"):
-        print(usage())
+        print(composer_usage())
         return 0
     if words[0] not in COMMANDS:
-        fail(ComposerError(f"unknown command {words[0]!r}{_close(words[0])}\n\n{usage()}"))
+        fail(ComposerError(f"unknown command {words[0]!r}{_close(words[0])}\n\n{composer_usage()}"))
     module = importlib.import_module(MODULES.get(words[0], f"composer_prime.cli.{words[0]}_command"))
     try:
         return module.main(words[1:])
@@ -45,7 +45,7 @@ def _main() -> int:
         fail(error)
 
 
-def usage() -> str:
+def composer_usage() -> str:
     lines = ["usage: composer COMMAND [arguments]   (composer COMMAND --help says more)", ""]
     return "\n".join(lines + [f"  {name:<10} {text}" for name, text in COMMANDS.items()])
 

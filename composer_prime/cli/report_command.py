@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 
-from composer_prime.console import counted, gib
+from composer_prime.console import gib, pluralize
 from composer_prime.errors import ComposerError, ConfigError, LedgerError
-from composer_prime.monitor.metrics_file import Line, history
-from composer_prime.monitor.progress import Progress, ends, number, sparkline
+from composer_prime.monitor.metrics_file import Line, read_history
+from composer_prime.monitor.progress import RunProgress, ends, numeric_field, sparkline
 from composer_prime.monitor.rollouts import eval_scores, open_run
 from composer_prime.run.costs import spent
-from composer_prime.run.ledger import check, effective
+from composer_prime.run.ledger import check_ledger, effective
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
 
@@ -34,10 +34,10 @@ def hint_lines(trained: list[Line]) -> list[str]:
         return []
     found, hinted = _sum(trained, "hints/found"), _sum(trained, "hints/hinted")
     share = f" ({hinted / found:.0%})" if found else ""
-    turns, steps = _sum(trained, "sdpo/turns"), sum((number(line, "sdpo/turns") or 0) > 0 for line in trained)
+    turns, steps = _sum(trained, "sdpo/turns"), sum((numeric_field(line, "sdpo/turns") or 0) > 0 for line in trained)
     text = [
-        f"  hints        {hinted:,.0f} of {counted(int(found), 'wrong turn')} got one{share}; "
-        f"{turns:,.0f} distilled, in {steps} of {counted(len(trained), 'step')}"
+        f"  hints        {hinted:,.0f} of {pluralize(int(found), 'wrong turn')} got one{share}; "
+        f"{turns:,.0f} distilled, in {steps} of {pluralize(len(trained), 'step')}"
     ]
     text += _counts("kinds", trained, "hints/kind/") + _counts("written by", trained, "hints/layer/")
     text += _counts("left out", trained, "hints/skipped/")
@@ -50,7 +50,7 @@ def pair_lines(trained: list[Line], lines: list[Line]) -> list[str]:
     text = []
     if any("loss/replay_dpo" in line for line in trained):
         last = next((line for line in reversed(trained) if "pairs/in_file" in line), {})
-        held, refused = number(last, "pairs/in_file") or 0, number(last, "pairs/refused") or 0
+        held, refused = numeric_field(last, "pairs/in_file") or 0, numeric_field(last, "pairs/refused") or 0
         passes = f", round {last['pairs/pass'] + 1:.0f} through the file" if "pairs/pass" in last else ""
         text.append(
             f"  pairs        {_sum(trained, 'dpo/pairs'):,.0f} trained; {held:,.0f} in the file, "
@@ -69,7 +69,7 @@ def _replay(lines: list[Line]) -> list[str]:
     last = next((line for line in reversed(lines) if "replay/states" in line), None)
     if last is None:
         return ["  replay       failed: logs/orchestrator.log says why"] if failed else []
-    figures = {name: number(last, name) or 0.0 for name in last if name.startswith(("replay/", "gate/"))}
+    figures = {name: numeric_field(last, name) or 0.0 for name in last if name.startswith(("replay/", "gate/"))}
     early = failed or figures.get("replay/stopped")
     stopped = f"; {'failed' if failed else 'stopped early'}, logs/orchestrator.log says why" if early else ""
     text = [
@@ -86,7 +86,7 @@ def _replay(lines: list[Line]) -> list[str]:
 
 
 def _sum(trained: list[Line], name: str) -> float:
-    return sum(number(line, name) or 0.0 for line in trained)
+    return sum(numeric_field(line, name) or 0.0 for line in trained)
 
 
 def _counts(label: str, lines: list[Line], prefix: str) -> list[str]:
@@ -100,7 +100,7 @@ def _counts(label: str, lines: list[Line], prefix: str) -> list[str]:
 
 def _moved(label: str, trained: list[Line], name: str, shape: str, unit: str) -> list[str]:
     """Means of the first and of the last steps that have the figure."""
-    values = [value for line in trained if (value := number(line, name)) is not None]
+    values = [value for line in trained if (value := numeric_field(line, name)) is not None]
     first, last = ends(values)
     if not last:
         return []
@@ -112,7 +112,7 @@ _INDENT = " " * 15
 
 
 @dataclass(slots=True)
-class Rounds:
+class RoundTotals:
     """What the lines of a run add up to. Lines between two rounds repeat the last one, so only new ones count."""
 
     outer_step: int = 0
@@ -131,7 +131,7 @@ class Rounds:
     received: float = 0.0
 
     @classmethod
-    def of(cls, lines: list[Line]) -> Rounds:
+    def of(cls, lines: list[Line]) -> RoundTotals:
         """`lines`: of all roles, in file order."""
         found, sent, received = cls(), 0.0, 0.0
         for line in lines:
@@ -139,11 +139,11 @@ class Rounds:
                 sent = received = 0.0
             if line.get("role") != "trainer":
                 continue
-            found.steps_s += number(line, "time/step_s") or 0.0
-            outer_step = number(line, "diloco/outer_step")
+            found.steps_s += numeric_field(line, "time/step_s") or 0.0
+            outer_step = numeric_field(line, "diloco/outer_step")
             if outer_step is None:
                 continue
-            now = number(line, "diloco/bytes_sent") or 0.0, number(line, "diloco/bytes_received") or 0.0
+            now = numeric_field(line, "diloco/bytes_sent") or 0.0, numeric_field(line, "diloco/bytes_received") or 0.0
             found.sent, found.received = found.sent + max(now[0] - sent, 0), found.received + max(now[1] - received, 0)
             sent, received = now
             if int(outer_step) != found.outer_step:
@@ -152,17 +152,17 @@ class Rounds:
 
     def _take(self, line: Line, outer_step: int) -> None:
         peers = [name.split("/")[1] for name in line if name.startswith("diloco/") and name.endswith("/inner_steps")]
-        self.outer_step, self.sweep = outer_step, int(number(line, "diloco/sweep") or 0)
+        self.outer_step, self.sweep = outer_step, int(numeric_field(line, "diloco/sweep") or 0)
         self.ended += 1
         self.by_peer.update(peers)
         self.sizes.append(len(peers))
-        self.rejected += int(number(line, "diloco/rejected") or 0)
-        self.waited_s += number(line, "diloco/sync_s") or 0.0
+        self.rejected += int(numeric_field(line, "diloco/rejected") or 0)
+        self.waited_s += numeric_field(line, "diloco/sync_s") or 0.0
 
 
 def joint_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
     """Empty for a run that trained alone, or that has no round behind it."""
-    rounds = Rounds.of(lines)
+    rounds = RoundTotals.of(lines)
     if not rounds.ended:
         return []
     last = next(line for line in reversed(lines) if "diloco/outer_step" in line)
@@ -170,9 +170,9 @@ def joint_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
     alone = sum(size == 1 for size in rounds.sizes)
     waited = f", {rounds.waited_s / rounds.steps_s:.1%} of the steps' time" if rounds.steps_s else ""
     return [
-        f"  joint run    outer step {rounds.outer_step}, {counted(rounds.sweep, 'full sweep')}; "
-        f"{counted(rounds.ended, 'round')} taken, {last.get('diloco/missed_rounds', 0):.0f} missed, "
-        f"{counted(rounds.rejected, 'delta')} rejected",
+        f"  joint run    outer step {rounds.outer_step}, {pluralize(rounds.sweep, 'full sweep')}; "
+        f"{pluralize(rounds.ended, 'round')} taken, {last.get('diloco/missed_rounds', 0):.0f} missed, "
+        f"{pluralize(rounds.rejected, 'delta')} rejected",
         f"{_INDENT}peers: rounds with the work of {shares}; {alone} with one peer alone",
         f"{_INDENT}hashes: equal on all peers of each of these rounds, else they are not averaged",
         f"{_INDENT}link: {rounds.sent / 1e6:,.1f} MB sent, {rounds.received / 1e6:,.1f} MB received a rank"
@@ -186,18 +186,18 @@ def joint_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
 
 def _final(lines: list[Line]) -> list[str]:
     """The global model that the run ended with; nothing where it has not ended."""
-    progress = Progress()
+    progress = RunProgress()
     progress.update(lines)
     return [f"{_INDENT}joint model: {progress.ended.text}"] if progress.ended is not None else []
 
 
-def _bits(run_dir: RunDir, rounds: Rounds) -> str:
+def _bits(run_dir: RunDir, rounds: RoundTotals) -> str:
     """All that was sent over the parameters of the fragments sent; "" where the model cannot be read (yet)."""
-    from composer_prime.config.load import read  # a second of CPU time, for joint runs only
+    from composer_prime.config.load import read_config  # a second of CPU time, for joint runs only
     from composer_prime.plan.footprint import ModelShape, trained_parameters
 
     try:
-        config = read(run_dir.config)
+        config = read_config(run_dir.config)
         shape = ModelShape.read(run_dir.final)
     except (ComposerError, OSError):
         return ""
@@ -209,23 +209,23 @@ def _bits(run_dir: RunDir, rounds: Rounds) -> str:
 
 
 def main(words: list[str]) -> int:
-    options = parser().parse_args(words)
+    options = report_parser().parse_args(words)
     for folder in options.run:
-        print("\n".join([*report(open_run(folder), options.bins), ""]))
+        print("\n".join([*report_run(open_run(folder), options.bins), ""]))
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def report_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer report", description=__doc__)
     parser.add_argument("run", nargs="+", help="run directory")
     parser.add_argument("--bins", type=int, default=10, help="lines of the reward table")
     return parser
 
 
-def report(run_dir: RunDir, bins: int) -> list[str]:
+def report_run(run_dir: RunDir, bins: int) -> list[str]:
     """The report of one run, as lines."""
-    lines = history(run_dir.metrics)
-    progress = Progress()
+    lines = read_history(run_dir.metrics)
+    progress = RunProgress()
     progress.update(lines)
     trained = [line for line in lines if "loss/total" in line]
     text = [f"{run_dir.root.name}  ({run_dir.root})"]
@@ -234,7 +234,7 @@ def report(run_dir: RunDir, bins: int) -> list[str]:
     else:
         text += _curve(trained, progress, bins) + _speed(trained, progress) + _health(trained)
         text += hint_lines(trained) + pair_lines(trained, lines) + joint_lines(run_dir, lines)
-    total = [value for line in lines if (value := number(line, "memory/total_bytes")) is not None]
+    total = [value for line in lines if (value := numeric_field(line, "memory/total_bytes")) is not None]
     if total:
         text.append(f"  memory       {gib(int(max(total)))} at most in all processes")
     return text + _ledger(run_dir) + _costs(run_dir) + _evaluations(run_dir)
@@ -252,11 +252,11 @@ def _costs(run_dir: RunDir) -> list[str]:
         text.append(f"  compute      {paid.gpu_s:,.0f} GPU s, {paid.process_s:,.0f} process s{links}")
     if not paid.calls:
         return text
-    from composer_prime.config.load import read  # a second of CPU time, for runs with teachers only
-    from composer_prime.plan.cost_forecast import forecast
+    from composer_prime.config.load import read_config  # a second of CPU time, for runs with teachers only
+    from composer_prime.plan.cost_forecast import forecast_cost
 
     try:
-        expected = forecast(read(run_dir.config))
+        expected = forecast_cost(read_config(run_dir.config))
     except ConfigError:  # of another release, or its states file is gone
         expected = None
     each = ", ".join(f"{name} ${usd:,.4f}" for name, usd in sorted(paid.by_teacher.items()))
@@ -271,14 +271,14 @@ def _ledger(run_dir: RunDir) -> list[str]:
     """Whether every trained sample was trained exactly once, over all resumes."""
     if not run_dir.ledger.is_file():
         return []
-    wrong = check(run_dir.ledger)
+    wrong = check_ledger(run_dir.ledger)
     if wrong:
         return [f"  ledger       {line}" for line in wrong]
     count = sum(len(ids) for ids in effective(run_dir.ledger).values())
     return [f"  ledger       {count} samples, each trained exactly once"]
 
 
-def _curve(trained: list[Line], progress: Progress, bins: int) -> list[str]:
+def _curve(trained: list[Line], progress: RunProgress, bins: int) -> list[str]:
     latest = {line["step"]: line for line in trained}
     steps = sorted(latest)
     rewards = progress.rewards()
@@ -303,7 +303,7 @@ def _curve(trained: list[Line], progress: Progress, bins: int) -> list[str]:
     return text
 
 
-def _speed(trained: list[Line], progress: Progress) -> list[str]:
+def _speed(trained: list[Line], progress: RunProgress) -> list[str]:
     text = []
     pace = progress.seconds_a_step(window=None)
     if pace is not None:
@@ -317,12 +317,12 @@ def _speed(trained: list[Line], progress: Progress) -> list[str]:
 
 def _shares(trained: list[Line]) -> list[str]:
     """Where the time of all steps went, as means a step: unlike medians, they add up."""
-    timed = [line for line in trained if number(line, "time/step_s")]
+    timed = [line for line in trained if numeric_field(line, "time/step_s")]
     whole = sum(line["time/step_s"] for line in timed)
     if not whole:
         return []
     names = {"time/wait_s": "waiting for a batch", "time/forward_backward_s": "forward and backward"}
-    spent_s = {label: sum(number(line, name) or 0.0 for line in timed) for name, label in names.items()}
+    spent_s = {label: sum(numeric_field(line, name) or 0.0 for line in timed) for name, label in names.items()}
     spent_s["the rest"] = max(0.0, whole - sum(spent_s.values()))
     parts = ", ".join(f"{label} {part / len(timed):.2f} s ({part / whole:.0%})" for label, part in spent_s.items())
     return [f"  a step       {whole / len(timed):.2f} s on average: {parts}"]
@@ -331,13 +331,13 @@ def _shares(trained: list[Line]) -> list[str]:
 def _health(trained: list[Line]) -> list[str]:
     """What a user would want to be warned of."""
     text = []
-    staleness = [value for line in trained if (value := number(line, "policy/staleness_max")) is not None]
+    staleness = [value for line in trained if (value := numeric_field(line, "policy/staleness_max")) is not None]
     if staleness:
         text.append(f"  staleness    {max(staleness):.0f} at most")
-    masked = [value for line in trained if (value := number(line, "policy/masked_fraction")) is not None]
+    masked = [value for line in trained if (value := numeric_field(line, "policy/masked_fraction")) is not None]
     if masked:
         text.append(f"  masked       {fmean(masked):.2%} of tokens by the off-policy correction")
-    failed = sum(number(line, "rollout/failed") or 0 for line in trained)
+    failed = sum(numeric_field(line, "rollout/failed") or 0 for line in trained)
     if failed:
         text.append(f"  failures     {failed:.0f} rollout tries failed (composer rollouts RUN --all --failed)")
     return text
@@ -359,6 +359,6 @@ def _evaluations(run_dir: RunDir) -> list[str]:
 
 
 def _mean(part: list[Line], name: str, shape: str) -> str:
-    values = [value for line in part if (value := number(line, name)) is not None]
+    values = [value for line in part if (value := numeric_field(line, name)) is not None]
     width = int(shape.strip("+").partition(".")[0])
     return format(fmean(values), shape) if values else "-".rjust(width)

@@ -11,7 +11,7 @@ from composer_prime.run.run_dir import RunDir
 
 
 def main(words: list[str]) -> int:
-    options = parser().parse_args(words)
+    options = rollouts_parser().parse_args(words)
     run_dir = open_run(options.run)
     if options.id:
         print("\n".join(show(find(run_dir, options.id))))
@@ -23,7 +23,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def rollouts_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer rollouts", description=__doc__)
     parser.add_argument("run", help="run directory")
     parser.add_argument("id", nargs="?", help="show this rollout whole")

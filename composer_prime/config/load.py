@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 from pydantic_config import ConfigFileError, cli
 
-from composer_prime.config.problems import Overlay, command_line, describe, read_overlays, spelled, wrong_flags
+from composer_prime.config.problems import Overlay, command_line, describe_problems, read_overlays, spelled, wrong_flags
 from composer_prime.config.root import Config
-from composer_prime.console import counted, fail, program, what_is_wrong
+from composer_prime.console import fail, pluralize, program, what_is_wrong
 from composer_prime.errors import ConfigError
 
 
@@ -80,7 +80,7 @@ def _current(keys: list[str], overlays: list[Overlay], flag: str) -> list[Any]:
 def _assign(elements: list[Any], keys: list[str], value: Any, flag: str) -> None:
     position = int(keys[0])
     if position >= len(elements):
-        held = counted(len(elements), "element")
+        held = pluralize(len(elements), "element")
         raise ConfigError(f"{flag}: the list has {held}, counted from 0, so none at {position}")
     if len(keys) == 1:
         elements[position] = value
@@ -112,7 +112,7 @@ class CommandLine:
     """Print the plan and stop."""
 
 
-def parse(argv: list[str]) -> CommandLine:
+def parse_command_line(argv: list[str]) -> CommandLine:
     """Parse `@ base.toml @ overlay.toml --trainer.optim.lr 3e-4 --resume --dry-run`.
 
     Prints what is wrong (with a did-you-mean for unknown keys) to stderr and exits with status 2, or prints the help
@@ -151,7 +151,7 @@ def resolve(argv: list[str]) -> CommandLine:
     return CommandLine(config=config, dry_run="--dry-run" in argv)
 
 
-def read(path: Path) -> Config:
+def read_config(path: Path) -> Config:
     """The resolved configuration that the launcher wrote to `path` (config.json of a run directory).
 
     Raises ConfigError when the file is missing or was written for another release's keys.
@@ -165,7 +165,7 @@ def read(path: Path) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(what_is_wrong(describe(error, [Overlay(origin=str(path), values=values)]))) from None
+        raise ConfigError(what_is_wrong(describe_problems(error, [Overlay(origin=str(path), values=values)]))) from None
 
 
 def dump(config: Config) -> str:
@@ -197,7 +197,7 @@ def _refuse_stray_files(words: list[str]) -> None:
 
 def _explain(error: ConfigFileError, layers: list[Overlay]) -> list[str]:
     cause = error.__cause__
-    return describe(cause, layers) if isinstance(cause, ValidationError) else [error.message]
+    return describe_problems(cause, layers) if isinstance(cause, ValidationError) else [error.message]
 
 
 _DESCRIPTION = """\

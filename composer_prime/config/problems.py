@@ -183,10 +183,6 @@ def _mean(*keys: str) -> str:
     return f"; did you mean {' or '.join(keys)}?"
 
 
-def _dotted(location: Location) -> str:
-    return ".".join(str(segment) for segment in location)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlay:
     """One layer of values."""
@@ -278,7 +274,7 @@ def _nest(values: dict[str, Any], keys: list[str]) -> None:
     values.setdefault(keys[-1], {})
 
 
-def describe(error: ValidationError, layers: Sequence[Overlay]) -> list[str]:
+def describe_problems(error: ValidationError, layers: Sequence[Overlay]) -> list[str]:
     """One sentence for each wrong key, in the order of the sections; `layers` tell where each was set."""
     merged: dict[Location, list[Any]] = {}
     for problem in error.errors():

@@ -37,7 +37,7 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.config.trainer import TrainerConfig
-from composer_prime.console import counted
+from composer_prime.console import pluralize
 from composer_prime.llm.families import UNKNOWN, family_of
 
 
@@ -141,7 +141,7 @@ def _joint_run(config: Config) -> Iterator[str]:
     if steps % period:
         yield (
             f"run.max_steps is {steps}, but diloco.sync_every is {period}: the last "
-            f"{counted(steps % period, 'step')} would reach no other cluster; use max_steps = "
+            f"{pluralize(steps % period, 'step')} would reach no other cluster; use max_steps = "
             f"{steps // period * period or period}"
         )
     if config.trainer.lora is not None and diloco.outer.type == "muon":

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
-from composer_prime.console import counted
+from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.llm.families import UNKNOWN, family_named, family_of
 
@@ -260,7 +260,7 @@ class TeachersConfig(BaseConfig):
         families = sorted({teacher.known_family for teacher in self.teacher})
         if self.teacher and len(families) < 2:
             raise ValueError(
-                f"teachers.teacher has {counted(len(self.teacher), 'teacher')}, all of family {families[0]!r}: "
+                f"teachers.teacher has {pluralize(len(self.teacher), 'teacher')}, all of family {families[0]!r}: "
                 "agreement within one family says little; add a teacher of another family"
             )
         if self.online and not self.teacher:

@@ -22,7 +22,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from composer_prime.channels.replay_dpo import PairTokens
-from composer_prime.channels.sdpo import DistilTokens
+from composer_prime.channels.sdpo import SdpoTokens
 from composer_prime.channels.tokens import PolicyTokens
 from composer_prime.channels.total import ChannelInputs, channel_metrics, total_loss
 from composer_prime.config.channels import ChannelsConfig
@@ -49,7 +49,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
         _check(self.channels, self.args)
 
-    def other_channels(self, model: Any, inputs: dict[str, Any]) -> tuple[DistilTokens | None, PairTokens | None]:
+    def other_channels(self, model: Any, inputs: dict[str, Any]) -> tuple[SdpoTokens | None, PairTokens | None]:
         """Channel 2's and 3's tokens for this micro-batch; override to bring them. Their counts go into the step's
         denominators as if every micro-batch had as many."""
         return None, None
@@ -99,7 +99,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
         )
 
     def _totals(
-        self, inputs: dict[str, Any], tokens: PolicyTokens, sdpo: DistilTokens | None, pairs: PairTokens | None
+        self, inputs: dict[str, Any], tokens: PolicyTokens, sdpo: SdpoTokens | None, pairs: PairTokens | None
     ) -> StepTotals:
         """Counts of one optimizer step. TRL counts tokens over a generation batch, rows by construction."""
         training = self.model.training

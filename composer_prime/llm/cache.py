@@ -15,7 +15,7 @@ VERSION = 1
 """Part of every key: raised when the meaning of a stored answer changes."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class CachedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What a teacher said, as it is stored."""
 
     message: Message
@@ -50,14 +50,14 @@ class AnswerCache:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def get(self, key: str) -> Answer | None:
+    def get(self, key: str) -> CachedAnswer | None:
         """None also where the stored answer is damaged: it is asked for again."""
         try:
-            return msgspec.json.decode(self._path(key).read_bytes(), type=Answer)
+            return msgspec.json.decode(self._path(key).read_bytes(), type=CachedAnswer)
         except (OSError, msgspec.DecodeError):
             return None
 
-    def put(self, key: str, answer: Answer) -> None:
+    def put(self, key: str, answer: CachedAnswer) -> None:
         """Raises OSError."""
         write_atomic(self._path(key), msgspec.json.encode(answer))
 

@@ -89,7 +89,7 @@ class Tail:
         return line
 
 
-def history(path: Path) -> list[Line]:
+def read_history(path: Path) -> list[Line]:
     """Every line of a finished or running file, without those that a resume made void.
 
     The launcher marks a resume with {"step": C, "event": "resume"}: trainer lines of later steps before it were taken

@@ -47,7 +47,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class RoundProgress:
     """The last outer step of a joint run, as a peer's trainer knows it."""
 
     number: int
@@ -61,7 +61,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepProgress:
     """One optimizer step, from the trainer's line. None where the line does not say."""
 
     step: int
@@ -84,7 +84,7 @@ class Step:
     """Preference pairs of channel 3; None where it is off."""
     accuracy: float | None
     """Share of them that the policy prefers as the teachers did."""
-    joint: Round | None
+    joint: RoundProgress | None
     """Of a joint run; steps without a new one repeat the last."""
 
     @property
@@ -108,8 +108,8 @@ class Waiting:
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
-    steps: dict[int, Step] = field(default_factory=dict)
+class RunProgress:
+    steps: dict[int, StepProgress] = field(default_factory=dict)
     """By step; a step trained again after a resume replaces the older one."""
     evals: dict[int, dict[str, float]] = field(default_factory=dict)
     """Figures of the evaluation after step N, without their `eval/` prefix."""
@@ -122,7 +122,7 @@ class Progress:
     ended: Ending | None = None
     """Of a joint run; None where steps were taken since, or where a resume took its steps back."""
 
-    def update(self, lines: Iterable[Line]) -> list[Step]:
+    def update(self, lines: Iterable[Line]) -> list[StepProgress]:
         """Take in new lines; returns the steps among them."""
         fresh = []
         for line in lines:
@@ -139,15 +139,17 @@ class Progress:
                 fresh.append(step)
         return fresh
 
-    def _take(self, line: Line) -> Step | None:
+    def _take(self, line: Line) -> StepProgress | None:
         role = str(line.get("role", "?"))
         self.latest[role] = {**self.latest.get(role, {}), **line}
         self._take_waiting(role, line)
         self.ended = Ending.of(line) or self.ended
-        peak = number(line, "memory/peak_bytes")
+        peak = numeric_field(line, "memory/peak_bytes")
         if peak is not None:
             self.peak_bytes[role] = max(peak, self.peak_bytes.get(role, 0.0))
-        figures = {name[5:]: line[name] for name in line if name.startswith("eval/") and number(line, name) is not None}
+        figures = {
+            name[5:]: line[name] for name in line if name.startswith("eval/") and numeric_field(line, name) is not None
+        }
         if figures:
             self.evals.setdefault(line["step"], {}).update(figures)
         return _step(line) if "loss/total" in line else None
@@ -165,7 +167,7 @@ class Progress:
             self.waiting[role] = now
 
     @property
-    def last(self) -> Step | None:
+    def last(self) -> StepProgress | None:
         return self.steps[max(self.steps)] if self.steps else None
 
     def rewards(self) -> list[float]:
@@ -189,41 +191,41 @@ class Progress:
         return sum(tokens for tokens, _ in told) / seconds if seconds else None
 
 
-def number(line: Line, name: str) -> float | None:
+def numeric_field(line: Line, name: str) -> float | None:
     """A numeric field, None when it is missing or not a number."""
     value = line.get(name)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _step(line: Line) -> Step:
-    return Step(
+def _step(line: Line) -> StepProgress:
+    return StepProgress(
         step=line["step"],
         time=float(line.get("time", 0.0)),
-        reward=number(line, "reward/mean"),
-        reward_std=number(line, "reward/std"),
-        loss=number(line, "loss/total"),
-        tokens=number(line, "tokens/trained"),
-        step_s=number(line, "time/step_s"),
-        wait_s=number(line, "time/wait_s"),
-        staleness=number(line, "policy/staleness_max"),
-        mismatch_kl=number(line, "policy/mismatch_kl"),
-        hinted_turns=number(line, "sdpo/turns") if "loss/sdpo" in line else None,
-        jsd=number(line, "sdpo/jsd"),
-        pairs=number(line, "dpo/pairs") if "loss/replay_dpo" in line else None,
-        accuracy=number(line, "dpo/accuracy"),
+        reward=numeric_field(line, "reward/mean"),
+        reward_std=numeric_field(line, "reward/std"),
+        loss=numeric_field(line, "loss/total"),
+        tokens=numeric_field(line, "tokens/trained"),
+        step_s=numeric_field(line, "time/step_s"),
+        wait_s=numeric_field(line, "time/wait_s"),
+        staleness=numeric_field(line, "policy/staleness_max"),
+        mismatch_kl=numeric_field(line, "policy/mismatch_kl"),
+        hinted_turns=numeric_field(line, "sdpo/turns") if "loss/sdpo" in line else None,
+        jsd=numeric_field(line, "sdpo/jsd"),
+        pairs=numeric_field(line, "dpo/pairs") if "loss/replay_dpo" in line else None,
+        accuracy=numeric_field(line, "dpo/accuracy"),
         joint=_round(line),
     )
 
 
-def _round(line: Line) -> Round | None:
-    outer_step, peers = number(line, "diloco/outer_step"), number(line, "diloco/participants")
+def _round(line: Line) -> RoundProgress | None:
+    outer_step, peers = numeric_field(line, "diloco/outer_step"), numeric_field(line, "diloco/participants")
     if outer_step is None or peers is None:
         return None
-    return Round(
+    return RoundProgress(
         number=int(outer_step),
         peers=int(peers),
-        sent_bytes=number(line, "diloco/bytes_sent") or 0.0,
-        waited_s=number(line, "diloco/sync_s") or 0.0,
+        sent_bytes=numeric_field(line, "diloco/bytes_sent") or 0.0,
+        waited_s=numeric_field(line, "diloco/sync_s") or 0.0,
     )
 
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from composer_prime.console import counted
+from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError, RunMismatchError
 from composer_prime.wire.types import (
-    Distillation,
-    DistilledTurn,
+    HintedTurn,
+    HintedTurnInRow,
     MicroBatch,
     PairInRow,
     Preference,
@@ -31,7 +31,7 @@ from composer_prime.wire.types import (
     pack_flags,
     pack_floats,
     pack_ints,
-    sealed,
+    seal_batch,
 )
 
 
@@ -43,7 +43,7 @@ class Unit:
     documents: tuple[np.ndarray, ...]
     """Token ids, int32 [T_i] each: the sample and its teacher documents, or the chosen and the rejected side."""
     sample: Sample | None = None
-    distillations: tuple[Distillation, ...] = ()
+    distillations: tuple[HintedTurn, ...] = ()
     """One for each document but the first."""
     preference: Preference | None = None
 
@@ -98,7 +98,7 @@ def _of_sample(sample: Sample, distil: bool) -> Unit:
     return Unit(name=f"sample {sample.sample_id}", documents=documents, sample=sample, distillations=distillations)
 
 
-def _check_distillation(sample_id: str, ids: np.ndarray, wanted: Distillation) -> None:
+def _check_distillation(sample_id: str, ids: np.ndarray, wanted: HintedTurn) -> None:
     where, turn = f"sample {sample_id}", f"turn {wanted.turn}"
     if not 1 <= wanted.start < wanted.end <= len(ids) or wanted.teacher_start < 1:
         raise RunMismatchError(
@@ -134,7 +134,7 @@ def _check_room(unit: Unit, max_tokens: int) -> None:
             f"{unit.name} has {len(unit.documents[0])} tokens, {limit} the longest sample (model.max_context)"
         )
     raise ConfigError(
-        f"{unit.name} and its {counted(len(unit.distillations), 'teacher document')} have {unit.tokens} tokens "
+        f"{unit.name} and its {pluralize(len(unit.distillations), 'teacher document')} have {unit.tokens} tokens "
         f"and must share a row, {limit} {unit.tokens}, or hint fewer turns of a rollout"
     )
 
@@ -144,7 +144,7 @@ def tokens_of(bundle: Sequence[Unit]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RowPlace:
     """Which micro-batch it is."""
 
     run_id: str
@@ -153,7 +153,7 @@ class Place:
     index: int
 
 
-def micro_batch(units: Sequence[Unit], place: Place) -> MicroBatch:
+def micro_batch(units: Sequence[Unit], place: RowPlace) -> MicroBatch:
     """The sealed micro-batch of a row's units; one masked token when there are none."""
     samples = [unit.sample for unit in units if unit.sample is not None]
     documents, turns, pairs = _laid_out(units)
@@ -162,7 +162,7 @@ def micro_batch(units: Sequence[Unit], place: Place) -> MicroBatch:
     temperatures = [sample.temperature for sample in samples]
     temperatures += [unit.sample.temperature for unit in units if unit.sample for _ in unit.distillations]
     temperatures += [1.0] * (len(documents) - len(temperatures))
-    return sealed(
+    return seal_batch(
         MicroBatch(
             run_id=place.run_id,
             step=place.step,
@@ -184,7 +184,7 @@ def micro_batch(units: Sequence[Unit], place: Place) -> MicroBatch:
     )
 
 
-def _laid_out(units: Sequence[Unit]) -> tuple[list[np.ndarray], list[DistilledTurn], list[PairInRow]]:
+def _laid_out(units: Sequence[Unit]) -> tuple[list[np.ndarray], list[HintedTurnInRow], list[PairInRow]]:
     """Documents in the order of the row, and where in it channels 2 and 3 find theirs."""
     with_sample = [unit for unit in units if unit.sample is not None]
     documents = [unit.documents[0] for unit in with_sample]
@@ -193,7 +193,7 @@ def _laid_out(units: Sequence[Unit]) -> tuple[list[np.ndarray], list[DistilledTu
     for unit, start in zip(with_sample, starts, strict=False):
         for wanted, document in zip(unit.distillations, unit.documents[1:], strict=True):
             count = wanted.end - wanted.start
-            turns.append(DistilledTurn(start + wanted.start, end + wanted.teacher_start, count, wanted.weight))
+            turns.append(HintedTurnInRow(start + wanted.start, end + wanted.teacher_start, count, wanted.weight))
             documents.append(document)
             end += len(document)
     for unit in units:

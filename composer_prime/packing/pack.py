@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from composer_prime.packing.micro_batch import Place, Unit, micro_batch, tokens_of, units
-from composer_prime.packing.prefixes import layout
+from composer_prime.packing.micro_batch import RowPlace, Unit, micro_batch, tokens_of, units
+from composer_prime.packing.prefixes import prefix_layout
 from composer_prime.wire.types import MicroBatch, Preference, Sample, StepTotals
 
 Bundle = list[Unit]
@@ -31,7 +31,7 @@ class _Cost:
         self._per_token, self._per_pair = per_token, per_pair
 
     def __call__(self, bundle: Sequence[Unit]) -> float:
-        trees = layout([document for unit in bundle for document in unit.documents]).trees
+        trees = prefix_layout([document for unit in bundle for document in unit.documents]).trees
         return sum(self._per_token * tree.tokens + self._per_pair * tree.pairs() for tree in trees)
 
 
@@ -77,7 +77,7 @@ def pack(
     rows = min(together, apart, key=lambda rows: _duration(rows, world_size))
     return [
         [
-            micro_batch(row.units, Place(run_id=run_id, step=step, rank=rank, index=index))
+            micro_batch(row.units, RowPlace(run_id=run_id, step=step, rank=rank, index=index))
             for index, row in enumerate(own)
         ]
         for rank, own in enumerate(_deal(rows, world_size))

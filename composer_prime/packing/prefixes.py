@@ -45,7 +45,7 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PrefixLayout:
     """How a row of N tokens is computed as M <= N tokens."""
 
     trees: tuple[Tree, ...]
@@ -56,12 +56,12 @@ class Layout:
     """int64 [N]: index among the computed tokens of the one that stands for each token of the row."""
 
 
-def layout(documents: Sequence[np.ndarray], *, share: bool = True) -> Layout:
+def prefix_layout(documents: Sequence[np.ndarray], *, share: bool = True) -> PrefixLayout:
     """Trees over `documents` (token ids, each [T_i], T_i >= 1); `share` off keeps each document alone."""
     builder = _Builder(documents)
     members = list(range(len(documents)))
     trees = builder.forest(members, 0, MAX_NESTED if share else 0)
-    return Layout(trees=tuple(trees), kept=joined(builder.kept), where=joined(builder.where))
+    return PrefixLayout(trees=tuple(trees), kept=joined(builder.kept), where=joined(builder.where))
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:

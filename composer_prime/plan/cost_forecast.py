@@ -21,7 +21,7 @@ SAMPLE_LINES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class CostForecast:
     """USD of a whole replay, by the length and the family of the states that were looked at."""
 
     states: int
@@ -40,7 +40,7 @@ class _Line(msgspec.Struct):
     source_family: str = UNKNOWN
 
 
-def forecast(config: Config, states_file: Path | None = None) -> Forecast | None:
+def forecast_cost(config: Config, states_file: Path | None = None) -> CostForecast | None:
     """For a states file (teachers.states by default); None where there is none to measure, or no teacher.
 
     Raises ConfigError for an unknown price or an unreadable file.
@@ -54,10 +54,10 @@ def forecast(config: Config, states_file: Path | None = None) -> Forecast | None
     costs = [_state_usd(teachers, priced, _family(line, teachers), len(line) / BYTES_PER_TOKEN) for line in lines]
     low, high = (sum(each) / len(lines) for each in zip(*costs, strict=True)) if lines else (0.0, 0.0)
     cap = teachers.budget.usd_per_run
-    return Forecast(states=states, state_usd=low, low_usd=min(states * low, cap), high_usd=min(states * high, cap))
+    return CostForecast(states=states, state_usd=low, low_usd=min(states * low, cap), high_usd=min(states * high, cap))
 
 
-def beside_the_cap(config: Config, expected: Forecast | None) -> str:
+def beside_the_cap(config: Config, expected: CostForecast | None) -> str:
     """What a replay will probably cost, and what it cannot cost more than. Raises ConfigError for an unknown price."""
     free = all(price_of(each).bound_usd(1, 1) == 0 for each in config.teachers.teacher)
     cost = "nothing: all are local" if free else expected.text() if expected else _of_rollouts(config)

@@ -24,7 +24,7 @@ class Placement:
         return bool(set(self.ranks) & {index for node in self.nodes for index in node})
 
 
-def place(config: Config, gpus: int) -> Placement:
+def place_processes(config: Config, gpus: int) -> Placement:
     """Raises ConfigError when the configuration asks for more GPUs than the machine has."""
     nodes, width = config.inference.nodes, _node_width(config)
     ranks = 0 if config.trainer.address or config.run.max_steps == 0 else config.trainer.ranks
@@ -51,7 +51,7 @@ def uses_cuda(device: str, gpus: int) -> bool:
     return device == "cuda" or (device == "auto" and gpus > 0)
 
 
-def visible(indices: tuple[int, ...]) -> str:
+def cuda_visible_devices(indices: tuple[int, ...]) -> str:
     """`indices` as a value of CUDA_VISIBLE_DEVICES, counted within the one that this process was given."""
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return ",".join(given[index] if given else str(index) for index in indices)

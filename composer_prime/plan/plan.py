@@ -7,13 +7,13 @@ from textwrap import wrap
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import VoiConfig
-from composer_prime.console import bulleted, counted, gib
+from composer_prime.console import bulleted, gib, pluralize
 from composer_prime.errors import ConfigError, LedgerError
-from composer_prime.plan.cost_forecast import Forecast, beside_the_cap, forecast
+from composer_prime.plan.cost_forecast import CostForecast, beside_the_cap, forecast_cost
 from composer_prime.plan.footprint import ModelShape, Need, disk_bytes, node_need, orchestrator_need, rank_need
 from composer_prime.plan.machine import Machine, free_bytes, look
 from composer_prime.plan.placement import uses_cuda
-from composer_prime.plan.preflight import Findings, check, setting_notes
+from composer_prime.plan.preflight import Findings, check_start, setting_notes
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.run_folder import folder_state
@@ -38,7 +38,7 @@ class Plan:
         lines += [f"{'note':<9} {note}" for note in self.notes]
         if self.problems:
             keep = "keeps" if len(self.problems) == 1 else "keep"
-            lines += ["", f"{counted(len(self.problems), 'problem')} {keep} this run from starting {self.where}:"]
+            lines += ["", f"{pluralize(len(self.problems), 'problem')} {keep} this run from starting {self.where}:"]
             lines.append(bulleted(self.problems))
         return "\n".join(lines)
 
@@ -60,7 +60,7 @@ def build(config: Config, machine: Machine | None = None, *, folder: bool = True
     `folder`: whether the launcher could start in the run directory is looked at too (on this machine).
     """
     machine = machine or look()
-    found = check(config, gpus=len(machine.gpus), folder=folder and not machine.imagined)
+    found = check_start(config, gpus=len(machine.gpus), folder=folder and not machine.imagined)
     rows = [*_run(config), *_model(config, found), *_roles(config, found), *_step(config), *_eval(config)]
     rows += _teachers(config, found)
     found.notes += setting_notes(config)
@@ -133,7 +133,7 @@ def _roles(config: Config, found: Findings) -> Rows:
         rows.append(("", f"trainer ranks elsewhere, at {trainer.address}"))
     else:
         where = _place(found.placement.ranks if found.placement else None, trainer.threads)
-        rows.append(("", f"trainer here: {counted(trainer.ranks, 'rank')}, FSDP2, {where}"))
+        rows.append(("", f"trainer here: {pluralize(trainer.ranks, 'rank')}, FSDP2, {where}"))
     if found.placement and found.placement.shared and inference.engine == "vllm":
         found.notes.append("inference and trainer share a GPU: lower inference.vllm.gpu_memory_utilization accordingly")
     return rows
@@ -142,7 +142,7 @@ def _roles(config: Config, found: Findings) -> Rows:
 def _place(gpus: tuple[int, ...] | None, threads: int) -> str:
     if gpus is None:
         return "GPUs that this machine lacks"
-    return f"GPU {', '.join(map(str, gpus))}" if gpus else f"CPU, {counted(threads, 'thread')}"
+    return f"GPU {', '.join(map(str, gpus))}" if gpus else f"CPU, {pluralize(threads, 'thread')}"
 
 
 def _step(config: Config) -> Rows:
@@ -160,7 +160,7 @@ def _step(config: Config) -> Rows:
         (
             "step",
             f"{orchestrator.groups_per_step} groups x {orchestrator.group_size} rollouts = {rollouts} rollouts; "
-            f"at most {most:,} tokens in {counted(per_rank, 'micro-batch', 'micro-batches')} of "
+            f"at most {most:,} tokens in {pluralize(per_rank, 'micro-batch', 'micro-batches')} of "
             f"{config.trainer.micro_batch_tokens:,} a rank",
         ),
         (
@@ -188,7 +188,7 @@ def _teachers(config: Config, found: Findings) -> Rows:
     when = "online" if teachers.online else "for `composer replay`"
     rows = [("teachers", f"{families}; {teachers.voting} voting of {teachers.voters}, {when}")]
     try:
-        expected = forecast(config)
+        expected = forecast_cost(config)
         cost = beside_the_cap(config, expected)
     except ConfigError as error:
         found.problems.append(str(error))
@@ -203,7 +203,7 @@ def _teachers(config: Config, found: Findings) -> Rows:
     return [*rows, ("", f"spent so far: ${paid.usd:,.4f} in {paid.calls:,} calls")] if paid.calls else rows
 
 
-def _votes_worth_it(voi: VoiConfig, expected: Forecast, found: Findings) -> None:
+def _votes_worth_it(voi: VoiConfig, expected: CostForecast, found: Findings) -> None:
     """A note where the value of information would leave out nearly every state."""
     if not voi.enabled or voi.pair_value_usd is None:
         return

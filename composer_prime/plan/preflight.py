@@ -17,9 +17,9 @@ from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInst
 from composer_prime.model_source import block_of, count_parts, model_ready, resolve_model, tensor_shapes
 from composer_prime.plan.footprint import ModelShape
 from composer_prime.plan.machine import check_address, check_port, module_file
-from composer_prime.plan.placement import Placement, place, uses_cuda
+from composer_prime.plan.placement import Placement, place_processes, uses_cuda
 from composer_prime.run.run_dir import RunDir
-from composer_prime.run.run_folder import check_folder
+from composer_prime.run.run_folder import check_run_folder
 from composer_prime.traces.pairs import refusal, resolve_pairs
 
 _EXTRAS = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboard"}
@@ -42,7 +42,7 @@ class Findings:
     """None when the machine has too few GPUs."""
 
 
-def check(config: Config, *, gpus: int, folder: bool = True) -> Findings:
+def check_start(config: Config, *, gpus: int, folder: bool = True) -> Findings:
     """Run every check; none stops the others. `folder`: also whether the launcher can start in the run directory."""
     found = Findings()
     if folder:
@@ -54,7 +54,7 @@ def check(config: Config, *, gpus: int, folder: bool = True) -> Findings:
         except ComposerError as error:
             found.problems.append(str(error))
     try:
-        found.placement = place(config, gpus)
+        found.placement = place_processes(config, gpus)
         _devices(config, found, gpus)
     except ConfigError as error:
         found.problems.append(str(error))
@@ -75,7 +75,7 @@ def _devices(config: Config, found: Findings, gpus: int) -> None:
 
 def _folder(config: Config, found: Findings) -> None:
     try:
-        found.notes += check_folder(RunDir(config.run.directory), config)
+        found.notes += check_run_folder(RunDir(config.run.directory), config)
     except ConfigError as error:
         found.problems.append(str(error))
 

@@ -72,7 +72,7 @@ def effective(path: Path) -> dict[int, list[str]]:
     return steps
 
 
-def check(path: Path) -> list[str]:
+def check_ledger(path: Path) -> list[str]:
     """What is wrong with the ledger, one line a finding; empty when every trained sample was trained exactly once."""
     steps, findings, seen = effective(path), [], {}
     if steps and (missing := sorted(set(range(1, max(steps) + 1)) - steps.keys())):

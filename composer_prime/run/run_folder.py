@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.config import Config
-from composer_prime.config.load import read
+from composer_prime.config.load import read_config
 from composer_prime.errors import ConfigError
 from composer_prime.run.run_dir import PAID_ENTRIES, RunDir
 
@@ -103,7 +103,7 @@ _BROUGHT = {"keys", "run_id"}
 """What a run directory may hold before its first start besides pairs: keys copied from a remote orchestrator's run."""
 
 
-def check_folder(run_dir: RunDir, config: Config) -> list[str]:
+def check_run_folder(run_dir: RunDir, config: Config) -> list[str]:
     """One note for each setting that a resume changes. Raises ConfigError when the folder cannot be used as asked."""
     root, run = run_dir.root, config.run
     if root.exists() and not root.is_dir():
@@ -128,7 +128,7 @@ def check_folder(run_dir: RunDir, config: Config) -> list[str]:
             f"--resume: there is no run in {root}; start without --resume, or set run.name and run.output_dir to the "
             "run that is to go on"
         )
-    return check_continuation(read(run_dir.config), config) if run.resume and run_dir.config.is_file() else []
+    return check_continuation(read_config(run_dir.config), config) if run.resume and run_dir.config.is_file() else []
 
 
 def is_run_directory(root: Path) -> bool:

@@ -14,8 +14,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from composer_prime.errors import ConfigError
-from composer_prime.monitor.metrics_file import history
-from composer_prime.monitor.progress import number
+from composer_prime.monitor.metrics_file import read_history
+from composer_prime.monitor.progress import numeric_field
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import Interval
 
@@ -51,13 +51,13 @@ class Arm:
     """By seed."""
 
 
-def load(run_dir: RunDir) -> Run:
+def load_run(run_dir: RunDir) -> Run:
     """The figures of one run. Raises ConfigError when it has no optimizer step yet."""
     settings = dict(flatten(json.loads(run_dir.config.read_text())))
     training: dict[int, dict[str, float]] = {}
     evaluations: dict[int, dict[str, float]] = {}
-    for line in history(run_dir.metrics):
-        figures = {name: value for name in line if (value := number(line, name)) is not None}
+    for line in read_history(run_dir.metrics):
+        figures = {name: value for name in line if (value := numeric_field(line, name)) is not None}
         if "loss/total" in figures:
             training[line["step"]] = figures
         elif held_out := {name: value for name, value in figures.items() if name.startswith("eval/")}:

@@ -30,7 +30,7 @@ TINY_PAIRS = Path(__file__).parents[1] / "assets" / "tiny" / "pairs.jsonl"
 """Made by infra/tiny_models/pairs.py from toolsmith; its README says how."""
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
+class PairState(msgspec.Struct, frozen=True, kw_only=True):
     """What the student saw before the turn that the pair is about."""
 
     state_id: str
@@ -42,7 +42,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
     trace: str
-    state: State
+    state: PairState
     chosen: dict[str, Any]
     rejected: dict[str, Any]
     epsilon: float

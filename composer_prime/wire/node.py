@@ -31,7 +31,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     node_id: str
     engine: str
     run_id: str | None
@@ -43,7 +43,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     protocol: int = 1
 
 
-class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     run_id: str
     manifest: bytes
     """The newest signed manifest (composer_prime.weights.manifest), empty while none is published."""
@@ -66,7 +66,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """The conversation; requests of one session go to one node while it lives (its prefix cache is warm there)."""
 
 
-class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+class CancelGenerate(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
     request_id: str
     lease: int
 
@@ -135,7 +135,7 @@ class ChunkRequest(msgspec.Struct, frozen=True, kw_only=True, tag="chunk_request
     """Resume position within the chunk."""
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
+class WeightChunk(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
     sha256: str
     offset: int
     data: bytes
@@ -150,5 +150,16 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     reason: str
 
 
-FromNode = Hello | Generated | GenerateFailed | Status | ChunkRequest | Goodbye
-ToNode = Welcome | Rejected | Generate | Cancel | NewVersion | Drain | Heard | HelloAgain | Chunk | ChunkMissing
+FromNode = NodeHello | Generated | GenerateFailed | Status | ChunkRequest | Goodbye
+ToNode = (
+    NodeWelcome
+    | Rejected
+    | Generate
+    | CancelGenerate
+    | NewVersion
+    | Drain
+    | Heard
+    | HelloAgain
+    | WeightChunk
+    | ChunkMissing
+)

@@ -35,7 +35,7 @@ class StepReply(msgspec.Struct, frozen=True, kw_only=True, tag="step_reply"):
     """The orchestrator's figures of this batch (reward/mean, policy/staleness_max, ...), for the trainer's line."""
 
 
-class NotReady(msgspec.Struct, frozen=True, kw_only=True, tag="not_ready"):
+class BatchNotReady(msgspec.Struct, frozen=True, kw_only=True, tag="not_ready"):
     """The batch is not complete yet; ask again. Sent after a short server-side wait, so asking again is cheap."""
 
     step: int
@@ -82,11 +82,11 @@ class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint
     error: str | None = None
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+class StepRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     """The request does not belong to this run; `error` says why."""
 
     error: str
 
 
 FromTrainer = StepRequest | StepDone | CheckpointRequest
-ToTrainer = StepReply | NotReady | RunFinished | StepNoted | CheckpointSaved | Refused
+ToTrainer = StepReply | BatchNotReady | RunFinished | StepNoted | CheckpointSaved | StepRefused

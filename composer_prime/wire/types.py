@@ -64,7 +64,7 @@ class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
     turn: int
 
 
-class Distillation(msgspec.Struct, frozen=True, kw_only=True):
+class HintedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """Channel 2's target for one turn of a sample: the same turn ids after a context that holds a hint.
 
     teacher_ids[teacher_start : teacher_start + (end - start)] equals input_ids[start : end] of the sample, id by id.
@@ -125,7 +125,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     version_spans: list[VersionSpan]
     """Which policy sampled which tokens; covers exactly the sampled tokens."""
     turns: list[TurnSpan]
-    distillations: list[Distillation] = []
+    distillations: list[HintedTurn] = []
     """Channel 2: turns of this sample that went wrong and got a hint; turns don't overlap."""
 
     @property
@@ -145,7 +145,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         return max(span.version for span in self.version_spans)
 
 
-class DistilledTurn(msgspec.Struct, frozen=True, array_like=True):
+class HintedTurnInRow(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [student, student + count) and [teacher, teacher + count) of a row are the same turn's ids."""
 
     student: int
@@ -197,7 +197,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     temperatures: list[float]
     """Sampling temperature of each document; a teacher document has its sample's, a side of a pair 1."""
     sample_ids: list[str]
-    turns: list[DistilledTurn] = []
+    turns: list[HintedTurnInRow] = []
     """Channel 2: which tokens of the row learn from which."""
     pairs: list[PairInRow] = []
     """Channel 3."""
@@ -228,15 +228,15 @@ class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
 _ENCODER = msgspec.msgpack.Encoder(order="deterministic")
 
 
-def checksum(batch: MicroBatch) -> str:
+def batch_checksum(batch: MicroBatch) -> str:
     """blake2b-128, hexadecimal, over every field of `batch` but the checksum itself."""
     payload = _ENCODER.encode(msgspec.structs.replace(batch, checksum=""))
     return hashlib.blake2b(payload, digest_size=16).hexdigest()
 
 
-def sealed(batch: MicroBatch) -> MicroBatch:
+def seal_batch(batch: MicroBatch) -> MicroBatch:
     """`batch` with its checksum filled in."""
-    return msgspec.structs.replace(batch, checksum=checksum(batch))
+    return msgspec.structs.replace(batch, checksum=batch_checksum(batch))
 
 
 def verify(batch: MicroBatch, *, run_id: str, step: int, rank: int, versions: tuple[int, int]) -> None:
@@ -255,7 +255,7 @@ def verify(batch: MicroBatch, *, run_id: str, step: int, rank: int, versions: tu
             f"micro-batch of step {step} holds policy versions {batch.version_min}..{batch.version_max}; "
             f"allowed are {oldest}..{newest} (raise orchestrator.max_staleness to accept older rollouts)"
         )
-    actual = checksum(batch)
+    actual = batch_checksum(batch)
     if actual != batch.checksum:
         raise ChecksumError(
             f"micro-batch {batch.index} of step {step} has checksum {actual}, its header says {batch.checksum}: "

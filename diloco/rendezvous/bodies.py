@@ -15,13 +15,13 @@ from diloco.rendezvous.rounds import RendezvousSettings, Rounds
 from diloco.rendezvous.transfer import Blob, Transfers
 from diloco.transport.header import Header, authenticate
 from diloco.transport.messages import (
-    Chunk,
-    Closed,
+    BodyChunk,
     Get,
     Gone,
     Piece,
     Received,
-    Refused,
+    RequestRefused,
+    RoundClosed,
     ToPeer,
     largest_body,
     layout_hash,
@@ -58,7 +58,7 @@ class Bodies:
         if header.kind == "state":
             return self._offered_state(header, now)
         if self._rounds.closed(header.outer_step):
-            return Closed(outer_step=header.outer_step)
+            return RoundClosed(outer_step=header.outer_step)
         if not self._rounds.accepts(header.outer_step, now):
             return Gone(
                 reason=f"peer {header.peer} brings a delta of outer step {header.outer_step}, the others are at "
@@ -72,7 +72,7 @@ class Bodies:
             self._rounds.note_whole(header.outer_step, now)
         return Received(name=header.name, size=blob.received)
 
-    def chunk(self, chunk: Chunk) -> ToPeer:
+    def chunk(self, chunk: BodyChunk) -> ToPeer:
         """Keep some bytes of a body that was offered; how many are there."""
         blob = self.find(chunk.name)
         peer = self._rounds.peers.get(blob.header.peer) if blob is not None else None
@@ -83,7 +83,7 @@ class Bodies:
             blob.add(chunk.offset, chunk.data)
         except ChecksumError as error:
             logger.warning("%s", error)
-            return Refused(error=str(error))
+            return RequestRefused(error=str(error))
         if blob.header.kind == "state" and self._transfers.current:
             self._transfers.current.progress_at = self._clock()
         if blob.complete:

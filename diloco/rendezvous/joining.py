@@ -19,10 +19,10 @@ from composer_prime.errors import RunMismatchError
 from diloco.rendezvous.peer import Base, Peer, Position
 from diloco.rendezvous.rounds import Rounds, leading
 from diloco.rendezvous.transfer import Transfers
-from diloco.transport.messages import AskState, Current, Gone, NotReady, StateReady
+from diloco.transport.messages import AskState, Current, Gone, RoundNotReady, StateReady
 
 logger = logging.getLogger(__name__)
-Answer = Current | StateReady | NotReady | Gone
+Answer = Current | StateReady | RoundNotReady | Gone
 
 
 @dataclass(slots=True)
@@ -79,14 +79,14 @@ class Joins:
                 ask.instance, ask.attempt, now, awaits=join.awaits, replays_from=join.replays_from
             )
         if join.attempt > ask.attempt or join.over:  # a request that was sent again, and came late
-            return NotReady(waiting_for="the same answer on all ranks")
+            return RoundNotReady(waiting_for="the same answer on all ranks")
         if ask.rank not in join.asks:
             peer.note(ask.rank, Position(ask.outer_step, ask.base_hash, False), now)
         join.asks[ask.rank] = ask
         peer.heard[ask.rank] = now
         absent = [str(rank) for rank in range(peer.ranks) if rank not in join.asks]
         if absent:
-            return NotReady(waiting_for=f"rank {', '.join(absent)} of peer {peer.name}")
+            return RoundNotReady(waiting_for=f"rank {', '.join(absent)} of peer {peer.name}")
         steps = sorted({each.outer_step for each in join.asks.values()})
         if len(steps) > 1:
             raise RunMismatchError(
@@ -124,7 +124,7 @@ class Joins:
         training = [each for each in self._rounds.awaited(now) if each.name != peer.name]
         silent = [each.name for each in training if not each.heard_since(join.began)]
         if silent:
-            return NotReady(waiting_for=f"a sign of life of {', '.join(sorted(silent))}")
+            return RoundNotReady(waiting_for=f"a sign of life of {', '.join(sorted(silent))}")
         if not training:
             return self._gather(peer, join, now)
         newest, step = self._rounds.newest, join.outer_step
@@ -137,7 +137,7 @@ class Joins:
             return self._keep(join)
         if step == front and leaders[0].outer_step < front:
             behind = ", ".join(each.name for each in leaders)
-            return NotReady(waiting_for=f"the outcome of round {newest} to reach {behind}")
+            return RoundNotReady(waiting_for=f"the outcome of round {newest} to reach {behind}")
         sources = [each for each in training if each in leaders or self._replayable(each.outer_step, each.base)]
         return self._state(join, sources, rank, now)
 
@@ -154,7 +154,7 @@ class Joins:
         if not self._rounds.settled:
             self._go_to(join.outer_step, [peer])
             return self._keep(join)
-        return NotReady(
+        return RoundNotReady(
             waiting_for=f"the others, who are at outer step {front}, to pass outer step {join.outer_step} of peer "
             f"{peer.name}, which would be lost; to give it up start that peer anew without --resume, or resume all"
         )
@@ -163,10 +163,10 @@ class Joins:
 
     def _gather(self, peer: Peer, join: Join, now: float) -> Answer:
         if (left := self._listens_until - now) > 0:
-            return NotReady(waiting_for=f"clusters that train already to be heard, {left:.0f} s at most")
+            return RoundNotReady(waiting_for=f"clusters that train already to be heard, {left:.0f} s at most")
         here = [each for each in self._rounds.alive(now) if self._waits(each)]
         if peer not in here:
-            return NotReady(waiting_for=f"a sign of life of every rank of peer {peer.name}")
+            return RoundNotReady(waiting_for=f"a sign of life of every rank of peer {peer.name}")
         leaders = leading(here)
         lead, newest = leaders[0].outer_step, self._rounds.newest
         if newest is None and not any(each.outer_step for each in self._rounds.alive(now)):  # a new run
@@ -174,13 +174,13 @@ class Joins:
         missing = max(self._expected, len(self._rounds.peers)) - len(here)
         left = self._gather_s - (now - min(self._joins[each.name].began for each in here))
         if missing > 0 and left > 0:
-            return NotReady(waiting_for=f"{missing} more peer(s) to come, {left:.0f} s at most")
+            return RoundNotReady(waiting_for=f"{missing} more peer(s) to come, {left:.0f} s at most")
         if newest is not None and lead != newest + 1:
             if lead <= newest and self._ended(newest, now) and self._replayable(join.outer_step, join.base):
                 return self._keep(join)
             self._go_to(lead, leaders)
         if peer not in leaders:
-            return NotReady(waiting_for=f"peer {leaders[0].name}, at outer step {lead}, to stand ready")
+            return RoundNotReady(waiting_for=f"peer {leaders[0].name}, at outer step {lead}, to stand ready")
         return self._keep(join)
 
     def _ended(self, newest: int, now: float) -> bool:
@@ -205,19 +205,19 @@ class Joins:
         transfer = self._transfers.request(sources, self._rounds.oldest, now)
         last = -1 if self._rounds.newest is None else self._rounds.newest
         if transfer is None:
-            return NotReady(waiting_for=self._no_source(sources))
+            return RoundNotReady(waiting_for=self._no_source(sources))
         join.awaits = transfer.serial
         if not transfer.complete:
-            return NotReady(waiting_for=f"the state of peer {transfer.source}: {transfer.progress(last, now)}")
+            return RoundNotReady(waiting_for=f"the state of peer {transfer.source}: {transfer.progress(last, now)}")
         if transfer.outer_step is None:  # its ranks answered at different steps
             self._transfers.drop()
-            return NotReady(waiting_for="a state that is of one outer step on all ranks")
+            return RoundNotReady(waiting_for="a state that is of one outer step on all ranks")
         closed = self._rounds.closed(transfer.outer_step)
         if closed is not None and closed.base != transfer.base:  # it fits no round that would follow on it
             step = closed.outer_step
             logger.warning("the state of peer %s is not the others' of outer step %d", transfer.source, step)
             self._transfers.refuse(transfer.serial)
-            return NotReady(waiting_for="a state that the rounds since go on from")
+            return RoundNotReady(waiting_for="a state that the rounds since go on from")
         join.replays_from, newest = transfer.outer_step, join.given.setdefault(transfer.serial, last)
         return StateReady(header=transfer.blobs[rank].header, newest=newest)
 

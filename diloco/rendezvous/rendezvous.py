@@ -28,15 +28,15 @@ import zmq
 from composer_prime.errors import ComposerError, DeadlineError
 from composer_prime.wire.sockets import SecureServer, bind_router
 from diloco.rendezvous.membership import Lighthouse
-from diloco.rendezvous.request_handler import Answers
+from diloco.rendezvous.request_handler import RequestHandler
 from diloco.rendezvous.rounds import RendezvousSettings
 from diloco.transport.keys import JointKey
-from diloco.transport.messages import AskState, FromPeer, NotReady, Refused, ToPeer, encode, from_peer
+from diloco.transport.messages import AskState, FromPeer, RequestRefused, RoundNotReady, ToPeer, encode, from_peer
 
 logger = logging.getLogger(__name__)
 
 
-class RunningClock:
+class SuspendAwareClock:
     """Seconds in which this process ran: of a time in which it stood still (SIGSTOP, a frozen machine) few count."""
 
     def __init__(self, longest_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,8 +66,8 @@ class Rendezvous:
         self.lighthouse = Lighthouse(settings.min_peers)
         self._server: SecureServer = bind_router(settings.bind, key.server(), [key.client().own.public])
         self.endpoint = self._server.endpoint
-        self._clock = RunningClock(settings.beat_timeout_s / 5)
-        self.answers = Answers(settings, key.derive("headers"), self._clock, self._pulse)
+        self._clock = SuspendAwareClock(settings.beat_timeout_s / 5)
+        self.answers = RequestHandler(settings, key.derive("headers"), self._clock, self._pulse)
         self.rounds, self.transfers = self.answers.rounds, self.answers.transfers
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,18 +113,18 @@ class Rendezvous:
             answer = self.answers.to(request)
             if isinstance(request, AskState):  # ranks wait for one another
                 self._pulse()
-            return await self._patiently(request) if isinstance(answer, NotReady) else answer
+            return await self._patiently(request) if isinstance(answer, RoundNotReady) else answer
         except ComposerError as error:
             logger.warning("refused: %s", error)
-            return Refused(error=str(error))
+            return RequestRefused(error=str(error))
         except Exception as error:  # one peer's odd request must not end the rendezvous for the others
             logger.exception("a request could not be handled")
-            return Refused(error=f"the rendezvous could not handle this request ({type(error).__name__})")
+            return RequestRefused(error=f"the rendezvous could not handle this request ({type(error).__name__})")
 
     async def _patiently(self, request: FromPeer) -> ToPeer:
         """Another answer than NotReady, if there is one soon."""
         deadline = self._clock() + _LONG_POLL_S
-        while isinstance(answer := self.answers.to(request), NotReady) and (left := deadline - self._clock()) > 0:
+        while isinstance(answer := self.answers.to(request), RoundNotReady) and (left := deadline - self._clock()) > 0:
             changed = self._changed
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), left)

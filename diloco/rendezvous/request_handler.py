@@ -16,18 +16,18 @@ from diloco.transport.messages import (
     AskState,
     Beat,
     BeatReply,
-    Chunk,
+    BodyChunk,
+    DeltaOffer,
     FromPeer,
     Get,
     Gone,
-    Hello,
-    NotReady,
-    Offer,
-    Outcome,
-    Refused,
+    PeerHello,
+    PeerWelcome,
+    RequestRefused,
+    RoundNotReady,
+    RoundOutcome,
     ToPeer,
     Unusable,
-    Welcome,
 )
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _MAX_RANKS = 4096
 """Of one peer; the books go through them all."""
 
 
-class Answers:
+class RequestHandler:
     def __init__(
         self,
         settings: RendezvousSettings,
@@ -59,13 +59,13 @@ class Answers:
         if (speaker := self._speaker(request)) is not None:
             self.rounds.check_not_succeeded(*speaker)
         match request:
-            case Hello():
+            case PeerHello():
                 return self._hello(request)
             case Beat():
                 return self._beat(request)
-            case Offer():
+            case DeltaOffer():
                 return self._bodies.offer(request.header, request.instance)
-            case Chunk():
+            case BodyChunk():
                 return self._bodies.chunk(request)
             case Get():
                 return self._bodies.get(request)
@@ -79,35 +79,35 @@ class Answers:
     def _speaker(self, request: FromPeer) -> tuple[str, int] | None:
         """The peer, and which start of it; None where it does not matter."""
         match request:
-            case Hello() | Beat() | AskRound() | AskState() | Unusable():
+            case PeerHello() | Beat() | AskRound() | AskState() | Unusable():
                 return request.peer, request.instance
-            case Offer():
+            case DeltaOffer():
                 return request.header.peer, request.instance
-            case Chunk() if (blob := self._bodies.find(request.name)) is not None:
+            case BodyChunk() if (blob := self._bodies.find(request.name)) is not None:
                 return blob.header.peer, request.instance
         return None
 
-    def _hello(self, hello: Hello) -> ToPeer:
+    def _hello(self, hello: PeerHello) -> ToPeer:
         if hello.protocol != PROTOCOL:
             told = str(hello.protocol) if hello.protocol else "an older protocol"
-            return Refused(
+            return RequestRefused(
                 error=f"peer {hello.peer} speaks {told}, this rendezvous {PROTOCOL}: use one release on all machines"
             )
         if hello.run != self.settings.run:
-            return Refused(
+            return RequestRefused(
                 error=f"peer {hello.peer} joins run {hello.run!r}, this rendezvous serves {self.settings.run!r}: "
                 "check diloco.run and diloco.rendezvous"
             )
         if not 0 <= hello.rank < hello.ranks <= _MAX_RANKS:
             told = f"rank {hello.rank} of {hello.ranks}, expected 1 to {_MAX_RANKS} ranks and one of them"
-            return Refused(error=f"peer {hello.peer} says hello as {told}")
+            return RequestRefused(error=f"peer {hello.peer} says hello as {told}")
         waiting = self.rounds.admit(hello, self._clock())
         if waiting is not None:
-            return NotReady(waiting_for=waiting)
+            return RoundNotReady(waiting_for=waiting)
         self._compare_models(hello.peer, hello.rank)
         self._changed()
         logger.info("peer %s rank %d said hello at outer step %d", hello.peer, hello.rank, hello.outer_step)
-        return Welcome(beat_s=self.settings.beat_timeout_s / 5)
+        return PeerWelcome(beat_s=self.settings.beat_timeout_s / 5)
 
     def _beat(self, beat: Beat) -> ToPeer:
         now = self._clock()
@@ -155,7 +155,7 @@ class Answers:
         if found is not None:
             if not _starts_from(ask, found.base):
                 return _differs(ask, found.members)
-            return Outcome(
+            return RoundOutcome(
                 outer_step=ask.outer_step,
                 quorum_id=found.quorum_id or 0,
                 headers=[found.blobs[name, ask.rank].header for name in found.members],
@@ -170,7 +170,7 @@ class Answers:
             # Who has taken over the winners' model since asks from there, with its earlier delta still in the books.
             if ask.peer in others and _starts_from(ask, others[ask.peer]):
                 return _differs(ask, sorted(winners))
-        return NotReady(waiting_for=self._missing(ask.outer_step, now))
+        return RoundNotReady(waiting_for=self._missing(ask.outer_step, now))
 
     def begun(self, now: float) -> bool:
         """Whether rounds may end: after a start or restart, the most advanced peers have had a chance to be heard.

@@ -28,7 +28,7 @@ from composer_prime.errors import RunMismatchError
 from diloco.rendezvous.peer import Base, Peer, Position, largest_party
 from diloco.rendezvous.transfer import Blob
 from diloco.transport.header import Header
-from diloco.transport.messages import Hello, difference
+from diloco.transport.messages import PeerHello, difference
 
 _KEPT = 64
 """Outer steps behind the most advanced that are remembered."""
@@ -126,7 +126,7 @@ class Rounds:
         self._succeeded: set[tuple[str, int]] = set()
         """Peers and starts of them whose place another start has taken."""
 
-    def admit(self, hello: Hello, now: float) -> str | None:
+    def admit(self, hello: PeerHello, now: float) -> str | None:
         """Enter a rank into the books; what to wait for when it cannot be entered yet.
 
         Raises RunMismatchError when its layout or settings are not the others'.
@@ -298,7 +298,7 @@ def _delta_of(header: Header) -> tuple[int, str, float, int]:
     return header.fragment, header.codec, header.weight, header.inner_steps
 
 
-def _compare(hello: Hello, other: Peer) -> None:
+def _compare(hello: PeerHello, other: Peer) -> None:
     if hello.ranks != other.ranks:
         raise RunMismatchError(
             f"peer {hello.peer} has {hello.ranks} trainer rank(s), peer {other.name} has {other.ranks}: shards are "

@@ -15,11 +15,20 @@ from diloco.simulate.fleet import Fleet
 from diloco.simulate.plot import svg
 from diloco.simulate.product import ENCODE_NS, JointRun
 from diloco.simulate.reduce import pipe
-from diloco.simulate.tables import Link, peers_table, required_table, traffic_table
-from diloco.simulate.utilisation import Pipe, Scheme, Workload, bytes_per_step, grid, number, paper_schemes, utilisation
+from diloco.simulate.tables import LinkSpec, peers_table, required_table, traffic_table
+from diloco.simulate.utilisation import (
+    Pipe,
+    Scheme,
+    Workload,
+    bytes_per_step,
+    grid,
+    paper_schemes,
+    three_digits,
+    utilisation,
+)
 
 
-def parser(add: argparse._SubParsersAction) -> None:
+def simulate_parser(add: argparse._SubParsersAction) -> None:
     words = add.add_parser(
         "simulate",
         help="utilisation, bytes and goodput against bandwidth, latency, peers and codec",
@@ -50,10 +59,10 @@ def parser(add: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     words.add_argument("--mtbf-h", type=float, default=None, help="hours between a peer's failures (default: none)")
     words.add_argument("--plot", type=Path, default=None, help="write utilisation against bandwidth as SVG")
-    words.set_defaults(run=run)
+    words.set_defaults(run=simulate)
 
 
-def run(words: argparse.Namespace) -> int:
+def simulate(words: argparse.Namespace) -> int:
     """Print the tables. Raises ConfigError for values that cannot be."""
     _check(words)
     workload = Workload(parameters=words.parameters, layers=words.layers, step_s=words.step_s)
@@ -66,7 +75,7 @@ def run(words: argparse.Namespace) -> int:
         for peers in words.peers
     ]  # fmt: skip
     schemes = paper_schemes(workload, words.sync_every, max(1, words.layers // words.fragments))
-    link = Link(gbit=words.gbit, latency_s=words.latency_ms / 1e3, relay_gbit=words.relay_gbit)
+    link = LinkSpec(gbit=words.gbit, latency_s=words.latency_ms / 1e3, relay_gbit=words.relay_gbit)
     fleet = Fleet(peers=2, slowest=words.slowest, deadline_s=words.deadline_s, mtbf_h=words.mtbf_h)
     console = Console(highlight=False)
     with console.capture() as shown:  # rich would answer a reader that left with an exit status of its own
@@ -88,7 +97,7 @@ def _plot(workload: Workload, schemes: Sequence[Scheme], own: JointRun) -> str:
     bandwidths = grid(-3, 3, 121)
 
     def named(name: str, workload: Workload, scheme: Scheme) -> str:
-        return f"{name}: {number(bytes_per_step(workload, scheme) / 1e6)} MB"
+        return f"{name}: {three_digits(bytes_per_step(workload, scheme) / 1e6)} MB"
 
     series = {
         named(scheme.name, workload, scheme): [

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from composer_prime.config import Config
 from composer_prime.config.diloco import DilocoConfig, OuterConfig
-from composer_prime.console import counted
+from composer_prime.console import pluralize
 from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.plan.footprint import ModelShape, trained_parameters
 from composer_prime.run.run_dir import RunDir
 from diloco.simulate.fleet import deadline_warning, heal_warning
-from diloco.simulate.product import JointRun, codec_bits, forecast
+from diloco.simulate.product import JointRun, codec_bits, forecast_link
 
 LINKS_MBIT = (1000.0, 100.0)
 """Of each peer and of the rendezvous, where the configuration names none."""
@@ -37,8 +37,8 @@ def link_rows(config: Config) -> list[tuple[str, str]]:
     source = f"as in the last {_STEPS} steps of this run" if measured_s else "assumed"
     interval = run.every // run.fragments
     first = (
-        f"{run.size / 1e6:,.1f} M parameters (one of {counted(run.fragments, 'fragment')}) every "
-        f"{counted(interval, 'step')}, {diloco.codec.type}: about {codec_bits(run.codec):.2g} bits each; two peers, "
+        f"{run.size / 1e6:,.1f} M parameters (one of {pluralize(run.fragments, 'fragment')}) every "
+        f"{pluralize(interval, 'step')}, {diloco.codec.type}: about {codec_bits(run.codec):.2g} bits each; two peers, "
         f"{run.step_s:.3g} s a step ({source})"
     )
     limit = diloco.rate_limit_mbit
@@ -61,7 +61,7 @@ def momentum_share(outer: OuterConfig, shape: ModelShape) -> float:
 
 
 def _link_text(run: JointRun, mbit: float, diloco: DilocoConfig) -> str:
-    said = forecast(run, run.net(mbit / 1e3))
+    said = forecast_link(run, run.net(mbit / 1e3))
     interval_s = run.every / run.fragments * run.step_s + said.exposed_s
     hidden = f", all but {said.exposed_s:.2g} s hidden by delay {run.delay:g}" if run.delay else ""
     warnings = (

@@ -94,7 +94,7 @@ class JointRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class LinkForecast:
     """What one link gives a joint run."""
 
     sync_s: float
@@ -121,12 +121,12 @@ def codec_bits(codec: CodecConfig) -> float:
     return {"fp32": 32.0, "bf16": 16.0, "sparse": 14 * codec.density + 1 / 64}[codec.type]
 
 
-def forecast(run: JointRun, net: Net) -> Forecast:
+def forecast_link(run: JointRun, net: Net) -> LinkForecast:
     """What `net` gives `run`."""
     way, bits = pipe("relay", net), run.size * run.scheme.bits
     sync_s = seconds("relay", net, bits)
     up_gbit = min(way.gbit_s, net.relay_gbit_s or way.gbit_s)
-    return Forecast(
+    return LinkForecast(
         sync_s=sync_s,
         send_s=net.encode_s + bits / (up_gbit * 1e9) + net.latency_s,
         hidden_step_s=(sync_s - way.busy_s) / run.delay if run.delay else float("inf"),

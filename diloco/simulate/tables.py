@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from diloco.simulate.fleet import Fleet, deadline_warning, goodput, heal_warning
-from diloco.simulate.product import JointRun, forecast
+from diloco.simulate.product import JointRun, forecast_link
 from diloco.simulate.reduce import WAYS, best, pipe, seconds, traffic
 from diloco.simulate.utilisation import (
     Scheme,
@@ -18,8 +18,8 @@ from diloco.simulate.utilisation import (
     bytes_per_step,
     exposed_s,
     grid,
-    number,
     required_gbit,
+    three_digits,
     utilisation,
 )
 
@@ -29,7 +29,7 @@ _GRID = grid(-3, 4, 100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class LinkSpec:
     """What peers are joined by."""
 
     gbit: float
@@ -61,8 +61,8 @@ def required_table(workload: Workload, schemes: Sequence[Scheme], own: JointRun)
 
 
 def _add_required(table: Table, name: str, found: Sequence[float | None], sent: float) -> None:
-    cells = (OUT_OF_REACH if gbit is None else number(gbit) for gbit in found)
-    table.add_row(name, *cells, number(sent / 1e6))
+    cells = (OUT_OF_REACH if gbit is None else three_digits(gbit) for gbit in found)
+    table.add_row(name, *cells, three_digits(sent / 1e6))
 
 
 def _reach(own: JointRun, name: str) -> str:
@@ -74,7 +74,7 @@ def _reach(own: JointRun, name: str) -> str:
     )
 
 
-def peers_table(runs: Sequence[JointRun], link: Link, fleet: Fleet, heal_timeout_s: float) -> tuple[Table, str]:
+def peers_table(runs: Sequence[JointRun], link: LinkSpec, fleet: Fleet, heal_timeout_s: float) -> tuple[Table, str]:
     """One row for each number of peers and way of reducing. `fleet`: of any number of peers."""
     first = runs[0]
     table = _table(
@@ -88,7 +88,7 @@ def peers_table(runs: Sequence[JointRun], link: Link, fleet: Fleet, heal_timeout
             table.add_row(*row)
         table.add_section()
     net = first.net(link.gbit, link.latency_s, link.relay_gbit)
-    said = forecast(first, net)
+    said = forecast_link(first, net)
     warnings = (
         deadline_warning(said.send_s, fleet.deadline_s, "--deadline-s"),
         heal_warning(said.heal_s, heal_timeout_s, "--heal-timeout-s"),
@@ -101,16 +101,16 @@ def peers_table(runs: Sequence[JointRun], link: Link, fleet: Fleet, heal_timeout
     )
 
 
-def _ways(run: JointRun, link: Link, fleet: Fleet) -> list[list[str]]:
+def _ways(run: JointRun, link: LinkSpec, fleet: Fleet) -> list[list[str]]:
     net, bits = run.net(link.gbit, link.latency_s, link.relay_gbit), run.size * run.scheme.bits
-    interval_s, heal_s = run.every / run.fragments * run.step_s, forecast(run, net).heal_s
+    interval_s, heal_s = run.every / run.fragments * run.step_s, forecast_link(run, net).heal_s
     quickest, rows = best(net, bits), []
     for way in WAYS:
         found = pipe(way, net)
         share = utilisation(run.workload, run.scheme, found)
         rows.append([
-            str(run.peers), f"{way} *" if way == quickest else way, number(seconds(way, net, bits)),
-            number(exposed_s(run.workload, run.scheme, found)), f"{share:.1%}",
+            str(run.peers), f"{way} *" if way == quickest else way, three_digits(seconds(way, net, bits)),
+            three_digits(exposed_s(run.workload, run.scheme, found)), f"{share:.1%}",
             f"{goodput(fleet.of(run.peers), share, interval_s, heal_s):.1%}",
             Shares.of(run.workload, run.scheme, found).dominant,
         ])  # fmt: skip
@@ -126,7 +126,7 @@ def traffic_table(runs: Sequence[JointRun]) -> tuple[Table, str]:
         delta, relay = bytes_per_step(run.workload, run.scheme), traffic("relay", run.peers)
         others = (traffic(way, run.peers).received for way in WAYS if way != "relay")
         counts = (relay.sent, relay.received, relay.relayed, *others)
-        table.add_row(str(run.peers), *(number(count * delta / 1e6) for count in counts))
+        table.add_row(str(run.peers), *(three_digits(count * delta / 1e6) for count in counts))
     return table, (
         "sent, received: by each peer through the relay; rendezvous: in and out of its link, N * N deltas; mesh, "
         "hierarchical (a leader), ring: received by a peer, and sent as much."

@@ -184,7 +184,7 @@ class Shares:
         whole = self.compute_s + self.codec_s + self.link_s + self.rendezvous_s
 
         def part(seconds: float) -> str:
-            return f"{number(seconds)} s ({seconds / whole:.0%})"
+            return f"{three_digits(seconds)} s ({seconds / whole:.0%})"
 
         named = {
             "compute": "compute", "codec": "of the losses codec work", "link": "of the losses the link",
@@ -197,6 +197,6 @@ class Shares:
         )
 
 
-def number(value: float) -> str:
+def three_digits(value: float) -> str:
     """Three digits; whole from a thousand to a million."""
     return f"{value:,.0f}" if 999.5 <= value < 1e6 else f"{value:.3g}"

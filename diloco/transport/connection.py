@@ -30,15 +30,15 @@ from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.sockets import dealer
 from diloco.transport.header import Header, RunningChecksum, check_body
 from diloco.transport.messages import (
-    Chunk,
-    Closed,
+    BodyChunk,
+    DeltaOffer,
     FromPeer,
     Get,
     Gone,
-    Offer,
     Piece,
     Received,
-    Refused,
+    RequestRefused,
+    RoundClosed,
     ToPeer,
     encode,
     to_peer,
@@ -106,7 +106,7 @@ class TokenBucket:
 
 _RESEND_S = 3.0
 _PIECE_TIMEOUT_S = 15.0
-Asked = TypeVar("Asked", Chunk, Get)
+Asked = TypeVar("Asked", BodyChunk, Get)
 
 
 class RefusedError(WireError):
@@ -176,14 +176,14 @@ class Connection:
         """
         flow = Flow()
         while True:
-            answer = await self.call(Offer(header=header, instance=instance))
-            if isinstance(answer, Closed | Gone):
+            answer = await self.call(DeltaOffer(header=header, instance=instance))
+            if isinstance(answer, RoundClosed | Gone):
                 return False
             assert isinstance(answer, Received)
             if answer.size == header.size:
                 return True
             chunks = (
-                Chunk(name=header.name, offset=at, data=bytes(body[at : at + size]), instance=instance)
+                BodyChunk(name=header.name, offset=at, data=bytes(body[at : at + size]), instance=instance)
                 for at, size in _spans(answer.size, header.size, flow)
             )
             # Whatever goes wrong on the way, the next offer's answer says where to go on.
@@ -227,7 +227,7 @@ class Connection:
         try:
             while True:
                 while len(waiting) < flow.window and (request := next(source, None)) is not None:
-                    if isinstance(request, Chunk):
+                    if isinstance(request, BodyChunk):
                         await self._bucket.take(len(request.data))
                     waiting.append((request, time.monotonic(), await self._send(request)))
                 if not waiting:
@@ -254,6 +254,6 @@ def _spans(start: int, end: int, flow: Flow) -> Iterator[tuple[int, int]]:
 
 
 def _accepted(answer: ToPeer) -> ToPeer:
-    if isinstance(answer, Refused):
+    if isinstance(answer, RequestRefused):
         raise RefusedError(answer.error)
     return answer

@@ -20,8 +20,8 @@ from diloco.transport.messages import (
     AskState,
     Current,
     Gone,
-    NotReady,
-    Outcome,
+    RoundNotReady,
+    RoundOutcome,
     StateReady,
     largest_body,
     layout_hash,
@@ -34,10 +34,10 @@ _SAY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class RoundResult:
     """A closed round, whole and checked."""
 
-    outcome: Outcome
+    outcome: RoundOutcome
     bodies: list[memoryview]
     """Of outcome.headers, in their order."""
 
@@ -48,14 +48,14 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class MustRejoin:
     """The others went on without this peer, too far to catch up: it must join anew."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class JoinSource:
     """What to join with."""
 
     newest: int
@@ -90,7 +90,7 @@ class Exchange:
         self.upload_s = 0.0
         """What it took to bring the last delta."""
 
-    async def take_part(self, part: Offered) -> Arrived | Left:
+    async def take_part(self, part: Offered) -> RoundResult | MustRejoin:
         """Bring a delta, and fetch the outcome of its round. Raises WireErrors."""
         member = self._member
         ask = AskRound(
@@ -104,18 +104,18 @@ class Exchange:
                 if await self._connection.upload(part.header, part.body, member.instance) and not brought:
                     brought, self.upload_s = True, time.monotonic() - began
             answer = await self._connection.call(ask)
-            if isinstance(answer, Outcome):
+            if isinstance(answer, RoundOutcome):
                 self._check_outcome(answer, part)
                 own = {part.header.checksum: part.body} if part.header is not None else {}
                 bodies = await self._bodies(answer.headers, own)
                 if bodies is not None:
-                    return Arrived(answer, bodies)
+                    return RoundResult(answer, bodies)
             if isinstance(answer, Gone):
-                return Left(answer.reason)
-            if isinstance(answer, NotReady):
+                return MustRejoin(answer.reason)
+            if isinstance(answer, RoundNotReady):
                 self.waiting_for = answer.waiting_for
 
-    def _check_outcome(self, outcome: Outcome, part: Offered) -> None:
+    def _check_outcome(self, outcome: RoundOutcome, part: Offered) -> None:
         """Raises WireErrors when a header is forged, of another run, or of another round."""
         for header in outcome.headers:
             authenticate(header, self._key, run=self._run)
@@ -152,7 +152,7 @@ class Exchange:
             bodies.append(body)
         return bodies
 
-    async def fetch_state(self, outer_step: int, base_hash: str, attempt: int) -> Found:
+    async def fetch_state(self, outer_step: int, base_hash: str, attempt: int) -> JoinSource:
         """A state to join with, or word that this rank's own will do. Waits until it is cancelled.
 
         Raises WireErrors when the state is not what was asked for.
@@ -165,13 +165,13 @@ class Exchange:
         while True:
             answer = await self._connection.call(ask)
             if isinstance(answer, Current):
-                return Found(answer.newest)
+                return JoinSource(answer.newest)
             if isinstance(answer, StateReady):
                 self._check_state(answer, outer_step)
                 body = await self._connection.download(answer.header, progress=f"state of peer {answer.header.peer}")
                 if body is not None:
-                    return Found(answer.newest, answer.header, body)
-            self.waiting_for = answer.waiting_for if isinstance(answer, NotReady) else self.waiting_for
+                    return JoinSource(answer.newest, answer.header, body)
+            self.waiting_for = answer.waiting_for if isinstance(answer, RoundNotReady) else self.waiting_for
             if time.monotonic() - said > _SAY_S:
                 said = time.monotonic()
                 logger.info("joining at outer step %d waits for %s", outer_step, self.waiting_for)

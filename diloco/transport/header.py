@@ -65,11 +65,11 @@ class RunningChecksum:
         return self._hash.hexdigest()
 
 
-def checksum(body: bytes | bytearray | memoryview) -> str:
+def body_checksum(body: bytes | bytearray | memoryview) -> str:
     return hashlib.blake2b(body, digest_size=32).hexdigest()
 
 
-def sealed(header: Header, key: bytes) -> Header:
+def seal_header(header: Header, key: bytes) -> Header:
     """`header` with a fresh nonce and its authentication code."""
     header = msgspec.structs.replace(header, nonce=secrets.token_hex(16))
     return msgspec.structs.replace(header, mac=_mac(header, key))

@@ -24,8 +24,8 @@ from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import RunMismatchError
 from diloco.rendezvous.peer import Position
 from diloco.transport.connection import Connection, RefusedError
-from diloco.transport.exchange import Arrived, Exchange, Found, Left, Offered
-from diloco.transport.header import Header, checksum, sealed
+from diloco.transport.exchange import Exchange, JoinSource, MustRejoin, Offered, RoundResult
+from diloco.transport.header import Header, body_checksum, seal_header
 from diloco.transport.keys import JointKey
 from diloco.transport.messages import Unusable, layout_hash
 from diloco.transport.session import Member, Session
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _FAREWELL_S = 4.0
 
 
-class Link:
+class PeerLink:
     def __init__(self, config: DilocoConfig, key: JointKey, member: Member) -> None:
         self._config, self._member = config, member
         self._client, self._header_key = key.client(), key.derive("headers")
@@ -44,11 +44,11 @@ class Link:
         self._connection: Connection | None = None
         self._exchange: Exchange | None = None
         self._part: Offered | None = None
-        self._round: concurrent.futures.Future[Arrived | Left] | None = None
+        self._round: concurrent.futures.Future[RoundResult | MustRejoin] | None = None
         self._hellos = 0
         """Of the session, when the round was begun."""
         self._beating: asyncio.Task[None] | None = None
-        self._join: concurrent.futures.Future[Found] | None = None
+        self._join: concurrent.futures.Future[JoinSource] | None = None
         self._attempt = 0
         self._served = 0
         """Serial of the last request for this peer's state that was met."""
@@ -91,7 +91,8 @@ class Link:
         """Of a body that belongs to the global values with that hash; not sealed yet. `facts`: more of its fields."""
         return Header(
             kind=kind, run=self._config.run, peer=self._config.peer_id, rank=self._member.rank, size=len(body),
-            outer_step=outer_step, base_hash=base_hash, layout_hash=self._layout_hash, checksum=checksum(body), **facts,
+            outer_step=outer_step, base_hash=base_hash, layout_hash=self._layout_hash,
+            checksum=body_checksum(body), **facts,
         )  # fmt: skip
 
     def offer(self, header: Header, body: memoryview) -> None:
@@ -111,7 +112,7 @@ class Link:
         self._hellos = self._session.hellos
         self._round = self._submit(self._exchange.take_part(self._part))
 
-    def wait(self, timeout_s: float) -> Arrived | Left | None:
+    def wait(self, timeout_s: float) -> RoundResult | MustRejoin | None:
         """How the round that was begun ended; None while it has not. Raises what went wrong, such as WireErrors."""
         if self._session.failure is not None:
             raise self._session.failure
@@ -140,7 +141,9 @@ class Link:
     def serve_state(self, header: Header, body: memoryview) -> None:
         """Upload a copy of the state in the background; `body` must not change any more."""
         self._served = header.serial
-        upload = self._submit(self._connection.upload(sealed(header, self._header_key), body, self._member.instance))
+        upload = self._submit(
+            self._connection.upload(seal_header(header, self._header_key), body, self._member.instance)
+        )
         upload.add_done_callback(_note_upload)
 
     def refuse_state(self, serial: int, reason: str) -> None:
@@ -158,7 +161,7 @@ class Link:
         self._attempt += 1
         self._join = self._submit(self._exchange.fetch_state(outer_step, base_hash, self._attempt))
 
-    def found(self, timeout_s: float) -> Found | None:
+    def found(self, timeout_s: float) -> JoinSource | None:
         """What to join with; None while it is not known. Raises what went wrong, such as WireErrors."""
         if self._session.failure is not None:
             raise self._session.failure
@@ -176,7 +179,7 @@ class Link:
         return self._exchange.waiting_for if self._exchange is not None else "a connection"
 
     def seal(self, header: Header) -> Header:
-        return sealed(header, self._header_key)
+        return seal_header(header, self._header_key)
 
     @property
     def traffic(self) -> tuple[int, int]:

@@ -74,7 +74,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Base of what follows."""
 
 
-class Hello(Message, tag="hello"):
+class PeerHello(Message, tag="hello"):
     run: str
     peer: str
     rank: int
@@ -105,13 +105,13 @@ class Beat(Message, tag="beat"):
     """False while it joins: rounds do not wait for it."""
 
 
-class Offer(Message, tag="offer"):
+class DeltaOffer(Message, tag="offer"):
     header: Header
     instance: int
     """Which start of the peer brings it; as in its hello."""
 
 
-class Chunk(Message, tag="chunk"):
+class BodyChunk(Message, tag="chunk"):
     name: str
     offset: int
     data: bytes
@@ -150,7 +150,7 @@ class Unusable(Message, tag="unusable"):
     reason: str
 
 
-class Welcome(Message, tag="welcome"):
+class PeerWelcome(Message, tag="welcome"):
     beat_s: float
     """How often a beat is expected."""
 
@@ -171,7 +171,7 @@ class Received(Message, tag="received"):
     """Bytes so far, from the first."""
 
 
-class Closed(Message, tag="closed"):
+class RoundClosed(Message, tag="closed"):
     outer_step: int
 
 
@@ -181,11 +181,11 @@ class Gone(Message, tag="gone"):
     reason: str
 
 
-class NotReady(Message, tag="not_ready"):
+class RoundNotReady(Message, tag="not_ready"):
     waiting_for: str
 
 
-class Outcome(Message, tag="outcome"):
+class RoundOutcome(Message, tag="outcome"):
     outer_step: int
     quorum_id: int
     headers: list[Header]
@@ -214,12 +214,24 @@ class Piece(Message, tag="piece"):
     data: bytes
 
 
-class Refused(Message, tag="refused"):
+class RequestRefused(Message, tag="refused"):
     error: str
 
 
-FromPeer = Hello | Beat | Offer | Chunk | AskRound | AskState | Get | Unusable
-ToPeer = Welcome | BeatReply | Received | Closed | Gone | NotReady | Outcome | Current | StateReady | Piece | Refused
+FromPeer = PeerHello | Beat | DeltaOffer | BodyChunk | AskRound | AskState | Get | Unusable
+ToPeer = (
+    PeerWelcome
+    | BeatReply
+    | Received
+    | RoundClosed
+    | Gone
+    | RoundNotReady
+    | RoundOutcome
+    | Current
+    | StateReady
+    | Piece
+    | RequestRefused
+)
 
 _FROM_PEER, _TO_PEER = msgspec.msgpack.Decoder(FromPeer), msgspec.msgpack.Decoder(ToPeer)
 encode = msgspec.msgpack.Encoder().encode

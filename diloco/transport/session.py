@@ -16,7 +16,7 @@ from composer_prime.errors import DeadlineError, RunMismatchError, WireError
 from diloco.rendezvous.peer import Position
 from diloco.transport.connection import Connection, RefusedError
 from diloco.transport.header import PROTOCOL
-from diloco.transport.messages import Beat, BeatReply, Hello, NotReady, TensorLayout, Welcome
+from diloco.transport.messages import Beat, BeatReply, PeerHello, PeerWelcome, RoundNotReady, TensorLayout
 
 logger = logging.getLogger(__name__)
 _BEAT_TIMEOUT_S = 3.0
@@ -69,7 +69,7 @@ class Session:
         while True:
             where = self.position
             answer = await connection.call(
-                Hello(
+                PeerHello(
                     protocol=PROTOCOL, run=config.run, peer=config.peer_id, rank=member.rank, ranks=member.ranks,
                     instance=member.instance, layout=member.layout, frozen=member.frozen, settings=member.settings,
                     round_deadline_s=config.round_deadline_s, outer_step=where.outer_step,
@@ -77,10 +77,10 @@ class Session:
                 ),
                 timeout_s,
             )  # fmt: skip
-            if isinstance(answer, Welcome):
+            if isinstance(answer, PeerWelcome):
                 self._beat_s, self.hellos = answer.beat_s, self.hellos + 1
                 return
-            waiting = answer.waiting_for if isinstance(answer, NotReady) else type(answer).__name__
+            waiting = answer.waiting_for if isinstance(answer, RoundNotReady) else type(answer).__name__
             if time.monotonic() - began > timeout_s:
                 raise DeadlineError(f"the rendezvous did not admit peer {config.peer_id}: it waits for {waiting}")
             await asyncio.sleep(0.2)

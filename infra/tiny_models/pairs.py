@@ -24,7 +24,7 @@ from renderers.configs import Qwen3RendererConfig
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from composer_prime.llm.families import family_of
-from composer_prime.traces.pairs import Pair, State
+from composer_prime.traces.pairs import Pair, PairState
 from composer_prime.traces.replay.records import StateRecord, VoteRecord, digest
 from infra.tiny_models.demonstrate import MAX_TURNS
 from infra.tiny_models.make import ASSETS
@@ -254,7 +254,7 @@ def _pair(
     trace = _trace(conversation)
     return Pair(
         trace=trace,
-        state=State(
+        state=PairState(
             state_id=f"{trace}/{conversation.turn:04d}",
             messages=list(conversation.messages),
             tools=conversation.tools,

@@ -25,7 +25,7 @@ from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.step import StepReply
 from composer_prime.wire.types import Preference, Sample
 from orchestrator.batching.buffer import Versions
-from orchestrator.rollouts.groups import BEHAVIOUR_PART, FinishedGroup, FinishedRollout, Outcome, turn_error_rate
+from orchestrator.rollouts.groups import BEHAVIOUR_PART, FinishedGroup, FinishedRollout, GroupOutcome, turn_error_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BatchLayout:
     """What the ranks of one step must agree on."""
 
     world_size: int
@@ -69,10 +69,10 @@ class Batches:
         self.versions = Versions(period=steps_per_version)
         self._run_id, self._flops, self.distils = run_id, (flops_per_token, flops_per_pair), distils
         self._batches: dict[int, Batch] = {}
-        self._packed: dict[int, tuple[Layout, asyncio.Task[list[bytes]]]] = {}
-        self._asked: dict[int, Layout] = {}
+        self._packed: dict[int, tuple[BatchLayout, asyncio.Task[list[bytes]]]] = {}
+        self._asked: dict[int, BatchLayout] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="pack")
-        self._last_layout: Layout | None = None
+        self._last_layout: BatchLayout | None = None
         self.formed = 0
         """Newest batch that has its groups."""
 
@@ -116,7 +116,7 @@ class Batches:
         self._asked.clear()
         self._last_layout = None
 
-    async def reply(self, step: int, rank: int, layout: Layout) -> bytes:
+    async def reply(self, step: int, rank: int, layout: BatchLayout) -> bytes:
         """The encoded StepReply of `rank`. The first rank that asks fixes the step's layout.
 
         Raises RunMismatchError when another rank named another layout, ConfigError when a sample does not fit a row.
@@ -136,7 +136,7 @@ class Batches:
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _pack(self, batch: Batch, layout: Layout) -> asyncio.Task[list[bytes]]:
+    def _pack(self, batch: Batch, layout: BatchLayout) -> asyncio.Task[list[bytes]]:
         async def in_thread() -> list[bytes]:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, batch, layout)
 
@@ -145,7 +145,7 @@ class Batches:
         self._packed[batch.step] = (layout, task)
         return task
 
-    def _encode(self, batch: Batch, layout: Layout) -> list[bytes]:
+    def _encode(self, batch: Batch, layout: BatchLayout) -> list[bytes]:
         samples, distil = batch.samples, self.distils(batch.step)
         ranks = pack(
             samples,
@@ -171,7 +171,7 @@ class Batches:
 def batch_metrics(version: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup]) -> dict[str, float]:
     """Figures of a batch: `groups` are trained (some perhaps for channel 2 alone) from policy version `version` on,
     `dropped` ended otherwise since the last batch."""
-    scored = [*groups, *(group for group in dropped if group.outcome is Outcome.FILTERED)]
+    scored = [*groups, *(group for group in dropped if group.outcome is GroupOutcome.FILTERED)]
     everything = [*groups, *dropped]
     rollouts = [rollout for group in scored for rollout in group.rollouts if rollout.failure is None]
     metrics = _rewards(scored)
@@ -179,12 +179,12 @@ def batch_metrics(version: int, groups: Sequence[FinishedGroup], dropped: Sequen
     metrics |= _shapes(groups, rollouts)
     metrics |= _tools(rollouts)
     metrics |= _hints(rollout for group in everything for rollout in group.rollouts)
-    filtered = sum(group.outcome in (Outcome.FILTERED, Outcome.DISTILLED) for group in everything)
+    filtered = sum(group.outcome in (GroupOutcome.FILTERED, GroupOutcome.DISTILLED) for group in everything)
     metrics["groups/filtered"] = float(filtered)
-    metrics["groups/distilled"] = float(sum(group.outcome is Outcome.DISTILLED for group in groups))
+    metrics["groups/distilled"] = float(sum(group.outcome is GroupOutcome.DISTILLED for group in groups))
     metrics["groups/filtered_share"] = filtered / max(1, len(scored))
-    metrics["groups/stale"] = float(sum(group.outcome is Outcome.STALE for group in dropped))
-    metrics["groups/failed"] = float(sum(group.outcome is Outcome.FAILED for group in dropped))
+    metrics["groups/stale"] = float(sum(group.outcome is GroupOutcome.STALE for group in dropped))
+    metrics["groups/failed"] = float(sum(group.outcome is GroupOutcome.FAILED for group in dropped))
     return metrics | _failures(rollout for group in everything for rollout in group.rollouts)
 
 
@@ -223,7 +223,7 @@ def _staleness(version: int, groups: Sequence[FinishedGroup]) -> dict[str, float
 def _shapes(groups: Sequence[FinishedGroup], rollouts: Sequence[FinishedRollout]) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
     metrics = {
-        "batch/groups": float(sum(group.outcome is Outcome.READY for group in groups)),
+        "batch/groups": float(sum(group.outcome is GroupOutcome.READY for group in groups)),
         "batch/samples": float(len(samples)),
         "batch/tokens": float(sum(sample.num_tokens for sample in samples)),
     }

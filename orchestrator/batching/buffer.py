@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from orchestrator.rollouts.groups import FinishedGroup, Outcome
+from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 
 _SHARE_WINDOW = 64
 
@@ -33,7 +33,7 @@ class Buffer:
 
     def __len__(self) -> int:
         """Groups that a batch can be made of; those that only go along are not counted."""
-        return sum(group.outcome is Outcome.READY for group in self._ready.values())
+        return sum(group.outcome is GroupOutcome.READY for group in self._ready.values())
 
     @property
     def group_numbers(self) -> list[int]:
@@ -46,10 +46,10 @@ class Buffer:
             raise ValueError(f"group {number} is in the buffer already")
         self._ready[number] = group
 
-    def note(self, outcome: Outcome) -> None:
+    def note(self, outcome: GroupOutcome) -> None:
         """Count an ended group for `filtered_share`."""
-        if outcome in (Outcome.READY, Outcome.FILTERED, Outcome.DISTILLED):
-            self._recent.append(outcome is not Outcome.READY)
+        if outcome in (GroupOutcome.READY, GroupOutcome.FILTERED, GroupOutcome.DISTILLED):
+            self._recent.append(outcome is not GroupOutcome.READY)
 
     @property
     def filtered_share(self) -> float | None:
@@ -63,7 +63,7 @@ class Buffer:
             del self._ready[group.plan.group]
         return stale
 
-    def usable(self, oldest: int, newest: int, outcome: Outcome = Outcome.READY) -> list[int]:
+    def usable(self, oldest: int, newest: int, outcome: GroupOutcome = GroupOutcome.READY) -> list[int]:
         """Numbers, ascending, of the groups whose tokens are all of versions `oldest`..`newest`."""
         return [
             number
@@ -79,7 +79,7 @@ class Buffer:
         numbers = self.usable(oldest, newest)[:count]
         if len(numbers) < count:
             return None
-        numbers += self.usable(oldest, newest, Outcome.DISTILLED)[: count if distilled else 0]
+        numbers += self.usable(oldest, newest, GroupOutcome.DISTILLED)[: count if distilled else 0]
         return [self._ready.pop(number) for number in sorted(numbers)]
 
 
@@ -131,7 +131,7 @@ def last_batch(version: int, max_staleness: int, max_steps: int, versions: Versi
     return min(versions.last_batch(version + max_staleness), max_steps)
 
 
-def places(
+def free_slots(
     *,
     version: int,
     formed: int,

@@ -22,17 +22,17 @@ from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import RolloutError, RunMismatchError
 from composer_prime.run.run_dir import RunDir
 from orchestrator.batching.batches import Batch, Batches, batch_metrics
-from orchestrator.batching.buffer import Buffer, last_batch, oldest_accepted, places
+from orchestrator.batching.buffer import Buffer, free_slots, last_batch, oldest_accepted
 from orchestrator.durability import checkpoint
-from orchestrator.durability.checkpoint import State
+from orchestrator.durability.checkpoint import OrchestratorState
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Journal, Started
 from orchestrator.durability.resume import Resumed, formed_batches
-from orchestrator.event_loop import Pulse
+from orchestrator.event_loop import Notifier
 from orchestrator.preferences.mixer import PairMixer
 from orchestrator.preferences.order import Cursor
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.dispatch import Dispatcher
-from orchestrator.rollouts.groups import FinishedGroup, GroupPlan, Outcome
+from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan
 from orchestrator.tasks.sources import Sources
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _DROPPED_WHOLE = 1024
 """Groups dropped since the last batch that are held with their texts; a batch that never fills must not fill memory."""
 
 
-class Steering:
+class BatchScheduler:
     def __init__(
         self,
         *,
@@ -54,7 +54,7 @@ class Steering:
         sources: Sources,
         batches: Batches,
         journal: Journal,
-        changed: Pulse,
+        changed: Notifier,
         serving_version: Callable[[], int],
         on_error: Callable[[BaseException], None],
         pairs: PairMixer | None = None,
@@ -81,12 +81,12 @@ class Steering:
         self._disk = asyncio.Lock()
         self.counters: Counter[str] = Counter()
         """Groups by outcome and batches, over the whole run."""
-        self.hungry_since: float | None = time.monotonic()
+        self.starved_since: float | None = time.monotonic()
         """Since when no formed batch waits for the trainer, monotonic seconds; None while one does."""
-        self.fed_since = self.hungry_since
+        self.last_supplied = self.starved_since
         """When a batch was last formed or trained, monotonic seconds."""
 
-    def restore(self, state: State, resumed: Resumed) -> None:
+    def restore(self, state: OrchestratorState, resumed: Resumed) -> None:
         """Take up where checkpoint `state` and the journal left off."""
         self._next_group = resumed.next_group
         self._again = list(resumed.in_flight.values())
@@ -136,8 +136,8 @@ class Steering:
 
     def _sweep(self) -> None:
         for group in self.buffer.sweep(self.oldest_version):
-            filtered = group.outcome is Outcome.DISTILLED
-            self._drop(group.without_samples(Outcome.FILTERED if filtered else Outcome.STALE))
+            filtered = group.outcome is GroupOutcome.DISTILLED
+            self._drop(group.without_samples(GroupOutcome.FILTERED if filtered else GroupOutcome.STALE))
         for number in self.dispatcher.cancel_stale(self.oldest_version):
             logger.info("group %d is cancelled: it began before version %d", number, self.oldest_version)
 
@@ -178,12 +178,12 @@ class Steering:
         self._note_hunger()
         self._warn_filtered(metrics)
         self._unlogged.append((step, [*groups, *dropped]))
-        self._changed.beat()
+        self._changed.notify()
         return True
 
     def _start(self) -> None:
         under_way = len(self.dispatcher.flights) + len(self.buffer)
-        room = places(
+        room = free_slots(
             version=self._serving_version(),
             formed=self.batches.formed,
             under_way=under_way,
@@ -210,14 +210,14 @@ class Steering:
         """
         self.buffer.note(group.outcome)
         self._sources.observe(group)
-        if group.outcome in (Outcome.READY, Outcome.DISTILLED):
+        if group.outcome in (GroupOutcome.READY, GroupOutcome.DISTILLED):
             self.counters[group.outcome.value] += 1
             self.buffer.add(group)
             self._write(Finished(seq=self._journal.next_seq(), group=group))
         else:
             self._drop(group)
         self._count_failures(group)
-        self._changed.beat()
+        self._changed.notify()
 
     async def step_done(self, step: int, version: int, sample_ids: list[str]) -> None:
         """The trainer took `step`, or (no sample ids) says at attach that it stands there; `version` is its newest.
@@ -241,7 +241,7 @@ class Steering:
             )
         self.batches.done(step, version)
         self._note_hunger()
-        self._changed.beat()
+        self._changed.notify()
 
     async def _attach(self, step: int, version: int) -> None:
         """A trainer starts after `step`. Batches that it lost with its steps are served again as they were."""
@@ -261,7 +261,7 @@ class Steering:
             self.batches.done(step, version)
         self._saved = None
         self._note_hunger()
-        self._changed.beat()
+        self._changed.notify()
 
     async def checkpoint(self, step: int) -> None:
         """Write the orchestrator's part of checkpoint `step`, and drop journal segments that no checkpoint needs.
@@ -278,7 +278,7 @@ class Steering:
                     f"checkpoint {step} was asked for, the orchestrator stands after step {self.batches.trained}"
                 )
             state = self.state()
-            await asyncio.to_thread(checkpoint.save, self._run_dir, state)
+            await asyncio.to_thread(checkpoint.save_state, self._run_dir, state)
         kept = await asyncio.to_thread(self._oldest_state, state)
         groups = {*kept.ready, *kept.dropped, *(number for numbers in kept.batches.values() for number in numbers)}
         await self._journal.compact(oldest_seq=kept.journal_seq, groups=groups, steps=set(kept.batches))
@@ -286,10 +286,10 @@ class Steering:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def state(self) -> State:
+    def state(self) -> OrchestratorState:
         """After step `trained`, in this very moment."""
         flights = [flight.plan for flight in self.dispatcher.flights.values()]
-        return State(
+        return OrchestratorState(
             run_id=self._run_id,
             step=self.batches.trained,
             seed=self._seed,
@@ -319,7 +319,7 @@ class Steering:
                 f"{self.dispatcher.running} rollouts of {len(self.dispatcher.flights)} groups running, "
                 f"oldest {oldest_s:.0f} s"
             )
-        filtered = sum(group.outcome is Outcome.FILTERED for group in self._dropped)
+        filtered = sum(group.outcome is GroupOutcome.FILTERED for group in self._dropped)
         lost = len(self._dropped) - filtered
         parts += [f"{filtered} groups without advantage left out"] if filtered else []
         parts += [f"{lost} groups failed or stale"] if lost else []
@@ -355,13 +355,13 @@ class Steering:
         self._journal.append(entry).add_done_callback(written)
 
     def _note_hunger(self) -> None:
-        self.fed_since = time.monotonic()
-        self.hungry_since = self.fed_since if self.batches.formed == self.batches.trained else None
+        self.last_supplied = time.monotonic()
+        self.starved_since = self.last_supplied if self.batches.formed == self.batches.trained else None
 
     def _count_failures(self, group: FinishedGroup) -> None:
-        if group.outcome in (Outcome.READY, Outcome.DISTILLED, Outcome.FILTERED):
+        if group.outcome in (GroupOutcome.READY, GroupOutcome.DISTILLED, GroupOutcome.FILTERED):
             self._failed_in_row = 0
-        elif group.outcome is Outcome.FAILED:
+        elif group.outcome is GroupOutcome.FAILED:
             self._failed_in_row += 1
             if self._failed_in_row >= self._config.max_failed_groups:
                 failure = next(rollout.failure for rollout in group.rollouts if rollout.failure is not None)
@@ -378,11 +378,11 @@ class Steering:
                 100 * metrics["groups/filtered_share_recent"], 100 * self._config.max_filtered_share,
             )  # fmt: skip
 
-    def _oldest_state(self, newest: State) -> State:
+    def _oldest_state(self, newest: OrchestratorState) -> OrchestratorState:
         """Of the checkpoints that a resume may choose, the oldest one's state."""
         complete = self._run_dir.complete_checkpoints()
         oldest = min(complete, default=newest.step)
-        return newest if oldest >= newest.step else checkpoint.load(self._run_dir, oldest, self._run_id)
+        return newest if oldest >= newest.step else checkpoint.load_state(self._run_dir, oldest, self._run_id)
 
 
 def without_text(group: FinishedGroup) -> FinishedGroup:

@@ -20,7 +20,7 @@ from orchestrator.rollouts.groups import GroupPlan
 FORMAT = 1
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
+class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about step `step` that can't be derived from the configuration."""
 
     run_id: str
@@ -52,7 +52,7 @@ def state_path(run_dir: RunDir, step: int) -> Path:
     return run_dir.checkpoint(step) / "orchestrator" / "state.json"
 
 
-def save(run_dir: RunDir, state: State) -> None:
+def save_state(run_dir: RunDir, state: OrchestratorState) -> None:
     """Write atomically. Raises CheckpointError, for example when the disk is full."""
     path = state_path(run_dir, state.step)
     try:
@@ -61,11 +61,11 @@ def save(run_dir: RunDir, state: State) -> None:
         raise CheckpointError(f"{path} cannot be written: {error}; free some space") from error
 
 
-def load(run_dir: RunDir, step: int, run_id: str) -> State:
+def load_state(run_dir: RunDir, step: int, run_id: str) -> OrchestratorState:
     """Raises CheckpointError when the state is missing, unreadable or of another run."""
     path = state_path(run_dir, step)
     try:
-        state = msgspec.json.decode(path.read_bytes(), type=State)
+        state = msgspec.json.decode(path.read_bytes(), type=OrchestratorState)
     except FileNotFoundError:
         raise CheckpointError(
             f"checkpoint {run_dir.checkpoint(step)} has a COMPLETE marker but no orchestrator state: "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from composer_prime.errors import CheckpointError
 from orchestrator.batching.batches import Batch
-from orchestrator.durability.checkpoint import State
+from orchestrator.durability.checkpoint import OrchestratorState
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Started
 from orchestrator.preferences.order import Cursor
 from orchestrator.rollouts.groups import FinishedGroup, GroupPlan
@@ -34,7 +34,7 @@ class Resumed:
     """Where channel 3's pairs go on."""
 
 
-def resume(state: State, entries: list[Entry], sources: Sources) -> Resumed:
+def resume(state: OrchestratorState, entries: list[Entry], sources: Sources) -> Resumed:
     """Brings the curricula of `sources` up to date on the way.
 
     Raises CheckpointError when the journal lacks a group that the checkpoint or a formed batch names.
@@ -101,7 +101,9 @@ def formed_batches(entries: list[Entry], after: int) -> list[Batch]:
     ]
 
 
-def _check(state: State, batches: dict[int, list[int]], ready: set[int], finished: dict[int, FinishedGroup]) -> None:
+def _check(
+    state: OrchestratorState, batches: dict[int, list[int]], ready: set[int], finished: dict[int, FinishedGroup]
+) -> None:
     wanted = ready | {number for numbers in batches.values() for number in numbers}
     missing = sorted(wanted - finished.keys())
     if missing:

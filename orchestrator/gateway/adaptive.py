@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from composer_prime.errors import DeadlineError
-from orchestrator.gateway.nodes import Node, Request
+from orchestrator.gateway.nodes import AttachedNode, GatewayRequest
 from orchestrator.gateway.routing import Router
 
 _KV_HIGH = 0.9
@@ -36,7 +36,7 @@ _USED_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class GatewayLoad:
     """What the serving nodes and the gateway's queue say now."""
 
     running: int
@@ -48,7 +48,7 @@ class Load:
     """Requests that all nodes take together."""
 
     @classmethod
-    def of(cls, nodes: Iterable[Node], queued: int) -> Load | None:
+    def of(cls, nodes: Iterable[AttachedNode], queued: int) -> GatewayLoad | None:
         """None while no node has reported: nothing is known, so nothing should change."""
         reporting = [(node, node.status) for node in nodes if node.status is not None]
         if not reporting:
@@ -85,7 +85,7 @@ class AdaptiveLimit:
     def limit(self) -> int:
         return int(self._limit)
 
-    def observe(self, load: Load | None, in_use: int) -> None:
+    def observe(self, load: GatewayLoad | None, in_use: int) -> None:
         """Take notice of `load` while `in_use` rollouts run."""
         if load is None:
             return
@@ -139,7 +139,7 @@ class Overdue:
             router.give_up(request, error)
         return error
 
-    def _too_slow(self, request: Request, now: float) -> DeadlineError:
+    def _too_slow(self, request: GatewayRequest, now: float) -> DeadlineError:
         waited = f"request {request.request_id} waited {now - request.since:.1f} s, at most {self._request_timeout_s}"
         if request.node is not None:
             return DeadlineError(f"{waited}: node {request.node.node_id} has not answered")

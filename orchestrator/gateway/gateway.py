@@ -30,13 +30,13 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node import Drain, NewVersion, ToNode
 from orchestrator.event_loop import LoopLag
-from orchestrator.gateway.adaptive import AdaptiveLimit, Load, Overdue
+from orchestrator.gateway.adaptive import AdaptiveLimit, GatewayLoad, Overdue
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.generation import POLICY, Generator, ModelLimits
 from orchestrator.gateway.http import HttpServer
 from orchestrator.gateway.link import ChunkServer, NodeLink
-from orchestrator.gateway.nodes import Node
-from orchestrator.gateway.records import GenerationRecord, Records
+from orchestrator.gateway.nodes import AttachedNode
+from orchestrator.gateway.records import GenerationRecord, RolloutRecords
 from orchestrator.gateway.routing import Router
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Gateway:
         self._failure: asyncio.Future[None] | None = None
         self._counted = (0, time.monotonic())
         self.lag = LoopLag()
-        self.records = Records(on_taken=self._forget)
+        self.records = RolloutRecords(on_taken=self._forget)
         orchestrator = config.orchestrator
         self.adaptive = AdaptiveLimit(floor=orchestrator.group_size, ceiling=orchestrator.max_concurrent)
         self.version: int | None = None
@@ -252,7 +252,7 @@ class Gateway:
         assert self._overdue is not None, "start() comes first"
         return self._overdue
 
-    def _send(self, node: Node, message: ToNode) -> bool:
+    def _send(self, node: AttachedNode, message: ToNode) -> bool:
         return self._link.send(node.identity, message)
 
     # -- upkeep --------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class Gateway:
                 self._fail(error)
             if now >= next_observation:
                 next_observation = now + inference.heartbeat_s
-                self.adaptive.observe(Load.of(router.serving(), router.queued), in_use=len(self.records))
+                self.adaptive.observe(GatewayLoad.of(router.serving(), router.queued), in_use=len(self.records))
 
     # -- state ---------------------------------------------------------------------------------------------------
 

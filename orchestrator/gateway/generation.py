@@ -16,8 +16,8 @@ import numpy as np
 from composer_prime.errors import RequestError
 from composer_prime.wire.types import pack_ints
 from orchestrator.gateway.http_bodies import SamplingFields, sampling
-from orchestrator.gateway.nodes import Answer
-from orchestrator.gateway.records import GenerationRecord, Records
+from orchestrator.gateway.nodes import NodeAnswer
+from orchestrator.gateway.records import GenerationRecord, RolloutRecords
 from orchestrator.gateway.routing import Router
 
 POLICY = "policy"
@@ -38,7 +38,7 @@ class ModelLimits:
 class Generator:
     """Turns token ids and parameters into a checked answer, and keeps the record."""
 
-    def __init__(self, router: Router, records: Records, limits: ModelLimits) -> None:
+    def __init__(self, router: Router, records: RolloutRecords, limits: ModelLimits) -> None:
         self.limits = limits
         self._router, self._records = router, records
         self._order = itertools.count()
@@ -57,7 +57,7 @@ class Generator:
 
     async def generate(
         self, session: str | None, token_ids: list[int], fields: SamplingFields, *, max_tokens: int | None = None
-    ) -> tuple[str, Answer]:
+    ) -> tuple[str, NodeAnswer]:
         """The request's id and its answer. Recorded when `session` belongs to an open rollout.
 
         Raises RequestError, EngineError or DeadlineError.
@@ -90,7 +90,7 @@ class Generator:
             if not self._under_way[session]:
                 del self._under_way[session]
 
-    def _record(self, session: str, prompt: bytes, answer: Answer, how, order: int) -> None:
+    def _record(self, session: str, prompt: bytes, answer: NodeAnswer, how, order: int) -> None:
         record = GenerationRecord(
             session=session,
             prompt_ids=np.frombuffer(prompt, np.int32),

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from composer_prime.errors import RequestError
 from composer_prime.wire.node import Sampling
-from orchestrator.gateway.nodes import Answer
+from orchestrator.gateway.nodes import NodeAnswer
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _MAX_STOPS = 64
@@ -184,7 +184,7 @@ def encode(body: Any) -> bytes:
     return _ENCODER.encode(body)
 
 
-def generate_reply(request_id: str, answer: Answer) -> bytes:
+def generate_reply(request_id: str, answer: NodeAnswer) -> bytes:
     """What vLLM's /inference/v1/generate answers, with the version spans."""
     ids = answer.token_ids.tolist()
     content = [TokenLogprob(f"token_id:{i}", value) for i, value in zip(ids, answer.logprobs.tolist(), strict=True)]
@@ -193,7 +193,7 @@ def generate_reply(request_id: str, answer: Answer) -> bytes:
     return _ENCODER.encode(GenerateReply(request_id, [choice], list(answer.version_spans)))
 
 
-def completion_reply(request_id: str, model: str, num_prompt: int, answer: Answer, text: str, tokens: list[str],
+def completion_reply(request_id: str, model: str, num_prompt: int, answer: NodeAnswer, text: str, tokens: list[str],
                      *, logprobs: bool) -> dict[str, Any]:  # fmt: skip
     """OpenAI's text completion; `token_ids` and `version_spans` are additions."""
     choice: dict[str, Any] = {
@@ -208,7 +208,7 @@ def completion_reply(request_id: str, model: str, num_prompt: int, answer: Answe
     return _openai("text_completion", "cmpl", request_id, model, num_prompt, answer, choice)
 
 
-def chat_reply(request_id: str, model: str, num_prompt: int, answer: Answer, message: dict[str, Any],
+def chat_reply(request_id: str, model: str, num_prompt: int, answer: NodeAnswer, message: dict[str, Any],
                finish_reason: str, tokens: list[str] | None) -> dict[str, Any]:  # fmt: skip
     """OpenAI's chat completion. `tokens` are the texts for logprobs, None when these were not asked for."""
     choice: dict[str, Any] = {
@@ -251,7 +251,7 @@ def error_reply(message: str, *, status: int, code: str, param: str | None) -> b
     return _ENCODER.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
-def _openai(kind: str, prefix: str, request_id: str, model: str, num_prompt: int, answer: Answer,
+def _openai(kind: str, prefix: str, request_id: str, model: str, num_prompt: int, answer: NodeAnswer,
             choice: dict[str, Any]) -> dict[str, Any]:  # fmt: skip
     num_new = len(answer.token_ids)
     return {

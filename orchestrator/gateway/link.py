@@ -32,7 +32,6 @@ import zmq
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node import (
-    Chunk,
     ChunkMissing,
     ChunkRequest,
     FromNode,
@@ -40,15 +39,16 @@ from composer_prime.wire.node import (
     GenerateFailed,
     Goodbye,
     Heard,
-    Hello,
     HelloAgain,
+    NodeHello,
+    NodeWelcome,
     Rejected,
     Status,
     ToNode,
-    Welcome,
+    WeightChunk,
 )
 from composer_prime.wire.sockets import SecureServer, bind_router
-from orchestrator.gateway.nodes import Node
+from orchestrator.gateway.nodes import AttachedNode
 from orchestrator.gateway.routing import Router
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class ChunkServer:
             async with self._readers:
                 message = await asyncio.to_thread(self._read, request)
                 sent = send(identity, message)
-            if sent is not None and isinstance(message, Chunk):
+            if sent is not None and isinstance(message, WeightChunk):
                 self.bytes_sent += len(message.data)
         finally:
             pieces, piece = self._unsent[identity], (request.sha256, request.offset)
@@ -114,7 +114,7 @@ class ChunkServer:
             else:
                 pieces[piece] = sent
 
-    def _read(self, request: ChunkRequest) -> Chunk | ChunkMissing:
+    def _read(self, request: ChunkRequest) -> WeightChunk | ChunkMissing:
         piece = None
         if 0 <= request.offset < _MAX_OFFSET:
             try:
@@ -125,7 +125,7 @@ class ChunkServer:
         if piece is None:
             return ChunkMissing(sha256=request.sha256)
         last = len(piece) <= PIECE_BYTES
-        return Chunk(sha256=request.sha256, offset=request.offset, data=piece[:PIECE_BYTES], last=last)
+        return WeightChunk(sha256=request.sha256, offset=request.offset, data=piece[:PIECE_BYTES], last=last)
 
     async def close(self) -> None:
         for task in list(self._tasks):
@@ -228,8 +228,8 @@ class NodeLink:
             logger.exception("a %s could not be handled", type(message).__name__)
             self._drop_garbage(node, frames, error)
 
-    def _dispatch(self, identity: bytes, node: Node | None, message: FromNode) -> None:
-        if isinstance(message, Hello):
+    def _dispatch(self, identity: bytes, node: AttachedNode | None, message: FromNode) -> None:
+        if isinstance(message, NodeHello):
             self._hello(identity, message)
         elif isinstance(message, ChunkRequest):
             self._chunks.serve(identity, message, self.send_large)
@@ -248,7 +248,7 @@ class NodeLink:
         self._asked[identity] = now
         self.send(identity, HelloAgain())
 
-    def _from_attached(self, node: Node, message: Generated | GenerateFailed | Status | Goodbye) -> None:
+    def _from_attached(self, node: AttachedNode, message: Generated | GenerateFailed | Status | Goodbye) -> None:
         router = self._router
         assert router is not None
         match message:
@@ -263,7 +263,7 @@ class NodeLink:
             case Goodbye():
                 router.nodes.leave(node, f"said goodbye: {message.reason[:200]}")
 
-    def _drop_garbage(self, node: Node | None, frames: list[bytes], error: Exception) -> None:
+    def _drop_garbage(self, node: AttachedNode | None, frames: list[bytes], error: Exception) -> None:
         self.garbage += 1
         if node is not None:
             node.garbage += 1
@@ -273,7 +273,7 @@ class NodeLink:
             logger.warning("dropped %d bytes from %s that are no message (%s); %d so far", size, who, error,
                            self.garbage)  # fmt: skip
 
-    def _hello(self, identity: bytes, hello: Hello) -> None:
+    def _hello(self, identity: bytes, hello: NodeHello) -> None:
         assert self._router is not None
         reason = self._refusal(hello) or self._name_is_taken(identity, hello)
         if reason is not None:
@@ -281,7 +281,7 @@ class NodeLink:
             self.send(identity, Rejected(reason=reason))
             return
         self._router.nodes.attach(identity, hello)
-        welcome = Welcome(
+        welcome = NodeWelcome(
             run_id=self._run_id,
             manifest=self.newest_manifest,
             verify_key=self._verify_key,
@@ -290,7 +290,7 @@ class NodeLink:
         self.send(identity, welcome)
         self._router.place()
 
-    def _name_is_taken(self, identity: bytes, hello: Hello) -> str | None:
+    def _name_is_taken(self, identity: bytes, hello: NodeHello) -> str | None:
         """A name is its holder's until it leaves, its connection closes (its process died) or it counts as lost."""
         assert self._router is not None
         holder = self._router.nodes.holder(identity, hello)
@@ -305,7 +305,7 @@ class NodeLink:
             "(--name, or --node-name); the name of a node that vanished is free after inference.lost_after_s of silence"
         )
 
-    def _refusal(self, hello: Hello) -> str | None:
+    def _refusal(self, hello: NodeHello) -> str | None:
         if hello.protocol != PROTOCOL:
             return f"the node speaks protocol {hello.protocol}, this run {PROTOCOL}: install the same release on both"
         if hello.run_id not in (None, self._run_id):

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from composer_prime.errors import WireError
-from composer_prime.wire.node import Generated, Hello, Sampling, Status
+from composer_prime.wire.node import Generated, NodeHello, Sampling, Status
 from composer_prime.wire.types import FLOAT, INT, VersionSpan, floats, ints
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _FAILURES_IN_ROW = 4
 
 
 @dataclass(slots=True, kw_only=True)
-class Node:
+class AttachedNode:
     node_id: str
     identity: bytes
     """Routing id of its connection."""
@@ -53,7 +53,7 @@ class Node:
     """None before its first heartbeat."""
     idle_since: float | None = None
     """Since when its heartbeats report no request at all; None while it has some."""
-    leases: dict[int, Request] = field(default_factory=dict)
+    leases: dict[int, GatewayRequest] = field(default_factory=dict)
     """Requests it holds, by lease."""
     suspended_until: float = 0.0
     failures_in_row: int = 0
@@ -106,35 +106,37 @@ class Node:
 class Nodes:
     """All nodes, by id and by connection."""
 
-    def __init__(self, on_gone: Callable[[Node, str], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, on_gone: Callable[[AttachedNode, str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`on_gone(node, reason)` is called once for each departure, when the node is already marked as away."""
-        self._by_id: dict[str, Node] = {}
-        self._by_identity: dict[bytes, Node] = {}
+        self._by_id: dict[str, AttachedNode] = {}
+        self._by_identity: dict[bytes, AttachedNode] = {}
         self._on_gone = on_gone
         self._clock = clock
 
     def __iter__(self):
         return iter(self._by_id.values())
 
-    def attached(self) -> list[Node]:
+    def attached(self) -> list[AttachedNode]:
         return list(self._by_identity.values())
 
-    def at(self, identity: bytes) -> Node | None:
+    def at(self, identity: bytes) -> AttachedNode | None:
         """The attached node of a connection."""
         return self._by_identity.get(identity)
 
-    def get(self, node_id: str) -> Node | None:
+    def get(self, node_id: str) -> AttachedNode | None:
         """The node of this name, attached or away."""
         return self._by_id.get(node_id)
 
-    def holder(self, identity: bytes, hello: Hello) -> Node | None:
+    def holder(self, identity: bytes, hello: NodeHello) -> AttachedNode | None:
         """The attached node that has the name in `hello` and is another process than the one that says it."""
         known = self._by_id.get(hello.node_id)
         if known is None or not known.attached or known.identity == identity:
             return None
         return None if hello.instance in ("", known.instance) else known
 
-    def attach(self, identity: bytes, hello: Hello) -> Node:
+    def attach(self, identity: bytes, hello: NodeHello) -> AttachedNode:
         """The node that says `hello` on connection `identity`. Whatever it held before counts as lost: a node that says
         Hello starts empty."""
         now = self._clock()
@@ -144,7 +146,7 @@ class Nodes:
         known = self._by_id.get(hello.node_id)
         if known is not None and known.attached:
             self.leave(known, "came back on a new connection")
-        node = Node(
+        node = AttachedNode(
             node_id=hello.node_id,
             identity=identity,
             instance=hello.instance,
@@ -164,7 +166,7 @@ class Nodes:
                     node.max_concurrent, node.version)  # fmt: skip
         return node
 
-    def heard(self, node: Node, status: Status) -> None:
+    def heard(self, node: AttachedNode, status: Status) -> None:
         now = self._clock()
         node.last_heard, node.status, node.version = now, status, status.version
         if status.running or status.waiting:
@@ -172,7 +174,7 @@ class Nodes:
         elif node.idle_since is None:
             node.idle_since = now
 
-    def leave(self, node: Node, reason: str) -> None:
+    def leave(self, node: AttachedNode, reason: str) -> None:
         """Mark as away; its requests go back to the router."""
         if self._by_identity.get(node.identity) is not node:
             return
@@ -200,7 +202,7 @@ class Nodes:
         return [_describe(node, now, node.cannot_serve(now, oldest, newest)) for node in self]
 
 
-def _describe(node: Node, now: float, obstacle: str | None) -> dict[str, Any]:
+def _describe(node: AttachedNode, now: float, obstacle: str | None) -> dict[str, Any]:
     status = node.status
     return {
         "node_id": node.node_id,
@@ -235,7 +237,7 @@ _ROUNDING = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class NodeAnswer:
     """A checked completion."""
 
     token_ids: np.ndarray
@@ -250,7 +252,9 @@ class Answer:
     prompt_cached: int
 
 
-def check(message: Generated, *, max_tokens: int, vocab_size: int, newest_version: int, node_id: str) -> Answer:
+def check_answer(
+    message: Generated, *, max_tokens: int, vocab_size: int, newest_version: int, node_id: str
+) -> NodeAnswer:
     """The completion in `message`. Raises WireError saying what is wrong with it."""
     if len(message.token_ids) % INT.itemsize or len(message.logprobs) % FLOAT.itemsize:
         raise WireError(f"{len(message.token_ids)} and {len(message.logprobs)} bytes are not 4-byte numbers")
@@ -264,7 +268,7 @@ def check(message: Generated, *, max_tokens: int, vocab_size: int, newest_versio
     if len(token_ids):
         _check_values(token_ids, logprobs, vocab_size)
     _check_spans(message.version_spans, len(token_ids), newest_version)
-    return Answer(
+    return NodeAnswer(
         token_ids=token_ids,
         logprobs=logprobs,
         version_spans=tuple(message.version_spans),
@@ -300,7 +304,7 @@ _VERSIONS_COUNTED = 16
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Request:
+class GatewayRequest:
     request_id: str
     session: str
     prompt_ids: bytes
@@ -308,8 +312,8 @@ class Request:
     sampling: Sampling
     since: float
     """When it came, monotonic seconds."""
-    done: asyncio.Future[Answer]
-    node: Node | None = None
+    done: asyncio.Future[NodeAnswer]
+    node: AttachedNode | None = None
     """None while it waits in the queue."""
     lease: int = 0
     placed: float = 0.0
@@ -334,7 +338,7 @@ class Counters:
     """Sampled tokens of accepted answers."""
     tokens_by_version: dict[int, int] = field(default_factory=dict)
 
-    def accept(self, request: Request, answer: Answer) -> None:
+    def accept(self, request: GatewayRequest, answer: NodeAnswer) -> None:
         """Count an accepted answer."""
         self.answered += 1
         self.prompt_tokens += len(request.prompt_ids) // 4

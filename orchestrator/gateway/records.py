@@ -76,7 +76,7 @@ class _Session:
 _EMPTY = np.empty(0, np.int32)
 
 
-class Records:
+class RolloutRecords:
     """Sessions of open rollouts, by rollout id."""
 
     def __init__(self, on_taken: Callable[[str], None] = lambda session: None) -> None:

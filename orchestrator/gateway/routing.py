@@ -21,9 +21,9 @@ from collections.abc import Callable
 from typing import Any
 
 from composer_prime.errors import EngineError, RequestError, WireError
-from composer_prime.wire.node import Cancel, Generate, Generated, GenerateFailed, Sampling, ToNode
-from orchestrator.event_loop import Pulse
-from orchestrator.gateway.nodes import Answer, Counters, Node, Nodes, Request, check
+from composer_prime.wire.node import CancelGenerate, Generate, Generated, GenerateFailed, Sampling, ToNode
+from orchestrator.event_loop import Notifier
+from orchestrator.gateway.nodes import AttachedNode, Counters, GatewayRequest, NodeAnswer, Nodes, check_answer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Router:
 
     def __init__(
         self,
-        send: Callable[[Node, ToNode], bool],
+        send: Callable[[AttachedNode, ToNode], bool],
         *,
         vocab_size: int,
         suspend_s: float,
@@ -56,25 +56,25 @@ class Router:
         self._vocab_size = vocab_size
         self._suspend_s = suspend_s
         self.clock = clock
-        self.queue: OrderedDict[str, Request] = OrderedDict()
-        self.open: dict[str, Request] = {}
+        self.queue: OrderedDict[str, GatewayRequest] = OrderedDict()
+        self.open: dict[str, GatewayRequest] = {}
         self._sticky: OrderedDict[str, str] = OrderedDict()
         # Starts at random: an answer to a lease of an earlier orchestrator must not match one of ours.
         self._leases = itertools.count(secrets.randbits(48))
         self._placing = False
         self._closed: RequestError | None = None
-        self.changed = Pulse()
+        self.changed = Notifier()
         """Beats whenever nodes or their places may have changed."""
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    async def generate(self, request_id: str, session: str, prompt_ids: bytes, sampling: Sampling) -> Answer:
+    async def generate(self, request_id: str, session: str, prompt_ids: bytes, sampling: Sampling) -> NodeAnswer:
         """The checked answer of some node. Cancelling the awaiting task cancels the request on its node.
 
         Raises DeadlineError (no node, or none answered in time), EngineError (it failed on nodes several times) or
         RequestError (no node could serve it as it stands).
         """
-        request = Request(
+        request = GatewayRequest(
             request_id=request_id,
             session=session,
             prompt_ids=prompt_ids,
@@ -95,16 +95,16 @@ class Router:
         finally:
             self._drop(request)
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: GatewayRequest) -> None:
         """The request has ended for its caller, whatever its node is doing."""
         self.open.pop(request.request_id, None)
         self.queue.pop(request.request_id, None)
         node = self._release(request)
         if node is not None:
-            self._send(node, Cancel(request_id=request.request_id, lease=request.lease))
+            self._send(node, CancelGenerate(request_id=request.request_id, lease=request.lease))
             self.place()
 
-    def _release(self, request: Request) -> Node | None:
+    def _release(self, request: GatewayRequest) -> AttachedNode | None:
         """Take the request's lease from its node, and return the node it had."""
         node, request.node = request.node, None
         if node is not None:
@@ -117,7 +117,7 @@ class Router:
         """Hand waiting requests to nodes, oldest first, until no node has a free place."""
         if self._placing:
             return
-        self.changed.beat()
+        self.changed.notify()
         self._placing = True
         try:
             while self.queue:
@@ -130,12 +130,12 @@ class Router:
         finally:
             self._placing = False
 
-    def serving(self) -> list[Node]:
+    def serving(self) -> list[AttachedNode]:
         """Nodes that may get requests now, full or not."""
         now, oldest, newest = self.clock(), self.oldest_version, self.newest_version
         return [node for node in self.nodes.attached() if node.cannot_serve(now, oldest, newest) is None]
 
-    def _choose(self, request: Request) -> Node | None:
+    def _choose(self, request: GatewayRequest) -> AttachedNode | None:
         free = [node for node in self.serving() if node.free > 0]
         if not free:
             return None
@@ -145,7 +145,7 @@ class Router:
                 return node
         return min(free, key=lambda node: (node.node_id == request.avoid, node.load, node.node_id))
 
-    def _assign(self, request: Request, node: Node) -> None:
+    def _assign(self, request: GatewayRequest, node: AttachedNode) -> None:
         request.node, request.lease, request.placed = node, next(self._leases), self.clock()
         node.leases[request.lease] = request
         self._sticky[request.session] = node.node_id
@@ -162,7 +162,7 @@ class Router:
         if not self._send(node, message):
             self.nodes.leave(node, "unreachable")
 
-    def _reissue(self, request: Request, why: str) -> None:
+    def _reissue(self, request: GatewayRequest, why: str) -> None:
         """Back to the front of the queue: it has waited before."""
         self.counters.reissued += 1
         request.last_error = why
@@ -181,7 +181,7 @@ class Router:
 
     # -- answers -------------------------------------------------------------------------------------------------
 
-    def on_generated(self, node: Node, message: Generated) -> None:
+    def on_generated(self, node: AttachedNode, message: Generated) -> None:
         request = self._claim(node, message)
         if request is None:
             return
@@ -190,7 +190,7 @@ class Router:
             self._failed(request, node, "the node cancelled it")
             return
         try:
-            answer = check(
+            answer = check_answer(
                 message,
                 max_tokens=request.sampling.max_tokens,
                 vocab_size=self._vocab_size,
@@ -209,7 +209,7 @@ class Router:
             request.done.set_result(answer)
         self.place()
 
-    def on_failed(self, node: Node, message: GenerateFailed) -> None:
+    def on_failed(self, node: AttachedNode, message: GenerateFailed) -> None:
         request = self._claim(node, message)
         if request is None:
             return
@@ -226,7 +226,7 @@ class Router:
         self.give_up(request, RequestError(f"node {node.node_id}: {message.error}", code="refused_by_node"))
         self.place()
 
-    def _claim(self, node: Node, message: Generated | GenerateFailed) -> Request | None:
+    def _claim(self, node: AttachedNode, message: Generated | GenerateFailed) -> GatewayRequest | None:
         """The request that `node` holds under the message's lease; None for a late answer."""
         request = node.leases.get(message.lease)
         if request is None or request.request_id != message.request_id:
@@ -237,7 +237,7 @@ class Router:
         self._release(request)
         return request
 
-    def _failed(self, request: Request, node: Node, error: str) -> None:
+    def _failed(self, request: GatewayRequest, node: AttachedNode, error: str) -> None:
         node.failed(self.clock(), self._suspend_s)
         request.failures += 1
         request.avoid = node.node_id
@@ -253,7 +253,7 @@ class Router:
             self._reissue(request, f"{node.node_id}: {error}")
         self.place()
 
-    def give_up(self, request: Request, error: Exception) -> None:
+    def give_up(self, request: GatewayRequest, error: Exception) -> None:
         """End `request` with `error`."""
         self.counters.failed += 1
         if not request.done.done():
@@ -261,7 +261,7 @@ class Router:
 
     # -- nodes come and go ---------------------------------------------------------------------------------------
 
-    def _on_gone(self, node: Node, reason: str) -> None:
+    def _on_gone(self, node: AttachedNode, reason: str) -> None:
         held, node.leases = list(node.leases.values()), {}
         for request in reversed(held):
             request.node = None

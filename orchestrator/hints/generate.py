@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from composer_prime.llm.endpoint import ChatEndpoint
 from orchestrator.hints.error_turn import HintRequest
 from orchestrator.hints.templates import excerpt
-from orchestrator.rollouts.groups import FinishedRollout, answers, derive_seed, history
-from orchestrator.workers.protocol import TurnRecord
+from orchestrator.rollouts.groups import FinishedRollout, answers, derive_seed, messages_before
+from orchestrator.workers.protocol import MessageRecord
 
 _MESSAGE_CHARS = 1_500
 _TOTAL_CHARS = 12_000
 
 
-def transcript(turns: Sequence[TurnRecord], *, numbered: bool = False) -> str:
+def transcript(turns: Sequence[MessageRecord], *, numbered: bool = False) -> str:
     """One paragraph a message; the middle of long messages and of a long conversation is left out."""
     parts = [message_text(turn, numbered) for turn in turns]
     return shortened("\n\n".join(parts), _TOTAL_CHARS)
 
 
-def message_text(turn: TurnRecord, numbered: bool = False) -> str:
+def message_text(turn: MessageRecord, numbered: bool = False) -> str:
     """Role, text and calls of a message; with `numbered` its turn number too, where the policy sampled it."""
     number = f" turn {turn.turn}" if numbered and turn.turn is not None else ""
     lines = [f"[{turn.role}{number}]"]
@@ -78,7 +78,7 @@ class ModelHint:
 
     async def hint(self, request: HintRequest) -> str | None:
         turns, at = request.rollout.turns, request.error.message
-        story = transcript(history(turns, at))
+        story = transcript(messages_before(turns, at))
         turn = message_text(turns[at])
         error = f"What went wrong ({request.error.kind}):\n{request.error.text[:1000]}"
         content = f"{story}\n\nThe turn:\n{turn}\n\n{error}"
@@ -96,7 +96,7 @@ class Introspection:
 
     async def hint(self, request: HintRequest) -> str | None:
         turns, at = request.rollout.turns, request.error.message
-        told = {"role": "user", "content": transcript([*history(turns, at), turns[at]])}
+        told = {"role": "user", "content": transcript([*messages_before(turns, at), turns[at]])}
         asked = {"role": "user", "content": _INTROSPECT.format(error=request.error.text[:1000])}
         # The policy changes from step to step, so its answers are not shared between rollouts.
         variant = f"{request.rollout.rollout_id}/{request.error.turn}"

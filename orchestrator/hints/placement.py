@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from composer_prime.errors import ConfigError, EmptyMaskError
-from composer_prime.wire.types import Distillation, Sample, TurnSpan, ints, pack_ints
+from composer_prime.wire.types import HintedTurn, Sample, TurnSpan, ints, pack_ints
 from orchestrator.chat_renderer import RENDER_ERRORS
 from orchestrator.hints.error_turn import ErrorTurn
 
@@ -195,9 +195,7 @@ def span_of(samples: Sequence[Sample], turn: int) -> tuple[Sample, TurnSpan] | N
     return next(((sample, span) for sample, span in spans if span.turn == turn), None)
 
 
-def distillation(
-    sample: Sample, span: TurnSpan, hinted_ids: np.ndarray, error: ErrorTurn, weight: float
-) -> Distillation:
+def distillation(sample: Sample, span: TurnSpan, hinted_ids: np.ndarray, error: ErrorTurn, weight: float) -> HintedTurn:
     """`hinted_ids` int32 [U_context]. Raises EmptyMaskError for a turn without tokens."""
     turn_ids = ints(sample.input_ids)[span.start : span.end]
     if len(turn_ids) == 0:
@@ -205,7 +203,7 @@ def distillation(
             f"sample {sample.sample_id}, turn {span.turn} ({error.kind}): tokens [{span.start}, {span.end}) are none, "
             "so channel 2 has nothing to learn there"
         )
-    return Distillation(
+    return HintedTurn(
         start=span.start,
         end=span.end,
         teacher_ids=pack_ints(np.concatenate([hinted_ids, turn_ids])),
@@ -216,10 +214,10 @@ def distillation(
     )
 
 
-def place(
+def place_hint(
     sample: Sample, span: TurnSpan, *, placer: HintPlacer, role: str, hint: str, error: ErrorTurn, weight: float,
     limits: DocumentLimits,
-) -> Distillation | str:  # fmt: skip
+) -> HintedTurn | str:  # fmt: skip
     """The distillation, or why there is none: no_place, too_long (for the context) or row_full.
 
     Raises EmptyMaskError.

@@ -28,15 +28,15 @@ from composer_prime.config.hints import EndpointConfig, HintsConfig
 from composer_prime.errors import BudgetError, ComposerError, ConfigError, EmptyMaskError
 from composer_prime.llm.endpoint import ChatEndpoint
 from composer_prime.run.costs import CostLedger
-from composer_prime.wire.types import Distillation, Sample
+from composer_prime.wire.types import HintedTurn, Sample
 from orchestrator.hints.detect import FAILED, SCHEMA_KINDS, RuleDetector
 from orchestrator.hints.error_turn import ErrorDetector, ErrorTurn, HintGenerator, HintRequest
 from orchestrator.hints.generate import Introspection, ModelHint, RawError, SiblingDemonstration, WrongHints, cut
 from orchestrator.hints.judge import JUDGED, JudgeDetector
-from orchestrator.hints.placement import DocumentLimits, HintPlacer, place, span_of
+from orchestrator.hints.placement import DocumentLimits, HintPlacer, place_hint, span_of
 from orchestrator.hints.templates import Templates
 from orchestrator.rollouts.groups import FinishedRollout
-from orchestrator.workers.protocol import TurnRecord
+from orchestrator.workers.protocol import MessageRecord
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +53,14 @@ class _Work:
     rollout: FinishedRollout
     samples: list[Sample]
     counts: Counter[str] = field(default_factory=Counter)
-    turns: dict[int, TurnRecord] = field(default_factory=dict)
+    turns: dict[int, MessageRecord] = field(default_factory=dict)
     """Messages that changed, by position."""
 
     def mark(self, error: ErrorTurn, hint: str | None) -> None:
         turn = self.rollout.turns[error.message]
         self.turns[error.message] = msgspec.structs.replace(turn, error=error.kind, hint=hint)
 
-    def attach(self, made: Distillation) -> None:
+    def attach(self, made: HintedTurn) -> None:
         at = next(at for at, sample in enumerate(self.samples) if any(span.turn == made.turn for span in sample.turns))
         sample = self.samples[at]
         distillations = sorted([*sample.distillations, made], key=lambda each: each.start)
@@ -190,7 +190,7 @@ class HintStage:
                 return cut(hint.strip(), self._config.max_hint_chars)
         return None
 
-    def _place(self, work: _Work, error: ErrorTurn, hint: str) -> Distillation | str:
+    def _place(self, work: _Work, error: ErrorTurn, hint: str) -> HintedTurn | str:
         """The turn after a context with the hint, or the reason why there is none."""
         found = span_of(work.samples, error.turn)
         turn = work.rollout.turns[error.message]
@@ -200,7 +200,7 @@ class HintStage:
                 f"({turn.num_tokens} at the worker)"
             )
             return "empty_mask"
-        made = place(
+        made = place_hint(
             *found,
             placer=self._placer,
             role=_role_before(work.rollout, error.message),

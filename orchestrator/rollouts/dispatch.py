@@ -26,8 +26,8 @@ from composer_prime.wire.types import Sample
 from orchestrator.hints.stage import HintStage
 from orchestrator.rollouts.behaviour import Behaviour
 from orchestrator.rollouts.group_scoring import finish_group, finished_rollout, score_failure, worth_hinting
-from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupPlan, Outcome
-from orchestrator.rollouts.rollout import Lane, Played, RequestFactory, RolloutRunner, retry_pause_s
+from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome, GroupPlan
+from orchestrator.rollouts.rollout import Lane, RequestFactory, RolloutResult, RolloutRunner, retry_pause_s
 from orchestrator.rollouts.samples import compile_rollout, numbered_turns
 from orchestrator.workers.protocol import RolloutFailure
 
@@ -143,7 +143,7 @@ class Dispatcher:
     async def _group(self, flight: Flight, finished: list[tuple[FinishedRollout, list[Sample]]]) -> FinishedGroup:
         if flight.stale:
             rollouts = [rollout for rollout, _ in finished]
-            return FinishedGroup(plan=flight.plan, outcome=Outcome.STALE, rollouts=rollouts)
+            return FinishedGroup(plan=flight.plan, outcome=GroupOutcome.STALE, rollouts=rollouts)
         if self._hints is not None and self._wants_hints() and worth_hinting(finished, self._config, self._scaling):
             finished = await self._hints.attach(finished)
         loop = asyncio.get_running_loop()
@@ -198,7 +198,9 @@ class Dispatcher:
         )
         return rollout, samples
 
-    def _compile(self, plan: GroupPlan, played: Played) -> tuple[Played, list[Sample], RolloutFailure | None]:
+    def _compile(
+        self, plan: GroupPlan, played: RolloutResult
+    ) -> tuple[RolloutResult, list[Sample], RolloutFailure | None]:
         """The rollout with its final reward and its turns numbered, its samples, or why it has none."""
         failure = score_failure(played)
         if failure is not None:

@@ -6,7 +6,7 @@ The life of a group without advantage whose wrong turns were hinted:
                is dropped whole, nor where no step that it may join has a weight for channel 2
     here       all rewards equal, hints.filtered_groups -> DISTILLED; it keeps the samples with distillations, their
                loss mask and advantages 0 (compile.untrained): no part of channel 1 or of its denominators
-    steering   journaled as Finished, counted as filtered, put into the buffer
+    scheduler   journaled as Finished, counted as filtered, put into the buffer
     buffer     goes along with a batch of READY groups whose step has a weight for channel 2, at most as many as those;
                fills none of its places, opens none for dispatch; older than any batch accepts -> swept out, FILTERED
     batches    packed with the batch: teacher documents beside its rows, channel 2's denominator counts its turns
@@ -32,8 +32,8 @@ from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.config.policy import AdvantageScaling
 from composer_prime.errors import NonFiniteError
 from composer_prime.wire.types import Sample
-from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupPlan, Outcome
-from orchestrator.rollouts.rollout import Played
+from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome, GroupPlan
+from orchestrator.rollouts.rollout import RolloutResult
 from orchestrator.rollouts.samples import untrained, with_advantage
 from orchestrator.workers.protocol import RolloutFailure
 
@@ -63,7 +63,7 @@ def has_signal(advantages_G: Sequence[float]) -> bool:
     return any(abs(value) > 1e-12 for value in advantages_G)
 
 
-def score_failure(played: Played) -> RolloutFailure | None:
+def score_failure(played: RolloutResult) -> RolloutFailure | None:
     """Why a rollout that ended has no usable reward; None when it has one. NaN from a verifier is a failed verifier."""
     reply = played.reply
     if reply.error is not None:
@@ -75,7 +75,7 @@ def score_failure(played: Played) -> RolloutFailure | None:
 
 
 def finished_rollout(
-    played: Played,
+    played: RolloutResult,
     *,
     sibling: int,
     seed: int,
@@ -134,7 +134,7 @@ def finish_group(
     scored = [(rollout, samples) for rollout, samples in ended if rollout.reward is not None]
     failed = [rollout for rollout, _ in ended if rollout.reward is None]
     if len(scored) < config.min_group:
-        return FinishedGroup(plan=plan, outcome=Outcome.FAILED, rollouts=[rollout for rollout, _ in ended])
+        return FinishedGroup(plan=plan, outcome=GroupOutcome.FAILED, rollouts=[rollout for rollout, _ in ended])
     advantages_G = group_advantages([rollout.reward for rollout, _ in scored], scaling)
     rollouts, samples = [], []
     for (rollout, own), advantage in zip(scored, advantages_G, strict=True):
@@ -144,10 +144,10 @@ def finish_group(
     rollouts = sorted(rollouts + failed, key=lambda rollout: rollout.sibling)
     signal = has_signal(advantages_G) or not config.filter_zero_advantage
     if signal and any(sample.num_trained for sample in samples):
-        return FinishedGroup(plan=plan, outcome=Outcome.READY, rollouts=rollouts, samples=samples)
+        return FinishedGroup(plan=plan, outcome=GroupOutcome.READY, rollouts=rollouts, samples=samples)
     wanted = config.hints is not None and config.hints.filtered_groups
     kept = _of_channel_2(samples) if wanted else []
-    outcome = Outcome.DISTILLED if kept else Outcome.FILTERED
+    outcome = GroupOutcome.DISTILLED if kept else GroupOutcome.FILTERED
     return FinishedGroup(plan=plan, outcome=outcome, rollouts=rollouts, samples=kept)
 
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 import msgspec
 
 from composer_prime.wire.types import Sample
-from orchestrator.workers.protocol import RolloutFailure, SessionRecord, TurnRecord
+from orchestrator.workers.protocol import MessageRecord, RolloutFailure, SessionRecord
 
 _ODD = 0x9E3779B1
 _SEED_MASK = (1 << 31) - 1
@@ -39,7 +39,7 @@ def task_reward(reward: float, parts: Mapping[str, float]) -> float:
     return round(reward - sum(added), _REWARD_DIGITS) if added else reward
 
 
-class Outcome(StrEnum):
+class GroupOutcome(StrEnum):
     """What became of a group."""
 
     READY = "ready"
@@ -92,7 +92,7 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     hints: dict[str, int] = {}
     """What channel 2 did with it, counted (orchestrator/hints/stage.py)."""
-    turns: list[TurnRecord] = []
+    turns: list[MessageRecord] = []
     sessions: list[SessionRecord] = []
     stop_reason: str | None = None
     truncated: bool = False
@@ -119,7 +119,7 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group whose rollouts have all ended."""
 
     plan: GroupPlan
-    outcome: Outcome
+    outcome: GroupOutcome
     rollouts: list[FinishedRollout]
     samples: list[Sample] = []
     """Empty unless the outcome is READY or DISTILLED."""
@@ -143,11 +143,11 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
     def version_max(self) -> int:
         return max(sample.version_max for sample in self.samples)
 
-    def without_samples(self, outcome: Outcome) -> FinishedGroup:
+    def without_samples(self, outcome: GroupOutcome) -> FinishedGroup:
         return msgspec.structs.replace(self, outcome=outcome, samples=[])
 
 
-def answers(turns: Sequence[TurnRecord]) -> dict[int, list[int]]:
+def answers(turns: Sequence[MessageRecord]) -> dict[int, list[int]]:
     """Positions of the tool messages that answer each assistant message, by the position of that message."""
     found: dict[int, list[int]] = {index: [] for index, turn in enumerate(turns) if turn.role == "assistant"}
     for index, turn in enumerate(turns):
@@ -157,7 +157,7 @@ def answers(turns: Sequence[TurnRecord]) -> dict[int, list[int]]:
     return found
 
 
-def _asked_by(turns: Sequence[TurnRecord], index: int) -> int | None:
+def _asked_by(turns: Sequence[MessageRecord], index: int) -> int | None:
     """The assistant message that the tool message at `index` answers: the one before it and its fellow answers."""
     at = turns[index].parent
     while at is not None and turns[at].role == "tool":
@@ -165,7 +165,7 @@ def _asked_by(turns: Sequence[TurnRecord], index: int) -> int | None:
     return at if at is not None and turns[at].role == "assistant" else None
 
 
-def history(turns: Sequence[TurnRecord], index: int) -> list[TurnRecord]:
+def messages_before(turns: Sequence[MessageRecord], index: int) -> list[MessageRecord]:
     """The messages that the one at `index` continues, oldest first, without it."""
     path = []
     at = turns[index].parent
@@ -175,7 +175,7 @@ def history(turns: Sequence[TurnRecord], index: int) -> list[TurnRecord]:
     return path[::-1]
 
 
-def failed_turns(turns: Sequence[TurnRecord]) -> int:
+def failed_turns(turns: Sequence[MessageRecord]) -> int:
     """Assistant messages that a tool answered with an error, by the environment's own word."""
     return sum(any(turns[index].error is not None for index in told) for told in answers(turns).values())
 

@@ -151,7 +151,7 @@ class Pool(Protocol):
         ...
 
 
-class Records(Protocol):
+class RecordSource(Protocol):
     """What is needed of the gateway's records (orchestrator/gateway/records.py)."""
 
     def open(self, rollout_id: str) -> None: ...
@@ -159,7 +159,7 @@ class Records(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class RolloutResult:
     """A rollout that came to an end, well or not."""
 
     reply: RolloutReply
@@ -173,7 +173,7 @@ class Played:
 
 
 class RolloutRunner:
-    def __init__(self, pools: Mapping[str, Pool], records: Records, permits: Permits) -> None:
+    def __init__(self, pools: Mapping[str, Pool], records: RecordSource, permits: Permits) -> None:
         self._pools, self._records, self._permits = pools, records, permits
 
     async def run(
@@ -184,7 +184,7 @@ class RolloutRunner:
         lane: Lane,
         order: int,
         on_begin: Callable[[], None] = lambda: None,
-    ) -> Played:
+    ) -> RolloutResult:
         """Play `request` on a worker of `source`. A rollout past its deadline is a failed reply, not an exception.
 
         `on_begin` is called once the rollout has its place among the running ones. Raises EnvironmentWorkerError.
@@ -196,7 +196,7 @@ class RolloutRunner:
                 reply = await self._within_deadline(source, request)
             finally:
                 records = self._records.take(request.rollout_id)
-        return Played(reply=reply, records=records)
+        return RolloutResult(reply=reply, records=records)
 
     async def _within_deadline(self, source: str, request: RunRollout) -> RolloutReply:
         deadline_s = request.timeout_s + _GRACE_S

@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 
 from composer_prime.run.run_dir import write_atomic
-from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, Outcome
-from orchestrator.workers.protocol import RolloutFailure, TurnRecord
+from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome
+from orchestrator.workers.protocol import MessageRecord, RolloutFailure
 
 
 def group_lines(step: int, group: FinishedGroup) -> list[dict[str, Any]]:
     """The lines of a group's rollouts."""
-    status = "trained" if group.outcome is Outcome.READY else group.outcome.value
+    status = "trained" if group.outcome is GroupOutcome.READY else group.outcome.value
     return [rollout_line(step, group.plan.source, rollout, status, group.plan.group) for rollout in group.rollouts]
 
 
@@ -68,7 +68,7 @@ def _failure(failure: RolloutFailure | None) -> dict[str, Any] | None:
     return None if failure is None else {"kind": failure.kind, "message": failure.message, "detail": failure.detail}
 
 
-def _turn(turn: TurnRecord) -> dict[str, Any]:
+def _turn(turn: MessageRecord) -> dict[str, Any]:
     return {
         "role": turn.role,
         "text": turn.text,

@@ -21,7 +21,7 @@ from composer_prime.errors import RolloutError
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, pack_flags, pack_floats, pack_ints
 from orchestrator.rollouts.groups import GroupPlan
-from orchestrator.workers.protocol import RolloutReply, TurnRecord
+from orchestrator.workers.protocol import MessageRecord, RolloutReply
 
 
 class Generation(Protocol):
@@ -118,7 +118,7 @@ def merge(records: Iterable[Generation], first_turn: int = 0) -> list[Branch]:
     """
     branches: list[Branch] = []
     for turn, record in enumerate(records, start=first_turn):
-        check(record)
+        check_records(record)
         fitting = [branch for branch in branches if branch.continues_in(record)]
         if fitting:
             branch = max(fitting, key=lambda branch: len(branch.tokens))
@@ -129,7 +129,7 @@ def merge(records: Iterable[Generation], first_turn: int = 0) -> list[Branch]:
     return branches
 
 
-def check(record: Generation) -> None:
+def check_records(record: Generation) -> None:
     """Raises RolloutError when the record contradicts itself: such tokens must not reach the loss."""
     count = len(record.completion_ids)
     where = f"session {record.session!r}, a turn of {count} sampled tokens"
@@ -173,7 +173,7 @@ def compile_rollout(plan: GroupPlan, reply: RolloutReply, records: Sequence[Gene
     return [_sample(branch, f"{reply.rollout_id}/{number}", plan, reply) for number, branch in enumerate(sampled)]
 
 
-def numbered_turns(reply: RolloutReply, records: Sequence[Generation]) -> list[TurnRecord]:
+def numbered_turns(reply: RolloutReply, records: Sequence[Generation]) -> list[MessageRecord]:
     """The worker's messages; those that the policy sampled with the number that TurnSpan knows them by, their finish
     reason and their surprisal.
 
@@ -218,7 +218,7 @@ def played_records(reply: RolloutReply, by_session: dict[str, list[Generation]])
     """
     if not reply.sessions or not reply.turns:
         return by_session
-    shown: dict[str, list[TurnRecord]] = {session.session_id: [] for session in reply.sessions}
+    shown: dict[str, list[MessageRecord]] = {session.session_id: [] for session in reply.sessions}
     for turn in reply.turns:
         if turn.role == "assistant" and turn.call is not None and turn.session < len(reply.sessions):
             shown[reply.sessions[turn.session].session_id].append(turn)
@@ -229,7 +229,7 @@ def played_records(reply: RolloutReply, by_session: dict[str, list[Generation]])
     return played
 
 
-def _played(session: str, records: list[Generation], turns: list[TurnRecord]) -> list[Generation]:
+def _played(session: str, records: list[Generation], turns: list[MessageRecord]) -> list[Generation]:
     """Without replies that were asked for again (same prompt) and without the last ones, which came too late."""
     surplus = len(records) - len(turns)
     again = [

@@ -27,17 +27,17 @@ import composer_prime.errors
 from composer_prime.errors import ComposerError, DeadlineError, EnvironmentWorkerError, WireError
 from composer_prime.run.scratch import Scratch
 from orchestrator.workers.protocol import (
-    Cancel,
+    CancelRollout,
     Frames,
     FromWorker,
     Heartbeat,
-    Ready,
     RolloutFailure,
     RolloutReply,
     RunRollout,
     SourceSpec,
     Start,
     StartFailed,
+    WorkerReady,
 )
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ _ENVIRONMENT = {
 }
 
 
-class Child:
+class WorkerProcess:
     """One running worker. Make it with `start`."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Child:
     ) -> None:
         """`life`: the write end of the pipe by which the worker knows that we live. `boxes`: its rollouts' folders."""
         self.label = label
-        self.ready: Ready | None = None
+        self.ready: WorkerReady | None = None
         self.heartbeat: Heartbeat | None = None
         self.completed = 0
         """Rollouts that came back with a reward."""
@@ -92,7 +92,7 @@ class Child:
         hang_timeout_s: float,
         log: Path | None,
         environment: Mapping[str, str],
-    ) -> Child:
+    ) -> WorkerProcess:
         """A worker that has loaded its environment; `environment` adds to this process's variables.
 
         Raises the error it reports (EnvironmentNotInstalledError, EmptyTaskSetError, ConfigError, …),
@@ -111,7 +111,7 @@ class Child:
         except BaseException:
             await child.kill("start was given up")
             raise
-        if isinstance(first, Ready):
+        if isinstance(first, WorkerReady):
             child.ready = first
             child._seen = time.monotonic()
             child._tasks += [asyncio.create_task(child._read()), asyncio.create_task(child._watch(hang_timeout_s))]
@@ -123,7 +123,9 @@ class Child:
         raise EnvironmentWorkerError(f"{label} ended while it was loading ({child._exit()}).{child.last_words()}")
 
     @classmethod
-    async def _spawn(cls, spec: SourceSpec, label: str, log: Path | None, environment: Mapping[str, str]) -> Child:
+    async def _spawn(
+        cls, spec: SourceSpec, label: str, log: Path | None, environment: Mapping[str, str]
+    ) -> WorkerProcess:
         boxes = await asyncio.to_thread(Scratch, "worker")  # it sweeps what dead ones left
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -195,7 +197,7 @@ class Child:
         """Whether that rollout is in flight here. Its reply will say `cancelled`."""
         if rollout_id not in self._rollouts:
             return False
-        self._frames.send(Cancel(rollout_id=rollout_id))
+        self._frames.send(CancelRollout(rollout_id=rollout_id))
         return True
 
     async def stop(self, grace_s: float) -> None:
@@ -240,7 +242,7 @@ class Child:
                 _resolve(self._rollouts, message.rollout_id, message)
             case Heartbeat():
                 self.heartbeat = message
-            case Ready() | StartFailed():
+            case WorkerReady() | StartFailed():
                 logger.warning("%s: unexpected %s", self.label, type(message).__name__)
 
     async def _watch(self, hang_timeout_s: float) -> None:

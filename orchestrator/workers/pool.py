@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Self
 
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError, EnvironmentWorkerError
-from orchestrator.workers.child import Child
-from orchestrator.workers.protocol import TRAIN, Ready, RolloutReply, RunRollout, SourceSpec
+from orchestrator.workers.child import WorkerProcess
+from orchestrator.workers.protocol import TRAIN, RolloutReply, RunRollout, SourceSpec, WorkerReady
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +47,11 @@ class WorkerPool:
         self._workers, self._start_timeout_s, self._hang_timeout_s = workers, start_timeout_s, hang_timeout_s
         self._max_restarts, self._backoff_s, self._max_backoff_s = max_restarts, backoff_s, max_backoff_s
         self._log_dir, self._environment, self._stop_grace_s = log_dir, dict(environment or {}), stop_grace_s
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, WorkerProcess] = {}
         self._supervisors: list[asyncio.Task[None]] = []
         self._changed = asyncio.Condition()
         self._failure: ComposerError | None = None
-        self._ready: Ready | None = None
+        self._ready: WorkerReady | None = None
         self.restarts = 0
         """Workers started again since `start`."""
 
@@ -63,7 +63,7 @@ class WorkerPool:
         await self.close()
 
     async def start(self) -> None:
-        """Starts every worker and waits until all have loaded. Raises what `Child.start` raises."""
+        """Starts every worker and waits until all have loaded. Raises what `WorkerProcess.start` raises."""
         self._supervisors = [asyncio.create_task(self._supervise(number)) for number in range(self._workers)]
         try:
             async with self._changed:
@@ -81,7 +81,7 @@ class WorkerPool:
         return self._ready.num_tasks[taskset]
 
     @property
-    def ready(self) -> Ready:
+    def ready(self) -> WorkerReady:
         """What the first worker reported when it had loaded."""
         assert self._ready is not None, "start the pool first"
         return self._ready
@@ -118,7 +118,7 @@ class WorkerPool:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _least_busy(self) -> Child:
+    async def _least_busy(self) -> WorkerProcess:
         if self._failure is None and not self._alive():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._start_timeout_s), self._changed:
@@ -132,7 +132,7 @@ class WorkerPool:
             )
         return min(alive, key=lambda child: child.running)
 
-    def _alive(self) -> list[Child]:
+    def _alive(self) -> list[WorkerProcess]:
         return [child for child in self._children.values() if not child.gone]
 
     async def _supervise(self, number: int) -> None:
@@ -166,8 +166,8 @@ class WorkerPool:
             self.restarts += 1
             await asyncio.sleep(wait_s)
 
-    async def _start_child(self, number: int) -> Child:
-        return await Child.start(
+    async def _start_child(self, number: int) -> WorkerProcess:
+        return await WorkerProcess.start(
             self.spec,
             f"worker {number} of source {self.spec.name!r}",
             start_timeout_s=self._start_timeout_s,
@@ -176,7 +176,7 @@ class WorkerPool:
             environment=self._environment,
         )
 
-    async def _joined(self, number: int, child: Child) -> None:
+    async def _joined(self, number: int, child: WorkerProcess) -> None:
         self._children[number] = child  # Before anything is awaited: `close` must find it.
         self._ready = self._ready or child.ready
         async with self._changed:

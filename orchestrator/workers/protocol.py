@@ -63,7 +63,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     spec: SourceSpec
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     num_tasks: dict[str, int | None]
     """By task set; None for one that never ends."""
     renderer: str
@@ -100,7 +100,7 @@ class RunRollout(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     stop: list[str] = []
 
 
-class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+class CancelRollout(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
     rollout_id: str
 
 
@@ -111,7 +111,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """Raw JSON, exactly as the model wrote it."""
 
 
-class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
+class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One message of the rollout, in the order it came to be."""
 
     role: str
@@ -171,7 +171,7 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     parts: dict[str, float] = {}
     """Score of each reward function, before its weight."""
     metrics: dict[str, float] = {}
-    turns: list[TurnRecord] = []
+    turns: list[MessageRecord] = []
     sessions: list[SessionRecord] = []
     stop_reason: str | None = None
     """agent_completed, a limit (max_turns, …), a stop hook's name, or <stage>_timeout."""
@@ -192,8 +192,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     rss_bytes: int
 
 
-ToWorker = Start | RunRollout | Cancel
-FromWorker = Ready | StartFailed | RolloutReply | Heartbeat
+ToWorker = Start | RunRollout | CancelRollout
+FromWorker = WorkerReady | StartFailed | RolloutReply | Heartbeat
 
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024

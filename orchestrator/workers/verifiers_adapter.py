@@ -43,13 +43,13 @@ from verifiers.v1.utils import loaders
 from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError
 from orchestrator.workers import verifiers_compat
 from orchestrator.workers.protocol import (
+    MessageRecord,
     RolloutFailure,
     RolloutReply,
     RunRollout,
     SessionRecord,
     SourceSpec,
     ToolCall,
-    TurnRecord,
 )
 
 logger = logging.getLogger(__name__)
@@ -183,8 +183,8 @@ def _definition(tool: vf.Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _turns(traces: list[vf.Trace]) -> list[TurnRecord]:
-    turns: list[TurnRecord] = []
+def _turns(traces: list[vf.Trace]) -> list[MessageRecord]:
+    turns: list[MessageRecord] = []
     for session, trace in enumerate(traces):
         first = len(turns)
         done = sorted((call for call in trace.calls if call.node is not None), key=lambda call: call.time.start)
@@ -200,11 +200,11 @@ def _valid(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _turn(trace: vf.Trace, node: Any, *, session: int, call: int | None, parent: int | None) -> TurnRecord:
+def _turn(trace: vf.Trace, node: Any, *, session: int, call: int | None, parent: int | None) -> MessageRecord:
     message = node.message
     text = _valid(content_text(message.content))
     calls = message.tool_calls or [] if isinstance(message, AssistantMessage) else []
-    return TurnRecord(
+    return MessageRecord(
         role=message.role,
         text=text,
         error=tool_error(trace.task.data, text) if isinstance(message, ToolMessage) else None,

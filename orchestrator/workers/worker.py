@@ -31,10 +31,9 @@ import msgspec
 
 from composer_prime.errors import ComposerError
 from orchestrator.workers.protocol import (
-    Cancel,
+    CancelRollout,
     Frames,
     Heartbeat,
-    Ready,
     RolloutFailure,
     RolloutReply,
     RunRollout,
@@ -42,6 +41,7 @@ from orchestrator.workers.protocol import (
     Start,
     StartFailed,
     ToWorker,
+    WorkerReady,
 )
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -116,7 +116,7 @@ class Worker:
         self._environments = {name: Environment(spec, name, config) for name in spec.tasksets}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._shares = CpuShares()
-        self._ready = Ready(
+        self._ready = WorkerReady(
             num_tasks={name: environment.num_tasks for name, environment in self._environments.items()},
             renderer=type(renderer).__name__,
             load_s=time.monotonic() - started,
@@ -147,7 +147,7 @@ class Worker:
                 self._refuse(message, f"no task set {message.taskset!r}; this source has {sorted(self._environments)}")
             case RunRollout():
                 self._running[message.rollout_id] = asyncio.create_task(self._rollout(message))
-            case Cancel():
+            case CancelRollout():
                 if task := self._running.get(message.rollout_id):
                     task.cancel()
             case Start():
@@ -196,7 +196,7 @@ def _failed(
     return RolloutReply(rollout_id=request.rollout_id, task_id=f"task-{request.task_index}", reward=None, error=failure)
 
 
-async def serve(connection: socket.socket, boxes: Path) -> None:
+async def serve_worker(connection: socket.socket, boxes: Path) -> None:
     """Reads Start, answers Ready or StartFailed, then serves."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     frames: Frames[ToWorker] = Frames(reader, writer, ToWorker, "pool")
@@ -238,7 +238,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
     die_with_parent(args.parent, args.life_fd)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    asyncio.run(serve(socket.socket(fileno=args.socket_fd), args.boxes))
+    asyncio.run(serve_worker(socket.socket(fileno=args.socket_fd), args.boxes))
 
 
 if __name__ == "__main__":

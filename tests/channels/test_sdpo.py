@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl_oracle import loss_utils
 
-from composer_prime.channels.sdpo import DistilTokens, sdpo_loss, sdpo_metrics
+from composer_prime.channels.sdpo import SdpoTokens, sdpo_loss, sdpo_metrics
 from composer_prime.config.channels import SdpoConfig
 from composer_prime.errors import ConfigError
 from composer_prime.wire.types import StepTotals
@@ -31,12 +31,12 @@ class Turns:
         self.entropy_D = torch.rand(count, **double) * 2
         self.weight_D = torch.rand(len(lengths), **double)[self._turn_of(lengths)]
 
-    def tokens(self, divergence_D: torch.Tensor, turns: slice = slice(None), entropy: bool = True) -> DistilTokens:
+    def tokens(self, divergence_D: torch.Tensor, turns: slice = slice(None), entropy: bool = True) -> SdpoTokens:
         starts = [sum(self.lengths[:index]) for index in range(len(self.lengths) + 1)]
         first, last, _ = turns.indices(len(self.lengths))
         part = slice(starts[first], starts[max(first, last)])
         own = self.lengths[first : max(first, last)]
-        return DistilTokens(
+        return SdpoTokens(
             divergence_D=divergence_D[part],
             logprobs_D=self.logprobs_D[part],
             sampler_logprobs_D=self.sampler_D[part],

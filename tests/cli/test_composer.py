@@ -111,7 +111,7 @@ def test_eval_table_compares_two_models_task_by_task():
     # The paired interval is narrower than the two means' overlap suggests, and has width for a constant change too.
     first = {f"toolsmith/{task}": [float(task % 2)] for task in range(40)}
     second = {name: [value[0] + 0.25] for name, value in first.items()}
-    text = "\n".join(eval_command.table({"base": first, "final": second}))
+    text = "\n".join(eval_command.eval_table({"base": first, "final": second}))
     assert "final - base = +0.250 [+0.1" in text and "paired over 40 tasks" in text
     change, level = difference_interval(first, second), mean_interval(first)
     assert change.count == 40 and change.low is not None and change.high is not None and change.low < 0.25 < change.high

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_prime.cli.ladder_command import main, table
+from composer_prime.cli.ladder_command import ladder_table, main
 from composer_prime.errors import ConfigError
 from composer_prime.stats.ladder import Arm, differences, differing, flatten, over_seeds, windows
 
@@ -60,8 +60,8 @@ def test_differing_settings_are_grouped_by_table() -> None:
 # Columns that do not fit beside the others follow below them, each line within the width; rows without a figure go.
 def test_wide_tables_are_continued_below() -> None:
     labels, rows = ["a1", "a2", "a2 - a1"], {"1-10": ["0.1", "0.25", "+0.15"], "11-20": ["-", "-", "-"]}
-    assert table(labels, rows, 80) == [f"  {'':8}   a1    a2     a2 - a1", f"  {'1-10':>8}   0.1   0.25   +0.15"]
-    narrow = table(labels, rows, 26)
+    assert ladder_table(labels, rows, 80) == [f"  {'':8}   a1    a2     a2 - a1", f"  {'1-10':>8}   0.1   0.25   +0.15"]
+    narrow = ladder_table(labels, rows, 26)
     assert len(narrow) == 4 and max(map(len, narrow)) <= 26 and narrow[2].split() == ["a2", "-", "a1"]
 
 

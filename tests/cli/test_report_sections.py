@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer_prime.cli.report_command import Rounds, hint_lines, joint_lines, pair_lines, report
+from composer_prime.cli.report_command import RoundTotals, hint_lines, joint_lines, pair_lines, report_run
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.costs import CostLedger
 from composer_prime.run.run_dir import RunDir
@@ -25,7 +25,7 @@ def test_a_steps_parts_add_up(tmp_path):
     for step, wait in ((1, 1.0), (2, 1.0), (3, 22.0)):
         parts = {"time/wait_s": wait, "time/forward_backward_s": 4.0, "time/step_s": wait + 5.0}
         metrics.log(step, {"loss/total": 0.1, **parts})
-    text = "\n".join(report(RunDir(tmp_path), 1))
+    text = "\n".join(report_run(RunDir(tmp_path), 1))
     parts = "waiting for a batch 8.00 s (62%), forward and backward 4.00 s (31%), the rest 1.00 s (8%)"
     assert f"a step       13.00 s on average: {parts}" in text
 
@@ -71,7 +71,7 @@ def test_rounds_are_counted_once_and_bytes_over_restarts():
         {"step": 4, "role": "launcher", "event": "resume"},
         round_line(5, 3, "ab", 250),
     ]
-    rounds = Rounds.of(lines)
+    rounds = RoundTotals.of(lines)
     assert (rounds.outer_step, rounds.sweep, rounds.ended, rounds.sizes) == (3, 1, 3, [2, 1, 2])
     assert rounds.by_peer == {"a": 3, "b": 2} and (rounds.sent, rounds.received) == (450, 450)
     assert (rounds.waited_s, rounds.steps_s) == (1.5, 50.0)
@@ -114,6 +114,6 @@ def test_lost_calls_are_told_with_what_they_count(tmp_path):
     ledger.write("reserved", call="c", trace="t", teacher="x", usd=2.0, bound=1.0)
     (tmp_path / "config.json").write_text("{}")
     MetricsFile(tmp_path / "metrics.jsonl", "trainer").log(1, {"loss/total": 0.1, "time/step_s": 1.0})
-    (row,) = [line for line in report(RunDir(tmp_path), 1) if "teachers" in line]
+    (row,) = [line for line in report_run(RunDir(tmp_path), 1) if "teachers" in line]
     assert "$4.5000 in 3 calls (x $4.5000), 1 failed, 1 without an end" in row
     assert "counts at what was held: overcharge_factor times its bound" in row

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_prime.config.load import dump, parse, read, resolve
+from composer_prime.config.load import dump, parse_command_line, read_config, resolve
 from composer_prime.errors import ConfigError
 
 BASE = """
@@ -225,7 +225,7 @@ def test_resume_and_dry_run_are_short_forms(base):
 def test_parse_prints_to_stderr_and_exits_with_2(base, capsys):
     # No traceback reaches the user.
     with pytest.raises(SystemExit) as caught:
-        parse(["@", base, "--run.nmae", "x"])
+        parse_command_line(["@", base, "--run.nmae", "x"])
     assert caught.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "did you mean --run.name?" in captured.err
@@ -236,16 +236,16 @@ def test_dump_and_read_give_the_same_configuration(base, tmp_path):
     config = resolve(["@", base, "--trainer.lora.rank", "2"]).config
     path = tmp_path / "config.json"
     path.write_text(dump(config))
-    assert read(path) == config
+    assert read_config(path) == config
 
 
 def test_read_explains_what_is_wrong(tmp_path):
     # A missing or foreign config.json is a message, not a traceback.
     with pytest.raises(ConfigError, match=r"trainer @ file\.toml"):
-        read(tmp_path / "config.json")
+        read_config(tmp_path / "config.json")
     (tmp_path / "config.json").write_text('{"run": {"name": "a", "colour": 1}}')
     with pytest.raises(ConfigError, match=r"unknown key run\.colour"):
-        read(tmp_path / "config.json")
+        read_config(tmp_path / "config.json")
 
 
 def test_help_comes_from_docstrings_and_is_quick():

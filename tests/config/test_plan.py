@@ -16,9 +16,9 @@ from composer_prime.console import GIB
 from composer_prime.model_source import resolve_model
 from composer_prime.plan.footprint import ModelShape
 from composer_prime.plan.machine import Machine, module_file
-from composer_prime.plan.placement import place
+from composer_prime.plan.placement import place_processes
 from composer_prime.plan.plan import build
-from composer_prime.plan.preflight import check
+from composer_prime.plan.preflight import check_start
 
 ROOT = Path(__file__).parents[2]
 QWEN3_8B = {
@@ -113,7 +113,7 @@ def test_triton_without_a_gpu_is_a_problem(tmp_path):
     words = ("--trainer.head_kernels", "triton")
     assert "trainer.head_kernels is 'triton', but the trainer computes on the CPU" in problems(tmp_path, *words)
     elsewhere = quickstart(tmp_path, *words, "--trainer.address", "elsewhere")
-    assert "head_kernels" not in "\n".join(check(elsewhere, gpus=0).problems)
+    assert "head_kernels" not in "\n".join(check_start(elsewhere, gpus=0).problems)
 
 
 def test_port_in_use_is_a_problem(tmp_path):
@@ -147,10 +147,10 @@ def test_full_disk_is_a_problem(tmp_path):
 def test_gpus_go_to_nodes_first_and_then_to_ranks(tmp_path):
     # Disjoint while they last; one GPU is shared; fewer GPUs than ranks is a problem.
     config = quickstart(tmp_path, "--inference.nodes", "2", "--trainer.ranks", "2")
-    assert place(config, 4).nodes == ((0,), (1,)) and place(config, 4).ranks == (2, 3)
-    assert place(config, 2).shared
-    assert place(quickstart(tmp_path), 1).shared
-    assert place(config, 0).ranks == ()
+    assert place_processes(config, 4).nodes == ((0,), (1,)) and place_processes(config, 4).ranks == (2, 3)
+    assert place_processes(config, 2).shared
+    assert place_processes(quickstart(tmp_path), 1).shared
+    assert place_processes(config, 0).ranks == ()
     gpu = Machine(cores=8, memory_bytes=64 * GIB, gpus=(80 * GIB,))
     assert any("trainer.ranks" in problem for problem in build(config, gpu).problems)
 
@@ -220,10 +220,10 @@ def test_what_hints_need_is_looked_for_before_the_run(tmp_path, monkeypatch):
     config = resolve(words).config
     monkeypatch.setenv("WRITER_KEY", "")
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    problems = [problem for problem in check(config, gpus=0).problems if "orchestrator.hints" in problem]
+    problems = [problem for problem in check_start(config, gpus=0).problems if "orchestrator.hints" in problem]
     assert len(problems) == 3 and f"templates_file is {tmp_path / 'own.toml'}, but there is no such file" in problems[0]
     assert "judge.api_key_var is 'JUDGE_KEY'" in problems[1] and "'WRITER_KEY'" in problems[2]
     (tmp_path / "own.toml").write_text("template = []")
     monkeypatch.setenv("WRITER_KEY", "k")
     monkeypatch.setenv("JUDGE_KEY", "k")
-    assert not [problem for problem in check(config, gpus=0).problems if "orchestrator.hints" in problem]
+    assert not [problem for problem in check_start(config, gpus=0).problems if "orchestrator.hints" in problem]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco.rendezvous.request_handler import Answers
+from diloco.rendezvous.request_handler import RequestHandler
 from diloco.rendezvous.rounds import RendezvousSettings, Round
-from diloco.transport.header import PROTOCOL, Header, checksum, sealed
-from diloco.transport.messages import AskState, Beat, Chunk, Hello, Offer, ToPeer, layout_hash
+from diloco.transport.header import PROTOCOL, Header, body_checksum, seal_header
+from diloco.transport.messages import AskState, Beat, BodyChunk, DeltaOffer, PeerHello, ToPeer, layout_hash
 
 KEY = b"k" * 32
 BEAT_TIMEOUT_S, GATHER_S, DEADLINE_S = 10.0, 30.0, 5.0
@@ -23,7 +23,7 @@ class Books:
         self.now = 100.0
         given = {"start_peers": 2, "beat_timeout_s": BEAT_TIMEOUT_S, "gather_s": GATHER_S, **settings}
         settings = RendezvousSettings(bind="unused", run="joint", **given)
-        self.answers = Answers(settings, KEY, lambda: self.now, lambda: None)
+        self.answers = RequestHandler(settings, KEY, lambda: self.now, lambda: None)
         self.rounds, self.transfers = self.answers.rounds, self.answers.transfers
         if not just_started:
             self.now += settings.listen_s
@@ -33,7 +33,7 @@ class Books:
     ) -> list[ToPeer]:
         """From all ranks, as a process that was started a moment ago."""
         return [
-            self.answers.to(Hello(
+            self.answers.to(PeerHello(
                 protocol=PROTOCOL, run="joint", peer=peer, rank=rank, ranks=ranks, instance=instance,
                 outer_step=outer_step, base_hash=base(outer_step, rank, run), training=False, layout=[], settings={},
                 round_deadline_s=DEADLINE_S,
@@ -66,12 +66,12 @@ class Books:
         """Announce a body, and bring it over, or its first bytes."""
         header = Header(
             kind=kind, run="joint", peer=peer, rank=rank, outer_step=outer_step, size=len(body),
-            checksum=checksum(body),
+            checksum=body_checksum(body),
             **{"layout_hash": layout_hash([]), "base_hash": base(outer_step, rank), **facts},
         )  # fmt: skip
         instance = self.rounds.peers[peer].instance if peer in self.rounds.peers else 1
-        answer = self.answers.to(Offer(header=sealed(header, KEY), instance=instance))
-        self.answers.to(Chunk(name=header.name, offset=0, data=body[:brought], instance=instance))
+        answer = self.answers.to(DeltaOffer(header=seal_header(header, KEY), instance=instance))
+        self.answers.to(BodyChunk(name=header.name, offset=0, data=body[:brought], instance=instance))
         return answer
 
     def close(self, outer_step: int, *peers: str, body: bytes = b"delta") -> Round:

@@ -148,15 +148,15 @@ def train(
 
 
 def see(seen: Trajectory, engine: StreamingDiLoCo) -> None:
-    swept = b"".join(values.numpy().tobytes() for values in engine.globals.swept)
-    seen.hashes[engine.outer_step] = engine.globals.hash
+    swept = b"".join(values.numpy().tobytes() for values in engine.global_model.swept)
+    seen.hashes[engine.outer_step] = engine.global_model.hash
     seen.versions[engine.sweep] = hashlib.blake2b(swept).hexdigest()
 
 
 def keep(seen: Trajectory, engine: StreamingDiLoCo) -> None:
     """How the global model and the error feedback ended."""
-    seen.masters = [master.clone() for master in engine.globals.masters]
-    seen.velocity = [velocity.clone() for velocity in engine.globals.outer.velocity]
+    seen.masters = [master.clone() for master in engine.global_model.masters]
+    seen.velocity = [velocity.clone() for velocity in engine.global_model.outer.velocity]
     seen.residuals = [residual.clone() for residual in engine.replica.feedback.residuals]
 
 

@@ -142,6 +142,6 @@ def _main(
             inner_step(model, optimizer, peer, step)
             if engine.outer_step != last:
                 last = engine.outer_step
-                file.write(json.dumps({"outer_step": last, "hash": engine.globals.hash}) + "\n")
+                file.write(json.dumps({"outer_step": last, "hash": engine.global_model.hash}) + "\n")
             if until is not None and last >= until:
                 break

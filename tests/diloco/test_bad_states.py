@@ -14,11 +14,11 @@ from torch import Tensor
 from composer_prime.errors import DeadlineError
 from diloco.state_file import packed, unpacked
 from diloco.streaming import StreamingDiLoCo
-from diloco.transport.header import checksum
+from diloco.transport.header import body_checksum
 
 
 def damage(engine: StreamingDiLoCo) -> None:
-    engine.globals.masters[0][7] += 0.25
+    engine.global_model.masters[0][7] += 0.25
 
 
 def claim_another_hash(engine: StreamingDiLoCo) -> None:
@@ -33,7 +33,7 @@ def leave_a_part_out(engine: StreamingDiLoCo) -> None:
         tensors, facts = unpacked(body)
         del tensors["velocity.0"]
         body = packed(tensors, facts)
-        serve(msgspec.structs.replace(header, size=len(body), checksum=checksum(body)), body)
+        serve(msgspec.structs.replace(header, size=len(body), checksum=body_checksum(body)), body)
 
     engine._link.serve_state = without
 
@@ -80,11 +80,11 @@ def test_a_damaged_source_is_read_once(make_rendezvous, key_file, caplog):
         def before_step(step, engine):
             refused = caplog.text.count("the state of peer a is not served")
             if step == 1:
-                whole.append(engine.globals.masters[0].clone())
+                whole.append(engine.global_model.masters[0].clone())
                 damage(engine)
                 ready.set()
             elif refused == 1:
-                engine.globals.masters[0].copy_(whole[0])
+                engine.global_model.masters[0].copy_(whole[0])
             if refused < 3:
                 engine.replica.inner = 0  # no round yet
             finished.wait(0.02)

@@ -6,7 +6,7 @@ import pytest
 from books import BEAT_TIMEOUT_S, DEADLINE_S, Books, base
 
 from composer_prime.errors import RunMismatchError, WireError
-from diloco.transport.messages import AskRound, Beat, Chunk, NotReady, Offer, Unusable, Welcome
+from diloco.transport.messages import AskRound, Beat, BodyChunk, DeltaOffer, PeerWelcome, RoundNotReady, Unusable
 
 
 # Bodies in memory stay below the bound: the oldest rounds go first, the newest stays for those that are late.
@@ -67,7 +67,7 @@ def test_uploads_longer_than_the_deadline(late_s, members):
 
     def bring(peer, offset):
         name = books.rounds.open_round().blobs[peer, 0].header.name
-        books.answers.to(Chunk(name=name, offset=offset, data=b"x" * 5, instance=1))
+        books.answers.to(BodyChunk(name=name, offset=offset, data=b"x" * 5, instance=1))
 
     for peer in "ab":
         books.offer(peer, 0, body=b"x" * 10, brought=5)
@@ -133,9 +133,9 @@ def test_a_successor_brings_its_own():
 def test_two_processes_with_one_name():
     books = Books()
     books.begin("a", ranks=2)
-    assert isinstance(books.hello("a", ranks=2, instance=2)[0], NotReady)
+    assert isinstance(books.hello("a", ranks=2, instance=2)[0], RoundNotReady)
     books.now += BEAT_TIMEOUT_S
-    assert [type(answer) for answer in books.hello("a", ranks=2, instance=2)] == [Welcome, Welcome]
+    assert [type(answer) for answer in books.hello("a", ranks=2, instance=2)] == [PeerWelcome, PeerWelcome]
     late = Beat(peer="a", rank=0, instance=1, outer_step=0, base_hash="", training=True)
     for request in (late, AskRound(peer="a", rank=1, instance=1, outer_step=0, base_hash="")):
         with pytest.raises(RunMismatchError, match="peer a was silent, and another process has taken its place"):
@@ -155,8 +155,8 @@ def test_a_thawed_predecessor_brings_nothing():
     books.offer("b", 0, body=b"successor")
     blob = books.rounds.open_round().blobs["b", 0]
     for request in (
-        Offer(header=blob.header, instance=1),
-        Chunk(name=blob.header.name, offset=0, data=b"predecess", instance=1),
+        DeltaOffer(header=blob.header, instance=1),
+        BodyChunk(name=blob.header.name, offset=0, data=b"predecess", instance=1),
         Unusable(peer="b", instance=1, serial=1, reason="damaged"),
     ):
         with pytest.raises(RunMismatchError, match="another process has taken its place"):
@@ -172,7 +172,7 @@ def test_bytes_of_another_start():
     books.beat("b", 0)
     books.offer("b", 0, body=b"successor", brought=4)
     blob = books.rounds.open_round().blobs["b", 0]
-    gone = books.answers.to(Chunk(name=blob.header.name, offset=4, data=b"essor", instance=1))
+    gone = books.answers.to(BodyChunk(name=blob.header.name, offset=4, data=b"essor", instance=1))
     assert gone.reason == "nothing called delta/0/b/0 is expected" and blob.received == 4
 
 
@@ -251,10 +251,10 @@ def test_a_party_too_small_to_close():
 
     books.offer("a", 0, base_hash=base(0))
     books.offer("b", 0, base_hash=base(0, run="other"))
-    assert isinstance(ask("b", "other"), NotReady) and books.rounds.closable(books.now, 2) is None
+    assert isinstance(ask("b", "other"), RoundNotReady) and books.rounds.closable(books.now, 2) is None
     books.beat("c", 0, training=False)
     assert "1 more peer(s) with the same global model (--min-peers)" in ask("a").waiting_for
     assert "global model of peer b before outer step 0 is not that of a" in ask("b", "other").reason
-    assert isinstance(ask("b"), NotReady)
+    assert isinstance(ask("b"), RoundNotReady)
     books.offer("b", 0, base_hash=base(0))
     assert set(books.rounds.closable(books.now, 2)) == {"a", "b"}

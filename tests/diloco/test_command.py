@@ -43,7 +43,7 @@ def test_git_ignores_the_key():
 # What simulate assumes where nothing is given is a schedule that a trainer takes, and --help tells every default.
 def test_simulate_defaults(capsys, tmp_path):
     parser = argparse.ArgumentParser()
-    simulate.parser(parser.add_subparsers())
+    simulate.simulate_parser(parser.add_subparsers())
     words = parser.parse_args(["simulate"])
     peer = {"rendezvous": "tcp://127.0.0.1:1", "run": "r", "peer_id": "a", "key_file": tmp_path / "k"}
     DilocoConfig(sync_every=words.sync_every, fragments=words.fragments, delay=words.delay, **peer)

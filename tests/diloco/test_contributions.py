@@ -12,13 +12,13 @@ from composer_prime.config.diloco import MAX_BLOCK, CodecConfig, GuardConfig
 from diloco.codec import build_codec, codec_from_spec
 from diloco.outer_step import accept
 from diloco.ranks import Ranks
-from diloco.transport.header import Header, checksum
+from diloco.transport.header import Header, body_checksum
 
 
 def contribution(peer: str, values: torch.Tensor, **fields) -> tuple[Header, memoryview]:
     body = memoryview(codec_from_spec("int8/256").encode(values).numpy()).cast("B")
     header = {"kind": "delta", "run": "r", "peer": peer, "rank": 0, "outer_step": 3, "base_hash": "", "layout_hash": ""}
-    header |= {"size": len(body), "checksum": checksum(body), "fragment": 1, "codec": "int8/256", "weight": 2.0}
+    header |= {"size": len(body), "checksum": body_checksum(body), "fragment": 1, "codec": "int8/256", "weight": 2.0}
     return Header(**{**header, **fields}), body
 
 

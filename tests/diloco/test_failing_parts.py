@@ -10,7 +10,7 @@ import pytest
 from joint_run import assert_same_globals, settings, together, train
 from peer_process import start_ranks
 
-from diloco.transport.messages import AskRound, Outcome, ToPeer
+from diloco.transport.messages import AskRound, RoundOutcome, ToPeer
 
 
 # One rank of a two-rank peer is killed: its other rank ends too, the other cluster goes on alone, and the cluster that
@@ -47,7 +47,7 @@ def test_ranks_are_told_of_different_outcomes(make_rendezvous, key_file, tmp_pat
 
     def lying(ask: AskRound) -> ToPeer:
         answer = honest(ask)
-        to_lie = isinstance(answer, Outcome) and (ask.peer, ask.rank) == ("b", 1) and lies.get(ask.outer_step)
+        to_lie = isinstance(answer, RoundOutcome) and (ask.peer, ask.rank) == ("b", 1) and lies.get(ask.outer_step)
         if not to_lie:
             return answer
         lies[ask.outer_step] -= 1

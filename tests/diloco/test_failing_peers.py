@@ -31,9 +31,9 @@ from peer_process import PeerProcess, start_peer
 from composer_prime.errors import ConfigError, DeadlineError, RunMismatchError
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.connection import Connection, RefusedError
-from diloco.transport.header import PROTOCOL, sealed
+from diloco.transport.header import PROTOCOL, seal_header
 from diloco.transport.keys import JointKey
-from diloco.transport.messages import Beat, Chunk, Closed, Hello, Offer
+from diloco.transport.messages import Beat, BodyChunk, DeltaOffer, PeerHello, RoundClosed
 
 
 def assert_agree(*peers: PeerProcess) -> None:
@@ -239,7 +239,7 @@ def test_damaged_global_model(make_rendezvous, key_file):
 
     def damage(step, engine):
         if step == 2:
-            engine.globals.masters[0][7] += 0.25
+            engine.global_model.masters[0][7] += 0.25
         finished.wait(0.02)
 
     def steady(name: str, peer: int) -> Trajectory:
@@ -296,7 +296,7 @@ def test_a_delta_left_behind_is_told(make_rendezvous, key_file, caplog):
         for step in range(2):
             inner_step(model, optimizer, 0, step)
         said = engine.finish()
-    hashed = {"diloco/final_outer_step": 0, "diloco/final_hash": engine.globals.hash}
+    hashed = {"diloco/final_outer_step": 0, "diloco/final_hash": engine.global_model.hash}
     assert said == hashed | {"diloco/final_left_behind": 0}
     assert "a delta of outer step 0 is left behind" in caplog.text
 
@@ -313,7 +313,7 @@ def test_damaged_global_model_of_one_in_two(make_rendezvous, key_file, caplog):
             step = 0
             while engine.outer_step < 6:
                 if name == "b" and step == 4:
-                    engine.globals.masters[0][7] += 0.25
+                    engine.global_model.masters[0][7] += 0.25
                 inner_step(model, optimizer, peer, step)
                 record(seen, engine)
                 step += 1
@@ -355,16 +355,16 @@ def test_garbage_and_replays_are_refused(make_rendezvous, key_file):
         blob, start = server.server.rounds.closed(0).blobs["a", 0], server.server.rounds.peers["a"].instance
         altered = msgspec.structs.replace(blob.header, outer_step=5)
         replaced = partial(msgspec.structs.replace, altered)
-        stranger = sealed(altered, b"another key".ljust(32))
+        stranger = seal_header(altered, b"another key".ljust(32))
         for forged in (altered, stranger, replaced(run="x"), replaced(mac="\u00e9" * 64)):
             with pytest.raises(RefusedError, match=r"not made with this run's key|for run 'x'"):
-                await connection.call(Offer(header=forged, instance=start), 5)
-        assert await connection.call(Offer(header=blob.header, instance=start), 5) == Closed(outer_step=0)
-        header = sealed(msgspec.structs.replace(blob.header, outer_step=6), key.derive("headers"))
+                await connection.call(DeltaOffer(header=forged, instance=start), 5)
+        assert await connection.call(DeltaOffer(header=blob.header, instance=start), 5) == RoundClosed(outer_step=0)
+        header = seal_header(msgspec.structs.replace(blob.header, outer_step=6), key.derive("headers"))
         server.server.rounds.peers["a"].heard[0] = time.monotonic()
-        offer = Offer(header=header, instance=start)
+        offer = DeltaOffer(header=header, instance=start)
         assert "brings a delta of outer step 6" in (await connection.call(offer, 5)).reason
-        answer = await connection.call(Chunk(name="delta/0/../../etc/passwd/0", offset=0, data=b"x", instance=1), 5)
+        answer = await connection.call(BodyChunk(name="delta/0/../../etc/passwd/0", offset=0, data=b"x", instance=1), 5)
         assert "is expected" in answer.reason
         await connection.close()
 
@@ -391,7 +391,7 @@ def test_log_of_who_is_there(make_rendezvous, key_file, caplog):
         connection = Connection(server.endpoint, JointKey.read(key_file).client(), "b/0", None)
         stands = {"peer": "b", "rank": 0, "instance": 1, "outer_step": 0, "base_hash": "", "training": True}
         facts = {"protocol": PROTOCOL, "run": "joint", "ranks": 1, "layout": [], "settings": {}, "round_deadline_s": 1}
-        await connection.call(Hello(**facts, **stands), 5)
+        await connection.call(PeerHello(**facts, **stands), 5)
         assert (await connection.call(Beat(**stands), 5)).known
         await connection.close()
 
@@ -407,7 +407,7 @@ def test_wrong_key_gets_no_answer(make_rendezvous, tmp_path):
 
     async def knock():
         connection = Connection(address, other.client(), "a/0", None)
-        hello = Hello(
+        hello = PeerHello(
             run="joint", peer="a", rank=0, ranks=1, instance=1, outer_step=0, base_hash="", training=False, layout=[],
             settings={}, round_deadline_s=1,
         )  # fmt: skip
@@ -456,7 +456,7 @@ def test_slow_peer_sends_what_it_has(make_rendezvous, key_file):
                 record(seen, engine)
                 step += 1
             done.append(name)
-        seen.masters = [master.clone() for master in engine.globals.masters]
+        seen.masters = [master.clone() for master in engine.global_model.masters]
         return seen
 
     fast, slow = together(partial(run, "a", 0, 0.02), partial(run, "b", 1, 0.1))

@@ -13,8 +13,8 @@ from torch import nn
 from composer_prime.config.load import resolve
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import resolve_model
-from composer_prime.plan.preflight import check
-from diloco.fragments import layout, partition
+from composer_prime.plan.preflight import check_start
+from diloco.fragments import parameter_layout, partition
 from diloco.transport.messages import difference, layout_hash
 
 ROOT = Path(__file__).parents[2]
@@ -86,10 +86,10 @@ def test_read_write(dtype):
 
 # Two layouts are the same exactly when their hashes are; the difference names the parameter and both sides.
 def test_layout_difference():
-    ours = layout(partition(stack(4).named_parameters(), 2, "strided"))
-    same = layout(partition(stack(4).named_parameters(), 2, "strided"))
-    wider = layout(partition(stack(4, width=6).named_parameters(), 2, "strided"))
-    longer = layout(partition(stack(5).named_parameters(), 2, "strided"))
+    ours = parameter_layout(partition(stack(4).named_parameters(), 2, "strided"))
+    same = parameter_layout(partition(stack(4).named_parameters(), 2, "strided"))
+    wider = parameter_layout(partition(stack(4, width=6).named_parameters(), 2, "strided"))
+    longer = parameter_layout(partition(stack(5).named_parameters(), 2, "strided"))
     assert layout_hash(ours) == layout_hash(same) and difference(ours, same) == ""
     assert len({layout_hash(each) for each in (ours, wider, longer)}) == 3
     assert difference(ours, wider) == (
@@ -124,7 +124,7 @@ def test_fragments_are_checked_against_the_model(tmp_path, lora, kind):
         words += [word for key in ("--diloco.sync-every", "--run.max-steps") for word in (key, str(fragments))]
         files = ["@", str(ROOT / "configs/a1.toml"), "@", str(ROOT / "configs/diloco/peer.toml")]
         config = resolve([*files, "--run.output_dir", str(tmp_path), *words, *lora]).config
-        return [each for each in check(config, gpus=0).problems if "diloco.fragments" in each]
+        return [each for each in check_start(config, gpus=0).problems if "diloco.fragments" in each]
 
     assert problems(most) == []
     (problem,) = problems(most + 1)

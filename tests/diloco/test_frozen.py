@@ -13,7 +13,7 @@ from composer_prime.errors import RunMismatchError
 from diloco.fragments import frozen_digest
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.header import PROTOCOL
-from diloco.transport.messages import Hello, Refused, Welcome, encode, from_peer
+from diloco.transport.messages import PeerHello, PeerWelcome, RequestRefused, encode, from_peer
 
 
 def adapted(seed: int = 0) -> Blocks:
@@ -63,11 +63,11 @@ def test_refusals_of_other_bases(make_rendezvous, key_file):
 @pytest.mark.parametrize(("protocol", "told"), [(0, "an older protocol"), (PROTOCOL + 1, str(PROTOCOL + 1))])
 def test_other_releases(protocol, told):
     books = Books()
-    hello = Hello(
+    hello = PeerHello(
         protocol=protocol, run="joint", peer="b", rank=0, ranks=1, instance=1, outer_step=0, base_hash="",
         training=False, layout=[], settings={}, round_deadline_s=1,
     )  # fmt: skip
     answer = books.answers.to(from_peer(encode(hello)))
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, RequestRefused)
     assert answer.error == f"peer b speaks {told}, this rendezvous {PROTOCOL}: use one release on all machines"
-    assert isinstance(books.hello("b")[0], Welcome)
+    assert isinstance(books.hello("b")[0], PeerWelcome)

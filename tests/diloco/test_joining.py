@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.errors import RunMismatchError
-from diloco.transport.messages import Current, NotReady, StateReady
+from diloco.transport.messages import Current, RoundNotReady, StateReady
 
 
 # A rendezvous that was restarted knows nothing: whoever comes first waits for the others, and the highest outer step
@@ -33,7 +33,7 @@ def test_highest_step_wins_after_a_restart(first):
 def test_the_wait_for_others_ends():
     books = Books()
     books.hello("a", 10)
-    assert isinstance(books.ask("a", 10), NotReady)
+    assert isinstance(books.ask("a", 10), RoundNotReady)
     books.now += GATHER_S
     books.hello("a", 10)
     assert books.ask("a", 10) == Current(newest=-1)
@@ -56,7 +56,7 @@ def test_resume_of_all(farewell):
         books.beat(name, 6, training=False)
     books.now += BEAT_TIMEOUT_S * 0.6  # the old processes count as alive for a while longer
     books.hello("a", 2, instance=2)
-    assert isinstance(books.ask("a", 2), NotReady)
+    assert isinstance(books.ask("a", 2), RoundNotReady)
     books.now += BEAT_TIMEOUT_S * 0.6
     books.hello("b", 4, instance=2)
     assert books.ask("b", 4) == Current(newest=3)
@@ -97,7 +97,7 @@ def test_a_silent_newcomer_voids_nothing():
     assert books.rounds.closed(2) is not None
     books.beat("a", 3)
     books.beat("b", 3)
-    assert isinstance(books.ask("c", 0, base_hash="other"), NotReady) and books.rounds.newest == 2
+    assert isinstance(books.ask("c", 0, base_hash="other"), RoundNotReady) and books.rounds.newest == 2
 
 
 # A peer that differs on one of its ranks only takes over the state on all of them.
@@ -108,10 +108,10 @@ def test_one_differing_rank():
     books.hello("b", 2, ranks=2, instance=2)
     books.beat("a", 3)
     assert "rank 1 of peer b" in books.ask("b", 2, rank=0).waiting_for
-    assert isinstance(books.ask("b", 2, rank=1, base_hash="other"), NotReady)
+    assert isinstance(books.ask("b", 2, rank=1, base_hash="other"), RoundNotReady)
     books.now += 1
     books.beat("a", 3)
-    assert isinstance(books.ask("b", 2, rank=0), NotReady)
+    assert isinstance(books.ask("b", 2, rank=0), RoundNotReady)
     books.serve("a", 3)
     answers = [books.ask("b", 2, rank=0), books.ask("b", 2, rank=1, base_hash="other")]
     assert [answer.header.rank for answer in answers] == [0, 1]
@@ -129,7 +129,7 @@ def test_all_ranks_are_told_the_same(own):
         books.ask("b", 2, rank=rank, base_hash=other)
     books.beat("a", 3)
     if not own:
-        assert isinstance(books.ask("b", 2, rank=0, base_hash=other), NotReady)
+        assert isinstance(books.ask("b", 2, rank=0, base_hash=other), RoundNotReady)
         books.serve("a", 3)
     first = books.ask("b", 2, rank=0, base_hash=other)
     books.close(3, "a")
@@ -166,7 +166,7 @@ def test_never_back():
 def test_a_silent_rank_of_a_joiner():
     books = Books()
     books.hello("a", 4, ranks=2)
-    assert [type(books.ask("a", 4, rank=rank)) for rank in range(2)] == [NotReady, NotReady]
+    assert [type(books.ask("a", 4, rank=rank)) for rank in range(2)] == [RoundNotReady, RoundNotReady]
     books.now += 2 * BEAT_TIMEOUT_S
     assert "a sign of life of every rank of peer a" in books.ask("a", 4, rank=0).waiting_for
 
@@ -221,7 +221,7 @@ def test_a_restarted_rendezvous_listens_first(step):
 def test_listening_ends():
     books = Books(just_started=True, start_peers=1)
     books.hello("b")
-    assert isinstance(books.ask("b", 0), NotReady)
+    assert isinstance(books.ask("b", 0), RoundNotReady)
     books.now += 6
     assert books.ask("b", 0) == Current(newest=-1)
 
@@ -267,7 +267,7 @@ def test_any_fleet_agrees(came, steps, ranks, closed, keep):
                 continue
             answers = [books.ask(name, at[name], rank=rank) for rank in range(ranks)]
             answers = [books.ask(name, at[name], rank=rank) for rank in range(ranks)]
-            if any(isinstance(answer, NotReady) for answer in answers):
+            if any(isinstance(answer, RoundNotReady) for answer in answers):
                 continue
             assert len({(type(answer), answer.newest) for answer in answers}) == 1
             state = answers[0].header.outer_step if isinstance(answers[0], StateReady) else at[name]

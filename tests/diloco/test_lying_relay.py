@@ -12,9 +12,9 @@ from composer_prime.errors import ChecksumError, RunMismatchError
 from composer_prime.wire.sockets import bind_router
 from diloco.transport.connection import Connection
 from diloco.transport.exchange import Exchange, Offered
-from diloco.transport.header import Header, checksum, sealed
+from diloco.transport.header import Header, body_checksum, seal_header
 from diloco.transport.keys import JointKey
-from diloco.transport.messages import Outcome, Piece, StateReady, TensorLayout, ToPeer, encode, layout_hash
+from diloco.transport.messages import Piece, RoundOutcome, StateReady, TensorLayout, ToPeer, encode, layout_hash
 from diloco.transport.session import Member
 
 KEY = JointKey(b"k" * 32)
@@ -25,9 +25,9 @@ def header(**facts: Any) -> Header:
     """Of what rank 1 of peer b rightly sends for round 5."""
     right = dict(
         kind="delta", run="joint", peer="b", rank=1, outer_step=5, base_hash="base", layout_hash=layout_hash(LAYOUT),
-        size=4, checksum=checksum(b"body"),
+        size=4, checksum=body_checksum(b"body"),
     )  # fmt: skip
-    return sealed(Header(**{**right, **facts}), KEY.derive("headers"))
+    return seal_header(Header(**{**right, **facts}), KEY.derive("headers"))
 
 
 async def _lied_to(lie: ToPeer, ask: Callable[[Exchange], Awaitable[Any]]) -> Any:
@@ -55,8 +55,8 @@ def lied_to(lie: ToPeer, ask: Callable[[Exchange], Awaitable[Any]]) -> Any:
     return asyncio.run(_lied_to(lie, ask))
 
 
-def outcome(*headers: Header) -> Outcome:
-    return Outcome(outer_step=5, quorum_id=1, headers=list(headers), newest=5, digest="d")
+def outcome(*headers: Header) -> RoundOutcome:
+    return RoundOutcome(outer_step=5, quorum_id=1, headers=list(headers), newest=5, digest="d")
 
 
 # A delta of an earlier round, another rank, another start, another run, another model, twice the same, without the
@@ -71,7 +71,7 @@ def outcome(*headers: Header) -> Outcome:
         (outcome(header(run="other")), RunMismatchError, "for run 'other', this is 'joint'"),
         (outcome(header(layout_hash="0ther")), RunMismatchError, "is of layout 0ther, this rank has layout [0-9a-f]+"),
         (outcome(header(), header()), RunMismatchError, r"lists the peers \['b', 'b'\], expected each once"),
-        (outcome(sealed(header(), b"x" * 32)), ChecksumError, "not made with this run's key"),
+        (outcome(seal_header(header(), b"x" * 32)), ChecksumError, "not made with this run's key"),
     ],
 )
 def test_outcomes(lie, error, message):

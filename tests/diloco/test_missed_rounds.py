@@ -30,7 +30,7 @@ from diloco.codec import ErrorFeedback, build_codec
 from diloco.fragments import partition
 from diloco.global_model import GlobalModel
 from diloco.ranks import Ranks
-from diloco.replica import Fate, Offer, OwnWork, Work
+from diloco.replica import DeltaStatus, LocalProgress, LocalWork, OfferedDelta
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.messages import BeatReply
 
@@ -241,9 +241,9 @@ def test_step_longer_than_the_deadline(make_rendezvous, key_file):
 @pytest.mark.parametrize(("offered", "lost"), [(True, 7), (False, 0)])
 def test_a_delta_of_another_process(offered, lost):
     module = Numbers()
-    work = OwnWork(GlobalModel(partition(module.named_parameters(), 1, "strided"), OuterConfig()), 0.0, Ranks())
-    work.count(Work(steps=1, tokens=7))
-    work.install(0, Fate.EARLIER, Offer(work.held[0]) if offered else None, None)
+    work = LocalProgress(GlobalModel(partition(module.named_parameters(), 1, "strided"), OuterConfig()), 0.0, Ranks())
+    work.count(LocalWork(steps=1, tokens=7))
+    work.install(0, DeltaStatus.EARLIER, OfferedDelta(work.held[0]) if offered else None, None)
     assert work.totals.overwritten == lost and work.tokens_held() == 0
 
 
@@ -261,7 +261,7 @@ class Numbers(nn.Module):
     codec=st.sampled_from(["fp32", "int8"]),
     rounds=st.lists(
         st.tuples(
-            st.sampled_from([Fate.COUNTED, Fate.MISSED]),
+            st.sampled_from([DeltaStatus.COUNTED, DeltaStatus.MISSED]),
             st.lists(st.integers(-50, 50), min_size=1, max_size=3),  # steps before the delta
             st.lists(st.integers(-50, 50), max_size=3),  # steps after the outcome was due
             st.integers(-50, 50),  # how far the others move the global values
@@ -272,7 +272,7 @@ class Numbers(nn.Module):
 def test_nothing_is_lost(codec, rounds):
     module, encoder = Numbers(), build_codec(CodecConfig(type=codec, block=8))
     model = GlobalModel(partition(module.named_parameters(), 1, "strided"), OuterConfig())
-    work, feedback = OwnWork(model, 0.0, Ranks()), ErrorFeedback([4])
+    work, feedback = LocalProgress(model, 0.0, Ranks()), ErrorFeedback([4])
     moved, delivered, tokens = torch.zeros(4), torch.zeros(4), 0.0
 
     def train(moves):
@@ -280,22 +280,22 @@ def test_nothing_is_lost(codec, rounds):
             step = torch.tensor([move, 2 * move, -move, 1.0])
             module.values.data += step
             moved.add_(step)
-            work.count(Work(steps=1, tokens=7))
+            work.count(LocalWork(steps=1, tokens=7))
 
     for fate, before, after, others in rounds:
         train(before)
-        offer = Offer(work.held[0])
+        offer = OfferedDelta(work.held[0])
         encoded = feedback.encode(0, model.delta(0), encoder)
         sent = encoder.decode(encoded.data, 4)
         if after:
             work.late(0, offer)
             train(after)
         global_before = model.masters[0].clone()
-        if fate is Fate.COUNTED:
+        if fate is DeltaStatus.COUNTED:
             feedback.settle(0, encoded.residual_n)
             delivered -= sent
             tokens += offer.work.tokens
-        model.advance(0, [sent if fate is Fate.COUNTED else torch.full((4,), float(others))], [1.0])
+        model.advance(0, [sent if fate is DeltaStatus.COUNTED else torch.full((4,), float(others))], [1.0])
         work.install(0, fate, offer, global_before)
     ahead = module.values.detach() - model.masters[0]
     left = delivered - feedback.residuals[0] + ahead

@@ -79,13 +79,13 @@ def test_a_round_that_overflows(make_rendezvous, key_file, caplog):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
         config = settings(address, key_file, name, sync_every=2, outer={"lr": 3e38})
         with StreamingDiLoCo(model.named_parameters(), optimizer, config) as engine:
-            before = engine.globals.masters[0].clone()
+            before = engine.global_model.masters[0].clone()
             for step in range(4):
                 engine.count(tokens=1)
                 inner_step(model, optimizer, peer, step)
             engine.finish()
-            assert engine.globals.masters[0].equal(before) and engine.fragments[0].read().equal(before)
-            return engine.outer_step, engine.globals.hash, engine.metrics["diloco/rejected"]
+            assert engine.global_model.masters[0].equal(before) and engine.fragments[0].read().equal(before)
+            return engine.outer_step, engine.global_model.hash, engine.metrics["diloco/rejected"]
 
     a, b = together(partial(run, "a", 0), partial(run, "b", 1))
     assert a == b and a[0] == 2 and a[2] == 2

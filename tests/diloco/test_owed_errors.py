@@ -6,10 +6,10 @@ import pytest
 import torch
 from joint_run import Blocks, adamw, inner_step, settings
 
-from diloco.replica import Offer, Pending, Work
+from diloco.replica import LocalWork, OfferedDelta, Pending
 from diloco.streaming import StreamingDiLoCo
-from diloco.transport.exchange import Arrived
-from diloco.transport.messages import Outcome
+from diloco.transport.exchange import RoundResult
+from diloco.transport.messages import RoundOutcome
 
 
 def moved(key_file, peer, steps):
@@ -22,18 +22,18 @@ def moved(key_file, peer, steps):
         inner_step(model, optimizer, 0, step)
     feedback = engine.replica.feedback
     for index in range(2):
-        feedback.settle(index, feedback.encode(index, engine.globals.delta(index), engine._codec).residual_n)
+        feedback.settle(index, feedback.encode(index, engine.global_model.delta(index), engine._codec).residual_n)
     assert all(residual.any() for residual in feedback.residuals)
     return engine
 
 
 def delta(engine):
     """Of its first fragment."""
-    encoded = engine.replica.feedback.encode(0, engine.globals.delta(0), engine._codec)
+    encoded = engine.replica.feedback.encode(0, engine.global_model.delta(0), engine._codec)
     body, spec = memoryview(encoded.data.numpy()).cast("B"), engine._codec.spec
     facts = {"fragment": 0, "codec": spec, "weight": 1.0}
-    header = engine._link.seal(engine._link.header("delta", body, 0, engine.globals.hash, **facts))
-    return Pending(header, body, encoded.residual_n, Offer(Work(steps=1, tokens=1)))
+    header = engine._link.seal(engine._link.header("delta", body, 0, engine.global_model.hash, **facts))
+    return Pending(header, body, encoded.residual_n, OfferedDelta(LocalWork(steps=1, tokens=1)))
 
 
 # A delta in the global model leaves what encoding it lost; one that came too late leaves what was owed before. Where
@@ -45,8 +45,8 @@ def test_what_a_round_leaves_owed(key_file, whose):
     before = [residual.clone() for residual in engine.replica.feedback.residuals]
     others = {"another peer's": "b", "another process of this peer's": "a"}
     other = own if whose == "its own" else delta(moved(key_file, others[whose], 3))
-    outcome = Outcome(outer_step=0, quorum_id=1, headers=[other.header], newest=0, digest="")
-    engine._steps.take(Arrived(outcome, [other.body]), 0.0)
+    outcome = RoundOutcome(outer_step=0, quorum_id=1, headers=[other.header], newest=0, digest="")
+    engine._steps.take(RoundResult(outcome, [other.body]), 0.0)
     expected = {"its own": own.residual_n, "another peer's": before[0]}.get(whose, torch.zeros_like(before[0]))
     assert engine.outer_step == 1
     assert all(map(torch.equal, engine.replica.feedback.residuals, [expected, before[1]]))
@@ -55,7 +55,7 @@ def test_what_a_round_leaves_owed(key_file, whose):
 # Who takes over another peer's state owes nothing: what it lost belonged to deltas relative to values that are gone.
 def test_a_state_taken_over_leaves_nothing_owed(key_file):
     source, joiner = moved(key_file, "a", 1), moved(key_file, "b", 3)
-    tensors = {name: tensor.clone() for name, tensor in source.globals.tensors().items()}
-    digests = joiner.globals.checked(tensors, 0, source.globals.hash)
+    tensors = {name: tensor.clone() for name, tensor in source.global_model.tensors().items()}
+    digests = joiner.global_model.checked(tensors, 0, source.global_model.hash)
     joiner.replica.take_over(tensors, 0, digests)
     assert not any(residual.any() for residual in joiner.replica.feedback.residuals)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from joint_run import assert_same_globals, settings, together, train, until
 
-from diloco.rendezvous.rendezvous import RunningClock
+from diloco.rendezvous.rendezvous import SuspendAwareClock
 
 ROOT = Path(__file__).parents[2]
 BEAT_TIMEOUT_S = 2.0
@@ -26,7 +26,7 @@ BEAT_TIMEOUT_S = 2.0
 @given(looks=st.lists(st.integers(0, 40), max_size=20))
 def test_a_pause_does_not_pass(looks):
     now, expected = 100.0, 0.0
-    clock = RunningClock(8.0, lambda: now)
+    clock = SuspendAwareClock(8.0, lambda: now)
     for passed in looks:
         now, expected = now + passed, expected + min(passed, 8)
         assert clock() == expected

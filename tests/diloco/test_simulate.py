@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from composer_prime.config.diloco import CodecConfig
 from diloco.codec import build_codec
 from diloco.simulate.fleet import Fleet, availability, goodput, heal_warning, waiting_share
-from diloco.simulate.product import FRAMING, JointRun, codec_bits, forecast
+from diloco.simulate.product import FRAMING, JointRun, codec_bits, forecast_link
 from diloco.simulate.reduce import WAYS, Net, Traffic, best, group_size, pipe, seconds, traffic
 from diloco.simulate.utilisation import (
     BACKWARD_SHARE,
@@ -25,9 +25,9 @@ from diloco.simulate.utilisation import (
     Workload,
     bytes_per_step,
     grid,
-    number,
     paper_schemes,
     required_gbit,
+    three_digits,
     utilisation,
 )
 
@@ -167,14 +167,14 @@ def test_forecast_by_hand():
     run = JointRun(parameters=1e8, layers=4, step_s=10.0, every=4, fragments=2, delay=0, codec=CodecConfig(type="fp32"))
     net = Net(peers=2, gbit_s=1.0, latency_s=0.0, busy_s=0.5, handling_s=6.0, round_s=0.25)
     transfer_s = 4 * 5e7 * 32 * FRAMING / 1e9
-    at_once, delayed = forecast(run, net), forecast(replace(run, delay=1), net)
+    at_once, delayed = forecast_link(run, net), forecast_link(replace(run, delay=1), net)
     assert [at_once.sync_s, at_once.exposed_s] == pytest.approx([transfer_s + 0.75] * 2)
     assert at_once.utilisation == pytest.approx(20 / (20 + transfer_s + 0.75))
     assert delayed.exposed_s == pytest.approx(0.5) and delayed.hidden_step_s == pytest.approx(transfer_s + 0.25)
     assert at_once.sent_bytes == pytest.approx(5e7 * 4 * FRAMING)
     # Pieces are handled while others are on the link: only what is slower than the link counts, and counts whole.
-    assert forecast(run, replace(net, handling_s=0.0)) == at_once
-    slow = forecast(run, replace(net, handling_s=transfer_s + 2))
+    assert forecast_link(run, replace(net, handling_s=0.0)) == at_once
+    slow = forecast_link(run, replace(net, handling_s=transfer_s + 2))
     assert [slow.sync_s, slow.exposed_s] == pytest.approx([transfer_s + 2.75] * 2)
 
 
@@ -186,9 +186,9 @@ def test_healing_by_hand():
     )
     once_s = 8e9 * (32 + 32 + 12) * FRAMING / 1e9
     for relay, times in ((None, 2), (10.0, 2), (0.5, 4)):
-        assert forecast(run, run.net(1.0, 0.0, relay)).heal_s == pytest.approx(times * once_s)
+        assert forecast_link(run, run.net(1.0, 0.0, relay)).heal_s == pytest.approx(times * once_s)
     plain = replace(run, momentum=0.0, fragments=1)
-    assert forecast(plain, plain.net(1.0)).heal_s == pytest.approx(2 * 8e9 * 32 * FRAMING / 1e9)
+    assert forecast_link(plain, plain.net(1.0)).heal_s == pytest.approx(2 * 8e9 * 32 * FRAMING / 1e9)
     assert heal_warning(900.0, 900.0, "key") == ""
     assert "takes 901 s to a joining peer" in (said := heal_warning(900.1, 900.0, "key")) and "key = 900" in said
 
@@ -213,7 +213,7 @@ def test_shares_by_hand():
     assert shares == Shares(compute_s=20.0, codec_s=5.0, link_s=8.0, rendezvous_s=2.0) and shares.dominant == "link"
     assert "20 s (57%) are compute, 5 s (14%) codec work" in shares.text() and "8 s (23%) waiting" in shares.text()
     assert Shares(compute_s=1, codec_s=3, link_s=2, rendezvous_s=0).dominant == "codec"
-    assert [number(value) for value in (0.01234, 99.96, 999.4, 1234.4)] == ["0.0123", "100", "999", "1,234"]
+    assert [three_digits(value) for value in (0.01234, 99.96, 999.4, 1234.4)] == ["0.0123", "100", "999", "1,234"]
 
 
 # The bits that the simulator takes for a codec are those that it sends for normally distributed deltas.

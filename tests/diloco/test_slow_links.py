@@ -18,9 +18,9 @@ from diloco.rendezvous.transfer import Blob
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport import connection
 from diloco.transport.connection import PIECE_BYTES, WINDOW, Connection, Flow
-from diloco.transport.header import Header, checksum
+from diloco.transport.header import Header, body_checksum
 from diloco.transport.keys import JointKey
-from diloco.transport.messages import Chunk, Received, encode, from_peer
+from diloco.transport.messages import BodyChunk, Received, encode, from_peer
 
 READ_BYTES = 1024
 
@@ -68,7 +68,7 @@ async def lost_on_the_way(body: bytes, quick_bytes: int, passes: int) -> list[in
     key, lost = JointKey(b"k" * 32), []
     header = Header(
         kind="delta", run="joint", peer="a", rank=0, outer_step=0, base_hash="", layout_hash="", size=len(body),
-        checksum=checksum(body),
+        checksum=body_checksum(body),
     )  # fmt: skip
     server, blob = bind_router("tcp://127.0.0.1:0", key.server(), [key.client().own.public]), Blob(header)
 
@@ -76,7 +76,7 @@ async def lost_on_the_way(body: bytes, quick_bytes: int, passes: int) -> list[in
         while True:
             identity, number, raw = await server.socket.recv_multipart()
             request = from_peer(raw)
-            if isinstance(request, Chunk):
+            if isinstance(request, BodyChunk):
                 if blob.received > quick_bytes and len(request.data) > passes:
                     lost.append(len(request.data))
                     continue

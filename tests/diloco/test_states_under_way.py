@@ -11,7 +11,7 @@ from joint_run import settings, together, train, until
 
 from diloco.transport import connection
 from diloco.transport.connection import Flow
-from diloco.transport.messages import Chunk, StateReady, Unusable
+from diloco.transport.messages import BodyChunk, StateReady, Unusable
 
 STATE = b"state"
 
@@ -44,7 +44,7 @@ def go_on(books, rounds, body=b"delta"):
 
 def bring_the_rest(books):
     current = books.transfers.current
-    books.answers.to(Chunk(name=current.blobs[0].header.name, offset=1, data=STATE[1:], instance=1))
+    books.answers.to(BodyChunk(name=current.blobs[0].header.name, offset=1, data=STATE[1:], instance=1))
 
 
 # A state takes longer to bring, and to fetch, than --keep-rounds rounds: those since stay until the joiner trains, and
@@ -107,7 +107,7 @@ def test_a_joiner_that_died():
     for outer_step in (3, 4, 5):
         books.close(outer_step, "a", "b")
     assert books.rounds.oldest == 4 and books.transfers.current is None
-    gone = books.answers.to(Chunk(name=name, offset=1, data=STATE[1:], instance=1))
+    gone = books.answers.to(BodyChunk(name=name, offset=1, data=STATE[1:], instance=1))
     assert gone.reason == f"nothing called {name} is expected"
     books.hello("c", instance=2)
     assert "the state of peer a" in ask(books)

@@ -24,7 +24,7 @@ def test_three_channels_survive_a_killed_orchestrator(tmp_path):
         assert run.start("--resume").wait() == 0, run.output()[-3000:]
     finally:
         run.stop()
-    assert ledger.check(run.run_dir.ledger) == []
+    assert ledger.check_ledger(run.run_dir.ledger) == []
     assert sorted(ledger.effective(run.run_dir.ledger)) == [1, 2, 3, 4, 5]
     lines = {line["step"]: line for line in run.trainer_lines()}
     assert sorted(lines) == [1, 2, 3, 4, 5]

@@ -21,7 +21,7 @@ def run(tmp_path, request):
 
 
 def assert_trained_exactly_once(run: QuickRun) -> None:
-    problems = ledger.check(run.run_dir.ledger)
+    problems = ledger.check_ledger(run.run_dir.ledger)
     assert not problems, problems
     assert sorted(ledger.effective(run.run_dir.ledger)) == list(range(1, run.steps + 1))
 

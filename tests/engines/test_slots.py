@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.wire.node import Sampling
-from inference.engines.local.request import Request
+from inference.engines.local.request import EngineRequest
 from inference.engines.local.slots import MIN_COLUMNS, MIN_GAIN, FamilyMemory, SlotTable, find_families
 
 CONTEXT = 160
 LOOP = asyncio.new_event_loop()
 
 
-def make_request(prompt: list[int], session: str = "s") -> Request:
-    return Request(
+def make_request(prompt: list[int], session: str = "s") -> EngineRequest:
+    return EngineRequest(
         request_id="r",
         session=session,
         prompt=np.array(prompt, dtype=np.int32),

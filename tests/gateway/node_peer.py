@@ -20,19 +20,19 @@ import zmq.asyncio
 
 from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.node import (
-    Cancel,
+    CancelGenerate,
     Drain,
     FromNode,
     Generate,
     Generated,
     GenerateFailed,
     Goodbye,
-    Hello,
     HelloAgain,
+    NodeHello,
+    NodeWelcome,
     Rejected,
     Status,
     ToNode,
-    Welcome,
 )
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
@@ -75,7 +75,7 @@ class PeerNode:
         """Everything but Generate."""
         self.running: set[str] = set()
         self.status = {"waiting": 0, "kv_used": 0.0}
-        self.welcome: Welcome | Rejected | None = None
+        self.welcome: NodeWelcome | Rejected | None = None
         self._context = zmq.asyncio.Context()
         self._decoder = msgspec.msgpack.Decoder(ToNode)
         self._tasks: list[asyncio.Task[None]] = []
@@ -108,7 +108,7 @@ class PeerNode:
             await asyncio.sleep(0.005)
 
     def say_hello(self, **changes: Any) -> None:
-        hello = Hello(
+        hello = NodeHello(
             node_id=self.node_id,
             engine="peer",
             run_id=None,
@@ -146,7 +146,7 @@ class PeerNode:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self.heartbeat_s)
-            if isinstance(self.welcome, Welcome):
+            if isinstance(self.welcome, NodeWelcome):
                 self.beat()
 
     async def _receive(self) -> None:
@@ -158,11 +158,11 @@ class PeerNode:
                     self.running.add(message.request_id)
                     asyncio.get_running_loop().call_later(self.delay_s, self._respond, message)
                     continue
-                case Welcome() | Rejected():
+                case NodeWelcome() | Rejected():
                     self.welcome = message
                 case HelloAgain():
                     self.say_hello()
-                case Cancel():
+                case CancelGenerate():
                     self.running.discard(message.request_id)
             self.received.append(message)
 

@@ -21,7 +21,17 @@ from node_peer import PeerNode, failed, tokens_for
 from composer_prime.errors import DeadlineError, PortInUseError, SignatureError
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.weights import Canary, Manifest, sign
-from composer_prime.wire.node import Drain, Generate, Heard, Hello, HelloAgain, NewVersion, Rejected, Status, Welcome
+from composer_prime.wire.node import (
+    Drain,
+    Generate,
+    Heard,
+    HelloAgain,
+    NewVersion,
+    NodeHello,
+    NodeWelcome,
+    Rejected,
+    Status,
+)
 from composer_prime.wire.sockets import dealer
 from orchestrator.gateway import Gateway
 from orchestrator.gateway.gateway import how_to_join
@@ -85,7 +95,7 @@ async def test_a_node_that_comes_back_takes_its_name_at_once(open_gateway, node_
                 await old.vanish()
             instance = old.instance if comes_back == "same process" else None
             async with PeerNode(gateway.node_endpoint, node_keys, "a", instance=instance) as new:
-                assert isinstance(new.welcome, Welcome)
+                assert isinstance(new.welcome, NodeWelcome)
                 assert (await call)[0] == 200
                 assert len(new.generates) == 1
                 [described] = gateway.state()["nodes"]
@@ -264,7 +274,7 @@ async def test_a_hello_that_does_not_fit_is_rejected_with_the_reason(open_gatewa
     async with open_gateway() as gateway:
         node = PeerNode(gateway.node_endpoint, node_keys, "a")
         node.connect()
-        await node.until(lambda: isinstance(node.welcome, Welcome))
+        await node.until(lambda: isinstance(node.welcome, NodeWelcome))
         node.welcome = None
         node.say_hello(**changes)
         await node.until(lambda: node.welcome is not None)
@@ -295,12 +305,12 @@ async def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(open_gat
 async def test_a_published_version_reaches_all_nodes_and_late_comers(open_gateway, node_keys, keys):
     """NewVersion goes to the attached, Welcome carries the newest manifest to the others."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as a:
-        assert isinstance(a.welcome, Welcome) and a.welcome.manifest == b""
+        assert isinstance(a.welcome, NodeWelcome) and a.welcome.manifest == b""
         signed = signed_manifest(keys, 3)
         assert gateway.publish(signed) == 3
         await a.until(lambda: any(isinstance(m, NewVersion) and m.manifest == signed for m in a.received))
         async with PeerNode(gateway.node_endpoint, node_keys, "b", version=3) as b:
-            assert isinstance(b.welcome, Welcome) and b.welcome.manifest == signed
+            assert isinstance(b.welcome, NodeWelcome) and b.welcome.manifest == signed
             assert b.welcome.verify_key == keys.verifier().public_bytes_raw()
             assert gateway.versions() == {"a": 0, "b": 3}
         with pytest.raises(SignatureError):
@@ -444,7 +454,7 @@ def _beat_from_a_thread(endpoint: str, node_keys: ClientKeys, stop: threading.Ev
     context = zmq.Context()
     socket = dealer(context, endpoint, node_keys)
     encode = msgspec.msgpack.encode
-    socket.send(encode(Hello(node_id="t", engine="thread", run_id=None, version=0, max_concurrent=1)))
+    socket.send(encode(NodeHello(node_id="t", engine="thread", run_id=None, version=0, max_concurrent=1)))
     while not stop.wait(0.05):
         socket.send(encode(Status(version=0, running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None)))
     context.destroy(linger=0)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
 from orchestrator.event_loop import LoopLag
-from orchestrator.gateway.adaptive import AdaptiveLimit, Load
-from orchestrator.gateway.records import GenerationRecord, Records
+from orchestrator.gateway.adaptive import AdaptiveLimit, GatewayLoad
+from orchestrator.gateway.records import GenerationRecord, RolloutRecords
 
 IDS = st.lists(st.integers(0, 3), max_size=6)
 
@@ -36,7 +36,7 @@ def record(session: str, prompt: list[int], completion: list[int]) -> Generation
 @given(st.lists(st.tuples(st.sampled_from(["r", "r#1", "r#2"]), st.booleans(), IDS, IDS), max_size=12))
 def test_records_come_back_as_they_went_in(turns):
     """Whether a turn continues the one before or not, its ids and logprobs are returned exactly and nothing stays."""
-    records, expected, newest = Records(), [], {}
+    records, expected, newest = RolloutRecords(), [], {}
     records.open("r")
     for order, (session, goes_on, prompt, completion) in enumerate(turns):
         full = newest.get(session, []) + prompt if goes_on else prompt
@@ -51,7 +51,7 @@ def test_records_come_back_as_they_went_in(turns):
 
 def test_a_long_conversation_is_held_once():
     """Memory grows with the conversation's length, not with the sum of all its prompts."""
-    records = Records()
+    records = RolloutRecords()
     records.open("r")
     tokens: list[int] = []
     for order in range(200):
@@ -65,7 +65,7 @@ def test_a_long_conversation_is_held_once():
 
 def test_only_open_rollouts_are_recorded_and_ids_are_used_once():
     """An unknown session leaves nothing; opening an id twice is an error."""
-    records = Records()
+    records = RolloutRecords()
     assert not records.append(record("r", [1], [2]), 0)
     records.open("r")
     with pytest.raises(ValueError, match="open already"):
@@ -75,8 +75,8 @@ def test_only_open_rollouts_are_recorded_and_ids_are_used_once():
     assert records.take("nobody") == []
 
 
-def load(running: int, waiting: int = 0, kv_used: float = 0.1) -> Load:
-    return Load(running=running, waiting=waiting, kv_used=kv_used, places=64)
+def load(running: int, waiting: int = 0, kv_used: float = 0.1) -> GatewayLoad:
+    return GatewayLoad(running=running, waiting=waiting, kv_used=kv_used, places=64)
 
 
 def test_the_limit_finds_what_the_nodes_can_take():

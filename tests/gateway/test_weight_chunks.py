@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 from node_peer import PeerNode
 
-from composer_prime.wire.node import Chunk, ChunkMissing, ChunkRequest
+from composer_prime.wire.node import ChunkMissing, ChunkRequest, WeightChunk
 from orchestrator.gateway.link import PIECE_BYTES
 
 
@@ -21,23 +21,23 @@ async def test_weight_chunks_are_served_in_pieces_from_any_offset(open_gateway, 
     [ref], [exact_ref] = store.put_chunks(data), store.put_chunks(exact)
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as node:
 
-        async def pull(sha256: str, offset: int) -> Chunk | ChunkMissing:
+        async def pull(sha256: str, offset: int) -> WeightChunk | ChunkMissing:
             before = len(node.received)
             node.send(ChunkRequest(sha256=sha256, offset=offset))
-            kinds = (Chunk, ChunkMissing)
+            kinds = (WeightChunk, ChunkMissing)
             await node.until(lambda: any(isinstance(m, kinds) for m in node.received[before:]))
             return next(m for m in node.received[before:] if isinstance(m, kinds))
 
         got, offset, last = b"", 0, False
         while not last:
             piece = await pull(ref.sha256, offset)
-            assert isinstance(piece, Chunk) and len(piece.data) <= PIECE_BYTES
+            assert isinstance(piece, WeightChunk) and len(piece.data) <= PIECE_BYTES
             got, offset, last = got + piece.data, offset + len(piece.data), piece.last
         assert got == data
         resumed = await pull(ref.sha256, 2 * PIECE_BYTES + 10_000)
-        assert isinstance(resumed, Chunk) and resumed.data == data[-2345:] and resumed.last
+        assert isinstance(resumed, WeightChunk) and resumed.data == data[-2345:] and resumed.last
         whole = await pull(exact_ref.sha256, 0)
-        assert isinstance(whole, Chunk) and whole.data == exact and whole.last
+        assert isinstance(whole, WeightChunk) and whole.data == exact and whole.last
         for sha256, offset in (("0" * 64, 0), ("../../keys/server.curve", 0), (ref.sha256, -1), (ref.sha256, 1 << 63)):
             assert isinstance(await pull(sha256, offset), ChunkMissing)
 
@@ -74,5 +74,5 @@ async def test_a_slow_reader_costs_a_few_pieces_of_memory_not_the_model(open_gat
             for _ in range(queued):
                 await asyncio.wait_for(slow.recv(), 20)
             await ask((count - 1) * PIECE_BYTES)
-            last = msgspec.msgpack.decode(await asyncio.wait_for(slow.recv(), 20), type=Chunk)
+            last = msgspec.msgpack.decode(await asyncio.wait_for(slow.recv(), 20), type=WeightChunk)
             assert (last.offset, last.last) == ((count - 1) * PIECE_BYTES, True)

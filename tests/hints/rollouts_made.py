@@ -13,9 +13,9 @@ from composer_prime.wire.types import Sample, VersionSpan
 from orchestrator.gateway.records import GenerationRecord
 from orchestrator.rollouts.group_scoring import finished_rollout
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan
-from orchestrator.rollouts.rollout import Played
+from orchestrator.rollouts.rollout import RolloutResult
 from orchestrator.rollouts.samples import compile_rollout, numbered_turns
-from orchestrator.workers.protocol import RolloutReply, SessionRecord, ToolCall, TurnRecord
+from orchestrator.workers.protocol import MessageRecord, RolloutReply, SessionRecord, ToolCall
 
 ADD = {
     "type": "function",
@@ -71,7 +71,7 @@ def play(
 ) -> PlayedRollout:
     """What dispatch holds after such a rollout: turns numbered, tokens compiled."""
     renderer, tokenizer = chat(model)
-    turns = [TurnRecord(role="user", text=question)]
+    turns = [MessageRecord(role="user", text=question)]
     prompt = list(renderer.render_ids([{"role": "user", "content": question}], tools=TOOLS, add_generation_prompt=True))
     records = []
     for number, step in enumerate(steps):
@@ -79,12 +79,12 @@ def play(
         ids = tokenizer.encode(step.text + end, add_special_tokens=False)
         records.append(_record(rollout_id, prompt, ids, step.finish))
         calls = [ToolCall(id="c", name=name, arguments=arguments) for name, arguments in step.calls]
-        turns.append(TurnRecord(role="assistant", text=step.text, num_tokens=len(ids), call=number, tool_calls=calls,
+        turns.append(MessageRecord(role="assistant", text=step.text, num_tokens=len(ids), call=number, tool_calls=calls,
                                 parent=len(turns) - 1))  # fmt: skip
         if step.reply is None:
             break
         told = {"role": "tool", "tool_call_id": "c", "content": step.reply}
-        turns.append(TurnRecord(role="tool", text=step.reply, error=step.reply if step.error else None, num_tokens=9,
+        turns.append(MessageRecord(role="tool", text=step.reply, error=step.reply if step.error else None, num_tokens=9,
                                 parent=len(turns) - 1))  # fmt: skip
         bridged = renderer.bridge_to_next_turn(prompt, ids, [told], tools=TOOLS)
         assert bridged is not None
@@ -94,7 +94,7 @@ def play(
     reply = msgspec.structs.replace(reply, turns=numbered_turns(reply, records))
     samples = compile_rollout(PLAN, reply, records)
     rollout = finished_rollout(
-        Played(reply=reply, records=records), sibling=0, seed=1, samples=samples, failure=None, earlier=[]
+        RolloutResult(reply=reply, records=records), sibling=0, seed=1, samples=samples, failure=None, earlier=[]
     )
     return PlayedRollout(rollout, samples, records)
 

@@ -14,8 +14,8 @@ from composer_prime.config.orchestrator import BehaviourConfig
 from composer_prime.errors import ConfigError, RolloutError
 from orchestrator.batching.batches import batch_metrics
 from orchestrator.rollouts.behaviour import Behaviour, Effort, effort_cost
-from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupPlan, Outcome, task_reward
-from orchestrator.workers.protocol import RolloutReply, ToolCall, TurnRecord
+from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome, GroupPlan, task_reward
+from orchestrator.workers.protocol import MessageRecord, RolloutReply, ToolCall
 
 scales = st.floats(1e-6, 10.0)
 curvatures = st.floats(0.0, 4.0)
@@ -55,14 +55,14 @@ REPLY = RolloutReply(
     parts={"correct": 1.0},
     metrics={"lines": 12.0},
     turns=[
-        TurnRecord(role="user", text="q", num_tokens=50),
-        TurnRecord(role="assistant", text="", num_tokens=30, reasoning="let me see now", parent=0,
+        MessageRecord(role="user", text="q", num_tokens=50),
+        MessageRecord(role="assistant", text="", num_tokens=30, reasoning="let me see now", parent=0,
                    tool_calls=[ToolCall(id="a", name="f", arguments="{}"), ToolCall(id="b", name="g", arguments="{}")]),
-        TurnRecord(role="tool", text="1", num_tokens=7, parent=1),
-        TurnRecord(role="tool", text="bad", num_tokens=8, error="bad", parent=2),
-        TurnRecord(role="assistant", text="<tool_call>{", num_tokens=5, parent=3),
-        TurnRecord(role="tool", text="Invalid JSON", num_tokens=4, error="Invalid JSON", parent=4),
-        TurnRecord(role="assistant", text="done", num_tokens=3, parent=5),
+        MessageRecord(role="tool", text="1", num_tokens=7, parent=1),
+        MessageRecord(role="tool", text="bad", num_tokens=8, error="bad", parent=2),
+        MessageRecord(role="assistant", text="<tool_call>{", num_tokens=5, parent=3),
+        MessageRecord(role="tool", text="Invalid JSON", num_tokens=4, error="Invalid JSON", parent=4),
+        MessageRecord(role="assistant", text="done", num_tokens=3, parent=5),
     ],
 )  # fmt: skip
 
@@ -140,7 +140,7 @@ def test_metrics_show_the_reward_with_and_without():
     shaped = behaviour(penalty=0.001).shaped(REPLY)
     rollout = FinishedRollout(rollout_id="r", sibling=0, task_id="t", seed=1, reward=shaped.reward, parts=shaped.parts)
     plan = GroupPlan(group=0, source="s", task_index=0, seed=0, size=1)
-    group = FinishedGroup(plan=plan, outcome=Outcome.FILTERED, rollouts=[rollout])
+    group = FinishedGroup(plan=plan, outcome=GroupOutcome.FILTERED, rollouts=[rollout])
     metrics = batch_metrics(0, [], [group])
     assert metrics["reward/mean"] == pytest.approx(shaped.reward) and metrics["reward/task_mean"] == pytest.approx(1.0)
     assert metrics["reward/part/behaviour/effort"] < 0

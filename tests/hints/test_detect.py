@@ -15,8 +15,8 @@ from orchestrator.environments.toolsmith.tools import run_call
 from orchestrator.hints.detect import RuleDetector, violation
 from orchestrator.hints.error_turn import ErrorTurn
 from orchestrator.hints.templates import Templates
-from orchestrator.rollouts.groups import answers, failed_turns, history, turn_error_rate
-from orchestrator.workers.protocol import ToolCall, TurnRecord
+from orchestrator.rollouts.groups import answers, failed_turns, messages_before, turn_error_rate
+from orchestrator.workers.protocol import MessageRecord, ToolCall
 
 ALL = ["tool_error", "exception", "test_failure", "schema"]
 TEMPLATES = Templates.load()
@@ -221,16 +221,16 @@ def test_a_pattern_that_backtracks_holds_nobody_up(tmp_path, caplog):
 def test_answers_and_histories_follow_the_tree():
     # Two calls of one message are answered by two messages in a row; a branch has its own history.
     turns = [
-        TurnRecord(role="user", text="q"),
-        TurnRecord(role="assistant", text="a", parent=0),
-        TurnRecord(role="tool", text="1", parent=1),
-        TurnRecord(role="tool", text="bad", error="bad", parent=2),
-        TurnRecord(role="assistant", text="b", parent=3),
-        TurnRecord(role="assistant", text="c", parent=2),
+        MessageRecord(role="user", text="q"),
+        MessageRecord(role="assistant", text="a", parent=0),
+        MessageRecord(role="tool", text="1", parent=1),
+        MessageRecord(role="tool", text="bad", error="bad", parent=2),
+        MessageRecord(role="assistant", text="b", parent=3),
+        MessageRecord(role="assistant", text="c", parent=2),
     ]
     assert answers(turns) == {1: [2, 3], 4: [], 5: []}
-    assert [turn.text for turn in history(turns, 4)] == ["q", "a", "1", "bad"]
-    assert [turn.text for turn in history(turns, 5)] == ["q", "a", "1"]
+    assert [turn.text for turn in messages_before(turns, 4)] == ["q", "a", "1", "bad"]
+    assert [turn.text for turn in messages_before(turns, 5)] == ["q", "a", "1"]
     assert failed_turns(turns) == 1
 
 

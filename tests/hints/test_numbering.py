@@ -7,7 +7,7 @@ import pytest
 from rollouts_made import PLAN, Step, play
 
 from orchestrator.rollouts.samples import compile_rollout, numbered_turns
-from orchestrator.workers.protocol import RolloutReply, SessionRecord, TurnRecord
+from orchestrator.workers.protocol import MessageRecord, RolloutReply, SessionRecord
 
 
 def test_turns_of_two_agents_are_numbered_through():
@@ -16,10 +16,10 @@ def test_turns_of_two_agents_are_numbered_through():
     [user] = play("tiny", "Play the user.", [Step("please go on")], rollout_id="g000003-0#1").records
     records = [policy[0], user, policy[1]]
     turns = [
-        TurnRecord(role="user", text="q"),
-        TurnRecord(role="assistant", text="a", call=0, session=0),
-        TurnRecord(role="assistant", text="bb", call=1, session=0),
-        TurnRecord(role="assistant", text="please go on", call=0, session=1),
+        MessageRecord(role="user", text="q"),
+        MessageRecord(role="assistant", text="a", call=0, session=0),
+        MessageRecord(role="assistant", text="bb", call=1, session=0),
+        MessageRecord(role="assistant", text="please go on", call=0, session=1),
     ]
     sessions = [
         SessionRecord(session_id="g000003-0", agent="policy", trainable=True, reward=1.0),

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from composer_prime.errors import ConfigError, EmptyMaskError
 from composer_prime.wire.types import TurnSpan, ints
 from orchestrator.hints.error_turn import ErrorTurn
-from orchestrator.hints.placement import DocumentLimits, HintPlacer, distillation, place, span_of
+from orchestrator.hints.placement import DocumentLimits, HintPlacer, distillation, place_hint, span_of
 
 PLACEMENTS = ("message_end", "user", "system")
 HINT = "Reminder: Available tools are: add, minus"
@@ -106,7 +106,7 @@ def test_thinking_before_the_turn_stays_and_thinking_in_the_turn_is_distilled():
     played = play("qwen3", "Add.", [wrong, wrong])
     sample, span = span_of(played.samples, 1)
     at_end = placer("qwen3", "message_end")
-    made = place(sample, span, placer=at_end, role="tool", hint=HINT, error=error(1), weight=2.0, limits=ROOMY)
+    made = place_hint(sample, span, placer=at_end, role="tool", hint=HINT, error=error(1), weight=2.0, limits=ROOMY)
     text = chat("qwen3")[1].decode(ints(made.teacher_ids))
     assert text.count("plus or add?") == 2
     assert text.count(HINT) == 1 and f"{HINT}\n</tool_response>" in text
@@ -200,8 +200,8 @@ def test_what_does_not_fit_is_said_not_cut():
     sample, span = span_of(played.samples, 0)
 
     def placed(limits: DocumentLimits):
-        return place(sample, span, placer=placer("tiny", "user"), role="user", hint=HINT, error=error(), weight=1.0,
-                     limits=limits)  # fmt: skip
+        return place_hint(sample, span, placer=placer("tiny", "user"), role="user", hint=HINT, error=error(),
+                          weight=1.0, limits=limits)  # fmt: skip
 
     length = len(ints(placed(ROOMY).teacher_ids))
     assert placed(DocumentLimits(max_context=length - 1, row_tokens=20_000)) == "too_long"

@@ -15,7 +15,7 @@ from rollouts_made import TOOLS
 
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.packing.pack import pack
-from composer_prime.traces.pairs import Pair, PairFile, State, gate_file, read_gate, resolve_pairs
+from composer_prime.traces.pairs import Pair, PairFile, PairState, gate_file, read_gate, resolve_pairs
 from composer_prime.wire.types import Preference, ints
 from orchestrator.preferences.mixer import PairLimits, PairMixer, PairTokeniser
 from orchestrator.preferences.order import Cursor, PairOrder
@@ -34,7 +34,9 @@ def calls(name: str) -> dict[str, Any]:
 
 
 def pair(number: int = 0, **changes: Any) -> Pair:
-    state = State(state_id=f"t/s{number}", messages=[{"role": "user", "content": f"Add {number} and 2."}], tools=TOOLS)
+    state = PairState(
+        state_id=f"t/s{number}", messages=[{"role": "user", "content": f"Add {number} and 2."}], tools=TOOLS
+    )
     values = {"trace": "t", "state": state, "chosen": calls("add"), "rejected": calls("plus"), "epsilon": 0.125}
     return Pair(**(values | changes))
 

@@ -27,7 +27,7 @@ from orchestrator.hints.placement import DocumentLimits, HintPlacer
 from orchestrator.hints.stage import HintStage, check_kinds
 from orchestrator.hints.templates import Templates
 from orchestrator.rollouts.group_scoring import finish_group
-from orchestrator.rollouts.groups import FinishedGroup, Outcome
+from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.rollouts.rollout_log import rollout_line
 from orchestrator.workers.protocol import SessionRecord
 
@@ -97,7 +97,7 @@ def test_packing_takes_what_the_stage_makes():
 
 def test_distillations_survive_the_journal():
     [done] = attached(stage(), play("tiny", "Add 1 and 2.", [WRONG, LAST]))
-    group = FinishedGroup(plan=PLAN, outcome=Outcome.READY, rollouts=[done.rollout], samples=done.samples)
+    group = FinishedGroup(plan=PLAN, outcome=GroupOutcome.READY, rollouts=[done.rollout], samples=done.samples)
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(group), type=FinishedGroup)
     assert again == group and again.samples[0].distillations
 
@@ -367,7 +367,7 @@ def finished(filtered_groups: bool, *rewards: float, cut: tuple[int, ...] = (), 
 def test_a_group_without_advantage_still_serves_channel_2():
     # All failed: channel 1 has nothing to learn and counts none of its tokens; the wrong turn is distilled.
     group = finished(True, 0.0, 0.0)
-    assert group.outcome is Outcome.DISTILLED
+    assert group.outcome is GroupOutcome.DISTILLED
     [sample] = group.samples
     assert sample.distillations and not flags(sample.loss_mask).any() and not floats(sample.advantages).any()
     [turn] = sample.distillations
@@ -377,9 +377,9 @@ def test_a_group_without_advantage_still_serves_channel_2():
 
 
 def test_the_setting_drops_them_whole():
-    assert finished(False, 0.0, 0.0).outcome is Outcome.FILTERED
+    assert finished(False, 0.0, 0.0).outcome is GroupOutcome.FILTERED
     ready = finished(True, 0.0, 1.0)
-    assert ready.outcome is Outcome.READY and len(ready.samples) == 2
+    assert ready.outcome is GroupOutcome.READY and len(ready.samples) == 2
 
 
 def test_rollouts_that_were_cut_short_may_be_left_out_of_channel_1():
@@ -387,7 +387,7 @@ def test_rollouts_that_were_cut_short_may_be_left_out_of_channel_1():
     # trained like all others.
     group = finished(True, 0.0, 1.0, 0.0, cut=(0, 2), train_truncated=False)
     hinted, whole = group.samples
-    assert group.outcome is Outcome.READY and group.rollouts[1].advantage == pytest.approx(2 / 3)
+    assert group.outcome is GroupOutcome.READY and group.rollouts[1].advantage == pytest.approx(2 / 3)
     assert hinted.distillations and hinted.num_trained == 0 and whole.num_trained > 0
     assert floats(whole.advantages).max() == pytest.approx(2 / 3)
     assert (totals(group.samples).samples, totals(group.samples).distilled_turns) == (1, 1)
@@ -397,5 +397,5 @@ def test_rollouts_that_were_cut_short_may_be_left_out_of_channel_1():
 def test_a_group_of_rollouts_that_were_cut_short_is_one_without_advantage():
     # Its rewards differ, and yet there is nothing for channel 1: no place of a batch is filled with it.
     cut = {"cut": (0, 1), "train_truncated": False}
-    assert finished(True, 0.0, 1.0, **cut).outcome is Outcome.DISTILLED
-    assert finished(False, 0.0, 1.0, **cut).outcome is Outcome.FILTERED
+    assert finished(True, 0.0, 1.0, **cut).outcome is GroupOutcome.DISTILLED
+    assert finished(False, 0.0, 1.0, **cut).outcome is GroupOutcome.FILTERED

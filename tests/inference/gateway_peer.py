@@ -9,17 +9,17 @@ import msgspec
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node import (
-    Chunk,
     ChunkMissing,
     ChunkRequest,
     FromNode,
     Generate,
     Heard,
-    Hello,
     HelloAgain,
+    NodeHello,
+    NodeWelcome,
     Sampling,
     Status,
-    Welcome,
+    WeightChunk,
 )
 from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.types import pack_ints
@@ -38,7 +38,7 @@ class GatewayPeer:
         self.manifest = b""
         self.known: set[bytes] = set()
         self.node = b""
-        self.hellos: list[Hello] = []
+        self.hellos: list[NodeHello] = []
         self.statuses: list[Status] = []
         self.chunk_requests: list[ChunkRequest] = []
         self.silent = False
@@ -52,11 +52,11 @@ class GatewayPeer:
                 self._handle(identity, msgspec.msgpack.decode(raw, type=FromNode))
 
     def _handle(self, identity: bytes, message: FromNode) -> None:
-        if isinstance(message, Hello):
+        if isinstance(message, NodeHello):
             self.hellos.append(message)
             self.known.add(identity)
             self.node = identity
-            self.send(Welcome(run_id=RUN_ID, manifest=self.manifest, verify_key=self._verify_key, heartbeat_s=0.1))
+            self.send(NodeWelcome(run_id=RUN_ID, manifest=self.manifest, verify_key=self._verify_key, heartbeat_s=0.1))
         elif isinstance(message, ChunkRequest):
             self.chunk_requests.append(message)
             self.send(self._chunk(message))
@@ -68,11 +68,11 @@ class GatewayPeer:
         else:
             self.inbox.put_nowait(message)
 
-    def _chunk(self, request: ChunkRequest) -> Chunk | ChunkMissing:
+    def _chunk(self, request: ChunkRequest) -> WeightChunk | ChunkMissing:
         piece = self._store.chunk(request.sha256, request.offset, 100_000)
         if piece is None:
             return ChunkMissing(sha256=request.sha256)
-        return Chunk(sha256=request.sha256, offset=request.offset, data=piece, last=len(piece) < 100_000)
+        return WeightChunk(sha256=request.sha256, offset=request.offset, data=piece, last=len(piece) < 100_000)
 
     def send(self, message) -> None:
         self.send_raw(msgspec.msgpack.encode(message))

@@ -12,7 +12,7 @@ import torch
 from composer_prime.errors import DeadlineError, RunMismatchError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import (
-    Cancel,
+    CancelGenerate,
     Drain,
     Generated,
     GenerateFailed,
@@ -25,7 +25,7 @@ from composer_prime.wire.node import (
 from composer_prime.wire.types import floats, ints
 from inference.engines.local.engine import LocalEngine
 from inference.link import GatewayLink, LinkSource
-from inference.node import Node
+from inference.node import InferenceNode
 from inference.receiver import Receiver
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
@@ -46,7 +46,9 @@ def serving(folder, config, keys, publisher):
         await engine.start()
         link = GatewayLink(lambda: gateway.endpoint, node_keys.client("node"))
         source = LinkSource(link, config.chunk_timeout_s)
-        node = Node("node-a", engine, link, source, Receiver(engine, source, folder, config.canary_tolerance), config)
+        node = InferenceNode(
+            "node-a", engine, link, source, Receiver(engine, source, folder, config.canary_tolerance), config
+        )
         ended = asyncio.ensure_future(node.run())
         try:
             yield gateway, node, ended
@@ -100,7 +102,7 @@ def test_a_cancelled_request_is_not_answered(loop, serving):
             await gateway.until(lambda: gateway.node, "a node")
             gateway.generate("gone", PROMPT, max_tokens=240)
             await asyncio.sleep(0.02)
-            gateway.send(Cancel(request_id="gone", lease=1))
+            gateway.send(CancelGenerate(request_id="gone", lease=1))
             gateway.generate("next", PROMPT)
             answer = await gateway.next()
             await gateway.until(lambda: gateway.statuses and gateway.statuses[-1].running == 0, "an idle node")

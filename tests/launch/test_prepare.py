@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from composer_prime.config import Config
-from composer_prime.config.load import read
+from composer_prime.config.load import read_config
 from composer_prime.errors import ConfigError
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.run_folder import folder_state
@@ -44,7 +44,7 @@ def checkpoint(run_dir: RunDir, step: int, complete: bool = True) -> None:
 def test_new_run_directory_holds_config_id_and_private_keys(tmp_path):
     # A fresh directory gets config.json, run_id and keys that only the owner reads.
     run_dir = start(config(tmp_path)).run_dir
-    assert read(run_dir.config).run.name == "one"
+    assert read_config(run_dir.config).run.name == "one"
     assert (run_dir.root / "run_id").read_text().startswith("one-")
     for key in run_dir.keys.glob("*.curve"):
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
@@ -98,7 +98,7 @@ def test_resume_before_the_first_checkpoint_starts_over(tmp_path):
     first.run_dir.journal.mkdir()
     first.run_dir.ledger.write_text("{}\n")
     again = start(config(tmp_path, resume=True))
-    assert again.start_step == 0 and not read(again.run_dir.config).run.resume
+    assert again.start_step == 0 and not read_config(again.run_dir.config).run.resume
     assert not first.run_dir.journal.exists() and not first.run_dir.ledger.exists()
     assert (first.run_dir.keys / "server.curve").exists()
 

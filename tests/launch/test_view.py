@@ -13,10 +13,10 @@ from pathlib import Path
 
 from composer_prime.config import Config
 from composer_prime.console import clock
-from composer_prime.monitor.progress import Progress
+from composer_prime.monitor.progress import RunProgress
 from composer_prime.run.run_dir import RunDir
 from trainer.launcher.prepare import Prepared
-from trainer.launcher.summary import summary
+from trainer.launcher.summary import run_summary
 from trainer.launcher.view import PlainView, channels_text, eval_text, panel_rows, round_text, step_line
 
 CONFIG = {
@@ -32,28 +32,30 @@ def line(step: int, **more) -> dict:
 
 def test_step_line_leaves_out_what_is_missing():
     # A figure that the trainer does not report is absent, not zero.
-    (bare,) = Progress().update([line(2)])
+    (bare,) = RunProgress().update([line(2)])
     assert step_line(bare, 4) == "step 2/4  loss +0.2500"
     more = {"reward/mean": 0.5, "reward/std": 0.5, "tokens/trained": 100, "time/step_s": 2.0, "time/wait_s": 0.5}
-    (full,) = Progress().update([line(2, **more)])
+    (full,) = RunProgress().update([line(2, **more)])
     assert step_line(full, 4) == "step 2/4  reward 0.500 ±0.50  loss +0.2500  50 tok/s  2.0 s (waited 0.5 s)"
 
 
 def test_channels_say_their_figures_only_where_they_are_on():
     # Every line has counts of turns and pairs; only the losses tell that a channel is on.
-    (off,) = Progress().update([line(1, **{"sdpo/turns": 0.0, "dpo/pairs": 0.0})])
+    (off,) = RunProgress().update([line(1, **{"sdpo/turns": 0.0, "dpo/pairs": 0.0})])
     assert channels_text(off) == "" and off.joint is None
-    (none,) = Progress().update([line(1, **{"loss/sdpo": 0.0, "sdpo/turns": 0.0, "dpo/pairs": 0.0})])
+    (none,) = RunProgress().update([line(1, **{"loss/sdpo": 0.0, "sdpo/turns": 0.0, "dpo/pairs": 0.0})])
     assert channels_text(none) == "hints: 0 turns"
     hints = {"loss/sdpo": 0.03, "sdpo/turns": 41.0, "sdpo/jsd": 0.0312}
-    (both,) = Progress().update([line(1, **hints, **{"loss/replay_dpo": 0.6, "dpo/pairs": 8.0, "dpo/accuracy": 0.875})])
+    (both,) = RunProgress().update(
+        [line(1, **hints, **{"loss/replay_dpo": 0.6, "dpo/pairs": 8.0, "dpo/accuracy": 0.875})]
+    )
     assert channels_text(both) == "hints: 41 turns, jsd 0.0312  teachers: 8 pairs, accuracy 0.88"
 
 
 def test_a_joint_run_tells_of_each_round_once(capsys):
     # Steps between two rounds repeat the last one's figures; the panel keeps them, lines say them when they are new.
     joint = {"diloco/participants": 2, "diloco/bytes_sent": 3_140_000, "diloco/sync_s": 0.42}
-    progress, view = Progress(), PlainView(Config.model_validate(CONFIG))
+    progress, view = RunProgress(), PlainView(Config.model_validate(CONFIG))
     fresh = progress.update([line(step, **joint, **{"diloco/outer_step": (step + 1) // 2}) for step in (1, 2, 3, 4)])
     view.refresh(progress, fresh, None)
     said = [text.partition("] ")[2] for text in capsys.readouterr().out.splitlines() if "joint run" in text]
@@ -68,7 +70,7 @@ def test_a_joint_run_tells_of_each_round_once(capsys):
 
 def test_the_summary_names_the_joint_model_of_a_run_that_finished(tmp_path):
     # A run that was interrupted has no final model, whatever a run before it in the same folder ended with.
-    progress = Progress()
+    progress = RunProgress()
     progress.update(
         [line(4), {"step": 4, "role": "trainer", "diloco/final_outer_step": 2, "diloco/final_hash": "0badcafe"}]
     )
@@ -76,14 +78,14 @@ def test_the_summary_names_the_joint_model_of_a_run_that_finished(tmp_path):
         prepared = Prepared(
             run_dir=RunDir(tmp_path), config=Config.model_validate(CONFIG), start_step=4, notes=(), lock=lock
         )
-        finished, interrupted = (summary(prepared, progress, status, 0) for status in (0, 130))
+        finished, interrupted = (run_summary(prepared, progress, status, 0) for status in (0, 130))
     assert "  joint model outer step 2, hash 0badcafe, equal on every peer that" in finished
     assert "joint model" not in interrupted
 
 
 def test_panel_shows_progress_pace_and_who_waits():
     # Progress bar with the time left, rewards, evaluation with its interval, memory, waits.
-    progress = Progress()
+    progress = RunProgress()
     waits = {"step": 2, "time": time.time() - 7, "role": "orchestrator", "waiting_for": "batch 3: 1 of 8 groups"}
     evaluated = {"eval/a/reward_mean": 0.5, "eval/a/reward_mean_low": 0.4, "eval/a/reward_mean_high": 0.6}
     progress.update([line(1, **{"reward/mean": 0.1}), line(2, **{"reward/mean": 0.3}), {**waits, **evaluated}])
@@ -96,7 +98,7 @@ def test_panel_shows_progress_pace_and_who_waits():
 
 def test_a_resumed_run_shows_only_what_is_new(capsys):
     # Evaluations of earlier starts were shown then; the next one is news.
-    view, progress = PlainView(Config.model_validate(CONFIG)), Progress()
+    view, progress = PlainView(Config.model_validate(CONFIG)), RunProgress()
     progress.update([{"step": 0, "time": 1.0, "role": "orchestrator", "eval/a/reward_mean": 0.25}])
     view.begin(progress)
     view.refresh(progress, [], None)
@@ -109,7 +111,7 @@ def test_a_resumed_run_shows_only_what_is_new(capsys):
 def test_a_wait_that_follows_the_one_told_of_is_said_too(capsys, monkeypatch):
     # A new subject is said at once; how far the same one has come only after a pause.
     monkeypatch.setattr("trainer.view.FIRST_WAIT_S", 0.0)
-    view, progress = PlainView(Config.model_validate(CONFIG)), Progress()
+    view, progress = PlainView(Config.model_validate(CONFIG)), RunProgress()
     for what in ("the environments: loading", "evaluation of step 0: 1 of 8", "evaluation of step 0: 2 of 8"):
         progress.update([{"step": 0, "time": time.time() - 7, "role": "orchestrator", "waiting_for": what}])
         view.refresh(progress, [], None)

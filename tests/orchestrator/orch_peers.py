@@ -25,22 +25,32 @@ from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import Canary, Manifest, WeightStore, open_signed, sign
 from composer_prime.wire import types as seal
-from composer_prime.wire.node import Cancel, Generate, Generated, Hello, HelloAgain, NewVersion, Status, ToNode, Welcome
+from composer_prime.wire.node import (
+    CancelGenerate,
+    Generate,
+    Generated,
+    HelloAgain,
+    NewVersion,
+    NodeHello,
+    NodeWelcome,
+    Status,
+    ToNode,
+)
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.step import (
+    BatchNotReady,
     CheckpointRequest,
     CheckpointSaved,
-    NotReady,
-    Refused,
     RunFinished,
     StepDone,
     StepNoted,
+    StepRefused,
     StepReply,
     StepRequest,
     ToTrainer,
 )
 from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
-from orchestrator.workers.protocol import EVAL, RolloutFailure, RolloutReply, RunRollout, TurnRecord
+from orchestrator.workers.protocol import EVAL, MessageRecord, RolloutFailure, RolloutReply, RunRollout
 
 MODEL = Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy"
 RUN_ID = "orch-test"
@@ -99,8 +109,8 @@ class PeerNode:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._context.destroy(linger=0)
 
-    def _hello(self) -> Hello:
-        return Hello(node_id=self._name, engine="peer", run_id=None, version=self.version, max_concurrent=64)
+    def _hello(self) -> NodeHello:
+        return NodeHello(node_id=self._name, engine="peer", run_id=None, version=self.version, max_concurrent=64)
 
     def _send(self, message: msgspec.Struct) -> None:
         if not self._socket.closed:
@@ -126,10 +136,10 @@ class PeerNode:
                 case Generate() as request:
                     self.running.add(request.request_id)
                     loop.call_later(self.delay_s, self._answer, request)
-                case Cancel() as cancel:
+                case CancelGenerate() as cancel:
                     self.cancelled += cancel.request_id in self.running
                     self.running.discard(cancel.request_id)
-                case Welcome(manifest=manifest) if manifest:
+                case NodeWelcome(manifest=manifest) if manifest:
                     loop.call_later(self.swap_s, self._swap, manifest)
                 case NewVersion(manifest=manifest):
                     loop.call_later(self.swap_s, self._swap, manifest)
@@ -197,8 +207,8 @@ class ScriptedPool:
         for turn in range(self._turns):
             sampled = await self._generate(request, prompt)
             prompt = [*prompt, *sampled, 2, 50 + turn]
-            turns.append(TurnRecord(role="assistant", text=f"turn {turn}", num_tokens=len(sampled), call=turn))
-            turns.append(TurnRecord(role="tool", text="ok", num_tokens=2, error="bad" if turn == 0 else None))
+            turns.append(MessageRecord(role="assistant", text=f"turn {turn}", num_tokens=len(sampled), call=turn))
+            turns.append(MessageRecord(role="tool", text="ok", num_tokens=2, error="bad" if turn == 0 else None))
         reward = self._reward(request)
         failure = reward if isinstance(reward, RolloutFailure) else None
         return RolloutReply(
@@ -271,7 +281,7 @@ class PeerTrainer:
         self.publish(step)
         await self.done(step, [])
 
-    async def ask(self, step: int, rank: int, max_tokens: int = 512) -> StepReply | RunFinished | Refused:
+    async def ask(self, step: int, rank: int, max_tokens: int = 512) -> StepReply | RunFinished | StepRefused:
         """Asks until the answer is not NotReady."""
         while True:
             world = self.world_size
@@ -279,7 +289,7 @@ class PeerTrainer:
                 StepRequest(run_id=RUN_ID, step=step, rank=rank, world_size=world, max_tokens=max_tokens), rank
             )
             answer = await self.receive(rank)
-            if not isinstance(answer, NotReady):
+            if not isinstance(answer, BatchNotReady):
                 return answer
             self.waits.append(answer.waiting_for)
 

@@ -17,7 +17,7 @@ async def serve(root: Path) -> None:
     run_dir = RunDir(root)
     pool = ScriptedPool(played=root / "played.txt")
     pool.pause_s = lambda request: 0.4 * draw(request.rollout_id)
-    await Pipeline(load.read(run_dir.config), run_dir, RUN_ID, MODEL, make_pool=lambda source, spec: pool).run()
+    await Pipeline(load.read_config(run_dir.config), run_dir, RUN_ID, MODEL, make_pool=lambda source, spec: pool).run()
 
 
 if __name__ == "__main__":

@@ -10,15 +10,15 @@ from orch_groups import ended, ready
 from composer_prime.run.run_dir import RunDir
 from orchestrator.batching.batches import batch_metrics
 from orchestrator.rollouts import rollout_log
-from orchestrator.rollouts.groups import Outcome
+from orchestrator.rollouts.groups import GroupOutcome
 
 
 def test_reward_mean_counts_filtered_groups_but_not_failed_or_stale_ones():
     """The learning curve must not hide the groups in which everyone passed, nor count failures as zeros."""
     dropped = [
-        ended(1, Outcome.FILTERED, 1.0, 1.0),
-        ended(2, Outcome.FAILED, None, None),
-        ended(3, Outcome.STALE, 0.0),
+        ended(1, GroupOutcome.FILTERED, 1.0, 1.0),
+        ended(2, GroupOutcome.FAILED, None, None),
+        ended(3, GroupOutcome.STALE, 0.0),
     ]
     metrics = batch_metrics(4, [ready(0, 4, rewards=(0.0, 1.0))], dropped)
     assert metrics["reward/mean"] == 0.75
@@ -44,7 +44,7 @@ def test_tool_errors_are_a_share_of_tool_turns():
 def test_a_line_holds_what_the_contract_promises(tmp_path):
     """Task, source, reward, parts, versions, turns with role, text, token count, error, hint, and cost."""
     path = RunDir(tmp_path).rollouts(1)
-    groups = [ready(0, 0), ended(1, Outcome.FAILED, None, 1.0)]
+    groups = [ready(0, 0), ended(1, GroupOutcome.FAILED, None, 1.0)]
     rollout_log.write(path, [line for group in groups for line in rollout_log.group_lines(1, group)])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["status"] for line in lines] == ["trained", "trained", "failed", "failed"]

@@ -8,8 +8,8 @@ import pytest
 from orch_groups import ready
 
 from orchestrator.batching.buffer import Buffer
-from orchestrator.event_loop import Pulse
-from orchestrator.rollouts.groups import Outcome
+from orchestrator.event_loop import Notifier
+from orchestrator.rollouts.groups import GroupOutcome
 from orchestrator.rollouts.rollout import Lane, Permits
 
 
@@ -56,7 +56,14 @@ def test_filtered_share_counts_scored_groups_only():
     """Failed and stale groups say nothing about how hard the tasks are."""
     buffer = Buffer()
     assert buffer.filtered_share is None
-    for outcome in (Outcome.READY, Outcome.FILTERED, Outcome.FAILED, Outcome.STALE, Outcome.FILTERED, Outcome.FILTERED):
+    for outcome in (
+        GroupOutcome.READY,
+        GroupOutcome.FILTERED,
+        GroupOutcome.FAILED,
+        GroupOutcome.STALE,
+        GroupOutcome.FILTERED,
+        GroupOutcome.FILTERED,
+    ):
         buffer.note(outcome)
     assert buffer.filtered_share == 0.75
 
@@ -149,12 +156,12 @@ async def test_a_cancelled_waiter_takes_no_permit_and_a_raised_limit_is_used():
 
 async def test_a_pulse_wakes_every_waiter_and_a_condition_that_holds_needs_none():
     """wait_for looks first; every beat makes all waiters look again; time runs out without one."""
-    pulse, seen = Pulse(), []
-    assert await pulse.wait_for(lambda: True, 0.0)
-    waiters = [asyncio.create_task(pulse.wait_for(lambda: len(seen) > 1, 1.0)) for _ in range(3)]
+    notifier, seen = Notifier(), []
+    assert await notifier.wait_for(lambda: True, 0.0)
+    waiters = [asyncio.create_task(notifier.wait_for(lambda: len(seen) > 1, 1.0)) for _ in range(3)]
     for _ in range(2):
         await settle()
         seen.append(1)
-        pulse.beat()
+        notifier.notify()
     assert await asyncio.gather(*waiters) == [True] * 3
-    assert not await pulse.wait(0.01)
+    assert not await notifier.wait(0.01)

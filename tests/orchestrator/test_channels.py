@@ -10,7 +10,7 @@ from orch_groups import ended, plan, ready, rollout
 from orch_peers import MODEL, PeerTrainer, ScriptedPool, make_config
 
 from composer_prime.config import Config
-from composer_prime.traces.pairs import Pair, State
+from composer_prime.traces.pairs import Pair, PairState
 from composer_prime.wire.types import Preference, ints, pack_ints
 from orchestrator.batching.batches import batch_metrics
 from orchestrator.batching.buffer import Buffer
@@ -19,9 +19,9 @@ from orchestrator.durability import checkpoint
 from orchestrator.durability.journal import Finished, Formed, Started
 from orchestrator.durability.resume import resume
 from orchestrator.preferences.order import Cursor
-from orchestrator.rollouts.groups import FinishedGroup, Outcome
+from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.tasks.sources import Sources
-from orchestrator.workers.protocol import RolloutReply, RunRollout, SessionRecord, ToolCall, TurnRecord
+from orchestrator.workers.protocol import MessageRecord, RolloutReply, RunRollout, SessionRecord, ToolCall
 from tests.verdicts import release
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
@@ -31,7 +31,7 @@ PREFERENCE = Preference(
 
 
 def distilled(number: int, version: int = 0) -> FinishedGroup:
-    return msgspec.structs.replace(ready(number, version, rewards=(0.0, 0.0)), outcome=Outcome.DISTILLED)
+    return msgspec.structs.replace(ready(number, version, rewards=(0.0, 0.0)), outcome=GroupOutcome.DISTILLED)
 
 
 def test_distilled_groups_go_along_with_a_batch_and_make_none():
@@ -52,12 +52,12 @@ def test_distilled_groups_go_along_with_a_batch_and_make_none():
 def test_a_distilled_group_counts_as_filtered():
     """It carried no advantage, whatever else it is good for."""
     buffer = Buffer()
-    for outcome in (Outcome.READY, Outcome.DISTILLED, Outcome.FILTERED, Outcome.DISTILLED):
+    for outcome in (GroupOutcome.READY, GroupOutcome.DISTILLED, GroupOutcome.FILTERED, GroupOutcome.DISTILLED):
         buffer.note(outcome)
     assert buffer.filtered_share == 0.75
     hinted = rollout("a", 0.0, hints={"found": 2, "hinted": 1, "skipped/cut": 1, "kind/bad_json": 2})
     group = msgspec.structs.replace(distilled(1), rollouts=[hinted, rollout("b", 0.0)])
-    metrics = batch_metrics(0, [ready(0, 0), group], [ended(2, Outcome.FILTERED, 1.0)])
+    metrics = batch_metrics(0, [ready(0, 0), group], [ended(2, GroupOutcome.FILTERED, 1.0)])
     assert (metrics["groups/filtered"], metrics["groups/distilled"], metrics["batch/groups"]) == (2, 1, 1)
     assert metrics["groups/filtered_share"] == pytest.approx(2 / 3)
     counts = {name: value for name, value in metrics.items() if name.startswith("hints/")}
@@ -66,7 +66,7 @@ def test_a_distilled_group_counts_as_filtered():
 
 def test_a_resumed_batch_has_its_pairs_and_the_cursor_moves_on():
     """Pairs are served again as they were; the next batch draws after the newest one that was formed."""
-    state = checkpoint.State(
+    state = checkpoint.OrchestratorState(
         run_id="run", step=1, seed=3, journal_seq=3, next_group=2, in_flight=[], ready=[], dropped=[], batches={2: [0]},
         curricula={}, counters={}, pairs=Cursor(position=2, known=9),
     )  # fmt: skip
@@ -84,7 +84,7 @@ def test_a_resumed_batch_has_its_pairs_and_the_cursor_moves_on():
         Formed(seq=5, step=3, groups=[1], dropped=[], metrics={}, preferences=[], pairs=later),
     ]
     found = resume(state, entries, sources)
-    assert found.pairs == later and found.batches[3].groups[0].outcome is Outcome.DISTILLED
+    assert found.pairs == later and found.batches[3].groups[0].outcome is GroupOutcome.DISTILLED
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(entries[2]), type=Formed)
     assert again == entries[2]
 
@@ -106,10 +106,10 @@ class ToolPool(ScriptedPool):
         second = await self._generate(request, prompt)
         calls = [ToolCall(id="c", name="plus", arguments="{}")]
         turns = [
-            TurnRecord(role="user", text="q"),
-            TurnRecord(role="assistant", text="a", num_tokens=len(first), call=0, parent=0, tool_calls=calls),
-            TurnRecord(role="tool", text=told["content"], error=told["content"], num_tokens=9, parent=1),
-            TurnRecord(role="assistant", text="b", num_tokens=len(second), call=1, parent=2),
+            MessageRecord(role="user", text="q"),
+            MessageRecord(role="assistant", text="a", num_tokens=len(first), call=0, parent=0, tool_calls=calls),
+            MessageRecord(role="tool", text=told["content"], error=told["content"], num_tokens=9, parent=1),
+            MessageRecord(role="assistant", text="b", num_tokens=len(second), call=1, parent=2),
         ]
         reward = float(self._reward(request))
         session = SessionRecord(session_id=request.rollout_id, agent="a", trainable=True, reward=reward, tools=TOOLS)
@@ -120,7 +120,7 @@ class ToolPool(ScriptedPool):
 def both_channels(root, *, max_steps: int, resume_: bool = False, **orchestrator: Any) -> Config:
     pairs = root / "pairs.jsonl"
     if not pairs.exists():
-        states = [State(state_id=str(n), messages=[{"role": "user", "content": f"Say {n}."}]) for n in range(5)]
+        states = [PairState(state_id=str(n), messages=[{"role": "user", "content": f"Say {n}."}]) for n in range(5)]
         made = [
             Pair(trace="t", state=state, chosen={"role": "assistant", "content": "yes"},
                  rejected={"role": "assistant", "content": "no"}, epsilon=0.125)

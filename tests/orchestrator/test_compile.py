@@ -14,7 +14,7 @@ from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, floats, ints
 from orchestrator.rollouts.groups import GroupPlan
 from orchestrator.rollouts.samples import compile_rollout, with_advantage
-from orchestrator.workers.protocol import RolloutReply, SessionRecord, TurnRecord
+from orchestrator.workers.protocol import MessageRecord, RolloutReply, SessionRecord
 
 ONE_SESSION = [SessionRecord(session_id="r", agent="policy", trainable=True, reward=1.0)]
 PLAN = GroupPlan(group=3, source="s", task_index=1, seed=5, size=4)
@@ -120,8 +120,8 @@ def test_a_worker_that_saw_other_turns_is_contradicted(counts, said):
         compiled([record([1], [2, 3])], turns=shown(*counts), sessions=ONE_SESSION)
 
 
-def shown(*counts: int) -> list[TurnRecord]:
-    return [TurnRecord(role="assistant", text="", call=call, num_tokens=count) for call, count in enumerate(counts)]
+def shown(*counts: int) -> list[MessageRecord]:
+    return [MessageRecord(role="assistant", text="", call=call, num_tokens=count) for call, count in enumerate(counts)]
 
 
 def test_a_reply_that_the_rollout_never_saw_is_not_trained():

@@ -93,7 +93,7 @@ async def test_a_killed_orchestrator_loses_and_repeats_nothing(run_dir, tmp_path
         assert (await third.checkpoint(9)).error is None
         assert await asyncio.to_thread(process.wait, 10) == 0
 
-    assert ledger.check(run_dir.ledger) == []
+    assert ledger.check_ledger(run_dir.ledger) == []
     assert sorted(ledger.effective(run_dir.ledger)) == list(range(1, 10))
     after = [line.split() for line in (run_dir.root / "played.txt").read_text().splitlines()][len(before) :]
     assert not {rollout_id.split("-")[0] for rollout_id, _, _ in after} & finished
@@ -126,7 +126,7 @@ async def test_a_trainer_that_restarts_alone_gets_its_batches_again(open_run, ru
             await second.checkpoint(6)
             async with asyncio.timeout(10):
                 await run.task
-    assert ledger.check(run_dir.ledger) == []
+    assert ledger.check_ledger(run_dir.ledger) == []
 
 
 async def run_until_killed(run_dir: RunDir, tmp_path: Path, life_s: float | None, max_steps: int) -> bool:
@@ -168,6 +168,6 @@ async def test_any_number_of_crashes_at_any_moment_leaves_a_clean_ledger(run_dir
     for _ in range(12):
         ended = ended or await run_until_killed(run_dir, tmp_path, moments.uniform(0.2, 2.0), 60)
     assert ended or await run_until_killed(run_dir, tmp_path, None, 60)
-    assert ledger.check(run_dir.ledger) == []
+    assert ledger.check_ledger(run_dir.ledger) == []
     assert sorted(ledger.effective(run_dir.ledger)) == list(range(1, 61))
     assert len(list(run_dir.journal.iterdir())) <= 6

@@ -56,7 +56,7 @@ async def test_a_sibling_that_keeps_failing_is_left_out_and_never_scored_zero(op
         assert [line["reward"] for line in failed] == [None, None]
         assert [line["error"]["kind"] for line in failed] == ["sandbox", "sandbox"]
         assert replies[0].metrics["reward/mean"] == 1 / 3
-        assert run.pipeline.steering.dispatcher.retries >= 2
+        assert run.pipeline.scheduler.dispatcher.retries >= 2
 
 
 async def test_a_rollout_that_lacks_a_wanted_metric_fails_alone(open_run, run_dir, tmp_path):
@@ -86,9 +86,9 @@ async def test_a_group_with_too_few_rollouts_is_dropped_and_counted(open_run, ru
         await trainer.attach(0)
         for step in range(1, 5):
             await trainer.train(step)
-        counters = run.pipeline.steering.counters
+        counters = run.pipeline.scheduler.counters
         assert counters["failed"] > 0
-        assert run.pipeline.steering.dispatcher.retries == 0
+        assert run.pipeline.scheduler.dispatcher.retries == 0
         assert all(reply.metrics["batch/groups"] == 2 for [reply] in trainer.steps.values())
 
 
@@ -149,8 +149,8 @@ async def test_a_slow_group_does_not_hold_the_others_up_and_is_cancelled_when_to
         assert time.monotonic() - begun < 8
         trained = {name.split("-")[0] for replies in trainer.steps.values() for name in sample_ids(replies)}
         assert "g000001" not in trained
-        assert run.pipeline.steering.counters["stale"] == 1
-        assert 1 not in run.pipeline.steering.dispatcher.flights
+        assert run.pipeline.scheduler.counters["stale"] == 1
+        assert 1 not in run.pipeline.scheduler.dispatcher.flights
 
 
 async def test_a_rollout_past_its_deadline_is_a_failure_of_kind_timeout(open_run, run_dir, tmp_path):

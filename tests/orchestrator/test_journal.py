@@ -11,7 +11,7 @@ from orch_groups import ended, plan, ready
 
 from composer_prime.errors import CheckpointError
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Journal, Started
-from orchestrator.rollouts.groups import Outcome
+from orchestrator.rollouts.groups import GroupOutcome
 
 
 def entries(count: int) -> list[Entry]:
@@ -36,7 +36,7 @@ async def written(folder: Path, made: list[Entry], **options: int) -> Journal:
 
 async def test_entries_come_back_in_order_and_numbers_go_on(tmp_path):
     """What was appended is read back whole, in order; the next sequence number follows the last one."""
-    made = [*entries(4), Dropped(seq=11, group=ended(9, Outcome.STALE, 1.0))]
+    made = [*entries(4), Dropped(seq=11, group=ended(9, GroupOutcome.STALE, 1.0))]
     await (await written(tmp_path, made)).close()
     journal, found = Journal.resume(tmp_path)
     assert found == made

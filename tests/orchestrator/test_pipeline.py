@@ -9,7 +9,7 @@ from orch_peers import RUN_ID, PeerTrainer, ScriptedPool, make_config, sample_id
 
 from composer_prime.errors import CheckpointError, DeadlineError
 from composer_prime.run import ledger
-from composer_prime.wire.step import Refused, RunFinished, StepRequest
+from composer_prime.wire.step import RunFinished, StepRefused, StepRequest
 
 
 async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir, tmp_path):
@@ -27,7 +27,7 @@ async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir,
         assert isinstance(await trainer.ask(5, 0), RunFinished)
         async with asyncio.timeout(10):
             await run.task
-        assert ledger.check(run_dir.ledger) == []
+        assert ledger.check_ledger(run_dir.ledger) == []
         assert sorted(ledger.effective(run_dir.ledger)) == [1, 2, 3, 4]
         for step in range(1, 5):
             trained = {line["rollout_id"] for line in await run.rollouts(step) if line["status"] == "trained"}
@@ -104,7 +104,7 @@ async def test_samples_that_were_not_served_are_refused(open_run, run_dir, tmp_p
         trainer.publish(1)
         await trainer.done(1, ["g000000-0/0", "stranger"])
         refused = await trainer.receive()
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, StepRefused)
         assert "step 1 trained 2 samples" in refused.error
         await trainer.done(3, [])
         assert "stands after step 0" in (await trainer.receive()).error
@@ -166,7 +166,7 @@ async def test_a_starting_run_says_what_is_really_missing(open_run, run_dir, tmp
 
 async def test_a_run_that_begins_with_an_evaluation_says_that_it_waits_for_it(open_run, tmp_path, monkeypatch):
     """First for the environments; once they are loaded, before the next regular line, for the evaluation."""
-    monkeypatch.setattr("orchestrator.vigil._REPORT_S", 60.0)
+    monkeypatch.setattr("orchestrator.watchdog._REPORT_S", 60.0)
     pool = LoadingPool()
     config = make_config(tmp_path, eval={"every_steps": 2, "tasks": 2})
     async with open_run(config, pool, node=False) as run, asyncio.timeout(30):

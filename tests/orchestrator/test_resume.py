@@ -12,10 +12,10 @@ from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorCon
 from composer_prime.errors import CheckpointError
 from composer_prime.run.run_dir import RunDir
 from orchestrator.durability import checkpoint
-from orchestrator.durability.checkpoint import State
+from orchestrator.durability.checkpoint import OrchestratorState
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Started
 from orchestrator.durability.resume import resume
-from orchestrator.rollouts.groups import Outcome
+from orchestrator.rollouts.groups import GroupOutcome
 from orchestrator.tasks.sources import Sources
 
 
@@ -26,12 +26,12 @@ def sources(**curriculum: Any) -> Sources:
     return Sources(config, seed=3, num_tasks={"s": 10})
 
 
-def state(**changes: Any) -> State:
+def state(**changes: Any) -> OrchestratorState:
     base = {
         "run_id": "run", "step": 1, "seed": 3, "journal_seq": 10, "next_group": 6, "in_flight": [plan(4), plan(5)],
         "ready": [2], "dropped": [3], "batches": {2: [0, 1]}, "curricula": sources().state(), "counters": {"ready": 3},
     }  # fmt: skip
-    return State(**(base | changes))
+    return OrchestratorState(**(base | changes))
 
 
 def before() -> list[Entry]:
@@ -42,7 +42,7 @@ def before() -> list[Entry]:
         Finished(seq=7, group=ready(0)),
         Finished(seq=8, group=ready(1)),
         Finished(seq=9, group=ready(2)),
-        Dropped(seq=10, group=ended(3, Outcome.FILTERED, 1.0, 1.0)),
+        Dropped(seq=10, group=ended(3, GroupOutcome.FILTERED, 1.0, 1.0)),
     ]
 
 
@@ -68,7 +68,7 @@ def test_what_happened_after_the_checkpoint_counts():
         Started(seq=13, plan=plan(7)),
         Formed(seq=14, step=3, groups=[2, 4], dropped=[3], metrics={}),
         Finished(seq=15, group=ready(7)),
-        Dropped(seq=16, group=ended(6, Outcome.FAILED, None)),
+        Dropped(seq=16, group=ended(6, GroupOutcome.FAILED, None)),
     ]
     found = resume(state(), [*before(), FORMED_2, *after], sources())
     assert sorted(found.batches) == [2, 3]
@@ -81,7 +81,7 @@ def test_what_happened_after_the_checkpoint_counts():
 
 def test_a_ready_group_that_went_stale_stays_gone():
     """A group that was swept out of the buffer after the checkpoint doesn't come back."""
-    stale = ready(2).without_samples(Outcome.STALE)
+    stale = ready(2).without_samples(GroupOutcome.STALE)
     found = resume(state(), [*before(), FORMED_2, Dropped(seq=11, group=stale)], sources())
     assert found.ready == {}
     assert [group.plan.group for group in found.dropped] == [3, 2]
@@ -118,13 +118,13 @@ def test_a_missing_group_is_named():
 def test_the_state_file_survives_a_round_trip_and_refuses_another_run(tmp_path):
     """state.json reads back equal; a state of another run, a torn one and a missing one are refused by name."""
     run_dir = RunDir(tmp_path)
-    checkpoint.save(run_dir, state())
-    assert checkpoint.load(run_dir, 1, "run") == state()
+    checkpoint.save_state(run_dir, state())
+    assert checkpoint.load_state(run_dir, 1, "run") == state()
     with pytest.raises(CheckpointError, match="belongs to run 'run', this is run 'other'"):
-        checkpoint.load(run_dir, 1, "other")
+        checkpoint.load_state(run_dir, 1, "other")
     path = checkpoint.state_path(run_dir, 1)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(CheckpointError, match="not an orchestrator state"):
-        checkpoint.load(run_dir, 1, "run")
+        checkpoint.load_state(run_dir, 1, "run")
     with pytest.raises(CheckpointError, match="no orchestrator state"):
-        checkpoint.load(run_dir, 2, "run")
+        checkpoint.load_state(run_dir, 2, "run")

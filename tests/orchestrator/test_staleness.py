@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.batching.buffer import Versions, last_batch, oldest_accepted, places
+from orchestrator.batching.buffer import Versions, free_slots, last_batch, oldest_accepted
 
 
 def room(version: int, formed: int, under_way: int, max_staleness: int, groups: int = 4, steps: int = 100) -> int:
-    return places(
+    return free_slots(
         version=version,
         formed=formed,
         under_way=under_way,

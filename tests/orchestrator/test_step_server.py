@@ -16,9 +16,17 @@ from orch_peers import RUN_ID, PeerTrainer
 from composer_prime.errors import CheckpointError, PortInUseError, RunMismatchError
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.wire.sockets import dealer
-from composer_prime.wire.step import CheckpointRequest, NotReady, Refused, RunFinished, StepDone, StepReply, StepRequest
+from composer_prime.wire.step import (
+    BatchNotReady,
+    CheckpointRequest,
+    RunFinished,
+    StepDone,
+    StepRefused,
+    StepReply,
+    StepRequest,
+)
 from orchestrator.batching.batches import Batch, Batches
-from orchestrator.event_loop import Pulse
+from orchestrator.event_loop import Notifier
 from orchestrator.step_server import StepServer
 
 
@@ -26,7 +34,7 @@ class Served:
     """A step server around two formed batches, and what it was told."""
 
     def __init__(self, keys: RunKeys) -> None:
-        self.batches, self.changed = Batches(RUN_ID), Pulse()
+        self.batches, self.changed = Batches(RUN_ID), Notifier()
         self.orders: list[str] = []
         self.server = StepServer(
             run_id=RUN_ID,
@@ -43,7 +51,7 @@ class Served:
     def form(self, step: int) -> None:
         groups = [ready(2 * step, step - 1), ready(2 * step + 1, step - 1)]
         self.batches.add(Batch(step=step, groups=groups, metrics={"reward/mean": 0.5}))
-        self.changed.beat()
+        self.changed.notify()
 
     async def _step_done(self, message: StepDone) -> None:
         if message.step == 8:
@@ -95,7 +103,7 @@ async def test_a_waiting_rank_hears_every_two_seconds_what_for(serve):
     """NotReady comes within two seconds and says what the batch lacks."""
     async with serve() as (_, trainer):
         await trainer.send(request())
-        assert await trainer.receive(0, 2.0) == NotReady(step=1, waiting_for="batch 1: 1 of 2 groups")
+        assert await trainer.receive(0, 2.0) == BatchNotReady(step=1, waiting_for="batch 1: 1 of 2 groups")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +123,7 @@ async def test_what_does_not_belong_is_refused_with_its_reason(serve, changes, s
         assert isinstance(await trainer.receive(0), StepReply)
         await trainer.send(request(**changes), 1)
         refused = await trainer.receive(1)
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, StepRefused)
         assert said in refused.error
         await trainer.send(request(rank=1), 1)
         assert isinstance(await trainer.receive(1), StepReply)
@@ -127,7 +135,7 @@ async def test_a_sample_that_fits_no_row_is_refused(serve):
         served.form(1)
         await trainer.send(request(max_tokens=2))
         refused = await trainer.receive()
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, StepRefused)
         assert "3 tokens" in refused.error
 
 
@@ -218,7 +226,7 @@ async def test_a_trained_step_is_not_served_again_unasked(serve):
         served.batches.done(1, 1)
         await trainer.send(request())
         answer = await trainer.receive(0, 3.0)
-        assert isinstance(answer, NotReady)
+        assert isinstance(answer, BatchNotReady)
         assert "rank 0 has not said that it restarts before 1" in answer.waiting_for
 
 

@@ -11,7 +11,7 @@ from test_packing import sample
 
 from composer_prime.errors import ConfigError, RunMismatchError
 from composer_prime.packing.pack import pack, totals
-from composer_prime.wire.types import Distillation, Preference, Sample, flags, floats, ints, pack_ints, verify
+from composer_prime.wire.types import HintedTurn, Preference, Sample, flags, floats, ints, pack_ints, verify
 
 ROW = {"run_id": "r", "step": 5, "world_size": 1, "max_tokens": 400}
 
@@ -23,7 +23,7 @@ def hinted(index: int, length: int, turns: list[tuple[int, int]]) -> Sample:
     for number, (start, end) in enumerate(turns):
         teacher = np.r_[ids[:start], [7, 7, number], ids[start:end]]
         distillations.append(
-            Distillation(start=start, end=end, teacher_ids=pack_ints(teacher), teacher_start=start + 3,
+            HintedTurn(start=start, end=end, teacher_ids=pack_ints(teacher), teacher_start=start + 3,
                          weight=1.0 + number, turn=number, error="tool_not_found")
         )  # fmt: skip
     return msgspec.structs.replace(plain, distillations=distillations)

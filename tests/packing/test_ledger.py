@@ -9,7 +9,7 @@ import pytest
 
 from composer_prime.errors import CheckpointError
 from composer_prime.monitor.metrics_file import MetricsFile
-from composer_prime.run.ledger import append_rewind, append_step, check, effective
+from composer_prime.run.ledger import append_rewind, append_step, check_ledger, effective
 
 
 def test_rewind_drops_later_steps(tmp_path):
@@ -22,7 +22,7 @@ def test_rewind_drops_later_steps(tmp_path):
     append_step(path, 2, ["c"])
     append_step(path, 3, ["e"])
     assert effective(path) == {1: ["a", "b"], 2: ["c"], 3: ["e"]}
-    assert check(path) == []
+    assert check_ledger(path) == []
 
 
 def test_check_finds_doubles_and_gaps(tmp_path):
@@ -30,7 +30,7 @@ def test_check_finds_doubles_and_gaps(tmp_path):
     path = tmp_path / "ledger.jsonl"
     append_step(path, 1, ["a"])
     append_step(path, 3, ["a"])
-    assert check(path) == ["steps [2] are missing", "sample a was trained in steps 1 and 3"]
+    assert check_ledger(path) == ["steps [2] are missing", "sample a was trained in steps 1 and 3"]
     append_step(path, 3, ["z"])
     with pytest.raises(CheckpointError, match="step 3 stands twice"):
         effective(path)
@@ -49,7 +49,7 @@ def test_a_torn_line_is_not_a_step(tmp_path):
 
 def test_an_empty_run_has_an_empty_ledger(tmp_path):
     # No file yet: nothing was trained, nothing is wrong.
-    assert effective(tmp_path / "none.jsonl") == {} and check(tmp_path / "none.jsonl") == []
+    assert effective(tmp_path / "none.jsonl") == {} and check_ledger(tmp_path / "none.jsonl") == []
 
 
 def test_metrics_lines_of_many_writers_never_mix(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_packing import sample
 
 from composer_prime.packing.pack import pack
-from composer_prime.packing.prefixes import MAX_NESTED, MIN_SAVED, Tree, common_prefix, layout
+from composer_prime.packing.prefixes import MAX_NESTED, MIN_SAVED, Tree, common_prefix, prefix_layout
 
 pieces = st.sampled_from([[1] * 3, [2] * 20, [3] * 40, [4], [5, 6, 7]])
 documents = st.lists(
@@ -43,7 +43,7 @@ def test_every_token_is_stood_for_by_an_equal_one_at_its_place(documents, share)
     # in exactly the documents and add up to what is computed.
     row = np.concatenate(documents)
     positions = np.concatenate([np.arange(len(document)) for document in documents])
-    plan = layout(documents, share=share)
+    plan = prefix_layout(documents, share=share)
     assert np.array_equal(row[plan.kept][plan.where], row)
     assert np.array_equal(positions[plan.kept][plan.where], positions)
     assert sum(tree.tokens for tree in plan.trees) == len(plan.kept) == len(set(plan.kept.tolist())) <= len(row)
@@ -58,7 +58,7 @@ def test_forks_within_forks():
     # Three documents over a prompt of 20, two of which share 30 more, and a stranger: 20 + 30 + 5 + 6 + 7 + 9 tokens.
     prompt, middle = list(range(100, 120)), list(range(200, 230))
     documents = [[*prompt, *middle, *[1] * 5], [*prompt, *[2] * 7], list(range(9)), [*prompt, *middle, *[3] * 6]]
-    plan = layout([np.array(document) for document in documents])
+    plan = prefix_layout([np.array(document) for document in documents])
     fork = Tree(run=30, branches=(Tree(run=5), Tree(run=6)))
     assert plan.trees == (Tree(run=20, branches=(fork, Tree(run=7))), Tree(run=9))
     assert plan.trees[0].tokens == 68 and plan.trees[0].pairs() == 55**2 + (56**2 - 50**2) + (27**2 - 20**2)
@@ -67,19 +67,19 @@ def test_forks_within_forks():
 def test_a_fork_must_pay():
     # Two documents with 15 equal tokens stay apart, five of them share; parts of a group may share more than the whole.
     few = [np.array([7] * (MIN_SAVED - 1) + [index]) for index in range(2)]
-    assert layout(few).trees == (Tree(run=MIN_SAVED), Tree(run=MIN_SAVED))
+    assert prefix_layout(few).trees == (Tree(run=MIN_SAVED), Tree(run=MIN_SAVED))
     many = [np.array([7] * (MIN_SAVED - 1) + [index]) for index in range(5)]
-    assert layout(many).trees == (Tree(run=MIN_SAVED - 1, branches=(Tree(run=1),) * 5),)
+    assert prefix_layout(many).trees == (Tree(run=MIN_SAVED - 1, branches=(Tree(run=1),) * 5),)
     pairs = [np.array([7, kind] + [kind] * 30 + [index]) for kind in (1, 2) for index in (3, 4)]
-    assert layout(pairs).trees == (Tree(run=32, branches=(Tree(run=1), Tree(run=1))),) * 2
+    assert prefix_layout(pairs).trees == (Tree(run=32, branches=(Tree(run=1), Tree(run=1))),) * 2
 
 
 def test_equal_documents_keep_a_token_of_their_own():
     # Identical documents, and one that is the beginning of another: all but the shorter's last token is shared.
     same = np.arange(40)
     assert common_prefix(same, same) == 39 and common_prefix(same, same[:30]) == 29
-    assert layout([same] * 3).trees == (Tree(run=39, branches=(Tree(run=1),) * 3),)
-    assert layout([same, same[:30]]).trees == (Tree(run=29, branches=(Tree(run=11), Tree(run=1))),)
+    assert prefix_layout([same] * 3).trees == (Tree(run=39, branches=(Tree(run=1),) * 3),)
+    assert prefix_layout([same, same[:30]]).trees == (Tree(run=29, branches=(Tree(run=11), Tree(run=1))),)
 
 
 def nested(tree: Tree) -> int:
@@ -90,7 +90,7 @@ def test_forks_nest_so_deep_and_no_deeper():
     # 600 documents, each leaving the rest one token later: the first forks are shared, what is deeper stays apart, and
     # every token is still stood for by an equal one.
     ladder = [np.array([7] * (20 + step) + [100 + step]) for step in range(600)]
-    plan = layout(ladder)
+    plan = prefix_layout(ladder)
     row = np.concatenate(ladder)
     assert np.array_equal(row[plan.kept][plan.where], row)
     assert max(map(nested, plan.trees)) == MAX_NESTED

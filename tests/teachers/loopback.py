@@ -17,8 +17,8 @@ from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.llm.budget import Budget
 from composer_prime.run.costs import read_costs, spent
-from composer_prime.traces.replay.records import Records, votes_beside
-from composer_prime.traces.replay.replay import Progress, Replay
+from composer_prime.traces.replay.records import ReplayRecords, votes_beside
+from composer_prime.traces.replay.replay import Replay, ReplayProgress
 from composer_prime.traces.replay.teachers.pool import TeacherPool
 from composer_prime.traces.state import TraceState
 from tests.chat_server import chat_server
@@ -195,10 +195,10 @@ def run_config(tmp_path: Path, url: str, path: str = "tiny", **teachers: Any) ->
 
 async def replayed(
     tmp_path: Path, config: TeachersConfig, states: Any, scorer: Any = None, addresses: dict[str, str] | None = None
-) -> Progress:
+) -> ReplayProgress:
     """One replay over the files of `tmp_path`; `addresses`: where models are to be found instead."""
     budget = Budget(config.budget, tmp_path / "costs.jsonl")
-    records = Records(tmp_path / "pairs.jsonl", votes_beside(tmp_path / "pairs.jsonl"))
+    records = ReplayRecords(tmp_path / "pairs.jsonl", votes_beside(tmp_path / "pairs.jsonl"))
     pool = TeacherPool(config, budget, addresses)
     try:
         return await Replay(config, pool, budget, records, scorer).run(states)
@@ -215,7 +215,7 @@ def play(tmp_path: Path, states: Any, script: Any = None, endpoint: Endpoint | N
     """(progress, endpoint) of one replay."""
     played = endpoint or Endpoint(answers=overrule, script=script or {})
 
-    async def run() -> Progress:
+    async def run() -> ReplayProgress:
         async with serving(played):
             return await replayed(tmp_path, configured(tmp_path, played.url, **more), states)
 

@@ -16,7 +16,7 @@ from composer_prime.run.costs import read_costs
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
-from composer_prime.traces.replay.replay import Progress
+from composer_prime.traces.replay.replay import ReplayProgress
 from composer_prime.traces.state import TraceState, read_states, write_state
 
 
@@ -93,7 +93,7 @@ class BrokenScorer:
 # A fault that breaks every state after its votes stops the replay: the kill switch takes what was paid for nothing as
 # failed, and a repeated replay knows of it. The votes are written down.
 def test_the_kill_switch_sees_states_that_break(tmp_path: Path) -> None:
-    async def run(states: list[TraceState]) -> Progress:
+    async def run(states: list[TraceState]) -> ReplayProgress:
         async with serving(Endpoint(answers=lambda model, messages: f"All done, says {model}.")) as endpoint:
             config = configured(tmp_path, endpoint.url, voting="all", concurrent_states=1, kill=kill)
             return await replayed(tmp_path, config, states, BrokenScorer())

@@ -14,15 +14,15 @@ from loopback import Endpoint, call, configured, replayed, serving, state
 from composer_prime.config import Config
 from composer_prime.config.teachers import GateConfig
 from composer_prime.errors import ConfigError
-from composer_prime.plan.preflight import check
-from composer_prime.traces.pairs import Pair, PairFile, State, check_binding, gate_file, read_gate
+from composer_prime.plan.preflight import check_start
+from composer_prime.traces.pairs import Pair, PairFile, PairState, check_binding, gate_file, read_gate
 from composer_prime.traces.replay.actions.canonical import RULES
 from composer_prime.traces.replay.gate.chart import draw
 from composer_prime.traces.replay.gate.density import Density, Margins, fleiss_kappa, measure
 from composer_prime.traces.replay.gate.margins import base_margins
 from composer_prime.traces.replay.gate.report import main, text
 from composer_prime.traces.replay.gate.running_gate import RunningGate
-from composer_prime.traces.replay.records import Records, StateRecord, VoteRecord, votes_beside
+from composer_prime.traces.replay.records import ReplayRecords, StateRecord, VoteRecord, votes_beside
 from orchestrator.preferences.mixer import Released
 from tests.verdicts import release
 
@@ -45,7 +45,7 @@ def record(trace: str, number: int, forms: str, *, usd: float = 0.2, seconds: fl
 
 def pair(trace: str, number: int) -> Pair:
     sides = [{"role": "assistant", "tool_calls": [call(name, {"n": number})]} for name in ("cat", "ls")]
-    asked = State(state_id=f"{trace}/{number}", messages=[{"role": "user", "content": str(number)}])
+    asked = PairState(state_id=f"{trace}/{number}", messages=[{"role": "user", "content": str(number)}])
     return Pair(trace=trace, state=asked, chosen=sides[0], rejected=sides[1], epsilon=1 / 6)
 
 
@@ -172,7 +172,7 @@ def test_a_verdict_holds_for_what_it_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", [b"{}", b'{"trace": "\xff"}', b"no pair"])
 def test_a_verdict_covers_what_was_measured(line: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pairs = tmp_path / "pairs.jsonl"
-    Records(pairs, votes_beside(pairs)).add(record("a", 0, "xx"), [pair("a", number) for number in range(3)])
+    ReplayRecords(pairs, votes_beside(pairs)).add(record("a", 0, "xx"), [pair("a", number) for number in range(3)])
     whole = pairs.read_bytes()
     pairs.write_bytes(whole + msgspec.json.encode(pair("a", 3)))  # without the end of its line
     assert main([str(pairs)]) == 1 and "3 (3 with epsilon" in capsys.readouterr().out
@@ -214,7 +214,7 @@ def test_the_running_gate(tmp_path: Path) -> None:
     config = GateConfig(window_pairs=16, min_pairs_a_trace=2.0)
 
     async def come(scorer, numbers: range) -> RunningGate:
-        records = Records(pairs, votes_beside(pairs))
+        records = ReplayRecords(pairs, votes_beside(pairs))
         gate = RunningGate(config, records, scorer)
         for number in numbers:
             made = pair(f"t{number // 2}", number)
@@ -244,7 +244,7 @@ def test_the_running_gate(tmp_path: Path) -> None:
     check_binding(gate, PairFile(pairs))
     pairs.write_bytes(pairs.read_bytes().replace(b"cat", b"dog", 1))
     with pytest.raises(ConfigError, match=first.verdicts[0].digest):
-        RunningGate(config, Records(pairs, votes_beside(pairs)), None)
+        RunningGate(config, ReplayRecords(pairs, votes_beside(pairs)), None)
 
 
 # When no more states come, what is left has its verdict too; what is too little for one does not, and the log says so.
@@ -252,7 +252,7 @@ def test_what_is_left_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     pairs = tmp_path / "pairs.jsonl"
 
     async def come(numbers: range) -> list[tuple[int, int, bool]]:
-        records = Records(pairs, votes_beside(pairs))
+        records = ReplayRecords(pairs, votes_beside(pairs))
         gate = RunningGate(GateConfig(window_pairs=32, min_pairs_a_trace=1.0), records, Likes())
         for number in numbers:
             made = pair(f"t{number}", number)
@@ -279,7 +279,7 @@ def test_a_window_that_fills_meanwhile(tmp_path: Path) -> None:
             return await super().logprob_per_token(messages, tools, answer)
 
     async def run() -> list[tuple[int, int]]:
-        records, scorer = Records(tmp_path / "pairs.jsonl", tmp_path / "votes.jsonl"), Waits()
+        records, scorer = ReplayRecords(tmp_path / "pairs.jsonl", tmp_path / "votes.jsonl"), Waits()
         gate = RunningGate(GateConfig(window_pairs=16, min_pairs_a_trace=1.0), records, scorer)
 
         def come(numbers: range) -> None:
@@ -307,7 +307,7 @@ def test_a_trace_over_two_windows(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     pairs = tmp_path / "pairs.jsonl"
 
     async def come(numbers: range, density: float) -> list[tuple[int, int, bool]]:
-        records = Records(pairs, votes_beside(pairs))
+        records = ReplayRecords(pairs, votes_beside(pairs))
         gate = RunningGate(GateConfig(window_pairs=16, min_pairs_a_trace=density), records, Likes())
         for number in numbers:
             trace = "long" if number < 24 else f"t{number % 8}"
@@ -331,7 +331,7 @@ def test_a_state_that_was_replayed_anew_counts_once(tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
 
     async def come() -> None:
-        records = Records(pairs, votes_beside(pairs))
+        records = ReplayRecords(pairs, votes_beside(pairs))
         gate = RunningGate(GateConfig(window_pairs=16, min_pairs_a_trace=1.5), records, Likes())
         for number in range(16):
             made = pair(f"t{number}", number)
@@ -360,4 +360,4 @@ def problems(pairs: Path, weight: float) -> str:
             "channels": {"replay_dpo": {"weight": weight}},
         }
     )
-    return "\n".join(check(config, gpus=0).problems)
+    return "\n".join(check_start(config, gpus=0).problems)

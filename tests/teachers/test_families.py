@@ -9,7 +9,7 @@ import pytest
 from loopback import Endpoint, configured, replayed, serving, state
 
 from composer_prime.llm.families import UNKNOWN, family_named, family_of
-from composer_prime.traces.ingest.command import parser
+from composer_prime.traces.ingest.command import ingest_parser
 from composer_prime.traces.replay.records import read_records, votes_beside
 
 MODELS = ("claude-a", "qwen-b", "glm-c")
@@ -36,7 +36,7 @@ def test_spellings(tmp_path: Path, spelled: str) -> None:
     pool = [teacher.model_dump() for teacher in configured(tmp_path, "http://x/v1", models=MODELS).teacher]
     named = configured(tmp_path, "http://x/v1", teacher=[{**pool[0], "family": spelled}, *pool[1:]])
     assert named.teacher[0].known_family == "claude"
-    assert parser().parse_args(["x", "-o", "y", "--family", spelled]).family == "claude"
+    assert ingest_parser().parse_args(["x", "-o", "y", "--family", spelled]).family == "claude"
 
 
 # Makers stand for their models; a family that no rule knows is one word, in lower case.

@@ -12,10 +12,10 @@ from composer_prime.config.load import resolve
 from composer_prime.config.teachers import BudgetConfig, TeacherConfig
 from composer_prime.errors import ConfigError
 from composer_prime.llm.budget import Budget
-from composer_prime.llm.cache import Answer, AnswerCache, Question
+from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.prices import price_of
 from composer_prime.run.costs import CostLedger, read_costs, spent
-from composer_prime.traces.replay.teachers.teacher import Pace
+from composer_prime.traces.replay.teachers.teacher import CallPacer
 
 
 def teacher(**values) -> TeacherConfig:
@@ -86,7 +86,7 @@ def test_no_rest_of_rounding_stays_reserved(tmp_path: Path) -> None:
 
 # A rate limit spaces calls, whoever asks: the last of four waits three intervals.
 def test_calls_are_spaced() -> None:
-    pace = Pace(per_minute=6)
+    pace = CallPacer(per_minute=6)
     turns = [pace.turn_s() for _ in range(4)]
     assert turns[0] == 0 and 25 < turns[3] <= 30
 
@@ -108,7 +108,7 @@ def test_the_cache(tmp_path: Path) -> None:
     keys = {Question(**({**base, "temperature": 0.0, "max_tokens": 9} | change)).key for change in changes}
     assert len(keys | {question.key}) == 7
     cache = AnswerCache(tmp_path)
-    answer = Answer(
+    answer = CachedAnswer(
         message={"role": "assistant", "content": "y"},
         finish_reason="stop",
         input_tokens=1,

@@ -14,14 +14,14 @@ from composer_prime.cli import report_command as report_channels
 from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.errors import ConfigError, DeadlineError
 from composer_prime.monitor.metrics_file import MetricsFile
-from composer_prime.plan.cost_forecast import forecast
+from composer_prime.plan.cost_forecast import forecast_cost
 from composer_prime.plan.plan import build
 from composer_prime.run.costs import read_costs
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.pairs import gate_file
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.records import read_pairs, votes_beside
-from composer_prime.traces.replay.replay import opened
+from composer_prime.traces.replay.replay import open_replay
 from composer_prime.traces.replay.teachers.local import models_at
 from composer_prime.traces.state import write_state
 
@@ -261,11 +261,11 @@ def test_one_replay_of_a_file_at_a_time(tmp_path: Path) -> None:
 
     async def run() -> None:
         places = {"pairs": pairs, "votes": votes_beside(pairs), "costs": tmp_path / "costs.jsonl"}
-        async with opened(values, **places):
+        async with open_replay(values, **places):
             with pytest.raises(ConfigError, match="another replay writes"):
-                async with opened(values, **places):
+                async with open_replay(values, **places):
                     pass
-        async with opened(values, **places):
+        async with open_replay(values, **places):
             pass
 
     asyncio.run(run())
@@ -309,13 +309,13 @@ def test_the_forecast(tmp_path: Path) -> None:
     path = tmp_path / "states.jsonl"
     line = write_state(state(0))
     path.write_bytes(line * 30)
-    expected = forecast(run_config(tmp_path, "http://x/v1", states=path))
+    expected = forecast_cost(run_config(tmp_path, "http://x/v1", states=path))
     prompt = int(len(line) / 4)
     assert expected is not None and expected.states == 30
     assert expected.state_usd == pytest.approx(2 * (prompt + 5) / 1000)
     assert expected.low_usd == pytest.approx(30 * 2 * (prompt + 5) / 1000)
     assert expected.high_usd == pytest.approx(30 * 3 * (prompt + 20) / 1000)
-    assert forecast(run_config(tmp_path, "http://x/v1")) is None
+    assert forecast_cost(run_config(tmp_path, "http://x/v1")) is None
 
 
 # A value of a pair that does not pay for its votes would leave out nearly all states: the plan says so beforehand.

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from loopback import call
 
-from composer_prime.traces.pairs import Pair, State
+from composer_prime.traces.pairs import Pair, PairState
 from composer_prime.traces.replay.gate.report import main
-from composer_prime.traces.replay.records import Records, votes_beside
+from composer_prime.traces.replay.records import ReplayRecords, votes_beside
 
 CONTEXT = 200_000
 
@@ -20,7 +20,9 @@ def write_pairs(path: Path, count: int) -> None:
     with path.open("wb") as file:
         for number in range(count):
             chosen, rejected = ({"role": "assistant", "tool_calls": [call(name, {})]} for name in ("cat", "ls"))
-            asked = State(state_id=f"t/{number}", messages=[{"role": "user", "content": f"{number}" + "x" * CONTEXT}])
+            asked = PairState(
+                state_id=f"t/{number}", messages=[{"role": "user", "content": f"{number}" + "x" * CONTEXT}]
+            )
             pair = Pair(trace="t", state=asked, chosen=chosen, rejected=rejected, epsilon=0.1)
             file.write(msgspec.json.encode(pair) + b"\n")
 
@@ -33,7 +35,7 @@ def test_one_context_at_a_time(tmp_path: Path, by: str) -> None:
     tracemalloc.start()
     try:
         if by == "records":
-            assert len(Records(path, votes_beside(path)).contents) == count
+            assert len(ReplayRecords(path, votes_beside(path)).contents) == count
         else:
             assert main([str(path)]) == 1
         _, peak = tracemalloc.get_traced_memory()

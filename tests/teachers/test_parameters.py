@@ -13,7 +13,7 @@ from composer_prime.config.load import resolve
 from composer_prime.config.teachers import KillSwitchConfig, TeacherConfig, TeachersConfig
 from composer_prime.llm.cache import Question
 from composer_prime.llm.prices import price_of
-from composer_prime.traces.replay.replay import Progress
+from composer_prime.traces.replay.replay import ReplayProgress
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -46,7 +46,7 @@ def test_each_teacher_has_its_keys(tmp_path: Path) -> None:
     [("max_tokens", 'max_tokens_key = "max_completion_tokens"'), ("temperature", 'temperature = "omit"')],
 )
 def test_a_refused_parameter_names_the_setting(tmp_path: Path, refused: str, remedy: str) -> None:
-    async def run() -> Progress:
+    async def run() -> ReplayProgress:
         async with serving(Endpoint(answers=overrule, refuses=(refused,))) as endpoint:
             config = configured(tmp_path, endpoint.url, kill=KillSwitchConfig())
             config = reasoning(reasoning(config, "qwen-b"), "glm-c")

@@ -12,9 +12,9 @@ from loopback import Endpoint, run_config, serving, state
 
 from composer_prime import console as progress_lines
 from composer_prime.config import Config
-from composer_prime.plan.preflight import check
+from composer_prime.plan.preflight import check_start
 from composer_prime.run.costs import read_costs
-from composer_prime.traces.replay.command import INTERRUPTION, Arguments, main, replay, summary
+from composer_prime.traces.replay.command import INTERRUPTION, Arguments, main, replay, replay_summary
 from composer_prime.traces.replay.records import read_pairs
 from composer_prime.traces.state import write_state
 
@@ -134,7 +134,7 @@ def test_why_there_was_no_vote(tmp_path: Path) -> None:
             return await replay(Arguments(states=states, pairs=pairs, config=run_config(tmp_path, endpoint.url)))
 
     progress, _ = asyncio.run(run())
-    shown = "\n".join(summary(progress, pairs))
+    shown = "\n".join(replay_summary(progress, pairs))
     assert "gpt-a (gpt-a at http://127.0.0.1" in shown and "status 401" in shown and "stopped" in shown
 
 
@@ -159,7 +159,7 @@ def test_no_state_was_decided(tmp_path: Path, families: tuple[str, str]) -> None
 # A run that asks teachers while it trains is refused before it starts when a key is not there.
 def test_a_missing_key_is_found_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def problems(config: Config) -> str:
-        return "\n".join(check(config, gpus=0).problems)
+        return "\n".join(check_start(config, gpus=0).problems)
 
     config = run_config(tmp_path, "http://127.0.0.1:9/v1", online=True, score=True)
     assert "LOOPBACK_KEY" not in problems(config)

@@ -9,8 +9,8 @@ import pytest
 from loopback import Endpoint, run_config, serving, state
 
 from composer_prime.config import Config
-from composer_prime.plan.cost_forecast import beside_the_cap, forecast
-from composer_prime.traces.replay.command import Arguments, replay, summary
+from composer_prime.plan.cost_forecast import beside_the_cap, forecast_cost
+from composer_prime.traces.replay.command import Arguments, replay, replay_summary
 from composer_prime.traces.state import write_state
 
 POOL = {"gpt-a": 1.0, "gpt-b": 2.0, "qwen-c": 3.0, "claude-d": 50.0}
@@ -29,7 +29,7 @@ def expected(folder: Path, *families: str, **more) -> tuple[float, float]:
     path = folder / "states.jsonl"
     lines = [write_state(state(0, family=family)) for family in families]
     path.write_bytes(b"".join(lines))
-    found = forecast(pool(folder, "http://x/v1", states=path, **more))
+    found = forecast_cost(pool(folder, "http://x/v1", states=path, **more))
     assert found is not None and found.states == len(families)
     prompt = len(lines[0]) // 4
     return found.low_usd * 1e6 / (prompt + 5), found.high_usd * 1e6 / (prompt + 20)
@@ -57,7 +57,7 @@ def test_of_rollouts_to_come(tmp_path: Path) -> None:
     config = pool(tmp_path, "http://x/v1", online=True)
     config.orchestrator.groups_per_step, config.orchestrator.group_size, config.run.max_steps = 10, 8, 500
     usd = 40_000 * (384 + 20) * (50 + 3) / 1e6
-    said = beside_the_cap(config, forecast(config))
+    said = beside_the_cap(config, forecast_cost(config))
     assert f"about ${usd:,.2f} for each turn of the trained rollouts (dropped groups add theirs): 40,000" in said
     assert "model.max_context = 384 tokens, 2 votes of the dearest" in said and "never more than $1000" in said
     config.model.path = "Qwen/Qwen3-8B"
@@ -80,9 +80,9 @@ def test_composer_replay_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     async def run() -> None:
         async with serving(Endpoint(answers=removing)) as endpoint:
             config = run_config(tmp_path, endpoint.url)
-            said = forecast(config, states)
+            said = forecast_cost(config, states)
             progress, told = await replay(Arguments(states=states, pairs=pairs, config=config))
-            before, after = capsys.readouterr().err, summary(progress, pairs, told)
+            before, after = capsys.readouterr().err, replay_summary(progress, pairs, told)
             assert said is not None
             assert f"cost forecast: {said.text()}; never more than $1000 while no call is charged more" in before
             assert f"cost      $0.6600 paid now, $0.6600 as first asked; the forecast was {said.text()}" in after

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from loopback import Endpoint, configured, replayed, serving, state
 
-from composer_prime.traces.replay.command import summary
+from composer_prime.traces.replay.command import replay_summary
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
 
 MODELS = ("gpt-a", "qwen-b", "glm-c")
@@ -93,7 +93,9 @@ def test_two_states_of_one_id(tmp_path: Path, at_once: int) -> None:
             config = configured(tmp_path, endpoint.url, concurrent_states=at_once)
             progress = await replayed(tmp_path, config, [state(0), other, state(0)])
             assert (progress.states, progress.left_out, progress.resumed) == (1, 1, 1)
-            assert "trace 't' has another state 't/0000'" in "\n".join(summary(progress, tmp_path / "pairs.jsonl"))
+            assert "trace 't' has another state 't/0000'" in "\n".join(
+                replay_summary(progress, tmp_path / "pairs.jsonl")
+            )
             later = await replayed(tmp_path, config, [other, state(0)])
             assert (later.states, later.left_out, later.resumed) == (0, 1, 1)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.environments.toolsmith.episode import ARGUMENT_NAMES, OPERATIONS, Episode, generate, split_of
+from orchestrator.environments.toolsmith.episode import ARGUMENT_NAMES, OPERATIONS, Episode, episode_split, generate
 from orchestrator.environments.toolsmith.tools import INVALID_JSON, is_error, run_call
 
 seeds = st.integers(0, 2**53)
@@ -47,7 +47,7 @@ KNOWN_EPISODE = ("Reverse 43, then take the larger of that and 26.", "34")
 def test_the_splits_share_no_question(seed, difficulty):
     # Train and eval are disjoint in their questions, whatever the seeds.
     for split in ("train", "eval"):
-        assert split_of(generate(seed=seed, difficulty=difficulty, split=split).question) == split
+        assert episode_split(generate(seed=seed, difficulty=difficulty, split=split).question) == split
 
 
 @given(seeds, levels, splits)

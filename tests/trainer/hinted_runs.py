@@ -7,7 +7,7 @@ import numpy as np
 from small_runs import VOCABULARY, make_samples
 
 from composer_prime.config.channels import ChannelsConfig
-from composer_prime.wire.types import Distillation, Preference, Sample, flags, ints, pack_ints
+from composer_prime.wire.types import HintedTurn, Preference, Sample, flags, ints, pack_ints
 
 HINT = 5
 
@@ -28,7 +28,7 @@ def _hinted(sample: Sample, rng: np.random.Generator, index: int) -> Sample:
         hint = rng.integers(0, VOCABULARY, HINT)
         teacher = np.r_[ids[:start], hint, ids[start:end]]
         made.append(
-            Distillation(start=start, end=end, teacher_ids=pack_ints(teacher), teacher_start=start + HINT,
+            HintedTurn(start=start, end=end, teacher_ids=pack_ints(teacher), teacher_start=start + HINT,
                          weight=1.0 + 0.5 * number, turn=number, error="test")
         )  # fmt: skip
     return msgspec.structs.replace(sample, distillations=made)

@@ -19,14 +19,14 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, read_run_id, write_atomic
 from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.step import (
+    BatchNotReady,
     CheckpointRequest,
     CheckpointSaved,
     FromTrainer,
-    NotReady,
-    Refused,
     RunFinished,
     StepDone,
     StepNoted,
+    StepRefused,
     StepReply,
     StepRequest,
 )
@@ -117,14 +117,14 @@ class StepPeer:
             self.checkpoints.append(step)
         return CheckpointSaved(step=step, error=self.refuse_checkpoint)
 
-    def honest(self, request: StepRequest) -> StepReply | NotReady | RunFinished | Refused:
+    def honest(self, request: StepRequest) -> StepReply | BatchNotReady | RunFinished | StepRefused:
         if request.run_id != self.run_id:
-            return Refused(error=f"this is run {self.run_id}")
+            return StepRefused(error=f"this is run {self.run_id}")
         if request.step > self.max_steps:
             return RunFinished(reason="all steps are done", failed=False)
         if request.step in self.not_ready_first:
             self.not_ready_first.remove(request.step)
-            return NotReady(step=request.step, waiting_for="3 of 8 groups")
+            return BatchNotReady(step=request.step, waiting_for="3 of 8 groups")
         samples, pairs = self.samples_of(request.step), self.pairs_of(request.step)
         ranks = pack(samples, pairs, run_id=self.run_id, step=request.step, world_size=request.world_size,
                      max_tokens=request.max_tokens, distil=self.distil)  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from composer_prime.channels.divergence import divergence
 from composer_prime.channels.replay_dpo import PairTokens
-from composer_prime.channels.sdpo import DistilTokens
+from composer_prime.channels.sdpo import SdpoTokens
 from composer_prime.channels.tokens import PolicyTokens
 from composer_prime.channels.total import ChannelInputs, total_loss
 from composer_prime.config.channels import ChannelsConfig
@@ -27,7 +27,7 @@ from composer_prime.wire.types import flags, floats, ints, pack_floats, pack_int
 from trainer.model.attention import NAME
 from trainer.model.policy import Policy, Teaching
 from trainer.step import LossSettings, loss_of
-from trainer.teacher.self_teacher import Aid
+from trainer.teacher.self_teacher import AuxiliaryLogprobs
 
 CPU = torch.device("cpu")
 CHANNELS = three_channels()
@@ -83,7 +83,7 @@ def oracle(samples, pairs, references: Tensor) -> Tensor:
             advantages_T=join([part[2] for part in policy]), entropy_T=torch.zeros(sum(len(p[0]) for p in policy)),
             sequence_T=join([torch.full((len(part[0]),), part[3]) for part in policy]).long(), sequences=len(samples),
         ),
-        sdpo=DistilTokens(
+        sdpo=SdpoTokens(
             divergence_D=join([part[0] for part in distil]), logprobs_D=join([part[1] for part in distil]),
             sampler_logprobs_D=join([part[2] for part in distil]),
             weight_D=join([torch.full((len(part[0]),), part[3]) for part in distil]),
@@ -104,7 +104,7 @@ def oracle(samples, pairs, references: Tensor) -> Tensor:
 REFERENCES = torch.linspace(-40, -20, 6)
 
 
-def aid_of(policy: Policy, row, pairs) -> Aid:
+def aid_of(policy: Policy, row, pairs) -> AuxiliaryLogprobs:
     """Live teacher, in the row or apart from it, and made-up reference values for the row's pairs."""
     order = {f"pair {pair.pair_id}": index for index, pair in enumerate(pairs)}
     names = row.names[len(row.names) - 2 * row.pairs.pairs :]
@@ -115,7 +115,7 @@ def aid_of(policy: Policy, row, pairs) -> Aid:
             live = None if row.distilled.teacher is None else policy.states(row.distilled.teacher)
         measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets, step=1)
         teaching = Teaching(parts=(), live_share=1.0, live_hidden_DH=live, divergence=measure)
-    return Aid(teaching=teaching, reference_S=torch.stack(sides) if sides else torch.zeros(0))
+    return AuxiliaryLogprobs(teaching=teaching, reference_S=torch.stack(sides) if sides else torch.zeros(0))
 
 
 def packed_loss(samples, pairs, budget: int, **options) -> Tensor:
@@ -174,7 +174,7 @@ def test_simpo_trains_without_a_reference():
         {"policy": {"correction": "none"}, "replay_dpo": {"weight": 1.0, "loss": "simpo"}}
     )
     settings = LossSettings(channels=channels, max_length=64)
-    parts, _ = loss_of(Policy(MODEL, NAME), row, totals(make_samples(3, 4), pairs), settings, aid=Aid())
+    parts, _ = loss_of(Policy(MODEL, NAME), row, totals(make_samples(3, 4), pairs), settings, aid=AuxiliaryLogprobs())
     assert parts.total.isfinite() and parts.sums["dpo/pairs"] == 3 and "dpo/displacement" not in parts.sums
 
 

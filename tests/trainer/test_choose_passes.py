@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from composer_prime.errors import ConfigError
-from trainer.head.choose_kernels import choose_passes
+from trainer.head.choose_kernels import choose_kernels
 
 SIGNATURES = {
     "statistics_kernel": {"logits": "*T", "targets": "*i64", "temperature": "*fp32", "logprob": "*T", "entropy": "*T",
@@ -24,9 +24,9 @@ OPTIONAL = {"temperature", "entropy_grad", "taught", "CAP"}
 def test_the_cpu_takes_torch():
     # auto measures nothing without a GPU; triton on the CPU is refused with both values and the remedy.
     hidden = torch.zeros(1, 4)
-    assert choose_passes("auto", hidden, 19).name == choose_passes("torch", hidden, 19).name == "torch"
+    assert choose_kernels("auto", hidden, 19).name == choose_kernels("torch", hidden, 19).name == "torch"
     with pytest.raises(ConfigError, match=r"head_kernels is 'triton', but .* (on cpu|not installed).*'auto'"):
-        choose_passes("triton", hidden, 19)
+        choose_kernels("triton", hidden, 19)
 
 
 @pytest.mark.slow
@@ -59,6 +59,6 @@ def test_the_faster_passes_are_found_once(caplog):
     # On CUDA, auto times both at the first call for a kind of logits and says what it found; the second call is silent.
     hidden = torch.zeros(1, 4, device="cuda", dtype=torch.bfloat16)
     with caplog.at_level(logging.INFO, logger="trainer.choose_passes"):
-        first, second = choose_passes("auto", hidden, 50257), choose_passes("auto", hidden, 50000)
+        first, second = choose_kernels("auto", hidden, 50257), choose_kernels("auto", hidden, 50000)
     assert first is second and len(caplog.records) == 1
     assert first.name in caplog.text and "ms in torch" in caplog.text and "ms in Triton" in caplog.text

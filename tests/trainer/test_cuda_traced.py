@@ -14,7 +14,7 @@ from composer_prime.packing.pack import totals
 from trainer.model.attention import NAME
 from trainer.model.policy import Policy, Teaching
 from trainer.step import LossSettings, loss_of
-from trainer.teacher.self_teacher import Aid
+from trainer.teacher.self_teacher import AuxiliaryLogprobs
 
 CUDA = torch.device("cuda", 0)
 CHANNELS = three_channels()
@@ -36,7 +36,7 @@ def test_a_step_in_bfloat16_on_cuda_mixes_no_devices_or_types(teacher_in_row, te
         live = None if teacher_in_row else policy.states(row.distilled.teacher)
         measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets, step=1)
         teaching = Teaching(parts=(), live_share=1.0, live_hidden_DH=live, divergence=measure)
-        aid = Aid(teaching=teaching, reference_S=torch.zeros(2 * len(pairs), device=CUDA))
+        aid = AuxiliaryLogprobs(teaching=teaching, reference_S=torch.zeros(2 * len(pairs), device=CUDA))
         settings = LossSettings(channels=CHANNELS, max_length=64)
         parts, broken = loss_of(policy, row, totals(samples, pairs), settings, aid=aid)
         assert {parts.total.device, broken.device, *(value.device for value in parts.sums.values())} == {CUDA}

@@ -18,7 +18,7 @@ from composer_prime.errors import DeadlineError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.ledger import effective
 from composer_prime.run.weights import WeightStore
-from composer_prime.wire.step import Refused, RunFinished
+from composer_prime.wire.step import RunFinished, StepRefused
 from composer_prime.wire.types import pack_floats
 from trainer.data import step_client as data
 
@@ -72,7 +72,7 @@ ANSWERS = {
         }.items()
     },
     "a refusal": (
-        lambda peer, request: msgspec.msgpack.encode(Refused(error="this is run 'x'")),
+        lambda peer, request: msgspec.msgpack.encode(StepRefused(error="this is run 'x'")),
         "RunMismatchError: the orchestrator refused the request for the batch of step 1: this is run 'x'",
     ),
     "a failed run": (
@@ -128,7 +128,7 @@ def test_a_request_is_repeated_ever_more_rarely(make_run, monkeypatch):
     run = make_run()
     with StepPeer(run.dir, make_samples, max_steps=3) as peer:
         peer.quiet_from = 1
-        asked = data.Asked(run_id=peer.run_id, rank=0, world_size=1, max_tokens=64, silence_timeout_s=3.5)
+        asked = data.RankInfo(run_id=peer.run_id, rank=0, world_size=1, max_tokens=64, silence_timeout_s=3.5)
         address = data.find_endpoint(run.dir.endpoints, 10, lambda: False)
         client = data.StepClient(address, RunKeys(run.dir.keys).client("trainer"), asked, lambda: False)
         with pytest.raises(DeadlineError):

@@ -18,8 +18,8 @@ from composer_prime.config.channels import SdpoConfig
 from composer_prime.errors import ConfigError
 from trainer.head import fused
 from trainer.head.fused import token_statistics
-from trainer.head.head import Distillation, Head, TeacherPart, head_of
-from trainer.head.logit_kernels import Passes, TorchPasses
+from trainer.head.head import Head, TeacherPart, TeacherTargets, head_of
+from trainer.head.logit_kernels import LogitKernels, TorchLogitKernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning:triton")  # 0 * -inf, which is not taken
 V, H = 19, 5
@@ -47,18 +47,18 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(fused.BLOCK_LOGITS, device, 3 * V)
 
 
-def passes_of(path: str, device: str) -> Passes:
+def passes_of(path: str, device: str) -> LogitKernels:
     """torch's passes, or Triton's: compiled on a GPU, interpreted elsewhere."""
     if path == "torch":
-        return TorchPasses()
+        return TorchLogitKernels()
     pytest.importorskip("triton")
     from triton.runtime.interpreter import InterpretedFunction
 
-    from trainer.head.triton_kernels import TritonPasses, gradient_kernel, statistics_kernel
+    from trainer.head.triton_kernels import TritonLogitKernels, gradient_kernel, statistics_kernel
 
     if device == "cuda":
-        return TritonPasses(block=TRITON_BLOCK)
-    return TritonPasses(
+        return TritonLogitKernels(block=TRITON_BLOCK)
+    return TritonLogitKernels(
         InterpretedFunction(statistics_kernel.fn), InterpretedFunction(gradient_kernel.fn), block=TRITON_BLOCK
     )
 
@@ -97,7 +97,7 @@ class Case:
                 TeacherPart(share=0.7, hidden_DH=self.states[1], head=self.live),
             )
             measure = lambda student, teacher, targets: divergence(student, teacher, self.config, targets)
-            distillation = Distillation(teacher=parts, divergence=measure)
+            distillation = TeacherTargets(teacher=parts, divergence=measure)
         out = token_statistics(
             self.head(weight, bias), hidden, self.targets, self.temperature, distillation,
             chunk_rows=chunk_rows, passes=self.passes,
@@ -307,7 +307,7 @@ def test_an_adapted_output_layer_trains_its_adapters():
         torch.autograd.grad(ours.sum(), adapters), torch.autograd.grad(expected.sum(), adapters), strict=True
     ):
         assert torch.allclose(one, other, atol=1e-5)
-    with AdaptersOff(lm).in_place():
+    with AdaptersOff(lm).swapped_in():
         assert torch.equal(head_of(lm).weight_VH, layer.base_layer.weight)
     assert not torch.equal(head_of(lm).weight_VH, layer.base_layer.weight)
 

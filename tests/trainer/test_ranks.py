@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from small_runs import make_samples
 from step_peer import StepPeer
 
-from composer_prime.run.ledger import check, effective
+from composer_prime.run.ledger import check_ledger, effective
 from composer_prime.run.weights import WeightStore
 
 
@@ -53,7 +53,7 @@ def test_two_ranks_are_one_rank(make_run, variant):
         assert codes == [0] * ranks, outputs
         assert [done.step for done in peer.done] == [0, 1, 2, 3, 4, 5]
         assert sorted(peer.done[-1].sample_ids) == sorted(sample.sample_id for sample in make_samples(5))
-        assert check(run.dir.ledger) == [] and len(effective(run.dir.ledger)) == 5
+        assert check_ledger(run.dir.ledger) == [] and len(effective(run.dir.ledger)) == 5
         assert run.dir.complete_checkpoints() == [5] and peer.checkpoints == [5]
     one, two = ([line["loss/total"] for line in lines(runs[ranks])] for ranks in (1, 2))
     assert len(one) == 5 and max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-5
@@ -88,7 +88,7 @@ def test_a_trainer_started_twice_without_resume_trains_each_sample_once(make_run
     run = make_run(run={"max_steps": 1})
     with StepPeer(run.dir, make_samples, max_steps=1):
         assert [run.train()[0] for _ in range(2)] == [[0], [0]]
-    assert check(run.dir.ledger) == []
+    assert check_ledger(run.dir.ledger) == []
 
 
 def test_kill_and_resume_on_another_number_of_ranks(make_run):
@@ -115,8 +115,8 @@ def test_kill_and_resume_on_another_number_of_ranks(make_run):
         codes, outputs = resumed.train(1)
         assert codes == [0], outputs
         assert [done.step for done in peer.done] == [2, 3, 4, 5] and peer.done[0].sample_ids == []
-        assert difference(whole, run) < 1e-6 and check(run.dir.ledger) == []
+        assert difference(whole, run) < 1e-6 and check_ledger(run.dir.ledger) == []
         assert run.dir.complete_checkpoints() == [4, 5]
         codes, outputs = resumed.train(2)
     assert codes == [0, 0], outputs
-    assert difference(whole, run) < 1e-6 and check(run.dir.ledger) == []
+    assert difference(whole, run) < 1e-6 and check_ledger(run.dir.ledger) == []

@@ -18,7 +18,7 @@ from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
 from trainer.step import LossSettings, train_step
 from trainer.teacher.reference import ReferenceLogprobs
-from trainer.teacher.self_teacher import AdaptersOff, SelfTeacher, Shadow
+from trainer.teacher.self_teacher import AdaptersOff, SelfTeacher, WeightSnapshot
 from trainer.weights.publish import whole_tensors
 
 
@@ -137,17 +137,17 @@ def test_an_exchange_is_undone_to_the_last_bit(model_folder, tmp_path, world):
     # shadow; a forward pass with whole parameters left behind does not blur the two.
     policy, _ = setup(model_folder, tmp_path, world)
     (row,) = rows_of(make_hinted(1, 4), world.device)
-    shadow = Shadow(policy)
+    shadow = WeightSnapshot(policy)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.5)
         before = policy(row).logprobs_R
         start = build_policy(make_config(model_folder, tmp_path), model_folder, world)(row).logprobs_R
-        with pytest.raises(KeyError), shadow.in_place():
+        with pytest.raises(KeyError), shadow.swapped_in():
             assert torch.equal(policy(row).logprobs_R, start)
             raise KeyError
         assert torch.equal(policy(row).logprobs_R, before) and not torch.equal(before, start)
-        with shadow.in_place():
+        with shadow.swapped_in():
             assert torch.equal(policy(row).logprobs_R, start)
 
 
@@ -242,6 +242,6 @@ def test_scaled_off_adapters_come_back(model_folder, tmp_path, world):
             if ".lora_B." in name:
                 parameter.fill_(0.1)
         adapted = policy(row).logprobs_R
-        with AdaptersOff(policy).in_place():
+        with AdaptersOff(policy).swapped_in():
             assert torch.equal(policy(row).logprobs_R, plain(row).logprobs_R)
         assert torch.equal(policy(row).logprobs_R, adapted) and (adapted - plain(row).logprobs_R).abs().max() > 1e-3

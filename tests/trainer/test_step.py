@@ -23,7 +23,7 @@ from trainer.model.build import build_policy
 from trainer.model.policy import Policy
 from trainer.optim import ShardedMuon, build_optimizer, rate
 from trainer.step import LossSettings, channel_inputs, loss_of, train_step
-from trainer.teacher.self_teacher import Aid
+from trainer.teacher.self_teacher import AuxiliaryLogprobs
 
 CHANNELS = ChannelsConfig(policy=PolicyConfig(correction="none"))
 SETTINGS = LossSettings(channels=CHANNELS, max_length=64)
@@ -55,7 +55,7 @@ def test_gradients_are_those_of_plain_autograd(model_folder, tmp_path, world, ch
 
     plain = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="composer_packed")
     (row,) = rows_of(samples, world.device, 4096)
-    inputs = channel_inputs(row, Policy(plain, "composer_packed")(row), Aid())
+    inputs = channel_inputs(row, Policy(plain, "composer_packed")(row), AuxiliaryLogprobs())
     total_loss(inputs, totals(samples), CHANNELS, 64).total.backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
     got = {name: p.grad.full_tensor() for name, p in policy.lm.named_parameters()}

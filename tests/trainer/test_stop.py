@@ -10,7 +10,7 @@ import pytest
 from small_runs import make_samples
 from step_peer import StepPeer
 
-from composer_prime.run.ledger import check, effective
+from composer_prime.run.ledger import check_ledger, effective
 
 
 def stop_after(run, peer: StepPeer, step: int, number: int = signal.SIGTERM, count: int = 1) -> tuple[list[int], str]:
@@ -35,7 +35,7 @@ def test_a_signal_ends_waiting_ranks_with_a_checkpoint_that_is_gone_on_from(make
         resumed = run.config.run.model_copy(update={"resume": True})
         again = run.write(run.config.model_copy(update={"run": resumed}))
         assert again.train(2)[0] == [0, 0]
-    assert check(run.dir.ledger) == [] and list(effective(run.dir.ledger)) == [1, 2, 3]
+    assert check_ledger(run.dir.ledger) == [] and list(effective(run.dir.ledger)) == [1, 2, 3]
 
 
 def test_what_is_saved_already_is_not_saved_again(make_run):

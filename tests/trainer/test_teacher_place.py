@@ -13,9 +13,9 @@ from small_runs import VOCABULARY
 
 from composer_prime.config.trainer import TrainerConfig
 from composer_prime.packing.pack import pack
-from composer_prime.wire.types import Distillation, pack_ints
+from composer_prime.wire.types import HintedTurn, pack_ints
 from trainer.data.rows import Documents, documents_of
-from trainer.data.teacher_cost import ReadCost, Work, teachers_in_row
+from trainer.data.teacher_cost import FlopCost, ReadCost, teachers_in_row
 from trainer.model.build import blocks
 
 HINT = 3
@@ -29,7 +29,7 @@ def one_turn(context: int, turn: int) -> Documents:
     """A row of one sample, `turn` tokens after `context` ones, and its teacher document with a hint between them."""
     ids = np.arange(context + turn) % VOCABULARY
     hint = (ids[context] + 1 + np.arange(HINT)) % VOCABULARY
-    hinted = Distillation(
+    hinted = HintedTurn(
         start=context, end=context + turn, teacher_ids=pack_ints(np.r_[ids[:context], hint, ids[context:]]),
         teacher_start=context + HINT, turn=0, error="test",
     )  # fmt: skip
@@ -43,8 +43,8 @@ def one_turn(context: int, turn: int) -> Documents:
 
 
 def cost_of(per_token: float, per_pair: float) -> ReadCost:
-    trained = Work(per_token=3 * per_token, per_pair=3 * per_pair)
-    return ReadCost(forward=Work(per_token=per_token, per_pair=per_pair), trained=trained)
+    trained = FlopCost(per_token=3 * per_token, per_pair=3 * per_pair)
+    return ReadCost(forward=FlopCost(per_token=per_token, per_pair=per_pair), trained=trained)
 
 
 @given(context=st.integers(20, 300), turn=st.integers(1, 60))
@@ -63,11 +63,11 @@ def test_a_model_costs_what_its_blocks_hold():
     lm = transformers.Qwen3ForCausalLM(SMALL)
     matrices = sum(p.numel() for block in blocks(lm) for p in block.parameters() if p.ndim == 2)
     plain = ReadCost.of(SMALL, TrainerConfig())
-    assert plain.forward == Work(per_token=2 * matrices, per_pair=2 * 2 * 4 * 8)
-    assert plain.trained == Work(per_token=6 * matrices, per_pair=3 * 2 * 2 * 4 * 8)
+    assert plain.forward == FlopCost(per_token=2 * matrices, per_pair=2 * 2 * 4 * 8)
+    assert plain.trained == FlopCost(per_token=6 * matrices, per_pair=3 * 2 * 2 * 4 * 8)
     again = ReadCost.of(SMALL, TrainerConfig(activation_checkpointing=True, lora={}))
-    assert again.trained == Work(per_token=6 * matrices, per_pair=4 * 2 * 2 * 4 * 8)
-    assert ReadCost.of(transformers.GPT2Config(), TrainerConfig()).forward == Work(per_token=1.0, per_pair=0.0)
+    assert again.trained == FlopCost(per_token=6 * matrices, per_pair=4 * 2 * 2 * 4 * 8)
+    assert ReadCost.of(transformers.GPT2Config(), TrainerConfig()).forward == FlopCost(per_token=1.0, per_pair=0.0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.errors import WireError
-from orchestrator.workers.protocol import Cancel, Frames, ToWorker
+from orchestrator.workers.protocol import CancelRollout, Frames, ToWorker
 from orchestrator.workers.worker import CpuShares
 
 
@@ -32,7 +32,7 @@ def test_garbage_frames_are_dropped(garbage: list[bytes]) -> None:
     async def scenario() -> None:
         ours, frames = await pair()
         for index, body in enumerate(garbage):
-            good = msgspec.msgpack.encode(Cancel(rollout_id=str(index)))
+            good = msgspec.msgpack.encode(CancelRollout(rollout_id=str(index)))
             ours.sendall(struct.pack("<I", len(body)) + body + struct.pack("<I", len(good)) + good)
         ours.close()
         received = []

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from composer_prime.errors import NonFiniteError, RunMismatchError
 from composer_prime.packing.micro_batch import check_same_turn
-from composer_prime.packing.prefixes import Tree, joined, layout
+from composer_prime.packing.prefixes import Tree, joined, prefix_layout
 from composer_prime.wire.types import MicroBatch, flags, floats, ints
 
 
@@ -181,7 +181,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistilledRow:
+class HintedTurnsRow:
     """Channel 2's tokens of a row: the head's last D rows, turn by turn."""
 
     sampler_logprobs_D: Tensor
@@ -234,7 +234,7 @@ class PackedRow(Reading):
     sequence_T: Tensor
     """int64 [T]: which sample of the row the token belongs to."""
     sequences: int
-    distilled: DistilledRow | None
+    distilled: HintedTurnsRow | None
     pairs: PairsRow | None
     names: tuple[str, ...]
     """The sample or pair of each document."""
@@ -298,7 +298,7 @@ def unpack(found: Documents, options: RowOptions) -> PackedRow:
 
 def reading_of(documents: list[np.ndarray], wanted: list[np.ndarray], device: torch.device, *, share: bool) -> Reading:
     """A forward pass over `documents` (ids, [T_i] each) for their tokens `wanted` (indices >= 1 within each)."""
-    plan = layout(documents, share=share)
+    plan = prefix_layout(documents, share=share)
     starts = np.cumsum([0, *map(len, documents)])[:-1]
     tokens = joined(start + index for start, index in zip(starts, wanted, strict=True))
     put = lambda values: torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(device, non_blocking=True)
@@ -325,7 +325,7 @@ class _Placer:
     def layout(self, read: list[int]) -> tuple[dict, np.ndarray]:
         """What the forward pass over the documents `read` takes, and the computed token of each position (-1: none)."""
         found = self._found
-        plan = layout([found.tokens(document) for document in read], share=self._options.share)
+        plan = prefix_layout([found.tokens(document) for document in read], share=self._options.share)
         positions = found.positions(read)
         where_N = np.full(len(found.ids_N), -1, dtype=np.int64)
         where_N[positions] = plan.where
@@ -342,12 +342,12 @@ class _Placer:
             return None
         return self.put(np.asarray(self._batch.temperatures, dtype=np.float32)[document], torch.float32)
 
-    def distilled(self, distilled: np.ndarray, where_N: np.ndarray) -> DistilledRow:
+    def distilled(self, distilled: np.ndarray, where_N: np.ndarray) -> HintedTurnsRow:
         counts = np.array([turn.count for turn in self.turns], dtype=np.int64)
         turn = np.repeat(np.arange(len(counts)), counts)
         taught = joined(np.arange(turn.teacher, turn.teacher + turn.count) for turn in self.turns)
         in_row = self._options.teacher_in_row
-        return DistilledRow(
+        return HintedTurnsRow(
             sampler_logprobs_D=self.put(floats(self._batch.logprobs)[distilled], torch.float32),
             weight_D=self.put(np.array([turn.weight for turn in self.turns])[turn], torch.float32),
             turn_D=self.put(turn, torch.int64),

@@ -27,14 +27,14 @@ from composer_prime.errors import ComposerError, DeadlineError, RoleFailedError,
 from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.sockets import dealer
 from composer_prime.wire.step import (
+    BatchNotReady,
     CheckpointRequest,
     CheckpointSaved,
     FromTrainer,
-    NotReady,
-    Refused,
     RunFinished,
     StepDone,
     StepNoted,
+    StepRefused,
     StepReply,
     StepRequest,
     ToTrainer,
@@ -65,7 +65,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RankInfo:
     """Who asks, for which run, and within what bounds."""
 
     run_id: str
@@ -97,7 +97,7 @@ def find_endpoint(path: Path, timeout_s: float, stopping: Callable[[], bool]) ->
 class StepClient:
     """One DEALER to the step server. `stopping` is looked at several times a second while waiting for a batch."""
 
-    def __init__(self, endpoint: str, keys: ClientKeys, asked: Asked, stopping: Callable[[], bool]) -> None:
+    def __init__(self, endpoint: str, keys: ClientKeys, asked: RankInfo, stopping: Callable[[], bool]) -> None:
         self._endpoint, self._asked, self._stopping = endpoint, asked, stopping
         self._context = zmq.Context()
         self._socket = dealer(self._context, endpoint, keys, identity=f"trainer-{asked.rank}".encode())
@@ -189,11 +189,15 @@ class StepClient:
                 self._say_unnoted()
             if message is not None:
                 heard, patience_s, repeat = now, REPEAT_S, now + REPEAT_S
-                if isinstance(message, Refused):
+                if isinstance(message, StepRefused):
                     raise RunMismatchError(f"the orchestrator refused the request for {wanted}: {message.error}")
                 if accept(message):
                     return message
-                if isinstance(message, NotReady) and isinstance(request, StepRequest) and message.step == request.step:
+                if (
+                    isinstance(message, BatchNotReady)
+                    and isinstance(request, StepRequest)
+                    and message.step == request.step
+                ):
                     if now >= say_at:
                         say_at = now + SAY_S
                         logger.info("waiting for %s (%.0f s): %s", wanted, now - started, message.waiting_for)

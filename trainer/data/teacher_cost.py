@@ -19,13 +19,13 @@ from transformers import PretrainedConfig
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.config.trainer import TrainerConfig
 from composer_prime.packing.pack import model_flops
-from composer_prime.packing.prefixes import Tree, layout
+from composer_prime.packing.prefixes import Tree, prefix_layout
 from trainer.data.rows import Documents
 from trainer.world import gather_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class FlopCost:
     """FLOPs of reading trees: a token's, and a pair's of which a document of L tokens has L^2."""
 
     per_token: float
@@ -39,8 +39,8 @@ class Work:
 class ReadCost:
     """What the blocks of a model cost."""
 
-    forward: Work
-    trained: Work
+    forward: FlopCost
+    trained: FlopCost
     """Forward and backward pass."""
 
     @classmethod
@@ -56,8 +56,8 @@ class ReadCost:
             per_token, per_pair = 1.0, 0.0
         again = int(trainer.activation_checkpointing)
         return cls(
-            forward=Work(per_token=per_token, per_pair=per_pair),
-            trained=Work(
+            forward=FlopCost(per_token=per_token, per_pair=per_pair),
+            trained=FlopCost(
                 per_token=(2 + int(trainer.lora is None) + again) * per_token, per_pair=(3 + again) * per_pair
             ),
         )
@@ -70,7 +70,7 @@ class ReadCost:
         if not found.batch.turns:
             return 0.0, 0.0
         alone, both, apart = (
-            layout([found.tokens(document) for document in documents], share=share).trees
+            prefix_layout([found.tokens(document) for document in documents], share=share).trees
             for documents in (range(found.samples), range(found.first_side), found.teachers())
         )
         return self.trained(both) - self.trained(alone), self.forward(apart)

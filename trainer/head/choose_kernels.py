@@ -22,17 +22,17 @@ from torch import Tensor
 from composer_prime.config.trainer import HeadKernels
 from composer_prime.errors import ConfigError
 from trainer.head.head import Head
-from trainer.head.logit_kernels import Incoming, Passes, TorchPasses, wide
+from trainer.head.logit_kernels import Incoming, LogitKernels, TorchLogitKernels, wide
 
 MEASURED_LOGITS = 1 << 25
 """Logits (elements) that both are timed on: past any cache, and well below a chunk's (footprint.CHUNK_LOGITS)."""
 REPEATS = 5
 logger = logging.getLogger(__name__)
 _Key = tuple[torch.device, torch.dtype, int]
-_chosen: dict[_Key, Passes] = {}
+_chosen: dict[_Key, LogitKernels] = {}
 
 
-def choose_passes(wanted: HeadKernels, hidden_RH: Tensor, vocabulary: int) -> Passes:
+def choose_kernels(wanted: HeadKernels, hidden_RH: Tensor, vocabulary: int) -> LogitKernels:
     """The passes for the logits of `hidden_RH`. Measures at the first call for a kind of logits on CUDA with `auto`.
 
     Raises ConfigError as `check_kernels` does.
@@ -40,7 +40,7 @@ def choose_passes(wanted: HeadKernels, hidden_RH: Tensor, vocabulary: int) -> Pa
     device, dtype = hidden_RH.device, wide(hidden_RH.dtype)
     check_kernels(wanted, device)
     if wanted == "torch" or (wanted == "auto" and (device.type != "cuda" or not _installed())):
-        return TorchPasses()
+        return TorchLogitKernels()
     if wanted == "triton":
         return _triton()
     key = (device, dtype, vocabulary.bit_length())
@@ -65,9 +65,9 @@ def check_kernels(wanted: HeadKernels, device: torch.device) -> None:
         )
 
 
-def _faster(device: torch.device, dtype: torch.dtype, vocabulary: int) -> Passes:
+def _faster(device: torch.device, dtype: torch.dtype, vocabulary: int) -> LogitKernels:
     """Time both, say what came out, return the faster; torch where Triton's kernels cannot be built."""
-    torch_passes = TorchPasses()
+    torch_passes = TorchLogitKernels()
     try:
         triton_passes = _triton()
         triton_ms = time_ms(triton_passes, device, dtype, vocabulary)
@@ -86,7 +86,7 @@ def _faster(device: torch.device, dtype: torch.dtype, vocabulary: int) -> Passes
     return best
 
 
-def time_ms(passes: Passes, device: torch.device, dtype: torch.dtype, vocabulary: int) -> float:
+def time_ms(passes: LogitKernels, device: torch.device, dtype: torch.dtype, vocabulary: int) -> float:
     """Milliseconds of both passes over about MEASURED_LOGITS logits of a CUDA device: the best of REPEATS."""
     rows = max(1, MEASURED_LOGITS // vocabulary)
     logits_BV = torch.zeros(rows, vocabulary, device=device, dtype=dtype)
@@ -120,7 +120,7 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _triton() -> Passes:
-    from trainer.head.triton_kernels import TritonPasses
+def _triton() -> LogitKernels:
+    from trainer.head.triton_kernels import TritonLogitKernels
 
-    return TritonPasses()
+    return TritonLogitKernels()

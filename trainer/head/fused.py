@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from composer_prime.plan.footprint import CHUNK_LOGITS
-from trainer.head.choose_kernels import choose_passes
-from trainer.head.head import Distillation, Head, TokenStatistics
-from trainer.head.logit_kernels import Incoming, Passes, wide
+from trainer.head.choose_kernels import choose_kernels
+from trainer.head.head import Head, TeacherTargets, TokenStatistics
+from trainer.head.logit_kernels import Incoming, LogitKernels, wide
 
 BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits (elements) that element-wise passes work on at a time."""
@@ -39,10 +39,10 @@ def token_statistics(
     hidden_RH: Tensor,
     targets_R: Tensor,
     temperature_R: Tensor | None = None,
-    distillation: Distillation | None = None,
+    distillation: TeacherTargets | None = None,
     *,
     chunk_rows: int | None = None,
-    passes: Passes | None = None,
+    passes: LogitKernels | None = None,
 ) -> TokenStatistics:
     """Statistics of `targets_R` int64 [R] under softmax(head(hidden_RH) / temperature_R).
 
@@ -57,7 +57,7 @@ def token_statistics(
         targets_R=targets_R,
         temperature_R=temperature_R,
         distillation=distillation,
-        passes=passes or choose_passes("auto", hidden_RH, head.vocabulary),
+        passes=passes or choose_kernels("auto", hidden_RH, head.vocabulary),
         chunk_rows=chunk_rows or max(1, budget // head.vocabulary),
         keeps=chunk_rows is None and count * head.vocabulary <= budget,
     )
@@ -77,8 +77,8 @@ class _Job:
     head: Head
     targets_R: Tensor
     temperature_R: Tensor | None
-    distillation: Distillation | None
-    passes: Passes
+    distillation: TeacherTargets | None
+    passes: LogitKernels
     chunk_rows: int
     keeps: bool
     """Whether the backward pass finds the logits of the forward pass in `kept`."""

@@ -48,7 +48,7 @@ Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Distillation:
+class TeacherTargets:
     """What the last D rows of the head are compared with. The parts' shares add up to 1."""
 
     teacher: tuple[TeacherPart, ...]

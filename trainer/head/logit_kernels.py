@@ -1,7 +1,7 @@
 """Element-wise work on a block of logits: what its rows tell, and its turning into its own gradient.
 
-fused.py makes logits and multiplies; what happens to each logit lies behind `Passes`, which is written twice and tested
-as one: here in torch, the reference and the CPU's path, and in triton_passes.py. choose_passes.py takes one of them.
+fused.py makes logits and multiplies. `LogitKernels` is what happens to each logit. It is written twice and tested as one:
+here in torch (the reference, and the CPU's path) and in triton_kernels.py. choose_kernels.py takes one of them.
 With x a row's logits as the head gives them (scaled and capped), T its temperature:
 
     statistics    x -> log p_y, H, Z      log p = x / T - Z,  Z = log sum exp(x / T),  H = -sum p log p
@@ -47,7 +47,7 @@ class Incoming:
     """The divergence's gradient in x / T; None for rows without a teacher."""
 
 
-class Passes(Protocol):
+class LogitKernels(Protocol):
     """Two passes over logits_BV, [B, V] with B >= 1, float32 or float64, whose rows are contiguous."""
 
     name: str
@@ -63,7 +63,7 @@ class Passes(Protocol):
         ...
 
 
-class TorchPasses:
+class TorchLogitKernels:
     """Any device; a block's size of memory on top."""
 
     name = "torch"

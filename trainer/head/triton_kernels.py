@@ -100,7 +100,7 @@ def gradient_kernel(
     tl.store(logits + at, gradient * slope, mask=inside)
 
 
-class TritonPasses:
+class TritonLogitKernels:
     """CUDA tensors; no memory on top."""
 
     name = "triton"

@@ -21,13 +21,13 @@ import psutil
 from composer_prime.config import Config
 from composer_prime.errors import RoleFailedError
 from composer_prime.monitor.metrics_file import MetricsFile, Tail
-from composer_prime.monitor.progress import Progress
+from composer_prime.monitor.progress import RunProgress
 from composer_prime.monitor.trackers import Feeder, numbers_of, start_trackers
 from composer_prime.plan.machine import visible_gpus
 from composer_prime.run.costs import CostLedger
 from composer_prime.run.run_dir import RunDir
 from trainer.launcher.prepare import Prepared, prepare
-from trainer.launcher.summary import summary
+from trainer.launcher.summary import run_summary
 from trainer.launcher.supervise import RoleCommand, Supervisor, role_commands
 from trainer.launcher.view import View, build_view
 
@@ -138,7 +138,7 @@ def _close(session: _Session, status: int, failure: str | None) -> None:
         feeder.close(TRACKER_CLOSE_S)
     if failure is not None:
         print(f"\nthe run failed: {failure}", file=sys.stderr)
-    print(summary(session.prepared, session.progress, status, session.peak_bytes), flush=True)
+    print(run_summary(session.prepared, session.progress, status, session.peak_bytes), flush=True)
     session.prepared.lock.close()
 
 
@@ -149,7 +149,7 @@ class _Session:
     prepared: Prepared
     view: View
     signals: _Signals
-    progress: Progress = field(default_factory=Progress)
+    progress: RunProgress = field(default_factory=RunProgress)
     feeders: list[Feeder] = field(default_factory=list)
     peak_bytes: int = 0
     """Most memory that all processes held together."""

@@ -19,7 +19,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import rollout_files
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import PAID_ENTRIES, RunDir, create_run_id, write_atomic
-from composer_prime.run.run_folder import check_folder, is_run_directory
+from composer_prime.run.run_folder import check_run_folder, is_run_directory
 
 _KEPT_ON_RESTART = {"keys", "run_id", "logs", ".launcher.lock"} | PAID_ENTRIES
 
@@ -42,7 +42,7 @@ class Prepared:
 def prepare(config: Config) -> Prepared:
     """Make the run directory ready. Raises ConfigError when it cannot be used as asked."""
     run_dir = RunDir(config.run.directory.absolute())
-    changes = check_folder(run_dir, config)
+    changes = check_run_folder(run_dir, config)
     _make(run_dir.root)
     lock = _lock(run_dir)
     notes: list[str] = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from composer_prime.console import counted, gib
-from composer_prime.monitor.progress import Progress, ends, sparkline
+from composer_prime.console import gib, pluralize
+from composer_prime.monitor.progress import RunProgress, ends, sparkline
 from composer_prime.monitor.rollouts import eval_scores
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
@@ -13,7 +13,7 @@ from trainer.launcher.prepare import Prepared
 from trainer.launcher.view import eval_text
 
 
-def summary(prepared: Prepared, progress: Progress, status: int, peak_bytes: int) -> str:
+def run_summary(prepared: Prepared, progress: RunProgress, status: int, peak_bytes: int) -> str:
     """Several lines; figures that the run did not produce are left out."""
     config, run_dir = prepared.config, prepared.run_dir
     taken = progress.last.step if progress.last else prepared.start_step
@@ -32,18 +32,18 @@ def summary(prepared: Prepared, progress: Progress, status: int, peak_bytes: int
     return "\n".join(lines + _next(prepared, status, taken))
 
 
-def _rewards(progress: Progress) -> list[str]:
+def _rewards(progress: RunProgress) -> list[str]:
     rewards = progress.rewards()
     first, last = ends(rewards)
     if not first:
         return [f"  reward      {rewards[0]:.3f}"] if rewards else []
     return [
-        f"  reward      first {counted(len(first), 'step')} {fmean(first):.3f}, "
-        f"last {counted(len(last), 'step')} {fmean(last):.3f}  {sparkline(rewards)}"
+        f"  reward      first {pluralize(len(first), 'step')} {fmean(first):.3f}, "
+        f"last {pluralize(len(last), 'step')} {fmean(last):.3f}  {sparkline(rewards)}"
     ]
 
 
-def _evaluations(prepared: Prepared, progress: Progress) -> list[str]:
+def _evaluations(prepared: Prepared, progress: RunProgress) -> list[str]:
     """Held-out scores before and after, with 95 % intervals over tasks."""
     scored = {step: scores for step, scores in eval_scores(prepared.run_dir).items() if scores}
     if not scored:
@@ -75,7 +75,7 @@ def _resume_text(run_dir: RunDir, taken: int) -> str:
     saved = (run_dir.complete_checkpoints() or [None])[-1]
     if saved is None:
         return "start over: " + (
-            f"no checkpoint holds the {counted(taken, 'step')} taken" if taken else "nothing was trained yet"
+            f"no checkpoint holds the {pluralize(taken, 'step')} taken" if taken else "nothing was trained yet"
         )
-    again = f"; {counted(taken - saved, 'step')} after it must be taken again" if taken > saved else ""
+    again = f"; {pluralize(taken - saved, 'step')} after it must be taken again" if taken > saved else ""
     return f"go on after step {saved}{again}"

@@ -35,7 +35,7 @@ from composer_prime.config import Config
 from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.console import console_script
 from composer_prime.errors import RoleFailedError
-from composer_prime.plan.placement import place, visible
+from composer_prime.plan.placement import cuda_visible_devices, place_processes
 from composer_prime.run.run_dir import RunDir
 from trainer.launcher import guard
 
@@ -59,7 +59,7 @@ class RoleCommand:
 
 def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCommand]:
     """Every role that runs here, in start order. Raises ConfigError when there are too few GPUs."""
-    placement = place(config, gpus)
+    placement = place_processes(config, gpus)
     where = ["--run-dir", str(run_dir.root)]
     commands = []
     if config.orchestrator.address is None:
@@ -124,7 +124,7 @@ def _threads(count: int) -> dict[str, str]:
 
 
 def _devices(devices: tuple[int, ...]) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": visible(devices)} if devices else {}
+    return {"CUDA_VISIBLE_DEVICES": cuda_visible_devices(devices)} if devices else {}
 
 
 QUIET_S = 600.0
@@ -138,7 +138,7 @@ _MAY_DIE = ("node", "teachers")
 
 
 @dataclass(slots=True, kw_only=True)
-class Child:
+class RoleProcess:
     """One role's process, over its restarts."""
 
     role: RoleCommand
@@ -180,11 +180,11 @@ class Supervisor:
     """Where events go (a restart, a stop): one line each."""
     backoff_s: float = 1.0
     """Pause before a node's first restart; doubles with each."""
-    children: list[Child] = field(default_factory=list)
+    children: list[RoleProcess] = field(default_factory=list)
     _mark: str = field(default_factory=lambda: secrets.token_hex(16))
     _guard: subprocess.Popen[bytes] | None = None
     _descendants: dict[int, psutil.Process] = field(default_factory=dict)
-    _failed: list[Child] = field(default_factory=list)
+    _failed: list[RoleProcess] = field(default_factory=list)
     """Roles that ended with an error, first one first."""
     _failed_at: float = 0.0
 
@@ -196,7 +196,7 @@ class Supervisor:
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self.children = [Child(role=role) for role in self.roles]
+        self.children = [RoleProcess(role=role) for role in self.roles]
         for child in self.children:
             self._spawn(child)
 
@@ -257,7 +257,7 @@ class Supervisor:
         """Whether all who make a checkpoint are alive; else ranks would only wait, for one another or in vain."""
         return all(child.running for child in self.children if child.role.kind not in _MAY_DIE)
 
-    def _spawn(self, child: Child) -> None:
+    def _spawn(self, child: RoleProcess) -> None:
         log = self.run_dir.log(child.role.name)
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **child.role.env, guard.MARK: self._mark}
@@ -281,7 +281,7 @@ class Supervisor:
                 self._guard.stdin.write(b"role %d\n" % child.process.pid)
                 self._guard.stdin.flush()
 
-    def _ended(self, child: Child) -> bool:
+    def _ended(self, child: RoleProcess) -> bool:
         if child.process is not None and child.code is None:
             child.code = child.process.poll()
             if child.code is not None:
@@ -297,7 +297,7 @@ class Supervisor:
             return True
         return time.monotonic() - self._failed_at > SETTLE_S
 
-    def _plan_restart(self, child: Child) -> None:
+    def _plan_restart(self, child: RoleProcess) -> None:
         if time.monotonic() - child.started > QUIET_S:
             child.restarts = 0
         if child.role.kind == "node" and child.code == USAGE_ERROR:
@@ -313,7 +313,7 @@ class Supervisor:
             f"({child.restarts} of {self.max_restarts})"
         )
 
-    def _give_up(self, child: Child) -> None:
+    def _give_up(self, child: RoleProcess) -> None:
         """Raises RoleFailedError when it was the last node."""
         if child.role.kind == "node":
             alive = [other for other in self.children if other.role.kind == "node" and other is not child]
@@ -324,7 +324,7 @@ class Supervisor:
                 )
         self.say(f"{child.role.name} {child.ending()}; given up after {child.restarts} restarts")
 
-    def _report(self, failed: list[Child]) -> str:
+    def _report(self, failed: list[RoleProcess]) -> str:
         parts = []
         for child in failed[:3]:
             log = self.run_dir.log(child.role.name)
@@ -363,7 +363,7 @@ def last_lines(log: os.PathLike[str], offset: int = 0, count: int = 25) -> str:
     return "\n".join(f"    {line}" for line in lines[-count:]) or "    (it wrote nothing)"
 
 
-def _signal_group(child: Child, number: signal.Signals) -> None:
+def _signal_group(child: RoleProcess, number: signal.Signals) -> None:
     if child.process is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.process.pid, number)

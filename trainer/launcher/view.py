@@ -11,11 +11,11 @@ from collections import deque
 from typing import Protocol
 
 from composer_prime.config import Config
-from composer_prime.console import clock, counted, gib, silence
-from composer_prime.monitor.progress import Progress, Round, Step, sparkline
+from composer_prime.console import clock, gib, pluralize, silence
+from composer_prime.monitor.progress import RoundProgress, RunProgress, StepProgress, sparkline
 
 
-def step_line(step: Step, max_steps: int) -> str:
+def step_line(step: StepProgress, max_steps: int) -> str:
     """One step in one line; figures that the trainer did not report are left out."""
     parts = [f"step {step.step}/{max_steps}"]
     if step.reward is not None:
@@ -35,22 +35,22 @@ def step_line(step: Step, max_steps: int) -> str:
     return "  ".join(parts)
 
 
-def channels_text(step: Step) -> str:
+def channels_text(step: StepProgress) -> str:
     """What channels 2 and 3 trained on in this step; empty where both are off."""
     parts = []
     if step.hinted_turns is not None:
         divergence = f", jsd {step.jsd:.4f}" if step.hinted_turns and step.jsd is not None else ""
-        parts.append(f"hints: {counted(int(step.hinted_turns), 'turn')}{divergence}")
+        parts.append(f"hints: {pluralize(int(step.hinted_turns), 'turn')}{divergence}")
     if step.pairs is not None:
         accuracy = f", accuracy {step.accuracy:.2f}" if step.pairs and step.accuracy is not None else ""
-        parts.append(f"teachers: {counted(int(step.pairs), 'pair')}{accuracy}")
+        parts.append(f"teachers: {pluralize(int(step.pairs), 'pair')}{accuracy}")
     return "  ".join(parts)
 
 
-def round_text(last: Round) -> str:
+def round_text(last: RoundProgress) -> str:
     """The last outer step of a joint run."""
     return (
-        f"round {last.number}, {counted(last.peers, 'peer')}, {last.sent_bytes / 1e6:,.1f} MB sent, "
+        f"round {last.number}, {pluralize(last.peers, 'peer')}, {last.sent_bytes / 1e6:,.1f} MB sent, "
         f"waited {last.waited_s:.1f} s for it"
     )
 
@@ -63,13 +63,13 @@ as another wait that lasts has followed the one it told of."""
 class View(Protocol):
     """What the launcher's loop calls."""
 
-    def begin(self, progress: Progress) -> None:
+    def begin(self, progress: RunProgress) -> None:
         """Called once, before the first refresh: `progress` is what earlier starts of the run have shown already."""
 
     def event(self, text: str) -> None:
         """Something happened: a restart, a warning."""
 
-    def refresh(self, progress: Progress, fresh: list[Step], memory_bytes: int | None) -> None:
+    def refresh(self, progress: RunProgress, fresh: list[StepProgress], memory_bytes: int | None) -> None:
         """Called each tick; `fresh` are the steps since the last call."""
 
     def close(self) -> None: ...
@@ -91,7 +91,7 @@ class PlainView:
         self._said: dict[str, str] = {}
         """By role: the wait that was told of since the last step."""
 
-    def begin(self, progress: Progress) -> None:
+    def begin(self, progress: RunProgress) -> None:
         self._evals_shown = {step: len(figures) for step, figures in progress.evals.items()}
         if progress.last is not None and progress.last.joint is not None:
             self._round_shown = progress.last.joint.number
@@ -103,7 +103,7 @@ class PlainView:
             silence()
             print("trainer: nobody reads this output any more; the run goes on, its logs are in logs/", file=sys.stderr)
 
-    def refresh(self, progress: Progress, fresh: list[Step], memory_bytes: int | None) -> None:
+    def refresh(self, progress: RunProgress, fresh: list[StepProgress], memory_bytes: int | None) -> None:
         for step in fresh:
             self.event(step_line(step, self._max_steps))
             self._more(step)
@@ -115,7 +115,7 @@ class PlainView:
             self._say_wait_at, self._said = time.time() + NEXT_WAIT_S, {}
         self._waits(progress)
 
-    def _more(self, step: Step) -> None:
+    def _more(self, step: StepProgress) -> None:
         """Indented under the step: the channels beside the first, and the round of a joint run that ended since."""
         if text := channels_text(step):
             self.event(f"  {text}")
@@ -123,7 +123,7 @@ class PlainView:
             self._round_shown = step.joint.number
             self.event(f"  joint run: {round_text(step.joint)}")
 
-    def _waits(self, progress: Progress) -> None:
+    def _waits(self, progress: RunProgress) -> None:
         now = time.time()
         due = now >= self._say_wait_at
         for role, waiting in progress.waiting.items():
@@ -150,14 +150,14 @@ class LiveView:
         self._live = Live(auto_refresh=False, transient=False)
         self._live.start()
 
-    def begin(self, progress: Progress) -> None:
+    def begin(self, progress: RunProgress) -> None:
         """Nothing to leave out: the panel shows the whole run."""
 
     def event(self, text: str) -> None:
         self._events.append(f"{time.strftime('%H:%M:%S')} {text}")
         self._drawn = 0.0
 
-    def refresh(self, progress: Progress, fresh: list[Step], memory_bytes: int | None) -> None:
+    def refresh(self, progress: RunProgress, fresh: list[StepProgress], memory_bytes: int | None) -> None:
         if time.time() - self._drawn >= self._config.monitor.refresh_s:
             self._drawn = time.time()
             self._live.update(self._panel(progress, memory_bytes), refresh=True)
@@ -165,7 +165,7 @@ class LiveView:
     def close(self) -> None:
         self._live.stop()
 
-    def _panel(self, progress: Progress, memory_bytes: int | None):
+    def _panel(self, progress: RunProgress, memory_bytes: int | None):
         from rich.panel import Panel
         from rich.table import Table
         from rich.text import Text
@@ -180,7 +180,9 @@ class LiveView:
         return Panel(table, title=self._config.run.name, subtitle="Ctrl-C stops; --resume goes on", title_align="left")
 
 
-def panel_rows(config: Config, progress: Progress, started: float, memory_bytes: int | None) -> list[tuple[str, str]]:
+def panel_rows(
+    config: Config, progress: RunProgress, started: float, memory_bytes: int | None
+) -> list[tuple[str, str]]:
     """(label, text) of the live panel."""
     last = progress.last
     rows = [("progress", _progress_text(config, progress, started))]
@@ -202,7 +204,7 @@ def panel_rows(config: Config, progress: Progress, started: float, memory_bytes:
     return rows
 
 
-def _progress_text(config: Config, progress: Progress, started: float) -> str:
+def _progress_text(config: Config, progress: RunProgress, started: float) -> str:
     total, last = config.run.max_steps, progress.last
     done = last.step if last else 0
     elapsed = clock(time.time() - started)
@@ -214,7 +216,7 @@ def _progress_text(config: Config, progress: Progress, started: float) -> str:
     return f"step {done}/{total} {'━' * filled}{'─' * (30 - filled)} {elapsed}{left}"
 
 
-def _peaks(progress: Progress) -> str:
+def _peaks(progress: RunProgress) -> str:
     return "".join(f", {role} peak {gib(int(peak))}" for role, peak in sorted(progress.peak_bytes.items()))
 
 

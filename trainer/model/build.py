@@ -113,7 +113,7 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
         head_kernels=config.trainer.head_kernels,
     )
     buffers = {name: buffer.to(world.device, copy=True) for name, buffer in policy.named_buffers()}
-    shard(policy, world)
+    shard_policy(policy, world)
     policy.to_empty(device=world.device)
     policy.lm.tie_weights()
     for name, buffer in policy.named_buffers():
@@ -182,7 +182,7 @@ def blocks(lm: PreTrainedModel) -> list[nn.Module]:
     return found
 
 
-def shard(policy: Policy, world: World) -> None:
+def shard_policy(policy: Policy, world: World) -> None:
     """FSDP2 over each block and the rest; gradients are summed over ranks in float32, not averaged."""
     half = world.compute_dtype != torch.float32
     precision = MixedPrecisionPolicy(

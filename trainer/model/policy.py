@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from composer_prime.config.trainer import HeadKernels
 from trainer.data.rows import PackedRow, Reading
-from trainer.head.choose_kernels import choose_passes
+from trainer.head.choose_kernels import choose_kernels
 from trainer.head.fused import token_statistics
-from trainer.head.head import Distillation, Divergence, Head, TeacherPart, TokenStatistics, head_of
-from trainer.head.logit_kernels import Passes
+from trainer.head.head import Divergence, Head, TeacherPart, TeacherTargets, TokenStatistics, head_of
+from trainer.head.logit_kernels import LogitKernels
 from trainer.model.attention import NAME, packing_arguments
 
 READS = ("states", "scores", "head")
@@ -79,8 +79,8 @@ class Policy(nn.Module):
         """A copy of the output layer as it is now."""
         return head_of(self.lm).detached(copy=True)
 
-    def _passes(self, hidden_RH: Tensor) -> Passes:
-        return choose_passes(self._head_kernels, hidden_RH, self.vocabulary)
+    def _passes(self, hidden_RH: Tensor) -> LogitKernels:
+        return choose_kernels(self._head_kernels, hidden_RH, self.vocabulary)
 
     def _hidden(self, reading: Reading) -> Tensor:
         return self.lm.base_model(
@@ -92,10 +92,10 @@ class Policy(nn.Module):
         ).last_hidden_state[0]
 
 
-def _distillation(teaching: Teaching, row: PackedRow, hidden_NH: Tensor, head: Head) -> Distillation:
+def _distillation(teaching: Teaching, row: PackedRow, hidden_NH: Tensor, head: Head) -> TeacherTargets:
     """The teacher's parts, the policy's own among them; nothing of a teacher has a gradient."""
     parts = teaching.parts
     if teaching.live_share > 0:
         live_DH = hidden_NH[row.distilled.source_D] if teaching.live_hidden_DH is None else teaching.live_hidden_DH
         parts += (TeacherPart(share=teaching.live_share, hidden_DH=live_DH.detach(), head=head.detached()),)
-    return Distillation(teacher=parts, divergence=teaching.divergence)
+    return TeacherTargets(teacher=parts, divergence=teaching.divergence)

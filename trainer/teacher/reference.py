@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from composer_prime.console import counted
+from composer_prime.console import pluralize
 from composer_prime.errors import NonFiniteError
 from composer_prime.model_source import weight_files
 from composer_prime.run.run_dir import write_atomic
@@ -151,6 +151,6 @@ def _parse(lines: list[str]) -> dict[str, float]:
         except (ValueError, KeyError, TypeError):
             damaged += 1
     if damaged:
-        text = counted(damaged, "damaged line")
+        text = pluralize(damaged, "damaged line")
         logger.warning("%s of cached reference log-probabilities: computed again", text)
     return values

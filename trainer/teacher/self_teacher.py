@@ -19,7 +19,7 @@ is read, because every pass gathers parameters from all of them.
 
 Other weights for the same policy: a second set of values that takes the parameters' place for a while.
 
-    Shadow          a moving average of the trained parameters, or their start; sharded like them, float32
+    WeightSnapshot          a moving average of the trained parameters, or their start; sharded like them, float32
     AdaptersOff     with low-rank adapters the start weights are the base: the adapters count for nothing
 
 No second model is built: values are exchanged with the shards, a forward pass gathers them as it would the policy's,
@@ -54,10 +54,10 @@ class Weights(Protocol):
     """Something that can take the place of the policy's weights."""
 
     @contextmanager
-    def in_place(self) -> Iterator[None]: ...
+    def swapped_in(self) -> Iterator[None]: ...
 
 
-class Shadow:
+class WeightSnapshot:
     """A second value for each trained parameter of `module`, at first the parameter's own."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -71,7 +71,7 @@ class Shadow:
             _local(self._values[name]).lerp_(_local(parameter), rate)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """The module computes with these values inside the block, and with its own again after it."""
         self._exchange()
         try:
@@ -106,7 +106,7 @@ class AdaptersOff:
         self._module = module
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Adapters are scaled to 0 inside the block; switching them off through peft would change what is trained."""
         from peft.tuners.lora import LoraLayer  # peft takes seconds to import
 
@@ -131,7 +131,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 @dataclass(slots=True, kw_only=True)
-class Aid:
+class AuxiliaryLogprobs:
     """What one row's loss needs of other weights."""
 
     teaching: Teaching | None = None
@@ -148,15 +148,15 @@ class SelfTeacher:
         """`policy` holds the start weights now. `cache` is there when channel 3 has a reference."""
         self._policy, self._channels, self._cache = policy, channels, cache
         self._sets = weight_sets(channels)
-        self._averages = {name: Shadow(policy) for name in AVERAGES if name in self._sets.needed}
+        self._averages = {name: WeightSnapshot(policy) for name in AVERAGES if name in self._sets.needed}
         self._rates = {"teacher": channels.sdpo.teacher.rate, "reference": channels.policy.kl.ema_rate}
         self._weights: dict[str, Weights] = dict(self._averages)
         if "frozen" in self._sets.needed:
-            self._weights["frozen"] = AdaptersOff(policy) if policy.adapted else Shadow(policy)
+            self._weights["frozen"] = AdaptersOff(policy) if policy.adapted else WeightSnapshot(policy)
 
-    def prepare(self, rows: Sequence[PackedRow], step: int) -> list[Aid]:
+    def prepare(self, rows: Sequence[PackedRow], step: int) -> list[AuxiliaryLogprobs]:
         """Read what `rows` need, with every set of weights that is not the policy's. A collective."""
-        aids = [Aid() for _ in rows]
+        aids = [AuxiliaryLogprobs() for _ in rows]
         taught = self._taught(rows)
         lacking = self._cache.missing([row.pairs for row in rows]) if self._cache else []
         parts: dict[int, TeacherPart] = {}
@@ -166,7 +166,7 @@ class SelfTeacher:
                 lacks = name == "frozen" and any(lacking)
                 if not (refers or teaches or lacks):
                     continue
-                with weights.in_place():
+                with weights.swapped_in():
                     if refers:
                         self._refer(rows, aids)
                     if teaches:
@@ -213,7 +213,7 @@ class SelfTeacher:
             return [False] * len(own)
         return [any(words) for words in zip(*gather_words(own), strict=True)]
 
-    def _refer(self, rows: Sequence[PackedRow], aids: list[Aid]) -> None:
+    def _refer(self, rows: Sequence[PackedRow], aids: list[AuxiliaryLogprobs]) -> None:
         for row, aid in zip(rows, aids, strict=True):
             logprobs_R = self._policy(row).logprobs_R
             aid.reference_logprobs_T = logprobs_R if row.policy_T is None else logprobs_R[row.policy_T]

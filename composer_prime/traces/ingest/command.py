@@ -19,7 +19,7 @@ from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.llm.families import family_named
 from composer_prime.traces.ingest.formats import openhands
 from composer_prime.traces.ingest.ingest import FORMATS, Options, ingest
-from composer_prime.traces.ingest.reading import Limits, Sample
+from composer_prime.traces.ingest.reading import FileStart, Limits
 from composer_prime.traces.ingest.tally import Recent, Tally
 from composer_prime.traces.overwrite_guard import check_own, lines_of, same_file
 from composer_prime.traces.state import write_state
@@ -36,9 +36,9 @@ e-mail addresses and the owners of home folders are masked."""
 
 def main(words: list[str] | None = None) -> int:
     """Exit status: 0 states were written, 1 there were none, 2 wrong input, 130 by Ctrl-C, which leaves no output."""
-    options = parser().parse_args(words)
+    options = ingest_parser().parse_args(words)
     try:
-        return run(options)
+        return ingest_files(options)
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
         return INTERRUPTED
@@ -46,7 +46,7 @@ def main(words: list[str] | None = None) -> int:
         fail(error, command="composer ingest")
 
 
-def parser() -> argparse.ArgumentParser:
+def ingest_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer ingest", description=_DOCUMENTATION)
     parser.add_argument("paths", nargs="+", type=Path, help="trace files, or folders of them")
     parser.add_argument("-o", "--output", type=Path, required=True, help="states.jsonl to write")
@@ -75,7 +75,7 @@ def _mib(word: str) -> int:
     return int(word)
 
 
-def run(options: argparse.Namespace) -> int:
+def ingest_files(options: argparse.Namespace) -> int:
     if options.output.is_dir():
         raise ConfigError(f"{options.output} is a folder: name the file of states with -o")
     if options.output.exists() and not options.overwrite:
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     )
     console = Console(stderr=True)
     tallies = _write(files, options.output, how, console)
-    for table in report(tallies):
+    for table in ingest_table(tallies):
         if table.row_count:
             Console().print(table)
     total = sum((tally.states for _, tally in tallies), 0)
@@ -120,7 +120,7 @@ def find_files(paths: list[Path], output: Path) -> list[Path]:
 
 
 def _inside(folder: Path) -> Iterator[Path]:
-    if openhands.matches(Sample(path=folder)):
+    if openhands.matches(FileStart(path=folder)):
         yield folder
         return
     for path in sorted(folder.iterdir()):
@@ -182,7 +182,7 @@ def _advancing(bar: Progress, total: int) -> Callable[[int], None]:
     return advance
 
 
-def report(tallies: list[tuple[str, Tally]]) -> list[Table]:
+def ingest_table(tallies: list[tuple[str, Tally]]) -> list[Table]:
     """What became of every record and every turn: by file, then every reason."""
     files = Table(title="taken and skipped", title_justify="left")
     files.add_column("file", overflow="fold")

@@ -19,7 +19,7 @@ from composer_prime.traces.ingest.formats import claude_code, mini_swe_agent, op
 from composer_prime.traces.ingest.masking.masker import Masker
 from composer_prime.traces.ingest.messages import TraceBuilder
 from composer_prime.traces.ingest.observed_tools import ObservedTools
-from composer_prime.traces.ingest.reading import Bad, Limits, Sample, lines, take_sample
+from composer_prime.traces.ingest.reading import Bad, FileStart, Limits, lines, take_sample
 from composer_prime.traces.ingest.tally import Recent, Tally
 from composer_prime.traces.ingest.turns import Origin, StateMaker
 from composer_prime.traces.state import TraceState
@@ -35,7 +35,7 @@ class Format(Protocol):
     """Of the format, as this reader was written for it; it stands in every state."""
 
     @staticmethod
-    def matches(sample: Sample) -> bool: ...
+    def matches(sample: FileStart) -> bool: ...
 
     @staticmethod
     def read(file: TraceFile) -> Iterator[TraceState]: ...

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from composer_prime.errors import ComposerError
-from composer_prime.traces.ingest.reading import Bad, parse
+from composer_prime.traces.ingest.reading import Bad, parse_json
 from composer_prime.traces.ingest.turns import NO_RESULT, Before, Call, StateMaker, Turn, digest_of, size_of, too_long
 from composer_prime.traces.state import Message, TraceState
 
@@ -192,7 +192,7 @@ class Unreadable(ComposerError, ValueError):
     """Messages that make no conversation; data, counted, never a crash."""
 
 
-def check(messages: list[Any]) -> None:
+def check_messages(messages: list[Any]) -> None:
     """Raises Unreadable, which says why `feed` cannot take these messages in."""
     for message in messages:
         _check(message)
@@ -247,7 +247,7 @@ def arguments_of(written: Any) -> dict[str, Any] | str:
         return written
     if not isinstance(written, str):
         return ""
-    value = parse(written.encode("utf-8", "replace")) if written.strip() else {}
+    value = parse_json(written.encode("utf-8", "replace")) if written.strip() else {}
     return value if isinstance(value, dict) and not isinstance(value, Bad) else written
 
 

@@ -57,7 +57,7 @@ def lines(
                 size += _rest_of_line(file, until - size)
                 value: Any = Bad(f"line longer than {limits.line_bytes >> 20} MiB")
             else:
-                value = None if blank else parse(raw, torn=not whole)
+                value = None if blank else parse_json(raw, torn=not whole)
                 del raw
             until -= size
             if progress is not None and (done := done + size) >= CHUNK_BYTES:
@@ -76,10 +76,10 @@ def document(path: Path, limits: Limits) -> Any:
     if size > limits.document_bytes:
         return Bad(f"JSON document larger than {limits.document_bytes >> 20} MiB")
     raw = path.read_bytes()
-    return parse(raw) if raw.strip() else Bad("empty document")
+    return parse_json(raw) if raw.strip() else Bad("empty document")
 
 
-def parse(raw: bytes, torn: bool = False) -> Any:
+def parse_json(raw: bytes, torn: bool = False) -> Any:
     """`raw` as a JSON value of at most MAX_DEPTH levels and MAX_VALUES values, or `Bad`; `torn` marks a last line
     without its end."""
     # What texts hold counts here too, so this is an upper bound: it costs next to nothing, and rarely says no.
@@ -158,7 +158,7 @@ SNIFF_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class FileStart:
     """What a reader's `matches` may look at."""
 
     path: Path
@@ -172,18 +172,18 @@ class Sample:
         return [record for record in self.records if isinstance(record, dict) and all(key in record for key in keys)]
 
 
-def take_sample(path: Path, limits: Limits | None = None) -> Sample:
+def take_sample(path: Path, limits: Limits | None = None) -> FileStart:
     """Raises OSError. What may be one document is tried as one; else, and where that fails, it is a file of lines."""
     limits = limits or Limits()
     if path.is_dir():
-        return Sample(path=path)
+        return FileStart(path=path)
     value = document(path, limits) if _one_document(path) else None
     if value is not None and not isinstance(value, Bad):
-        return Sample(path=path, document=value)
+        return FileStart(path=path, document=value)
     records = [record for record in _first(path, limits) if not isinstance(record, Bad)]
     if isinstance(value, Bad) and not any(isinstance(record, dict) for record in records):
-        return Sample(path=path, document=value)
-    return Sample(path=path, records=records)
+        return FileStart(path=path, document=value)
+    return FileStart(path=path, records=records)
 
 
 def _first(path: Path, limits: Limits) -> Iterator[Any]:

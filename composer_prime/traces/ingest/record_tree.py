@@ -30,17 +30,17 @@ CLOSED = 8
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class RecordNode:
     """A message of the user's, a turn, or (without messages) a root."""
 
     maker: StateMaker
-    parent: Node | None = None
-    above: Node | None = None
+    parent: RecordNode | None = None
+    above: RecordNode | None = None
     """Of a message: the nearest turn above it."""
     is_turn: bool = False
     turn: Turn | None = None
     """While it is open."""
-    newest: Node | None = None
+    newest: RecordNode | None = None
     """The same turn with the results that came after it was closed."""
     messages: list[Message] = field(default_factory=list)
     digest: bytes = b""
@@ -56,11 +56,11 @@ class Node:
     """Records that lead here, nodes below, and whether it is open or the tip."""
 
     @property
-    def nearest(self) -> Node | None:
+    def nearest(self) -> RecordNode | None:
         """The turn that it is, or the nearest above."""
         return self if self.is_turn else self.above
 
-    def versions(self) -> list[Node]:
+    def versions(self) -> list[RecordNode]:
         """It, and the same turn with each result that came late."""
         found = [self]
         while found[-1].newest is not None:
@@ -83,23 +83,23 @@ class RecordTree:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._nodes: dict[str, Node] = {}
-        self._open: dict[Node, None] = {}
-        self._keys: dict[str, Node] = {}
-        self._contexts: dict[Node, Context] = {}
+        self._nodes: dict[str, RecordNode] = {}
+        self._open: dict[RecordNode, None] = {}
+        self._keys: dict[str, RecordNode] = {}
+        self._contexts: dict[RecordNode, Context] = {}
         """Of the turns that were closed last: what stood before each."""
         self._held = 0
-        self.tip: Node | None = None
+        self.tip: RecordNode | None = None
         """Where the last record was placed."""
 
-    def get(self, record: str) -> Node | None:
+    def get(self, record: str) -> RecordNode | None:
         """Behind which node it stands; None where it is not held. What is asked for is let go of later."""
         node = self._nodes.pop(record, None)
         if node is not None:
             self._nodes[record] = node
         return node
 
-    def place(self, record: str | None, node: Node) -> None:
+    def place(self, record: str | None, node: RecordNode) -> None:
         """What follows the record stands behind `node`."""
         node.uses += 1
         before, self.tip = self.tip, node
@@ -111,7 +111,7 @@ class RecordTree:
         if before is not None:
             self._release(before)
 
-    def note(self, parent: Node, message: Message, queued: bool = False) -> Node:
+    def note(self, parent: RecordNode, message: Message, queued: bool = False) -> RecordNode:
         """A message behind `parent`."""
         above, size = parent.nearest, size_of(message)
         missing = parent.maker.unshown or parent.missing or (above.missing if above else None)
@@ -119,33 +119,33 @@ class RecordTree:
             missing = too_long(self._limits)
         if missing is not None:
             # Nothing is shown of this walk: only the turn is needed, for results that are still to come.
-            return self._node(Node(parent.maker, above, above, missing=missing))
-        node = Node(parent.maker, parent, above, chars=parent.chars + size, queued=queued)
+            return self._node(RecordNode(parent.maker, above, above, missing=missing))
+        node = RecordNode(parent.maker, parent, above, chars=parent.chars + size, queued=queued)
         self._hold(node, [message])
         return self._node(node)
 
-    def turn(self, parent: Node, turn: Turn) -> Node:
+    def turn(self, parent: RecordNode, turn: Turn) -> RecordNode:
         """A turn behind `parent`, open. The turn above it has to be closed."""
         missing = parent.maker.unshown or parent.missing or (parent.nearest.missing if parent.nearest else None)
-        node = Node(parent.maker, parent, is_turn=True, turn=turn, chars=parent.chars, missing=missing, uses=1)
+        node = RecordNode(parent.maker, parent, is_turn=True, turn=turn, chars=parent.chars, missing=missing, uses=1)
         self._open[node] = None
         if turn.key is not None:
             self._keys[turn.key] = node
         return self._node(node)
 
-    def unfinished(self, parent: Node, key: str | None) -> Node | None:
+    def unfinished(self, parent: RecordNode, key: str | None) -> RecordNode | None:
         """The open turn of this key, if another part of it may stand behind `parent`: behind the turn, behind notes
         that follow it, or where the turn itself stands."""
         node = None if key is None else self._keys.get(key)
         return node if node is not None and (parent.nearest is node or node.parent is parent) else None
 
-    def extend(self, node: Node, text: str, calls: list[Call], reasoning: str) -> None:
+    def extend(self, node: RecordNode, text: str, calls: list[Call], reasoning: str) -> None:
         """A part of an open turn."""
         assert node.turn is not None
         node.turn.add(text, calls, reasoning)
         self._resize(node, node.held + len(text) + len(reasoning) + sum(_characters(call.arguments) for call in calls))
 
-    def answer(self, parent: Node, call_id: str, text: str, error: str | None) -> Node | None:
+    def answer(self, parent: RecordNode, call_id: str, text: str, error: str | None) -> RecordNode | None:
         """The result of a call of the turn nearest to `parent`: where what follows it stands. None when the turn made
         no such call, or has its result."""
         node = parent.nearest
@@ -156,18 +156,18 @@ class RecordTree:
         self._resize(node, node.held + len(text))
         return parent
 
-    def _late(self, node: Node, call_id: str, text: str) -> Node | None:
+    def _late(self, node: RecordNode, call_id: str, text: str) -> RecordNode | None:
         """A turn that was closed, with the result of a call: another branch went on without it."""
         known = node.versions()[-1]
         waiting = {"role": "tool", "tool_call_id": call_id, "content": NO_RESULT}
         if not node.is_turn or waiting not in known.messages:
             return None
         result = node.maker.result(call_id, text)
-        known.newest = Node(node.maker, node.parent, is_turn=True, chars=known.chars + size_of(result))
+        known.newest = RecordNode(node.maker, node.parent, is_turn=True, chars=known.chars + size_of(result))
         self._hold(known.newest, [result if message == waiting else message for message in known.messages])
         return self._node(known.newest)
 
-    def move(self, first: Node, last: Node, behind: Node) -> Iterator[TraceState]:
+    def move(self, first: RecordNode, last: RecordNode, behind: RecordNode) -> Iterator[TraceState]:
         """What stands from `first` to `last` stands behind another node from now on; nothing moves where `first` is not
         above `last`."""
         walk, firsts = [last], set(first.versions())
@@ -176,12 +176,14 @@ class RecordTree:
                 return
             walk.append(walk[-1].parent)
         yield from self.close(last.nearest)
-        moved: dict[Node, Node] = {}
+        moved: dict[RecordNode, RecordNode] = {}
         for node in reversed(walk):
-            copies: list[Node] = []
+            copies: list[RecordNode] = []
             for version in (first if node is walk[-1] else node).versions():
                 above = None if node.is_turn else behind.nearest
-                copy = Node(behind.maker, behind, above, node.is_turn, missing=version.missing, queued=node.queued)
+                copy = RecordNode(
+                    behind.maker, behind, above, node.is_turn, missing=version.missing, queued=node.queued
+                )
                 self._hold(copy, version.messages)
                 copy.chars = behind.chars + copy.held
                 moved[version] = self._node(copy)
@@ -195,7 +197,7 @@ class RecordTree:
                 self._nodes[record] = moved[node]
                 self._release(node)
 
-    def close(self, node: Node | None) -> Iterator[TraceState]:
+    def close(self, node: RecordNode | None) -> Iterator[TraceState]:
         """End a turn, where it is open: its state."""
         if node is None or node.turn is None:
             return
@@ -232,10 +234,10 @@ class RecordTree:
             yield from self.close(node.nearest)
             self._release(node)
 
-    def _walk(self, turn: Node) -> tuple[Context, str | None]:
+    def _walk(self, turn: RecordNode) -> tuple[Context, str | None]:
         """(what stands before an open turn, why it cannot be shown). Of the nearest turn above whose context is known
         only what follows is walked."""
-        nodes: list[Node] = []
+        nodes: list[RecordNode] = []
         node = turn
         while node.missing is None and node not in self._contexts and node.parent is not None:
             node = node.parent
@@ -253,25 +255,25 @@ class RecordTree:
         messages = [*known.messages, *(message for node in reversed(nodes) for message in node.messages)]
         return Context(messages, digest, known.chars + sum(node.held for node in nodes)), None
 
-    def _node(self, node: Node) -> Node:
+    def _node(self, node: RecordNode) -> RecordNode:
         if node.parent is not None:
             node.parent.uses += 1
         return node
 
-    def _hold(self, node: Node, messages: list[Message]) -> None:
+    def _hold(self, node: RecordNode, messages: list[Message]) -> None:
         """They are what the node shows."""
         node.messages, node.digest = messages, b""
         for message in messages:
             node.digest = digest_of(node.digest, message)
         self._resize(node, sum(map(size_of, messages)))
 
-    def _resize(self, node: Node, size: int) -> None:
+    def _resize(self, node: RecordNode, size: int) -> None:
         self._held += size - node.held
         node.held = size
 
-    def _release(self, node: Node) -> None:
+    def _release(self, node: RecordNode) -> None:
         """One use less; with the last one the node goes, and is no longer a use of the node above."""
-        at: Node | None = node
+        at: RecordNode | None = node
         while at is not None:
             at.uses -= 1
             if at.uses:

@@ -23,10 +23,10 @@ from composer_prime.config import Config
 from composer_prime.config.load import resolve
 from composer_prime.console import INTERRUPTED, ProgressLines, clock, fail
 from composer_prime.errors import ComposerError, ConfigError
-from composer_prime.plan.cost_forecast import Forecast, beside_the_cap, forecast
+from composer_prime.plan.cost_forecast import CostForecast, beside_the_cap, forecast_cost
 from composer_prime.traces.overwrite_guard import same_file
 from composer_prime.traces.replay.records import UNDECIDED, votes_beside
-from composer_prime.traces.replay.replay import Progress, Replay, opened
+from composer_prime.traces.replay.replay import Replay, ReplayProgress, open_replay
 from composer_prime.traces.state import read_states
 
 STOPPED = 3
@@ -61,20 +61,20 @@ def main(words: list[str] | None = None) -> int:
         print(USAGE)
         return 0
     try:
-        arguments = parse(words)
+        arguments = parse_arguments(words)
         progress, expected = asyncio.run(replay(arguments))
     except (KeyboardInterrupt, asyncio.CancelledError):
         print(INTERRUPTION, file=sys.stderr)
         return INTERRUPTED
     except (ComposerError, OSError) as error:
         fail(error, command="composer replay")
-    print("\n".join(summary(progress, arguments.pairs, expected)))
+    print("\n".join(replay_summary(progress, arguments.pairs, expected)))
     if progress.stopped == INTERRUPTION:
         return INTERRUPTED
     return STOPPED if progress.stopped else 0
 
 
-def parse(words: Sequence[str]) -> Arguments:
+def parse_arguments(words: Sequence[str]) -> Arguments:
     """Raises ConfigError."""
     start = next((index for index, word in enumerate(words) if word.startswith(("@", "--"))), len(words))
     own, rest = list(words[:start]), list(words[start:])
@@ -88,7 +88,7 @@ def parse(words: Sequence[str]) -> Arguments:
     return Arguments(states=Path(own[0]), pairs=Path(own[2]), config=config)
 
 
-async def replay(arguments: Arguments) -> tuple[Progress, Forecast | None]:
+async def replay(arguments: Arguments) -> tuple[ReplayProgress, CostForecast | None]:
     """(what was done, what it was expected to cost).
 
     Raises ConfigError when the states cannot be read, or none of them can be judged.
@@ -96,8 +96,8 @@ async def replay(arguments: Arguments) -> tuple[Progress, Forecast | None]:
     pairs, total = arguments.pairs, count_states(arguments.states)
     costs = pairs.with_name(f"{pairs.stem}.costs.jsonl")
     console = Console(stderr=True)
-    async with opened(arguments.config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as run:
-        expected = forecast(arguments.config, arguments.states)
+    async with open_replay(arguments.config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as run:
+        expected = forecast_cost(arguments.config, arguments.states)
         print(beside_the_cap(arguments.config, expected), file=sys.stderr)
         with Bar(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as bar:
             showing = asyncio.create_task(_show(bar, run.progress, total))
@@ -144,7 +144,7 @@ def _interruptible(run: Replay) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-async def _show(bar: Bar, progress: Progress, total: int) -> None:
+async def _show(bar: Bar, progress: ReplayProgress, total: int) -> None:
     """The bar; where it is disabled, its figures as lines."""
     task, lines = bar.add_task("replaying", total=total, found=""), ProgressLines()
 
@@ -169,7 +169,7 @@ def count_states(path: Path) -> int:
         return sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 20), b""))
 
 
-def summary(progress: Progress, pairs: Path, expected: Forecast | None = None) -> list[str]:
+def replay_summary(progress: ReplayProgress, pairs: Path, expected: CostForecast | None = None) -> list[str]:
     """What a replay did, as lines; its cost beside what was `expected`."""
     beside = f"; the forecast was {expected.text()}" if expected else ""
     outcomes = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in progress.outcomes.most_common())

@@ -119,7 +119,7 @@ def length_ratio(first: Message, second: Message) -> float:
     return sizes[1] / sizes[0]
 
 
-def visible(message: Message) -> Message:
+def without_thinking(message: Message) -> Message:
     """The message without its thinking: teachers' thinking is not known, so the student's is no part of a pair."""
     kept: dict[str, Any] = {"role": "assistant", "content": message.get("content")}
     if message.get("tool_calls"):

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from composer_prime.config import Config
-from composer_prime.console import counted
+from composer_prime.console import pluralize
 from composer_prime.errors import ComposerError, ConfigError, LedgerError, UnwritableError
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.monitor.rollouts import rollout_files
@@ -28,7 +28,7 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.ingest.ingest import Options, ingest
 from composer_prime.traces.ingest.tally import Recent, Tally
 from composer_prime.traces.replay.records import votes_beside
-from composer_prime.traces.replay.replay import Replay, opened
+from composer_prime.traces.replay.replay import Replay, open_replay
 from composer_prime.traces.state import TraceState, read_states
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,9 @@ class OnlineReplay:
         try:
             if states is not None:
                 next(read_states(states, lambda error: None), None)  # a file that cannot be read is told at once
-            async with opened(self._config, pairs=pairs, votes=votes_beside(pairs), costs=costs, gated=True) as replay:
+            async with open_replay(
+                self._config, pairs=pairs, votes=votes_beside(pairs), costs=costs, gated=True
+            ) as replay:
                 begun = True
                 if self._ending_since is not None:
                     return
@@ -109,7 +111,7 @@ class OnlineReplay:
         try:
             await asyncio.wait_for(self._ended.wait(), self._left_s())
         except TimeoutError:
-            calls = counted(replay.in_flight, "call")
+            calls = pluralize(replay.in_flight, "call")
             dropped = "no call in flight, but pairs that were being scored or measured; a resume does that anew"
             if replay.in_flight:
                 under_way = "a resume takes up the states under way, with the answers there are"
@@ -130,7 +132,7 @@ class OnlineReplay:
         left = f"given up in {self._left_s():.0f} s"
         if not calls:
             return f"the pairs of answers that are there: being scored or measured, {left}"
-        return f"answers of teachers that may charge: {counted(calls, 'call')} in flight, {left}"
+        return f"answers of teachers that may charge: {pluralize(calls, 'call')} in flight, {left}"
 
     async def _states(self) -> AsyncIterator[TraceState]:
         path = self._config.teachers.states

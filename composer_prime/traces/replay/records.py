@@ -117,7 +117,7 @@ def only_writer(pairs: Path) -> Iterator[None]:
         yield
 
 
-class Records:
+class ReplayRecords:
     """The two files of a replay. One writer at a time (`only_writer`)."""
 
     def __init__(self, pairs: Path, votes: Path) -> None:

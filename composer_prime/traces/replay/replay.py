@@ -27,13 +27,13 @@ from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import ConfigError, ModelNotFoundError, TeacherError
 from composer_prime.llm.budget import Budget
-from composer_prime.traces.pairs import Pair, State
+from composer_prime.traces.pairs import Pair, PairState
 from composer_prime.traces.replay.actions.canonical import RULES, Canonical, canonical
 from composer_prime.traces.replay.actions.edits import Files
-from composer_prime.traces.replay.consensus import Candidate, candidates, length_ratio, visible
+from composer_prime.traces.replay.consensus import Candidate, candidates, length_ratio, without_thinking
 from composer_prime.traces.replay.gate.running_gate import RunningGate
 from composer_prime.traces.replay.kill_switch import KillSwitch, Situation, ValueOfInformation
-from composer_prime.traces.replay.records import UNDECIDED, Records, StateRecord, content_of, digest, only_writer
+from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, content_of, digest, only_writer
 from composer_prime.traces.replay.teachers.local import models_at
 from composer_prime.traces.replay.teachers.pool import TeacherPool, check_pool
 from composer_prime.traces.replay.teachers.scoring import KeptScorer, Scorer, ServedScorer, likeliest
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Progress:
+class ReplayProgress:
     """What a replay did so far."""
 
     states: int = 0
@@ -85,14 +85,14 @@ class Replay:
         config: TeachersConfig,
         pool: TeacherPool,
         budget: Budget,
-        records: Records,
+        records: ReplayRecords,
         scorer: Scorer | None = None,
         *,
         seed: int = 0,
         gate: RunningGate | None = None,
     ) -> None:
         """`gate` measures the pairs as they come, where they are trained while the replay goes on."""
-        self.config, self.progress = config, Progress()
+        self.config, self.progress = config, ReplayProgress()
         self._pool, self._budget, self._records, self._scorer = pool, budget, records, scorer
         self._spent_before_usd = budget.spent_usd
         self._voi = ValueOfInformation(config.voi, seed)
@@ -106,7 +106,7 @@ class Replay:
         for record in records.history:
             self._recall(record)
 
-    async def run(self, states: Iterable[TraceState] | AsyncIterator[TraceState]) -> Progress:
+    async def run(self, states: Iterable[TraceState] | AsyncIterator[TraceState]) -> ReplayProgress:
         """Replay until the states end or something stops it; `progress.stopped` says what.
 
         Raises OSError when a record cannot be written, and what `states` raise, once the calls in flight have ended.
@@ -271,7 +271,7 @@ class Replay:
     def _ballot(self, state: TraceState) -> tuple[Ballot, list[Teacher]]:
         """(ballot, voters). Raises TeacherError where nobody can judge the state."""
         files = Files(state.messages)
-        student = canonical(visible(state.student_action), state.tools, files)
+        student = canonical(without_thinking(state.student_action), state.tools, files)
         if student is None:
             raise TeacherError("the student's action is empty")
         voters = self._pool.voters(state)
@@ -281,7 +281,7 @@ class Replay:
         """The pairs that are kept, and why others are not."""
         kept: list[Pair] = []
         dropped: Counter[str] = Counter()
-        student = visible(ballot.state.student_action)
+        student = without_thinking(ballot.state.student_action)
         for candidate in candidates(ballot.votes, student, ballot.student, ballot.planned, ballot.runs):
             pair = await self._pair(ballot, candidate)
             known = self._records.written_as(pair) is not None
@@ -304,7 +304,7 @@ class Replay:
         }
         return Pair(
             trace=state.trace_id,
-            state=State(state_id=state.state_id, messages=state.messages, tools=state.tools),
+            state=PairState(state_id=state.state_id, messages=state.messages, tools=state.tools),
             chosen=chosen,
             rejected=candidate.rejected,
             epsilon=candidate.epsilon,
@@ -383,7 +383,7 @@ def _ended(done: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
 
 
 @asynccontextmanager
-async def opened(
+async def open_replay(
     config: Config, *, pairs: Path, votes: Path, costs: Path, gated: bool = False
 ) -> AsyncIterator[Replay]:
     """`gated`: measure the pairs as they come, for they are trained meanwhile.
@@ -398,7 +398,7 @@ async def opened(
     wanted = teachers.models_served(base)
     async with AsyncExitStack() as stack:
         stack.enter_context(only_writer(pairs))  # before what was spent is read
-        records = Records(pairs, votes)  # first: what is no file of pairs is left alone
+        records = ReplayRecords(pairs, votes)  # first: what is no file of pairs is left alone
         budget = Budget(teachers.budget, costs)
         addresses: dict[str, str] = {}
         served: Scorer | None = None

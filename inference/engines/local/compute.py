@@ -36,9 +36,19 @@ from inference.engines.local.loading import (
     swap_weights,
     text_decoder,
 )
-from inference.engines.local.request import Add, Cancel, Close, Command, Drained, Request, Score, StopRule, Swap
+from inference.engines.local.request import (
+    Add,
+    CancelRequest,
+    Close,
+    Command,
+    Drained,
+    EngineRequest,
+    ScoreRequest,
+    StopRule,
+    Swap,
+)
 from inference.engines.local.sampling import SamplingRows, sample
-from inference.engines.local.scheduling import Step, plan_step
+from inference.engines.local.scheduling import EngineStep, plan_step
 from inference.engines.local.slots import FamilyMemory, SlotTable
 
 log = logging.getLogger(__name__)
@@ -52,8 +62,8 @@ class Computer:
         self._folder, self._config, self._context = folder, config, max_context
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._waiting: deque[Request] = deque()
-        self._running: dict[int, Request] = {}
+        self._waiting: deque[EngineRequest] = deque()
+        self._running: dict[int, EngineRequest] = {}
         self._drains: list[asyncio.Future] = []
         self._resolved: list[tuple[asyncio.Future, object]] = []
         self._open = True
@@ -165,11 +175,11 @@ class Computer:
         match command:
             case Add(request):
                 self._waiting.append(request)
-            case Cancel(request_id):
+            case CancelRequest(request_id):
                 self._cancel(request_id)
             case Swap():
                 self._attempt(command.future, lambda: self._swap(command))
-            case Score(token_ids, future):
+            case ScoreRequest(token_ids, future):
                 self._attempt(future, lambda: self._score(token_ids))
             case Drained(future):
                 self._drains.append(future)
@@ -222,7 +232,7 @@ class Computer:
             self._start(request, place.slot, place.cached)
         self._waiting.extendleft(reversed(kept_waiting))
 
-    def _start(self, request: Request, slot: int, cached: int) -> None:
+    def _start(self, request: EngineRequest, slot: int, cached: int) -> None:
         request.cached = cached
         request.stop = StopRule.of(request.sampling, self._eos, self._decode_text)
         request.mark(self.version)
@@ -244,7 +254,7 @@ class Computer:
         if step is not None:
             self._compute(step)
 
-    def _compute(self, step: Step) -> None:
+    def _compute(self, step: EngineStep) -> None:
         logits = self._forward(step.input_ids, step.position_ids, step.plan, step.sample_rows)
         for slot, count in step.counts:
             self._table.computed[slot] += count
@@ -318,7 +328,7 @@ class Computer:
             match self._inbox.get():
                 case Add(request):
                     futures.append(request.future)
-                case Swap(future=future) | Score(future=future) | Drained(future=future):
+                case Swap(future=future) | ScoreRequest(future=future) | Drained(future=future):
                     futures.append(future)
         for future in [self.ready, *futures]:
             self._resolve(future, shown)
@@ -329,7 +339,7 @@ class Computer:
         self._deliver()
 
 
-def _completion(request: Request, tokens: list[int], reason: str) -> Completion:
+def _completion(request: EngineRequest, tokens: list[int], reason: str) -> Completion:
     return Completion(
         token_ids=tokens,
         logprobs=request.logprobs,

@@ -20,7 +20,7 @@ from composer_prime.errors import BadRequestError, ContextOverflowError, EngineE
 from composer_prime.wire.node import Sampling
 from inference.engines.base import Completion, EngineStats
 from inference.engines.local.compute import Computer
-from inference.engines.local.request import Add, Cancel, Close, Drained, Request, Score, Swap
+from inference.engines.local.request import Add, CancelRequest, Close, Drained, EngineRequest, ScoreRequest, Swap
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +67,12 @@ class LocalEngine:
         try:
             return await request.future
         except asyncio.CancelledError:
-            computer.post(Cancel(request_id))
+            computer.post(CancelRequest(request_id))
             raise
         finally:
             del self._active[request_id]
 
-    def _request(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Request:
+    def _request(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> EngineRequest:
         prompt = self._checked_ids(prompt_ids)
         if len(prompt) >= self._context:
             raise ContextOverflowError(
@@ -81,7 +81,7 @@ class LocalEngine:
             )
         _check_sampling(sampling)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1)
-        return Request(
+        return EngineRequest(
             request_id=request_id,
             session=session,
             prompt=prompt,
@@ -105,7 +105,7 @@ class LocalEngine:
 
     async def cancel(self, request_id: str) -> None:
         if request_id in self._active:
-            self._serving().post(Cancel(request_id))
+            self._serving().post(CancelRequest(request_id))
 
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises WeightError when `tensors` do not fit the model; the old weights then stay in use."""
@@ -119,7 +119,7 @@ class LocalEngine:
         if len(ids) > self._context:
             raise ContextOverflowError(f"{len(ids)} tokens to score exceed the context length ({self._context})")
         future = asyncio.get_running_loop().create_future()
-        self._serving().post(Score(ids.tolist(), future))
+        self._serving().post(ScoreRequest(ids.tolist(), future))
         return await future
 
     async def drain(self) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Request:
+class EngineRequest:
     """A sequence being continued. Its token ids live in its slot's row of the slot table."""
 
     request_id: str
@@ -59,11 +59,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    request: Request
+    request: EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelRequest:
     request_id: str
 
 
@@ -75,7 +75,7 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ScoreRequest:
     token_ids: list[int]
     future: asyncio.Future
 
@@ -92,7 +92,7 @@ class Close:
     pass
 
 
-Command = Add | Cancel | Swap | Score | Drained | Close
+Command = Add | CancelRequest | Swap | ScoreRequest | Drained | Close
 
 
 _SLACK_TOKENS = 8

@@ -16,7 +16,7 @@ GROUP_WASTE = 384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class EngineStep:
     """One forward: its inputs, its plan, and which rows sample for which slots."""
 
     input_ids: torch.Tensor
@@ -39,7 +39,7 @@ def plan_step(
     prefill_tokens: int,
     device: torch.device,
     shared: FamilyMemory | None,
-) -> Step | None:
+) -> EngineStep | None:
     """The next step over the running slots in `order` (of admission); None when nothing runs.
 
     At most `prefill_tokens` prompt tokens are computed, oldest request first. `shared` looks for common prefixes.
@@ -76,7 +76,7 @@ def plan_step(
         starts=_tensor(starts, device) if families else None,
         members=_tensor(np.concatenate([family.rows for family in families]), device) if families else None,
     )
-    return Step(
+    return EngineStep(
         input_ids=_tensor(table.tokens[owners, positions], device)[None],
         position_ids=_tensor(positions, device)[None],
         plan=plan,

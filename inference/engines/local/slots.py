@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inference.engines.local.request import Request
+from inference.engines.local.request import EngineRequest
 
 MIN_SHARED = 32
 """Tokens from which copying another slot's prefix, or waiting for one that is being computed, pays."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlotPlace:
     """Where a request goes: `slot`, of which the first `cached` columns are right already or copied from `source`."""
 
     slot: int
@@ -51,14 +51,14 @@ class SlotTable:
         """Which weights, counted by swaps, computed the first `_pure` columns (all of `computed` while fresh)."""
         self._pure = np.zeros(capacity, dtype=np.int64)
         self._swaps = 0
-        self.request: list[Request | None] = [None] * capacity
+        self.request: list[EngineRequest | None] = [None] * capacity
         self.session: list[str | None] = [None] * capacity
         self._idle_since = np.zeros(capacity, dtype=np.int64)
         self._clock = 0
         self.changes = 0
         """Counts requests that came or went, and swaps."""
 
-    def place(self, request: Request) -> Place | None:
+    def place(self, request: EngineRequest) -> SlotPlace | None:
         """Find a slot for `request` and make it the owner; None while it should wait.
 
         It waits when every slot runs, or when a longer prefix of its prompt is being computed for another request
@@ -75,7 +75,7 @@ class SlotTable:
         if target is None:
             return None
         own = int(held[target]) if target < len(held) else 0
-        place = Place(target, own, None) if own + MIN_SHARED > longest else Place(target, longest, best)
+        place = SlotPlace(target, own, None) if own + MIN_SHARED > longest else SlotPlace(target, longest, best)
         self._occupy(target, request, place.cached)
         return place
 
@@ -111,7 +111,7 @@ class SlotTable:
         others = [slot for slot in idle if slot != keep] or idle
         return min(others, key=lambda slot: int(self._idle_since[slot])) if others else None
 
-    def _occupy(self, slot: int, request: Request, cached: int) -> None:
+    def _occupy(self, slot: int, request: EngineRequest, cached: int) -> None:
         count = len(request.prompt)
         self.tokens[slot, :count] = request.prompt
         self.known[slot], self.computed[slot], self.fresh[slot] = count, cached, True

@@ -19,7 +19,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from composer_prime.errors import BadRequestError, EngineError
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
-from inference.engines.vllm.messages import Generate, Generated, Progress, Score, Scored
+from inference.engines.vllm.messages import EngineProgress, Scored, VllmGenerate, VllmGenerated, VllmScore
 
 _SCORE = SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
 _REASONS = {"stop": "stop", "length": "length", "abort": "cancelled"}
@@ -29,7 +29,7 @@ _REASONS = {"stop": "stop", "length": "length", "abort": "cancelled"}
 class _Running:
     """A call that vLLM works on."""
 
-    message: Generate | Score
+    message: VllmGenerate | VllmScore
     internal_id: str
     """vLLM's own name of the request."""
 
@@ -56,32 +56,32 @@ class Core:
     def busy(self) -> bool:
         return self._llm.has_unfinished_requests()
 
-    def add(self, message: Generate | Score) -> None:
+    def add(self, message: VllmGenerate | VllmScore) -> None:
         """Take a request. Raises BadRequestError where vLLM refuses it."""
         # The salt keeps blocks that older weights computed out of newer requests' prefixes.
-        prompt = message.prompt_ids if isinstance(message, Generate) else message.token_ids
+        prompt = message.prompt_ids if isinstance(message, VllmGenerate) else message.token_ids
         salted = tokens_input(prompt, cache_salt=str(self._version))
         try:
-            params = _params(message.sampling) if isinstance(message, Generate) else _SCORE
+            params = _params(message.sampling) if isinstance(message, VllmGenerate) else _SCORE
             internal_id = self._llm.add_request(str(message.call), salted, params)
         except VLLMClientError as error:
             raise BadRequestError(str(error)) from error
         self._calls[str(message.call)] = _Running(message, internal_id)
 
-    def step(self) -> list[Generated | Scored]:
+    def step(self) -> list[VllmGenerated | Scored]:
         """One forward pass of what runs; the answers of the calls that it finished."""
         if not self.busy:
             return []
         return [self._answer(output) for output in self._llm.step() if output.finished]
 
-    def abort(self, call: int) -> Generated | Scored | None:
+    def abort(self, call: int) -> VllmGenerated | Scored | None:
         """End a call; its partial answer, None where it has ended already."""
         running = self._calls.get(str(call))
         if running is None:
             return None
         output = self._partial(running)
         self._llm.abort_request([running.internal_id], internal=True)
-        if isinstance(running.message, Score) or output is None:
+        if isinstance(running.message, VllmScore) or output is None:
             del self._calls[str(call)]
             return None
         return self._answer(output)
@@ -102,29 +102,29 @@ class Core:
         """End vLLM's worker processes, where it has any (tensor parallelism)."""
         self._llm.engine_core.shutdown()
 
-    def progress(self) -> Progress:
+    def progress(self) -> EngineProgress:
         scheduler = self._llm.engine_core.engine_core.scheduler
         sampled = self._finished_tokens + sum(self._sampled(running) for running in self._calls.values())
-        return Progress(
+        return EngineProgress(
             running=len(scheduler.running), kv_used=float(scheduler.kv_cache_manager.usage), sampled=sampled
         )
 
     def _warm_up(self) -> None:
         # The first step takes seconds (lazy imports, kernels); nobody should wait for it in the middle of a rollout.
         sampling = Sampling(max_tokens=2, temperature=0.9, top_p=0.9, top_k=5, seed=0, ignore_eos=True)
-        self.add(Generate(call=0, prompt_ids=[0, 1, 2], sampling=sampling))
+        self.add(VllmGenerate(call=0, prompt_ids=[0, 1, 2], sampling=sampling))
         while self.busy:
             self.step()
         self._finished_tokens = 0
 
-    def _answer(self, output: RequestOutput) -> Generated | Scored:
+    def _answer(self, output: RequestOutput) -> VllmGenerated | Scored:
         running = self._calls.pop(output.request_id)
         completion = output.outputs[0]
-        if isinstance(running.message, Score):
+        if isinstance(running.message, VllmScore):
             return Scored(call=running.message.call, logprobs=list(output.prompt_logprobs.logprobs))
         token_ids = list(completion.token_ids)
         self._finished_tokens += len(token_ids)
-        return Generated(
+        return VllmGenerated(
             call=running.message.call,
             token_ids=token_ids,
             logprobs=list(completion.logprobs.logprobs) if token_ids else [],

@@ -27,13 +27,13 @@ from composer_prime.errors import (
     WeightError,
     WireError,
 )
-from composer_prime.model_source import check_folder, tensor_shapes
+from composer_prime.model_source import check_model_folder, tensor_shapes
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.node import Sampling
 from inference.engines.base import Completion, EngineStats
 from inference.engines.vllm import messages
 from inference.engines.vllm.options import environment
-from inference.engines.vllm.process import Child
+from inference.engines.vllm.process import VllmProcess
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ class VllmEngine:
         self._folder, self._inference, self._max_context = model_folder, inference, max_context
         self._log = log
         self._private: Scratch | None = None
-        self._child: Child | None = None
+        self._child: VllmProcess | None = None
         self._listener: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
         self._failure: EngineError | None = EngineError("the vLLM engine has not been started: call start() first")
@@ -58,7 +58,7 @@ class VllmEngine:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._generating: dict[str, int] = {}
-        self._progress = messages.Progress(running=0, kv_used=0.0, sampled=0)
+        self._progress = messages.EngineProgress(running=0, kv_used=0.0, sampled=0)
         self._rate_from = (time.monotonic(), 0)
 
     async def start(self) -> None:
@@ -67,7 +67,7 @@ class VllmEngine:
         Raises ModelNotFoundError, EngineError (vLLM is not installed or failed; with its last log lines) or
         DeadlineError.
         """
-        check_folder(self._folder, str(self._folder))
+        check_model_folder(self._folder, str(self._folder))
         self._shapes = tensor_shapes(self._folder)
         config = json.loads((self._folder / "config.json").read_text())
         self._vocab, self._tied = config["vocab_size"], bool(config.get("tie_word_embeddings"))
@@ -82,7 +82,9 @@ class VllmEngine:
         setup = self._inference.model_dump_json()
         limit = self._inference.vllm.start_timeout_s
         try:
-            self._child = await Child.spawn(environment(self._inference), self._log or self._private.path / "vllm.log")
+            self._child = await VllmProcess.spawn(
+                environment(self._inference), self._log or self._private.path / "vllm.log"
+            )
             self._listener = asyncio.create_task(self._listen(self._child))
             self._child.send(messages.Setup(model=str(self._folder), max_context=self._max_context, inference=setup))
             await self._within(self._ready, limit, f"vLLM to start on {self._folder} (inference.vllm.start_timeout_s)")
@@ -106,7 +108,7 @@ class VllmEngine:
         number = next(self._numbers)
         self._generating[request_id] = number
         try:
-            done = await self._call(messages.Generate(call=number, prompt_ids=prompt_ids, sampling=clipped))
+            done = await self._call(messages.VllmGenerate(call=number, prompt_ids=prompt_ids, sampling=clipped))
         except asyncio.CancelledError:
             self._send(messages.Abort(call=number))
             raise
@@ -137,7 +139,7 @@ class VllmEngine:
         path = self._private.path / f"v{version}.safetensors"
         try:
             await asyncio.to_thread(_save, tensors, path)
-            message = messages.Load(call=next(self._numbers), version=version, path=str(path))
+            message = messages.LoadWeights(call=next(self._numbers), version=version, path=str(path))
             limit = self._inference.vllm.swap_timeout_s
             await self._within(self._call(message), limit, f"vLLM to load v{version} (inference.vllm.swap_timeout_s)")
             self.version = version
@@ -149,7 +151,7 @@ class VllmEngine:
         if self._failure is not None:
             raise self._failure
         self._check_prompt(token_ids)
-        message = messages.Score(call=next(self._numbers), token_ids=token_ids)
+        message = messages.VllmScore(call=next(self._numbers), token_ids=token_ids)
         limit = self._inference.vllm.swap_timeout_s
         done = await self._within(self._call(message), limit, "vLLM to score (inference.vllm.swap_timeout_s)")
         return done.logprobs
@@ -189,7 +191,7 @@ class VllmEngine:
             if self._private is not None:
                 self._private.close()
 
-    async def _call(self, message: messages.Generate | messages.Score | messages.Load) -> Any:
+    async def _call(self, message: messages.VllmGenerate | messages.VllmScore | messages.LoadWeights) -> Any:
         if self._failure is not None:
             raise self._failure
         future = asyncio.get_running_loop().create_future()
@@ -212,7 +214,7 @@ class VllmEngine:
             waited = time.monotonic() - begin
             raise DeadlineError(f"waited {waited:.0f} s for {what}; its log is {self._log or 'discarded'}") from None
 
-    async def _listen(self, child: Child) -> None:
+    async def _listen(self, child: VllmProcess) -> None:
         broken = ""
         try:
             while True:
@@ -228,14 +230,14 @@ class VllmEngine:
 
     def _receive(self, message: messages.FromChild) -> None:
         match message:
-            case messages.Progress():
+            case messages.EngineProgress():
                 self._progress = message
-            case messages.Ready():
+            case messages.EngineReady():
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(None)
             case messages.Failed():
                 self._settle(message.call, BadRequestError(f"vLLM refuses the request: {message.error}"))
-            case messages.Generated() | messages.Scored() | messages.Loaded():
+            case messages.VllmGenerated() | messages.Scored() | messages.Loaded():
                 self._settle(message.call, message)
 
     def _settle(self, call: int, answer: Any) -> None:

@@ -33,7 +33,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
         return InferenceConfig.model_validate_json(self.inference)
 
 
-class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
+class VllmGenerate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     call: int
     prompt_ids: list[int]
     """[T]."""
@@ -46,20 +46,20 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     call: int
 
 
-class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
+class VllmScore(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
     call: int
     token_ids: list[int]
     """[T]."""
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     call: int
     version: int
     path: str
     """A safetensors file."""
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     device: str
 
 
@@ -69,7 +69,7 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
     error: str
 
 
-class Generated(msgspec.Struct, frozen=True, kw_only=True, tag="generated"):
+class VllmGenerated(msgspec.Struct, frozen=True, kw_only=True, tag="generated"):
     call: int
     token_ids: list[int]
     """[T_new]."""
@@ -97,15 +97,15 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     error: str
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     running: int
     kv_used: float
     sampled: int
     """Tokens sampled since the start."""
 
 
-ToChild = Setup | Generate | Abort | Score | Load
-FromChild = Ready | Broken | Generated | Scored | Loaded | Failed | Progress
+ToChild = Setup | VllmGenerate | Abort | VllmScore | LoadWeights
+FromChild = EngineReady | Broken | VllmGenerated | Scored | Loaded | Failed | EngineProgress
 
 _encoder = msgspec.msgpack.Encoder()
 to_child: Callable[[bytes], ToChild] = msgspec.msgpack.Decoder(ToChild).decode

@@ -19,7 +19,7 @@ _LOG_LINES = 25
 _EXIT_GRACE_S = 5.0
 
 
-class Child:
+class VllmProcess:
     """A running child. Read with `receive`, write with `send`, end with `stop`."""
 
     def __init__(
@@ -29,7 +29,7 @@ class Child:
         self.log = log
 
     @classmethod
-    async def spawn(cls, environment: dict[str, str], log: Path) -> Child:
+    async def spawn(cls, environment: dict[str, str], log: Path) -> VllmProcess:
         """Start the child; it ends itself when our end of the pair closes, however this process ends."""
         ours, theirs = socket.socketpair()
         with theirs, log.open("ab") as output:

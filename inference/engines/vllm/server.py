@@ -23,7 +23,7 @@ from contextlib import closing
 
 from composer_prime.errors import BadRequestError, EngineError
 from inference.engines.vllm import messages
-from inference.engines.vllm.messages import Abort, Generate, Load, Score, Setup
+from inference.engines.vllm.messages import Abort, LoadWeights, Setup, VllmGenerate, VllmScore
 from inference.engines.vllm.options import arguments
 
 PROGRESS_S = 0.1
@@ -31,11 +31,11 @@ EXIT_GRACE_S = 5.0
 log = logging.getLogger("inference.engines.vllm")
 
 
-class Closed(Exception):
+class NodeGone(Exception):
     """The node closed the connection or is gone."""
 
 
-class Link:
+class NodePipe:
     """This end of the socket pair: a thread reads, the main thread writes."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -47,7 +47,7 @@ class Link:
         try:
             self._sock.sendall(messages.frame(message))
         except OSError as error:
-            raise Closed from error
+            raise NodeGone from error
 
     def receive(self, *, wait: bool) -> messages.ToChild | None:
         """The next message; None when there is none and `wait` is false. Raises Closed."""
@@ -56,7 +56,7 @@ class Link:
         except queue.Empty:
             return None
         if message is None:
-            raise Closed
+            raise NodeGone
         return message
 
     def _read(self) -> None:
@@ -75,7 +75,7 @@ class Link:
 class Server:
     """One vLLM engine and the calls it works on."""
 
-    def __init__(self, link: Link, setup: Setup) -> None:
+    def __init__(self, link: NodePipe, setup: Setup) -> None:
         from vllm.platforms import current_platform
 
         from inference.engines.vllm.core import Core
@@ -91,7 +91,7 @@ class Server:
         self._link = link
         self._core = Core(arguments(setup.model, setup.max_context, config, on_cpu=on_cpu))
         self._reported = 0.0
-        link.send(messages.Ready(device=device))
+        link.send(messages.EngineReady(device=device))
 
     def close(self) -> None:
         self._core.close()
@@ -109,7 +109,7 @@ class Server:
 
     def _handle(self, message: messages.ToChild) -> None:
         match message:
-            case Generate() | Score():
+            case VllmGenerate() | VllmScore():
                 try:
                     self._core.add(message)
                 except BadRequestError as error:
@@ -117,7 +117,7 @@ class Server:
             case Abort():
                 if (answer := self._core.abort(message.call)) is not None:
                     self._link.send(answer)
-            case Load():
+            case LoadWeights():
                 begin = time.monotonic()
                 self._core.load(message.version, message.path)
                 self._link.send(messages.Loaded(call=message.call, seconds=time.monotonic() - begin))
@@ -131,13 +131,13 @@ class Server:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO)
-    link = Link(socket.socket(fileno=int(sys.argv[1])))
+    link = NodePipe(socket.socket(fileno=int(sys.argv[1])))
     try:
         setup = link.receive(wait=True)
         assert isinstance(setup, Setup)
         with closing(Server(link, setup)) as server:
             server.run()
-    except Closed:
+    except NodeGone:
         log.info("the node closed the link")
     except Exception as error:
         # Recorded here and told to the node; nothing can be served any more.

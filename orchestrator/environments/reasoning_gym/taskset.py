@@ -34,7 +34,7 @@ Split = Literal["train", "eval"]
 _TRIES_PER_TASK = 200
 
 
-def split_of(question: str, eval_share: float) -> Split:
+def question_split(question: str, eval_share: float) -> Split:
     """`eval` for a share `eval_share` (0..1) of all questions."""
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
     return "eval" if int.from_bytes(digest) < eval_share * 2**64 else "train"
@@ -49,7 +49,7 @@ def entries_of(dataset: Any, name: str, *, split: Split, eval_share: float, coun
     limit = count * _TRIES_PER_TASK
     for index in range(limit):
         entry = dataset[index]
-        if split_of(entry["question"], eval_share) == split:
+        if question_split(entry["question"], eval_share) == split:
             yield entry
             found += 1
             if found == count:

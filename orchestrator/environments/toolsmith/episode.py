@@ -150,7 +150,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class EpisodeStep:
     """One call that the answer needs."""
 
     operation: str
@@ -170,7 +170,7 @@ class Episode:
     split: Split
     tools: tuple[Tool, ...]
     """The tools on offer, in prompt order; a superset of what the steps need."""
-    steps: tuple[Step, ...]
+    steps: tuple[EpisodeStep, ...]
     question: str
     answer: str
     """The exact text of a right final answer."""
@@ -183,7 +183,7 @@ class Episode:
         raise KeyError(operation)
 
 
-def split_of(question: str) -> Split:
+def episode_split(question: str) -> Split:
     """The split that a question belongs to."""
     return "eval" if zlib.crc32(question.encode()) % EVAL_SHARE == 0 else "train"
 
@@ -198,7 +198,7 @@ def generate(*, seed: int, difficulty: int, split: Split) -> Episode:
     while True:
         steps = _draw_steps(rng, difficulty)
         question = _ask(steps)
-        if split_of(question) == split:
+        if episode_split(question) == split:
             break
     tools = _draw_tools(rng, steps, TOOLS_BY_DIFFICULTY[difficulty])
     answer = str(steps[-1].result)
@@ -207,12 +207,12 @@ def generate(*, seed: int, difficulty: int, split: Split) -> Episode:
     )
 
 
-def _draw_steps(rng: random.Random, count: int) -> tuple[Step, ...]:
+def _draw_steps(rng: random.Random, count: int) -> tuple[EpisodeStep, ...]:
     operations = rng.sample(OPERATIONS, count)
-    steps: list[Step] = []
+    steps: list[EpisodeStep] = []
     for operation in operations:
         operands = _draw_operands(rng, operation, steps[-1].result if steps else None)
-        steps.append(Step(operation=operation.key, operands=operands, result=operation.apply(*operands)))
+        steps.append(EpisodeStep(operation=operation.key, operands=operands, result=operation.apply(*operands)))
     if max(step.result for step in steps) >= _VALUE_LIMIT:
         return _draw_steps(rng, count)
     return tuple(steps)
@@ -228,7 +228,7 @@ def _draw_operands(rng: random.Random, operation: Operation, previous: int | Non
     return first, rng.randint(2, 9) if small else rng.randint(2, 99)
 
 
-def _draw_tools(rng: random.Random, steps: tuple[Step, ...], count: int) -> tuple[Tool, ...]:
+def _draw_tools(rng: random.Random, steps: tuple[EpisodeStep, ...], count: int) -> tuple[Tool, ...]:
     needed = [step.operation for step in steps]
     spare = [operation.key for operation in OPERATIONS if operation.key not in needed]
     keys = needed + rng.sample(spare, count - len(needed))
@@ -245,7 +245,7 @@ def _draw_tool(rng: random.Random, operation: Operation) -> Tool:
     )
 
 
-def _ask(steps: tuple[Step, ...]) -> str:
+def _ask(steps: tuple[EpisodeStep, ...]) -> str:
     phrases = [BY_KEY[steps[0].operation].opening.format(*steps[0].operands)]
     phrases += [BY_KEY[step.operation].following.format(*step.operands) for step in steps[1:]]
     sentence = ", then ".join(phrases) + "."

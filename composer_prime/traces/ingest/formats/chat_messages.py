@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from composer_prime.traces.ingest.messages import Unreadable, check, feed
-from composer_prime.traces.ingest.reading import Bad, Sample, parse
+from composer_prime.traces.ingest.messages import Unreadable, check_messages, feed
+from composer_prime.traces.ingest.reading import Bad, FileStart, parse_json
 from composer_prime.traces.state import TraceState
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _IDS = ("traj_id", "trajectory_id", "instance_id", "id", "task_id")
 _MODELS = ("model", "model_name", "model_name_or_path")
 
 
-def matches(sample: Sample) -> bool:
+def matches(sample: FileStart) -> bool:
     if sample.document is not None:
         return _conversation(sample.document) is not None
     return any(_conversation(record) is not None for record in sample.records)
@@ -55,7 +55,7 @@ def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
     builder = file.builder(trace_id, next((named[key] for key in _MODELS if named.get(key)), None))
     builder.tools.given(named.get("tools"))
     try:
-        check(messages)
+        check_messages(messages)
     except Unreadable as error:
         file.tally.skip(str(error))
         return
@@ -74,7 +74,7 @@ def _conversation(record: Any) -> list[Any] | None:
             return None
         found = next((record[key] for key in _KEYS if key in record), None)
     if isinstance(found, str) and found.lstrip()[:1] == "[":
-        value = parse(found.encode())
+        value = parse_json(found.encode())
         found = None if isinstance(value, Bad) else value
     if not isinstance(found, list) or not found:
         return None

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from composer_prime.traces.ingest.messages import objects, string, text_of
-from composer_prime.traces.ingest.reading import Sample
-from composer_prime.traces.ingest.record_tree import Node, RecordTree
+from composer_prime.traces.ingest.reading import FileStart
+from composer_prime.traces.ingest.record_tree import RecordNode, RecordTree
 from composer_prime.traces.ingest.tally import Recent
 from composer_prime.traces.ingest.turns import Call, StateMaker
 from composer_prime.traces.state import Message, TraceState
@@ -55,7 +55,7 @@ _KNOWN_ASIDE = {
 """Records that are no part of the conversation."""
 
 
-def matches(sample: Sample) -> bool:
+def matches(sample: FileStart) -> bool:
     spoken = [record for record in sample.objects("type", "uuid", "message") if record["type"] in ("user", "assistant")]
     aside = [record for record in sample.objects("type") if string(record["type"]) in _KNOWN_ASIDE]
     named = [record for record in aside if "sessionId" in record or "leafUuid" in record or "messageId" in record]
@@ -122,7 +122,7 @@ class _Session:
             self._user(record, message, parent)
             yield from self._keep(record)
 
-    def _parent(self, record: dict[str, Any]) -> Node | None:
+    def _parent(self, record: dict[str, Any]) -> RecordNode | None:
         """The node behind which the record stands; None where it begins a trace."""
         link = string(record.get("parentUuid"))
         node = None if link is None else self._tree.get(link)
@@ -143,10 +143,10 @@ class _Session:
         self._maker = self._file.maker(self._session)
         self._linked = string(record.get("parentUuid")) is not None
 
-    def _root(self, record: dict[str, Any]) -> Node:
+    def _root(self, record: dict[str, Any]) -> RecordNode:
         """A walk begins; what follows a record that was let go of has no context."""
         assert self._maker is not None
-        return Node(self._maker, missing=LET_GO if self._is_lost(record) else None)
+        return RecordNode(self._maker, missing=LET_GO if self._is_lost(record) else None)
 
     def _is_lost(self, record: dict[str, Any]) -> bool:
         """Whether its parent was there and is no longer held, of its own session or of the one before."""
@@ -157,14 +157,14 @@ class _Session:
             and any(_key(session, link) in self._seen for session in sessions)
         )
 
-    def _stands(self, record: dict[str, Any], node: Node) -> None:
+    def _stands(self, record: dict[str, Any], node: RecordNode) -> None:
         """The record was read, and what follows it stands behind the node."""
         uuid = _mark(record)
         if uuid is not None:
             self._seen.add(_key(record.get("sessionId"), uuid))
         self._tree.place(uuid, node)
 
-    def _assistant(self, record: dict[str, Any], message: dict[str, Any], parent: Node) -> Iterator[TraceState]:
+    def _assistant(self, record: dict[str, Any], message: dict[str, Any], parent: RecordNode) -> Iterator[TraceState]:
         key, model = string(message.get("id")), string(message.get("model"))
         node = self._tree.unfinished(parent, key)
         behind = parent if node is not None and parent.nearest is node else node
@@ -175,7 +175,7 @@ class _Session:
         self._stands(record, behind)
         self._tally.take()
 
-    def _user(self, record: dict[str, Any], message: dict[str, Any], parent: Node) -> None:
+    def _user(self, record: dict[str, Any], message: dict[str, Any], parent: RecordNode) -> None:
         blocks = _blocks(message)
         results = [block for block in objects(blocks) if block.get("type") == "tool_result"]
         paired = False
@@ -185,7 +185,7 @@ class _Session:
         said = [part for block in blocks if block not in results and (part := text_of(block)).strip()]
         if said:
             if record.get("isCompactSummary") is True and self._kept is None:
-                parent = Node(parent.maker)
+                parent = RecordNode(parent.maker)
             self._note(record, parent, "\n\n".join(said), queued=False, paired=paired)
             return
         self._stands(record, parent)
@@ -194,7 +194,7 @@ class _Session:
         else:
             self._tally.skip("tool result without its call" if results else "no text in the message")
 
-    def _result(self, parent: Node, block: dict[str, Any]) -> Node | None:
+    def _result(self, parent: RecordNode, block: dict[str, Any]) -> RecordNode | None:
         text = text_of(block.get("content"))
         error = (text or "error") if block.get("is_error") is True else None
         return self._tree.answer(parent, str(block.get("tool_use_id")), text, error)
@@ -206,7 +206,9 @@ class _Session:
             parent = self._root(record)
         self._note(record, parent, _queued(record), queued=True)
 
-    def _note(self, record: dict[str, Any], parent: Node, text: str, *, queued: bool, paired: bool = False) -> None:
+    def _note(
+        self, record: dict[str, Any], parent: RecordNode, text: str, *, queued: bool, paired: bool = False
+    ) -> None:
         """What the user said; `paired` results stand in the same record."""
         message = parent.maker.message("user", text)
         repeated = _is_said(parent, message, queued)
@@ -222,7 +224,7 @@ class _Session:
         if subtype == "compact_boundary" and self._maker is not None and record.get("sessionId") == self._session:
             ended = self._tree.get(string(record.get("logicalParentUuid")) or "")
             yield from self._tree.close(ended.nearest if ended else None)
-            self._stands(record, Node(self._maker))
+            self._stands(record, RecordNode(self._maker))
             metadata = record.get("compactMetadata")
             kept = metadata.get("preservedSegment") if isinstance(metadata, dict) else None
             self._kept = kept if isinstance(kept, dict) else {}
@@ -288,10 +290,10 @@ def _queued(record: dict[str, Any]) -> str:
     return text_of(known.get("prompt")).strip() if known.get("type") == "queued_command" else ""
 
 
-def _is_said(parent: Node, message: Message, queued: bool) -> bool:
+def _is_said(parent: RecordNode, message: Message, queued: bool) -> bool:
     """Whether a prompt stands there already: queued, and then as a record of its own, or the other way round. It is
     looked for up to the prompt before."""
-    node: Node | None = parent
+    node: RecordNode | None = parent
     for _ in range(LOOK_BACK):
         if node is None:
             return False

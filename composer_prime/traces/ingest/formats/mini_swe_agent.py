@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from composer_prime.traces.ingest.messages import readable, step
-from composer_prime.traces.ingest.reading import Sample
+from composer_prime.traces.ingest.reading import FileStart
 from composer_prime.traces.state import TraceState
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _FORMATS = {None, "mini-swe-agent-1", "mini-swe-agent-1.1"}
 _COMMAND = re.compile(r"```(?:mswea_bash_command|bash)\n")
 
 
-def matches(sample: Sample) -> bool:
+def matches(sample: FileStart) -> bool:
     document, messages = sample.document, _messages(sample.document)
     named = isinstance(document, dict) and str(document.get("trajectory_format", "")).startswith("mini-swe-agent")
     return messages is not None and (named or _commands(messages))

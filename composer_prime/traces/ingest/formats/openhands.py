@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of, calls_of, objects, string, text_of
-from composer_prime.traces.ingest.reading import Bad, Sample, document
+from composer_prime.traces.ingest.reading import Bad, FileStart, document
 from composer_prime.traces.ingest.turns import Call
 from composer_prime.traces.state import TraceState
 
@@ -273,7 +273,7 @@ _CONVERSATION = {"agent", "workspace", "execution_status"}
 _PEEKED = 100
 
 
-def matches(sample: Sample) -> bool:
+def matches(sample: FileStart) -> bool:
     if sample.path.is_dir():
         return _is_folder(sample.path)
     value = sample.document

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of, string
-from composer_prime.traces.ingest.reading import Bad, Sample, parse
+from composer_prime.traces.ingest.reading import Bad, FileStart, parse_json
 from composer_prime.traces.ingest.turns import Call
 from composer_prime.traces.state import TraceState
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NAME, VERSION = "rollouts", 1
 
 
-def matches(sample: Sample) -> bool:
+def matches(sample: FileStart) -> bool:
     return any(isinstance(record["turns"], list) for record in sample.objects("rollout_id", "task_id", "turns"))
 
 
@@ -122,7 +122,7 @@ def _unusable(record: Any) -> str | None:
 
 def _model(file: TraceFile) -> str | None:
     config = file.path.resolve().parent.parent / "config.json"
-    value = parse(config.read_bytes()) if config.is_file() else None
+    value = parse_json(config.read_bytes()) if config.is_file() else None
     for key in ("model", "path"):
         value = value.get(key) if isinstance(value, dict) and not isinstance(value, Bad) else None
     return value if isinstance(value, str) else None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from composer_prime.traces.ingest.messages import TraceBuilder, failure, objects, readable, step, string, text_of
-from composer_prime.traces.ingest.reading import Bad, Sample, parse
+from composer_prime.traces.ingest.reading import Bad, FileStart, parse_json
 from composer_prime.traces.ingest.turns import Call
 from composer_prime.traces.state import TraceState
 
@@ -23,7 +23,7 @@ NAME, VERSION = "swe_agent", 1
 _STEP = {"action", "observation"}
 
 
-def matches(sample: Sample) -> bool:
+def matches(sample: FileStart) -> bool:
     return _has_messages(sample.document)
 
 
@@ -118,7 +118,7 @@ def _trace_id(document: dict[str, Any], stem: str) -> str:
 def _model(document: dict[str, Any]) -> str | None:
     """The model's name in the configuration that newer versions write beside the trajectory."""
     config = document.get("replay_config")
-    value = parse(config.encode("utf-8", "replace")) if isinstance(config, str) else config
+    value = parse_json(config.encode("utf-8", "replace")) if isinstance(config, str) else config
     for key in ("agent", "model", "name"):
         value = value.get(key) if isinstance(value, dict) and not isinstance(value, Bad) else None
     return value if isinstance(value, str) else None

@@ -63,7 +63,7 @@ class Masker:
             text = self._mask(text, named_values.keyword_spans(text, lowered), _is_value)
             lowered = lower(text)
         if any(word in lowered for word in named_values.WORDS):
-            text = self._mask(text, named_values.spans(text, lowered), named_values.is_secret)
+            text = self._mask(text, named_values.value_spans(text, lowered), named_values.is_secret)
         if "@" in text or "%40" in text:
             text = self._mask(text, personal.addresses(text), kind="email")
         if "home" in text or "Users" in text:

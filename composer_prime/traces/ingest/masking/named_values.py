@@ -81,7 +81,7 @@ _MOST_COOKIES = 4096
 """Characters of a header."""
 
 
-def spans(text: str, lowered: str) -> Iterator[tuple[int, int]]:
+def value_spans(text: str, lowered: str) -> Iterator[tuple[int, int]]:
     """(start, end) of each value beside such a name; `lowered` is the text in lower case, of the same length."""
     done = 0
     for name in _NAME.finditer(lowered):

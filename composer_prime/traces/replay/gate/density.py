@@ -27,7 +27,7 @@ from statistics import fmean
 
 import numpy as np
 
-from composer_prime.console import counted
+from composer_prime.console import pluralize
 from composer_prime.stats.intervals import bootstrap_interval
 from composer_prime.traces.pairs import Pair
 from composer_prime.traces.replay.kill_switch import percentile
@@ -278,7 +278,7 @@ def _missed(density: Density) -> list[str]:
     traces = len(set(density.margins.traces))
     if traces < FEWEST_TRACES:
         missed.append(
-            f"base margins of {counted(traces, 'trace')}, which can reach p = {smallest_p(traces):.3g} at best: "
+            f"base margins of {pluralize(traces, 'trace')}, which can reach p = {smallest_p(traces):.3g} at best: "
             f"{FEWEST_TRACES} traces with pairs are needed for p below {MAX_P:g}"
         )
         return missed

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from composer_prime.console import INTERRUPTED, counted, fail, until_the_reader_leaves
+from composer_prime.console import INTERRUPTED, fail, pluralize, until_the_reader_leaves
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import resolve_model
 from composer_prime.run.run_dir import write_atomic
@@ -31,9 +31,9 @@ _FEWEST_MARGINS = 10
 
 def main(words: list[str] | None = None) -> int:
     """Exit status: 0 the gate is passed, 1 it is missed, 2 wrong input."""
-    options = parser().parse_args(words)
+    options = pairs_parser().parse_args(words)
     try:
-        return report(options)
+        return report_pairs(options)
     except KeyboardInterrupt:
         print("interrupted: no verdict was written", file=sys.stderr)
         return INTERRUPTED
@@ -41,7 +41,7 @@ def main(words: list[str] | None = None) -> int:
         fail(error, command="composer pairs report")
 
 
-def parser() -> argparse.ArgumentParser:
+def pairs_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer pairs report", description=__doc__)
     parser.add_argument("pairs", type=Path, help="pairs.jsonl of a replay or a run, or tiny")
     parser.add_argument("--base", help="model folder, tiny or smollm2: the frozen base that measures margins")
@@ -73,7 +73,7 @@ def _above_zero(word: str) -> float:
     return value
 
 
-def report(options: argparse.Namespace) -> int:
+def report_pairs(options: argparse.Namespace) -> int:
     path, shipped = resolve_pairs(options.pairs, Path()), str(options.pairs) == "tiny"
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: name the pairs.jsonl in it")
@@ -184,7 +184,7 @@ def _of_margins(density: Density) -> list[str]:
         return ["missing     base margins (--base)"]
     margins = density.margins
     real, cross = (sum(values) / len(values) for values in (margins.real, margins.cross_step))
-    measured = f"{len(margins.real)} pairs of {counted(len(set(margins.traces)), 'trace')}"
+    measured = f"{len(margins.real)} pairs of {pluralize(len(set(margins.traces)), 'trace')}"
     return [
         f"margins     {measured}, nats a token: real {real:+.3f}, flipped {-real:+.3f} "
         f"(p = {margins.p_flipped:.4f}), cross-step {cross:+.3f} (p = {margins.p_cross_step:.4f})"

@@ -20,19 +20,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from composer_prime.config.teachers import MIN_WINDOW_PAIRS, GateConfig
-from composer_prime.console import counted
+from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.traces.pairs import Gate, Pair, PairFile, Verdict, check_binding, read_gate, write_gate
 from composer_prime.traces.replay.gate.density import FEWEST_TRACES, Density, Margins, measure
 from composer_prime.traces.replay.gate.margins import base_margins
-from composer_prime.traces.replay.records import Records, StateRecord, latest
+from composer_prime.traces.replay.records import ReplayRecords, StateRecord, latest
 from composer_prime.traces.replay.teachers.scoring import Scorer
 
 logger = logging.getLogger(__name__)
 
 
 class RunningGate:
-    def __init__(self, config: GateConfig, records: Records, scorer: Scorer | None) -> None:
+    def __init__(self, config: GateConfig, records: ReplayRecords, scorer: Scorer | None) -> None:
         """Raises ConfigError when the verdicts there are on other pairs than the file holds."""
         self._config, self._scorer = config, scorer
         self._file = PairFile(records.pairs_path)
@@ -95,7 +95,7 @@ class RunningGate:
                     "are not trained; further states would open the window again",
                     first,
                     last,
-                    counted(len(self._giving), "trace"),
+                    pluralize(len(self._giving), "trace"),
                     MIN_WINDOW_PAIRS,
                     FEWEST_TRACES,
                 )

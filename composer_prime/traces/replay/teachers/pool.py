@@ -11,7 +11,7 @@ from composer_prime.llm.cache import AnswerCache, Question
 from composer_prime.llm.families import UNKNOWN, family_named
 from composer_prime.llm.prices import price_of
 from composer_prime.model_source import resolve_model
-from composer_prime.traces.replay.teachers.teacher import Asked, NotAskedError, Teacher
+from composer_prime.traces.replay.teachers.teacher import NotAskedError, Teacher, TeacherAnswer
 from composer_prime.traces.state import Message, TraceState
 
 _TIERS = ("cheap", "mid", "frontier")
@@ -69,7 +69,7 @@ class TeacherPool:
             ranked.append((rank[teacher.family], teacher))
         return [teacher for _, teacher in sorted(ranked, key=lambda entry: entry[0])]
 
-    async def ask(self, teacher: Teacher, state: TraceState) -> Asked:
+    async def ask(self, teacher: Teacher, state: TraceState) -> TeacherAnswer:
         """Raises NoAnswerError; NotAskedError, also where the teacher is of the state's own family; CapError."""
         if teacher.family == self.family_of(state):
             raise NotAskedError(

@@ -31,18 +31,18 @@ import openai
 from composer_prime.config.teachers import TeacherConfig, TeachersConfig
 from composer_prime.errors import CapError, TeacherError
 from composer_prime.llm.budget import Budget, Reservation
-from composer_prime.llm.cache import Answer, AnswerCache, Question
+from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.prices import Price
 from composer_prime.llm.thinking import split_thinking
 from composer_prime.plan.cost_forecast import ANSWER_SHARE, BYTES_PER_TOKEN
-from composer_prime.traces.ingest.reading import Bad, parse
+from composer_prime.traces.ingest.reading import Bad, parse_json
 from composer_prime.traces.replay.teachers.local import weights_mark
 from composer_prime.traces.state import Message, storable_arguments
 
 _MINUTE_S = 60.0
 
 
-class Pace:
+class CallPacer:
     """At most `per_minute` calls a minute, evenly; 0 does not space them."""
 
     def __init__(self, per_minute: float) -> None:
@@ -98,10 +98,10 @@ class NoAnswerError(TeacherError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TeacherAnswer:
     """An answer, and what it took this time."""
 
-    answer: Answer
+    answer: CachedAnswer
     key: str
     cached: bool
     cost_usd: float
@@ -199,9 +199,9 @@ class Teacher:
         self._client = None if shared.cache_only else _client(config, self._endpoint, shared.timeout_s)
         self._create = None if self._client is None else _completions(self._client)
         self._max_price = _max_price(price) if config.at_openrouter else None
-        self._pace = Pace(config.requests_per_minute)
+        self._pace = CallPacer(config.requests_per_minute)
         self._places = asyncio.Semaphore(config.max_concurrent)
-        self._asking: dict[str, asyncio.Task[Asked]] = {}
+        self._asking: dict[str, asyncio.Task[TeacherAnswer]] = {}
         self._random = random.Random()
 
     @property
@@ -238,14 +238,14 @@ class Teacher:
         """Whether the answer is in the cache: asking costs nothing."""
         return self._cache.get(question.key) is not None
 
-    async def ask(self, question: Question, *, trace: str, state: str) -> Asked:
+    async def ask(self, question: Question, *, trace: str, state: str) -> TeacherAnswer:
         """Raises NoAnswerError when there is no usable answer, NotAskedError when it may not be asked for, CapError
         when the call would pass a cap.
         """
         key = question.key
         stored = self._cache.get(key)
         if stored is not None:
-            return Asked(answer=_without_thinking(stored), key=key, cached=True, cost_usd=0.0, seconds=0.0)
+            return TeacherAnswer(answer=_without_thinking(stored), key=key, cached=True, cost_usd=0.0, seconds=0.0)
         if self._client is None:
             raise NotAskedError(
                 f"teachers.cache_only is true, and {self._shared.cache_dir} holds no answer of {self.name} to this "
@@ -254,7 +254,7 @@ class Teacher:
         under_way = self._asking.get(key)
         if under_way is not None:
             asked = await asyncio.shield(under_way)
-            return Asked(answer=asked.answer, key=key, cached=True, cost_usd=0.0, seconds=asked.seconds)
+            return TeacherAnswer(answer=asked.answer, key=key, cached=True, cost_usd=0.0, seconds=asked.seconds)
         task = asyncio.ensure_future(self._call(question, key, trace, state))
         self._asking[key] = task
         task.add_done_callback(lambda _: self._asking.pop(key, None))
@@ -264,7 +264,7 @@ class Teacher:
         if self._client is not None:
             await self._client.close()
 
-    async def _call(self, question: Question, key: str, trace: str, state: str) -> Asked:
+    async def _call(self, question: Question, key: str, trace: str, state: str) -> TeacherAnswer:
         """Attempts until one answers."""
         seconds, reason = 0.0, ""
         async with self._places:
@@ -288,12 +288,12 @@ class Teacher:
                         break
                     continue
                 seconds += answer.seconds
-                return Asked(answer=answer, key=key, cached=False, cost_usd=answer.cost_usd, seconds=seconds)
+                return TeacherAnswer(answer=answer, key=key, cached=False, cost_usd=answer.cost_usd, seconds=seconds)
         raise NoAnswerError(
             f"{self.name} ({self.config.model} at {self._endpoint}) gave no answer: {reason}", seconds=seconds
         )
 
-    async def _attempt(self, question: Question, key: str, reserved: Reservation, attempt: int) -> Answer:
+    async def _attempt(self, question: Question, key: str, reserved: Reservation, attempt: int) -> CachedAnswer:
         """One call, settled however it ends; its answer is kept before it is settled. Raises _Failed."""
         start, usd, status, tokens = time.monotonic(), reserved.usd, "cancelled", (0, 0)
         try:
@@ -418,7 +418,7 @@ def _is_here(endpoint: str) -> bool:
 
 
 def _decoded(raw: bytes) -> _Reply:
-    value = parse(raw)
+    value = parse_json(raw)
     try:
         reply = msgspec.convert(value, _Reply)
     except msgspec.ValidationError as error:
@@ -429,7 +429,7 @@ def _decoded(raw: bytes) -> _Reply:
     return reply
 
 
-def _answer(reply: _Reply, usd: float, seconds: float) -> Answer:
+def _answer(reply: _Reply, usd: float, seconds: float) -> CachedAnswer:
     choice = reply.choices[0]
     content = split_thinking(_text(choice.message.content))[0].strip()
     message: Message = {"role": "assistant", "content": content or None}
@@ -443,7 +443,7 @@ def _answer(reply: _Reply, usd: float, seconds: float) -> Answer:
             }
             for index, call in enumerate(calls)
         ]
-    return Answer(
+    return CachedAnswer(
         message=message,
         finish_reason=choice.finish_reason or "stop",
         input_tokens=reply.usage.prompt_tokens,
@@ -453,7 +453,7 @@ def _answer(reply: _Reply, usd: float, seconds: float) -> Answer:
     )
 
 
-def _without_thinking(stored: Answer) -> Answer:
+def _without_thinking(stored: CachedAnswer) -> CachedAnswer:
     """Answers that an older release kept may hold some: it is taken out as it is from a reply."""
     said = split_thinking(_text(stored.message.get("content")))[0].strip()
     return msgspec.structs.replace(stored, message={**stored.message, "content": said or None})
