@@ -89,7 +89,7 @@ class GatewayLink:
 
 
 class LinkSource:
-    """Weight chunks over the node's own link (inference.chunks.ChunkSource): what a node behind NAT can always do."""
+    """Weight chunks over the node's own link (inference.receiver.ChunkSource): what a node behind NAT can always do."""
 
     def __init__(self, link: GatewayLink, piece_timeout_s: float) -> None:
         self._link, self._timeout_s = link, piece_timeout_s

@@ -114,7 +114,7 @@ def _choose(model_path: str, tokenizer: Any, choice: str | dict[str, Any] | None
             f"{model_path} has no chat template: add chat_template.jinja to the folder, or name a renderer "
             "(renderer = …) that knows the model"
         )
-    return _custom("orchestrator.chat_template.ChatTemplateRenderer")
+    return _custom("orchestrator.chat_renderer.ChatTemplateRenderer")
 
 
 def read_tokenizer(model_path: str) -> Any:

@@ -157,6 +157,17 @@ class CurriculumConfig(BaseConfig):
     kwargs: dict[str, Any] = {}
     """Arguments of the class."""
 
+    @field_validator("import_path")
+    @classmethod
+    def _moved(cls, import_path: str) -> str:
+        """Accept the module's former name, which the config.json of older runs holds."""
+        former = "orchestrator.curriculum:"
+        return (
+            import_path.replace(former, "orchestrator.tasks.curriculum:")
+            if import_path.startswith(former)
+            else import_path
+        )
+
 
 class OrchestratorConfig(BaseConfig):
     address: str | None = None

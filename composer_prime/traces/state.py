@@ -34,7 +34,7 @@ class TraceState(msgspec.Struct, frozen=True, kw_only=True):
     """What it did: an assistant message with `content`, `tool_calls`, and `reasoning_content` where it thought."""
     source_model: str | None
     source_family: str
-    """composer_prime.families; `unknown` where the trace does not say."""
+    """composer_prime.llm.families; `unknown` where the trace does not say."""
     tools: list[dict[str, Any]]
     """Function tools that the agent had, or where the format does not list them, all that its file calls."""
     error: str | None = None

@@ -46,7 +46,7 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     run_id: str
     manifest: bytes
-    """The newest signed manifest (composer_prime.weights.manifest), empty while none is published."""
+    """The newest signed manifest (composer_prime.run.weights), empty while none is published."""
     verify_key: bytes
     """ed25519 public key, 32 bytes, that signs manifests of this run."""
     heartbeat_s: float

@@ -202,7 +202,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     pairs: list[PairInRow] = []
     """Channel 3."""
     checksum: str = ""
-    """blake2b-128 over every other field; set by `sealed`, checked by `verify` (composer_prime.wire.seal)."""
+    """blake2b-128 over every other field; set by `seal_batch`, checked by `verify`."""
 
     @property
     def num_tokens(self) -> int:

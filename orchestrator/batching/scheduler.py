@@ -374,7 +374,7 @@ class BatchScheduler:
         if metrics.get("groups/filtered_too_many"):
             logger.warning(
                 "%.0f %% of the last groups had no advantage (orchestrator.max_filtered_share is %.0f %%): the tasks "
-                "are too easy or too hard; change the task set or use orchestrator.curriculum:Frontier",
+                "are too easy or too hard; change the task set or use orchestrator.tasks.curriculum:Frontier",
                 100 * metrics["groups/filtered_share_recent"], 100 * self._config.max_filtered_share,
             )  # fmt: skip
 

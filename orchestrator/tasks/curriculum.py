@@ -86,7 +86,7 @@ class Frontier:
         if num_tasks is None:
             raise ConfigError(
                 "orchestrator.curriculum is Frontier, which returns to tasks, but the task set never ends: "
-                "limit the task set or use orchestrator.curriculum:Shuffled"
+                "limit the task set or use orchestrator.tasks.curriculum:Shuffled"
             )
         if candidates < 1 or window < 1 or not 0 <= explore <= 1:
             raise ConfigError(

@@ -110,7 +110,7 @@ def test_a_resumed_run_shows_only_what_is_new(capsys):
 
 def test_a_wait_that_follows_the_one_told_of_is_said_too(capsys, monkeypatch):
     # A new subject is said at once; how far the same one has come only after a pause.
-    monkeypatch.setattr("trainer.view.FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr("trainer.launcher.view.FIRST_WAIT_S", 0.0)
     view, progress = PlainView(Config.model_validate(CONFIG)), RunProgress()
     for what in ("the environments: loading", "evaluation of step 0: 1 of 8", "evaluation of step 0: 2 of 8"):
         progress.update([{"step": 0, "time": time.time() - 7, "role": "orchestrator", "waiting_for": what}])

@@ -43,7 +43,7 @@ def published(run, version: int):
 KILLED_WHILE_WRITING = """
 import os, signal, sys
 from pathlib import Path
-from composer_prime.weights.store import WeightStore
+from composer_prime.run.weights import WeightStore
 os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
 WeightStore(Path(sys.argv[1])).put_chunks(b"half a chunk")
 """

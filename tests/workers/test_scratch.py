@@ -14,7 +14,7 @@ from composer_prime.run.scratch import Scratch
 
 OWNER = """
 import sys
-from composer_prime.scratch import Scratch
+from composer_prime.run.scratch import Scratch
 print(Scratch("one").path, flush=True)
 sys.stdin.read()
 """

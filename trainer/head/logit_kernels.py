@@ -1,7 +1,7 @@
 """Element-wise work on a block of logits: what its rows tell, and its turning into its own gradient.
 
-fused.py makes logits and multiplies. `LogitKernels` is what happens to each logit. It is written twice and tested as one:
-here in torch (the reference, and the CPU's path) and in triton_kernels.py. choose_kernels.py takes one of them.
+fused.py makes logits and multiplies. `LogitKernels` is what happens to each logit. It is written and tested twice:
+here in torch, the reference, and in triton_kernels.py. choose_kernels.py takes one of them.
 With x a row's logits as the head gives them (scaled and capped), T its temperature:
 
     statistics    x -> log p_y, H, Z      log p = x / T - Z,  Z = log sum exp(x / T),  H = -sum p log p
