@@ -1,17 +1,31 @@
-"""Coroutine tests run in an event loop of their own."""
+"""Rules of the whole test suite."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
+import sys
+from typing import Any
 
 import pytest
 
+_PROCESS_EVENTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system"}
+_MAY_START_PROCESSES = ("process", "slow", "vllm", "gpu")
+_unit_test: str | None = None
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True
+
+def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
+    if _unit_test is not None and event in _PROCESS_EVENTS:
+        raise AssertionError(f"{_unit_test} starts a process ({event}): mark it with @pytest.mark.process")
+
+
+sys.addaudithook(_refuse_processes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Any:
+    """Keep unit tests free of processes: an audit hook fails one that starts any."""
+    global _unit_test
+    _unit_test = None if any(map(item.get_closest_marker, _MAY_START_PROCESSES)) else item.nodeid
+    try:
+        return (yield)
+    finally:
+        _unit_test = None
