@@ -56,7 +56,8 @@ from pathlib import Path
 path, program, records, states = Path(sys.argv[1]), sys.argv[2], 0, 0
 def run(mask):
     global records, states
-    from composer_prime.traces.ingest.ingest import Options, ingest
+    from composer_prime.traces.ingest.ingest import ingest
+from composer_prime.traces.ingest.trace_file import Options
     from composer_prime.traces.ingest.tally import Tally
     from composer_prime.traces import write_state
     tally = Tally()

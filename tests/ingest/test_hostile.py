@@ -12,8 +12,9 @@ import pytest
 from ingest_traces import MESSAGES, OPENHANDS_V0, SESSION, TOOLS, answer, lines, prompt, taken, text
 
 from composer_prime.traces.ingest.command import main
-from composer_prime.traces.ingest.ingest import FORMATS, Options, ingest
+from composer_prime.traces.ingest.ingest import FORMATS, ingest
 from composer_prime.traces.ingest.reading import Limits
+from composer_prime.traces.ingest.trace_file import Options
 from composer_prime.traces.state import read_states
 
 

@@ -32,6 +32,7 @@ def test_pipes_are_refused(tmp_path: Path) -> None:
 
 
 # What is piped in is refused likewise; what is redirected from a file is that file.
+@pytest.mark.process
 def test_standard_input(tmp_path: Path) -> None:
     session, output = lines(tmp_path / "s.jsonl", *SESSION), tmp_path / "o.jsonl"
     piped = ingested(output, input=session.read_text())

@@ -62,7 +62,7 @@ class RecordNode:
 
     def versions(self) -> list[RecordNode]:
         """It, and the same turn with each result that came late."""
-        found = [self]
+        found: list[RecordNode] = [self]
         while found[-1].newest is not None:
             found.append(found[-1].newest)
         return found

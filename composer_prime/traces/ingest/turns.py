@@ -1,16 +1,20 @@
-"""Turns of an agent, and the states made of them.
+"""The turns of an agent, the tools that they call, and the states made of them.
 
-    parts, results, errors ──> Turn ──> StateMaker.finish(turn, what came before) ──> TraceState, the turn as context
+    parts, results, errors ─> Turn ─> StateMaker.finish(turn, what came before) ─> TraceState, the turn as context
 
-What every format shares is here, so that a reader only says which record means what. Messages are masked once, as they
-enter, and shared between the states of a trace.
+Everything that the formats share is here. A reader only decides what each record means. Messages are masked once, on
+entry, and the states of a trace share them.
+
+Many formats do not list the tools that the agent had. A teacher can only choose among the tools that it is offered, and
+the offer must not reveal what the student chose. So every state of a file offers all tools that the whole file calls
+(`ObservedTools`), gathered in a first pass over the file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +23,24 @@ import msgspec
 from composer_prime.llm.families import family_of
 from composer_prime.llm.thinking import split_thinking
 from composer_prime.traces.ingest.masking.masker import Masker
-from composer_prime.traces.ingest.observed_tools import MAX_TOOLS, ObservedTools, OfferedTools
 from composer_prime.traces.ingest.reading import Limits
 from composer_prime.traces.ingest.tally import Recent, Tally
+from composer_prime.traces.replay.actions.text_actions import may_act
 from composer_prime.traces.state import Message, TraceState
 
 NO_RESULT = "[no result was recorded]"
 ERROR_CHARS = 500
 GATHERING = "the tools of the file are still being gathered"
+MAX_TOOLS, MAX_ARGUMENTS = 128, 64
+"""What one agent may have; the rest of a hostile file is not described."""
+_TYPES: list[tuple[type, str]] = [
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (str, "string"),
+    (list, "array"),
+    (dict, "object"),
+]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,20 +50,6 @@ class Call:
     call_id: str
     name: str
     arguments: dict[str, Any] | str
-
-
-@dataclass(slots=True, kw_only=True)
-class Origin:
-    """What all states of a trace share."""
-
-    trace_id: str
-    format: str
-    model: str | None = None
-    """As the trace says; the last one that it named."""
-    assumed_model: str | None = None
-    """As the user says: holds where the trace names none."""
-    family: str | None = None
-    """Overrides the family of `model`: the user said so."""
 
 
 @dataclass(slots=True)
@@ -91,6 +91,91 @@ class Turn:
     def unanswered(self) -> str | None:
         """The first call that has no result yet."""
         return next((call.call_id for call in self.calls if call.call_id not in self.results), None)
+
+
+class ObservedTools:
+    """What the turns of a file call, as function tools in the form of OpenAI's chat completions."""
+
+    def __init__(self, mask: Callable[[str], str]) -> None:
+        """`mask` takes secrets out of a name: files write them into tools as well."""
+        self._mask = mask
+        self._arguments: dict[str, dict[str, str]] = {}
+        self.too_many = False
+        """Whether more are called than are described."""
+        self.in_text = False
+        """Whether a turn seems to act in its text."""
+
+    @property
+    def only_in_text(self) -> bool:
+        """Whether nothing is called and turns act in their text: such an agent is offered no tools."""
+        return self.in_text and not self._arguments
+
+    def saw(self, turn: Turn) -> None:
+        if not turn.calls and not self.in_text:
+            self.in_text = any(map(may_act, turn.text))
+        for call in turn.calls:
+            if call.name not in self._arguments and len(self._arguments) >= MAX_TOOLS:
+                self.too_many = True
+                continue
+            known = self._arguments.setdefault(call.name, {})
+            arguments = call.arguments if isinstance(call.arguments, dict) else {}
+            for argument, value in arguments.items():
+                if argument not in known and len(known) < MAX_ARGUMENTS:
+                    known[argument] = _type_of(value)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """In the order of their names, which says nothing of when they were called."""
+        masked: dict[str, dict[str, str]] = {}
+        for name, arguments in self._arguments.items():
+            masked.setdefault(self._mask(name), {}).update({self._mask(key): kind for key, kind in arguments.items()})
+        return [_schema(name, masked[name]) for name in sorted(masked)]
+
+
+class OfferedTools:
+    """The tools of one trace's states."""
+
+    def __init__(self, observed: list[dict[str, Any]], mask: Callable[[Any], Any]) -> None:
+        """`observed` in the file; `mask` takes secrets out of a JSON value."""
+        self._mask, self._schemas = mask, observed
+        self._observed = {tool["function"]["name"]: tool["function"]["parameters"] for tool in observed}
+        self._listed = False
+
+    def given(self, tools: object) -> bool:
+        """The format lists the tools itself; False, and nothing changes, when `tools` is no such list."""
+        found = [tool for tool in tools if _is_function(tool)] if isinstance(tools, list) else []
+        if not found:
+            return False
+        self._schemas, self._listed = [self._with_arguments(tool) for tool in self._mask(found)], True
+        return True
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """The same list object for all states: they share it."""
+        return self._schemas
+
+    def lacks(self, name: str) -> bool:
+        """Whether a tool that was called is beyond those that were described: MAX_TOOLS others were called before."""
+        return not self._listed and name not in self._observed
+
+    def _with_arguments(self, tool: dict[str, Any]) -> dict[str, Any]:
+        function = tool["function"]
+        if isinstance(function.get("parameters"), dict):
+            return tool
+        observed = self._observed.get(function["name"]) or _schema(function["name"], {})["function"]["parameters"]
+        return {**tool, "function": {**function, "parameters": observed}}
+
+
+@dataclass(slots=True, kw_only=True)
+class Origin:
+    """What all states of a trace share."""
+
+    trace_id: str
+    format: str
+    model: str | None = None
+    """As the trace says; the last one that it named."""
+    assumed_model: str | None = None
+    """As the user says: holds where the trace names none."""
+    family: str | None = None
+    """Overrides the family of `model`: the user said so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,3 +310,17 @@ def digest_of(before: bytes, message: Message) -> bytes:
     calls = [call["function"] for call in message.get("tool_calls") or []]
     content = msgspec.json.encode([message["role"], message.get("content"), calls])
     return hashlib.blake2b(before + content, digest_size=8).digest()
+
+
+def _schema(name: str, arguments: dict[str, str]) -> dict[str, Any]:
+    properties = {argument: {"type": kind} if kind else {} for argument, kind in arguments.items()}
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+def _type_of(value: Any) -> str:
+    return next((name for kind, name in _TYPES if isinstance(value, kind)), "")
+
+
+def _is_function(tool: object) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)

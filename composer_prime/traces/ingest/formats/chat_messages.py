@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_prime.traces.ingest.messages import Unreadable, check_messages, feed
 from composer_prime.traces.ingest.reading import Bad, FileStart, parse_json
+from composer_prime.traces.ingest.trace_file import TraceFile
 from composer_prime.traces.state import TraceState
-
-if TYPE_CHECKING:
-    from composer_prime.traces.ingest.ingest import TraceFile
 
 NAME, VERSION = "messages", 1
 _KEYS = ("messages", "trajectory", "conversations")

@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_prime.traces.ingest.messages import objects, string, text_of
 from composer_prime.traces.ingest.reading import FileStart
 from composer_prime.traces.ingest.record_tree import RecordNode, RecordTree
 from composer_prime.traces.ingest.tally import Recent
+from composer_prime.traces.ingest.trace_file import TraceFile
 from composer_prime.traces.ingest.turns import Call, StateMaker
 from composer_prime.traces.state import Message, TraceState
-
-if TYPE_CHECKING:
-    from composer_prime.traces.ingest.ingest import TraceFile
 
 NAME, VERSION = "claude_code", 2
 """Written for the lines of Claude Code 1 and 2."""

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_prime.traces.ingest.messages import readable, step
 from composer_prime.traces.ingest.reading import FileStart
+from composer_prime.traces.ingest.trace_file import TraceFile
 from composer_prime.traces.state import TraceState
-
-if TYPE_CHECKING:
-    from composer_prime.traces.ingest.ingest import TraceFile
 
 NAME, VERSION = "mini_swe_agent", 1
 """Written for the bare list and for trajectory_format mini-swe-agent-1 and mini-swe-agent-1.1."""

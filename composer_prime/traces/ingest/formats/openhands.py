@@ -22,16 +22,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of, calls_of, objects, string, text_of
 from composer_prime.traces.ingest.reading import Bad, FileStart, document
+from composer_prime.traces.ingest.trace_file import TraceFile
 from composer_prime.traces.ingest.turns import Call
 from composer_prime.traces.state import TraceState
-
-if TYPE_CHECKING:
-    from composer_prime.traces.ingest.ingest import TraceFile
-
 
 Taken = tuple[TraceState | None, str | None]
 """(the state of a turn that ended, why the event was skipped or None)."""

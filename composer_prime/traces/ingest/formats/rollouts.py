@@ -10,15 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of, string
 from composer_prime.traces.ingest.reading import Bad, FileStart, parse_json
+from composer_prime.traces.ingest.trace_file import TraceFile
 from composer_prime.traces.ingest.turns import Call
 from composer_prime.traces.state import TraceState
-
-if TYPE_CHECKING:
-    from composer_prime.traces.ingest.ingest import TraceFile
 
 NAME, VERSION = "rollouts", 1
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_prime.traces.ingest.messages import TraceBuilder, failure, objects, readable, step, string, text_of
 from composer_prime.traces.ingest.reading import Bad, FileStart, parse_json
+from composer_prime.traces.ingest.trace_file import TraceFile
 from composer_prime.traces.ingest.turns import Call
 from composer_prime.traces.state import TraceState
-
-if TYPE_CHECKING:
-    from composer_prime.traces.ingest.ingest import TraceFile
 
 NAME, VERSION = "swe_agent", 1
 """Written for SWE-agent 0.6 to 1.x."""
