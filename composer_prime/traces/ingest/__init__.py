@@ -1,8 +1,8 @@
-"""Real agent sessions to states.jsonl: one reader a format, one accounting, one masking.
+"""Turn recorded agent sessions into states.jsonl.
 
-    file -> reading.py (bounded lines, documents) -> a format's reader -> builder.py (turns, results) -> TraceState
-                                                          |                    `-> masking.py (secrets)
-                                                          `-> tally.py (every record: taken, or skipped and why)
+    file -> reading.py -> formats/ -> messages.py or record_tree.py -> turns.py -> TraceState
+            bounded JSON  a reader    |  contexts, open turns          |  masking/ masks every text on entry
+                          a format    `-> tally.py: every record is taken, or skipped with a reason
 
-Read `formats.py` first. A format is one module with `NAME`, `VERSION`, `matches(sample)` and `read(...)`.
+Read `ingest.py` first. A format is a module of formats/ with `NAME`, `VERSION`, `matches(sample)` and `read(file)`.
 """

@@ -1,4 +1,4 @@
-"""The command line of ingestion: which files, a progress bar, and a table of what became of them."""
+"""`composer ingest PATHS... -o states.jsonl`: find trace files, ingest them, and print what was taken and skipped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ e-mail addresses and the owners of home folders are masked."""
 
 
 def main(words: list[str] | None = None) -> int:
-    """Exit status: 0 states were written, 1 there were none, 2 wrong input, 130 by Ctrl-C, which leaves no output."""
+    """Run the command. Return 0 when states were written, 1 when there were none, 130 after Ctrl-C (no output is left).
+
+    Wrong input exits with status 2.
+    """
     options = ingest_parser().parse_args(words)
     try:
         return ingest_files(options)
@@ -51,12 +54,14 @@ def ingest_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer ingest", description=_DOCUMENTATION)
     parser.add_argument("paths", nargs="+", type=Path, help="trace files, or folders of them")
     parser.add_argument("-o", "--output", type=Path, required=True, help="states.jsonl to write")
-    parser.add_argument("--format", choices=[reader.NAME for reader in FORMATS], help="do not look, take this format")
-    parser.add_argument("--model", help="the model that made these traces, where they do not say")
     parser.add_argument(
-        "--family", type=family_named, help="its family (claude, gpt, qwen ...), whatever the traces say"
+        "--format", choices=[reader.NAME for reader in FORMATS], help="use this format instead of detecting it"
     )
-    parser.add_argument("--no-mask", action="store_true", help="keep secrets: for traces that hold none")
+    parser.add_argument("--model", help="the model that made the traces, for traces that do not name it")
+    parser.add_argument(
+        "--family", type=family_named, help="the model's family (claude, gpt, qwen ...); overrides the traces"
+    )
+    parser.add_argument("--no-mask", action="store_true", help="do not mask secrets, for traces that hold none")
     parser.add_argument("--overwrite", action="store_true", help="replace the output file")
     parser.add_argument("--max-line-mib", type=_mib, default=16, help="longer lines are skipped (default 16)")
     parser.add_argument("--max-document-mib", type=_mib, default=32, help="larger JSON documents are skipped (32)")
@@ -64,7 +69,7 @@ def ingest_parser() -> argparse.ArgumentParser:
 
 
 class _Named(msgspec.Struct):
-    """What a line of states holds, by whichever release."""
+    """The fields that a line of states has in every release."""
 
     trace_id: str
     state_id: str
@@ -78,7 +83,7 @@ def _mib(word: str) -> int:
 
 def ingest_files(options: argparse.Namespace) -> int:
     if options.output.is_dir():
-        raise ConfigError(f"{options.output} is a folder: name the file of states with -o")
+        raise ConfigError(f"{options.output} is a folder: name the states file with -o")
     if options.output.exists() and not options.overwrite:
         raise ConfigError(f"{options.output} exists already: give another -o, or --overwrite to replace it")
     check_own(options.output, lines_of(_Named), "states")
@@ -98,26 +103,26 @@ def ingest_files(options: argparse.Namespace) -> int:
 
 
 def find_files(paths: list[Path], output: Path) -> list[Path]:
-    """The trace files in `paths`, without `output`; a conversation folder of OpenHands counts as one.
+    """Return the trace files in `paths`, without `output`. An OpenHands conversation folder counts as one file.
 
-    Raises ConfigError.
+    Raises ConfigError for a path that is missing, no file or folder, or without trace files.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
         if not path.exists():
             raise ConfigError(f"{path} does not exist: give trace files or folders that hold them")
         if not (path.is_file() or path.is_dir()):
             kind = "a pipe" if path.is_fifo() else "a device or socket"
-            raise ConfigError(f"{path} is {kind}, and files are read twice: save it to a file first")
+            raise ConfigError(f"{path} is {kind}, but ingestion reads its input twice: save it to a file first")
         try:
-            found += list(_inside(path)) if path.is_dir() else [path]
+            files += list(_inside(path)) if path.is_dir() else [path]
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be searched: {error.strerror}") from None
-    found = [path for path in found if not same_file(path, output)]
-    if not found:
+    files = [path for path in files if not same_file(path, output)]
+    if not files:
         listed = ", ".join(map(str, paths))
         raise ConfigError(f"no trace files in {listed}: files end in {', '.join(sorted(SUFFIXES))}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(files))
 
 
 def _inside(folder: Path) -> Iterator[Path]:
@@ -132,7 +137,7 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 
 def _write(files: list[Path], output: Path, how: Options, console: Console) -> list[tuple[str, Tally]]:
-    """Write all states into a sibling, then rename: the output is whole or not there."""
+    """Write all states to a sibling file, then rename it. The output is complete or absent."""
     partial = output.with_name(f".{output.name}.partial")
     fingerprints, trace_ids, tallies = Recent(), Recent(), []
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -167,7 +172,7 @@ def _write(files: list[Path], output: Path, how: Options, console: Console) -> l
 
 
 def _advancing(bar: Progress, total: int) -> Callable[[int], None]:
-    """Takes bytes that were read of `total`, onto the bar; where it is disabled, its figures into lines."""
+    """Return a function that adds read bytes to the bar. When the bar is disabled, progress is printed as lines."""
     task, lines = bar.add_task("reading", total=total), ProgressLines()
 
     def line() -> str:
@@ -184,7 +189,7 @@ def _advancing(bar: Progress, total: int) -> Callable[[int], None]:
 
 
 def ingest_table(tallies: list[tuple[str, Tally]]) -> list[Table]:
-    """What became of every record and every turn: by file, then every reason."""
+    """Return two tables: the counts by file, and the count of every reason."""
     files = Table(title="taken and skipped", title_justify="left")
     files.add_column("file", overflow="fold")
     for name in ("format", "records", "taken", "skipped", "turns", "states"):

@@ -25,11 +25,11 @@ from composer_prime.traces.state import TraceState
 
 
 class Format(Protocol):
-    """What a format's module has."""
+    """What a format's module defines."""
 
     NAME: str
     VERSION: int
-    """Of the format, as this reader was written for it; it stands in every state."""
+    """Version of the format that the reader is written for. Every state records it."""
 
     @staticmethod
     def matches(sample: FileStart) -> bool: ...
@@ -50,18 +50,18 @@ def ingest(
     trace_ids: Recent | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[TraceState]:
-    """The states of one file (or of one OpenHands conversation folder), in its order, in bounded memory.
+    """Yield the states of one file, or of one OpenHands conversation folder, in its order and in bounded memory.
 
-    The file is read twice, first for the tools that it uses, and only as far as it went when that began. `tally` is
-    filled as states are drawn and is balanced at the end. `fingerprints` and `trace_ids` may be shared between files.
-    `progress` is called with bytes read, in the first pass with 0. Raises OSError when the file cannot be read and
-    ConfigError for an unknown `options.format`; whatever the content is, it is counted, never raised.
+    The file is read twice, first to gather the tools that it uses. Bytes appended after the start are not read. `tally`
+    is filled as states are drawn and balances at the end. `fingerprints` and `trace_ids` may be shared between files.
+    `progress` is called with the bytes read, with 0 in the first pass. Raises OSError when the file cannot be read and
+    ConfigError for an unknown `options.format`. Bad content is counted and never raises.
     """
     options, tally = options or Options(), Tally() if tally is None else tally
-    named = _named(options.format) if options.format else None
+    named_reader = _named(options.format) if options.format else None
     size = path.stat().st_size
-    found, whole = _detected(path, options.limits)
-    reader = named or found
+    detected_reader, whole = _detect(path, options.limits)
+    reader = named_reader or detected_reader
     tally.format = f"{reader.NAME}/{reader.VERSION}" if reader else None
     file = TraceFile(
         path=path,
@@ -82,8 +82,8 @@ def ingest(
         yield from reader.read(file)
 
 
-def _detected(path: Path, limits: Limits) -> tuple[Format | None, Any]:
-    """(the format that knows the file, its value where it is one document); of lines no sample is kept."""
+def _detect(path: Path, limits: Limits) -> tuple[Format | None, Any]:
+    """Return (the first format that matches, the value of a file that is one document). No lines are kept."""
     sample = take_sample(path, limits)
     return next((reader for reader in FORMATS if reader.matches(sample)), None), sample.document
 
@@ -93,4 +93,4 @@ def _named(name: str) -> Format:
         if name == reader.NAME:
             return reader
     names = ", ".join(reader.NAME for reader in FORMATS)
-    raise ConfigError(f"there is no trace format {name!r}: choose one of {names}, or leave it out to have it found")
+    raise ConfigError(f"there is no trace format {name!r}: choose one of {names}, or leave it out to detect it")

@@ -1,17 +1,15 @@
-"""A list of messages in OpenAI's form, its older one or Anthropic's, or near them, to turns.
-
-calls    `tool_calls`, `function_call`, or blocks of type tool_use
-results  messages of role tool or function, or blocks of type tool_result in the user's
-
-Content of messages, in the several shapes that formats write it.
-
-Messages in, states out, of a trace whose records stand in the order in which the agent saw them.
+"""Turn a list of chat messages into states, for traces whose records are in the order in which the agent saw them.
 
     context() ──────────────┐
     assistant(), again ... ─┴─> open turn ──> tool_result() ... ──> next assistant/context/close ──> TraceState
                                                                      (the error that followed is known by then)
 
-Of traces whose records name their parent, see record_tree.py.
+Messages may have OpenAI's form, its older form, Anthropic's form, or a mixture:
+
+    calls    `tool_calls`, `function_call`, or blocks of type tool_use
+    results  messages of role tool or function, or blocks of type tool_result in a user message
+
+record_tree.py handles traces whose records name their parent.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from composer_prime.traces.state import Message, TraceState
 
 
 def text_of(content: Any) -> str:
-    """The text of a string, a block, or a list of either; what is not text becomes a short mark such as [image]."""
+    """Return the text of a string, a block, or a list of either. Other content becomes a short mark such as [image]."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
@@ -44,17 +42,20 @@ def text_of(content: Any) -> str:
 
 
 def objects(value: Any) -> list[dict[str, Any]]:
-    """The objects in a list; nothing where it is no list."""
+    """Return the objects in a list; an empty list for any other value."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def string(value: Any) -> str | None:
-    """`value` where it is a string."""
+    """Return `value` if it is a string, else None."""
     return value if isinstance(value, str) else None
 
 
 class TraceBuilder:
-    """One trace. Methods that may end a turn return its state, None where there is none or it is passed over."""
+    """The builder of one trace's states.
+
+    Methods that may end a turn return its state: None when no turn ended or its state is passed over.
+    """
 
     def __init__(self, maker: StateMaker) -> None:
         self._maker, self.tools = maker, maker.tools
@@ -66,7 +67,7 @@ class TraceBuilder:
         self._turn_marks: set[str] = set()
 
     def context(self, role: str, text: str, *, mark: str | None = None, error: str | None = None) -> TraceState | None:
-        """A system or user message. `error` is what it tells of the turn before (formats without tool results)."""
+        """Add a system or user message. `error`: the error of the turn before, in formats without tool results."""
         if error is not None:
             self.error(error)
         state = self.close()
@@ -84,9 +85,9 @@ class TraceBuilder:
         model: str | None = None,
         entropy: float | None = None,
     ) -> TraceState | None:
-        """A turn, or more of the open turn when `key` is its key (one turn written as several records).
+        """Start a turn, or extend the open turn when `key` is its key (one turn written as several records).
 
-        `model` made it and, unless another is named, those that follow; None where the record does not say.
+        `model` made this turn and those that follow, until another is named. None when the record names none.
         """
         state = None
         if self._turn is None or key is None or key != self._turn.key:
@@ -98,30 +99,30 @@ class TraceBuilder:
         return state
 
     def tool_result(self, call_id: str, text: str, *, error: str | None = None, mark: str | None = None) -> bool:
-        """The result of a call of the open turn; False when it made no such call. Of two results the first stays."""
+        """Store the result of a call of the open turn. Return False when it made no such call or has its result."""
         if self._turn is None or not self._turn.answer(call_id, text, error):
             return False
         self._turn_marks |= {mark} if mark else set()
         return True
 
     def names_model(self, model: str) -> None:
-        """A record beside the turns names the model that acts now; when it changes, the open turn is nobody's."""
+        """Note the model that a record beside the turns names. A turn of two models is attributed to none."""
         turn, self._maker.origin.model = self._turn, model
         if turn is not None:
             turn.several_models = turn.several_models or turn.model not in (None, model)
             turn.model = turn.model or model
 
     def unanswered(self) -> str | None:
-        """The first call of the open turn that has no result yet."""
+        """Return the id of the first call of the open turn that has no result yet."""
         return self._turn.unanswered() if self._turn else None
 
     def error(self, text: str) -> None:
-        """The open turn led to an error; the first one is kept."""
+        """Record the error that the open turn led to. The first one is kept."""
         if self._turn is not None:
             self._turn.fail(text)
 
     def forget(self, marks: Collection[str], summary: str, mark: str | None = None) -> TraceState | None:
-        """Drop the messages of these records and put `summary` after the leading prompt; it is the record `mark`."""
+        """Drop the messages of the records `marks`. Put `summary`, the record `mark`, after the leading prompt."""
         state = self.close()
         gone = set(marks)
         kept = [(m, k) for m, k in zip(self._messages, self._marks, strict=True) if not k or not k <= gone]
@@ -135,7 +136,7 @@ class TraceBuilder:
         return state
 
     def close(self) -> TraceState | None:
-        """End the open turn: emit its state, then make it context."""
+        """Close the open turn: return its state and make it context."""
         turn, self._turn = self._turn, None
         marks, self._turn_marks = self._turn_marks, set()
         if turn is None:
@@ -152,7 +153,7 @@ class TraceBuilder:
             return
         self._chars += size_of(message)
         if self._chars > self._maker.limits.context_chars:
-            # Nothing that follows can be shown with its context: hold no more of it until it is condensed.
+            # No later turn can be shown with its context. Hold nothing until the context is condensed.
             self._overflow = True
             self._messages, self._marks, self._prefixes = [], [], []
             return
@@ -162,7 +163,7 @@ class TraceBuilder:
 
 
 def _paired_messages(kept: list[tuple[Message, set[str]]]) -> list[tuple[Message, set[str]]]:
-    """Without results whose call is gone; a call whose result is gone gets a stand-in."""
+    """Drop results whose call is gone. A call whose result is gone gets a stand-in."""
     out: list[tuple[Message, set[str]]] = []
     results = {message["tool_call_id"]: message for message, _ in kept if message["role"] == "tool"}
     for message, marks in kept:
@@ -183,23 +184,23 @@ _AS_CONTEXT = {"system": "system", "developer": "system", "user": "user", "human
 _AS_ASSISTANT = {"assistant", "gpt", "ai", "model"}
 _AS_TOOL = {"tool", "function", "observation"}
 _LEFT_OUT = {"exit"}
-"""Roles that tell of the run, not to the agent (mini-swe-agent writes how a run ended as a message)."""
+"""Roles that the agent never saw: mini-swe-agent writes how a run ended as a message."""
 _UNREAD = re.compile(r"[_-](?:use|call|result|output)$")
-"""Types of blocks that hold a call or a result, by how they end."""
+"""Endings of the types of blocks that hold a call or a result."""
 
 
 class Unreadable(ComposerError, ValueError):
-    """Messages that make no conversation; data, counted, never a crash."""
+    """Messages that make no conversation. They are counted and never end an ingestion."""
 
 
 def check_messages(messages: list[Any]) -> None:
-    """Raises Unreadable, which says why `feed` cannot take these messages in."""
+    """Raise Unreadable with the reason when `feed` cannot process these messages."""
     for message in messages:
         _check(message)
 
 
 def feed(builder: TraceBuilder, messages: list[Any]) -> Iterator[TraceState]:
-    """The states of checked messages, the last turn's included."""
+    """Yield the states of checked messages, the last turn's included."""
     for message in messages:
         state = step(builder, message)
         if state is not None:
@@ -210,7 +211,7 @@ def feed(builder: TraceBuilder, messages: list[Any]) -> Iterator[TraceState]:
 
 
 def step(builder: TraceBuilder, message: dict[str, Any]) -> TraceState | None:
-    """Take in one checked message; the state of the turn that it ends."""
+    """Process one checked message. Return the state of the turn that it ends."""
     role = _role(message)
     if role in _AS_CONTEXT:
         return _context(builder, message, _AS_CONTEXT[role])
@@ -222,12 +223,12 @@ def step(builder: TraceBuilder, message: dict[str, Any]) -> TraceState | None:
 
 
 def failure(text: str) -> str | None:
-    """`text` when it reports that a command or tool failed."""
+    """Return `text` if it reports that a command or tool failed, else None."""
     return text if _FAILED.search(text[:20_000]) else None
 
 
 def readable(message: Any) -> bool:
-    """Whether `step` can take the message in."""
+    """Check whether `step` can process the message."""
     try:
         _check(message)
     except Unreadable:
@@ -236,13 +237,13 @@ def readable(message: Any) -> bool:
 
 
 def calls_of(message: dict[str, Any]) -> list[Call]:
-    """The tool calls of an assistant message; what is no call is left out."""
+    """Return the tool calls of an assistant message. Malformed calls are left out."""
     calls = [_call(written, index) for index, written in enumerate(_listed_calls(message))]
     return [call for call in calls if call is not None]
 
 
 def arguments_of(written: Any) -> dict[str, Any] | str:
-    """Arguments as an object where they are one, else the text as the model wrote it."""
+    """Return the arguments as an object, or the text as the model wrote it when it is no JSON object."""
     if isinstance(written, dict):
         return written
     if not isinstance(written, str):
@@ -252,7 +253,7 @@ def arguments_of(written: Any) -> dict[str, Any] | str:
 
 
 def _context(builder: TraceBuilder, message: dict[str, Any], role: str) -> TraceState | None:
-    """A message to the agent. Results among its blocks go to their calls; the agent saw the rest, whoever asked."""
+    """Add a message to the agent. Results among its blocks go to their calls; the rest is context."""
     content, results = _content(message), _blocks(message, "tool_result")
     paired = [block for block in results if _paired(builder, block)]
     text = text_of([block for block in content if block not in paired] if isinstance(content, list) else content)
@@ -273,7 +274,7 @@ def _result(builder: TraceBuilder, message: dict[str, Any], text: str) -> TraceS
     error = (text or "error") if message.get("is_error") is True or message.get("error") else failure(text)
     if builder.tool_result(str(call_id) if call_id else builder.unanswered() or "", text, error=error):
         return None
-    # The agent saw this, whoever asked for it.
+    # No call matches, but the agent saw this text.
     return builder.context("user", text, error=error)
 
 
@@ -288,13 +289,13 @@ def _check(message: Any) -> None:
         raise Unreadable("a message's content is neither text nor a list")
     if role in _AS_ASSISTANT and any(_call(written, 0) is None for written in _listed_calls(message)):
         raise Unreadable("a message holds a call without a name")
-    known = "tool_use" if role in _AS_ASSISTANT else "tool_result"
-    if any(_UNREAD.search(str(block.get("type"))) for block in objects(content) if block.get("type") != known):
+    expected = "tool_use" if role in _AS_ASSISTANT else "tool_result"
+    if any(_UNREAD.search(str(block.get("type"))) for block in objects(content) if block.get("type") != expected):
         raise Unreadable("a message holds a call or a result in an unknown form")
 
 
 def _listed_calls(message: dict[str, Any]) -> list[Any]:
-    """As they are written, in the form that the message uses."""
+    """Return the calls as written, in the form that the message uses."""
     listed, older = message.get("tool_calls"), message.get("function_call")
     calls = [call for call in listed if call is not None] if isinstance(listed, list) else []
     named = [older] if isinstance(older, dict) and older.get("name") else []

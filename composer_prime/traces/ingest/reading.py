@@ -1,7 +1,4 @@
-"""Bytes to JSON values, within a bound of memory, whatever the file holds.
-
-The beginning of a file, enough to see what format it is.
-"""
+"""Read JSON values from files of any content in bounded memory, and sample a file's start to detect its format."""
 
 from __future__ import annotations
 
@@ -19,15 +16,15 @@ import msgspec
 
 CHUNK_BYTES = 1 << 20
 MAX_DEPTH = 100
-"""Levels of a JSON value; what walks over one may take a few frames of Python's stack a level."""
+"""Nesting levels of a JSON value. A recursive walk takes a few frames of Python's stack a level."""
 MAX_VALUES = 500_000
-"""Values in one record: an empty list takes 80 bytes of memory for 3 of the file."""
+"""Values in one record. An empty list takes 80 bytes of memory for 3 bytes of the file."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one record or one context may hold before it is skipped."""
+    """The most that one record or one context may hold. Larger ones are skipped."""
 
     line_bytes: int = 16 << 20
     document_bytes: int = 32 << 20
@@ -37,7 +34,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """A record that holds no JSON value, and why."""
+    """A record that holds no JSON value, with the reason."""
 
     reason: str
 
@@ -45,8 +42,11 @@ class Bad:
 def lines(
     path: Path, limits: Limits, progress: Callable[[int], None] | None = None, until: int = sys.maxsize
 ) -> Iterator[Any]:
-    """The JSON value of every line of the first `until` bytes, or `Bad`. Blank lines are no records. A longer line than
-    the limit is passed over in pieces, never held; `progress` hears of a line's bytes before its value is given out."""
+    """Yield the JSON value, or `Bad`, of every line in the first `until` bytes.
+
+    Blank lines are no records. A line above the limit is passed over in pieces and never held. `progress` receives the
+    bytes of a line before its value is yielded.
+    """
     with path.open("rb", buffering=CHUNK_BYTES) as file:
         done = 0
         while raw := file.readline(min(limits.line_bytes + 1, until)):
@@ -65,13 +65,13 @@ def lines(
                 done = 0
             if not blank:
                 yield value
-            del value  # neither the bytes nor the value of one line are held beside those of the next
+            del value  # one line's bytes and value are never held beside those of the next
         if progress is not None:
             progress(done)
 
 
 def document(path: Path, limits: Limits) -> Any:
-    """The JSON value of a whole file, or `Bad`."""
+    """Return the JSON value of a whole file, or `Bad`."""
     size = os.path.getsize(path)
     if size > limits.document_bytes:
         return Bad(f"JSON document larger than {limits.document_bytes >> 20} MiB")
@@ -80,9 +80,11 @@ def document(path: Path, limits: Limits) -> Any:
 
 
 def parse_json(raw: bytes, torn: bool = False) -> Any:
-    """`raw` as a JSON value of at most MAX_DEPTH levels and MAX_VALUES values, or `Bad`; `torn` marks a last line
-    without its end."""
-    # What texts hold counts here too, so this is an upper bound: it costs next to nothing, and rarely says no.
+    """Return `raw` as a JSON value of at most MAX_DEPTH levels and MAX_VALUES values, or `Bad`.
+
+    `torn` marks a last line without its end.
+    """
+    # Brackets inside strings count too, which makes this a cheap upper bound.
     brackets = raw.count(b"[") + raw.count(b"{")
     if brackets + raw.count(b",") > MAX_VALUES and _has_many_values(raw):
         return Bad(f"more than {MAX_VALUES:,} values")
@@ -91,14 +93,14 @@ def parse_json(raw: bytes, torn: bool = False) -> Any:
 
 
 def _has_many_values(raw: bytes) -> bool:
-    """Whether JSON text holds more than MAX_VALUES, by its commas and brackets outside of strings."""
-    found = done = 0
+    """Check whether JSON text holds more than MAX_VALUES, by its commas and brackets outside of strings."""
+    count = done = 0
     for string in _STRING.finditer(raw):
-        found += _signs(raw, done, string.start())
+        count += _signs(raw, done, string.start())
         done = string.end()
-        if found > MAX_VALUES:
+        if count > MAX_VALUES:
             return True
-    return found + _signs(raw, done, len(raw)) > MAX_VALUES
+    return count + _signs(raw, done, len(raw)) > MAX_VALUES
 
 
 def _signs(raw: bytes, start: int, end: int) -> int:
@@ -110,7 +112,7 @@ def _decoded(raw: bytes, torn: bool) -> Any:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
-    # NaN, lone surrogates and the like: Python's own reader takes what msgspec's stricter one does not.
+    # Python's reader accepts NaN, lone surrogates and the like, which msgspec's stricter one refuses.
     try:
         return _without_surrogates(json.loads(raw.decode("utf-8-sig")))
     except UnicodeDecodeError:
@@ -122,7 +124,7 @@ def _decoded(raw: bytes, torn: bool) -> Any:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether there are more than MAX_DEPTH levels of lists and objects."""
+    """Check whether lists and objects nest deeper than MAX_DEPTH."""
     level = [value] if isinstance(value, list | dict) else []
     for _ in range(MAX_DEPTH):
         inner = (node for outer in level for node in (outer.values() if isinstance(outer, dict) else outer))
@@ -140,7 +142,7 @@ def _rest_of_line(file: Any, until: int) -> int:
 
 
 def _without_surrogates(value: Any) -> Any:
-    """`value` with text that UTF-8 can hold, and numbers that JSON can."""
+    """Replace text that UTF-8 cannot hold and numbers that JSON cannot."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, list):
@@ -153,27 +155,27 @@ def _without_surrogates(value: Any) -> Any:
 
 
 SAMPLE_RECORDS, SAMPLE_BYTES = 64, 4 << 20
-"""A sample ends with the record that reaches either; lines that hold none take no bytes."""
+"""A sample ends with the record that reaches either limit. Lines without a record count no bytes."""
 SNIFF_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStart:
-    """What a reader's `matches` may look at."""
+    """The start of a file, which a reader's `matches` looks at."""
 
     path: Path
     records: list[Any] = field(default_factory=list)
     """The first JSON values of a file of lines."""
     document: Any = None
-    """The value of a file that is one JSON document, or `Bad`; None when it is a file of lines."""
+    """The value of a file that is one JSON document, or `Bad`; None for a file of lines."""
 
     def objects(self, *keys: str) -> list[dict[str, Any]]:
-        """The records that are objects with all of `keys`."""
+        """Return the records that are objects with all of `keys`."""
         return [record for record in self.records if isinstance(record, dict) and all(key in record for key in keys)]
 
 
 def take_sample(path: Path, limits: Limits | None = None) -> FileStart:
-    """Raises OSError. What may be one document is tried as one; else, and where that fails, it is a file of lines."""
+    """Return the start of a file, read as one document where that works and as lines otherwise. Raises OSError."""
     limits = limits or Limits()
     if path.is_dir():
         return FileStart(path=path)
@@ -187,7 +189,7 @@ def take_sample(path: Path, limits: Limits | None = None) -> FileStart:
 
 
 def _first(path: Path, limits: Limits) -> Iterator[Any]:
-    """The values of a file's first lines, `Bad` ones too."""
+    """Yield the values of a file's first lines, `Bad` ones too."""
     read: list[int] = []
     for record in islice(lines(path, limits, read.append), SAMPLE_RECORDS):
         yield record
@@ -198,7 +200,7 @@ def _first(path: Path, limits: Limits) -> Iterator[Any]:
 
 
 def _one_document(path: Path) -> bool:
-    """Whether the file may be one JSON document: pretty-printed, or a single line in a file that is not *.jsonl."""
+    """Check whether a file may be one JSON document: pretty-printed, or a single line and not named *.jsonl."""
     with path.open("rb") as file:
         head = file.read(SNIFF_BYTES)
         lone = b"\n" not in head.strip() and len(head) < SNIFF_BYTES

@@ -1,11 +1,12 @@
-"""The tree of a session's records, for formats whose records name their parent: each context is the walk from a turn's
-parent up to the root, wherever in the file the records stand.
+"""The tree of a session's records, for formats whose records name their parent.
+
+A turn's context is the walk from its parent up to the root, wherever in the file the records are.
 
     note, note, turn (several records) ──┬── note ── turn          one node a message or turn; a record's id leads to
                                          └── note ── turn ── ...   the node behind which what follows it stands
 
-A turn stays open for its other parts and results until a turn begins below it; several may be open. Memory is bounded:
-when the tree holds too much, the records that were followed longest ago are let go of. What follows one of those has no
+A turn stays open for more parts and results until a turn begins below it. Several turns may be open. Memory is bounded:
+when the tree holds too much, it drops the records that were used longest ago. What follows a dropped record has no
 context.
 """
 
@@ -22,50 +23,50 @@ from composer_prime.traces.ingest.turns import NO_RESULT, Before, Call, StateMak
 from composer_prime.traces.state import Message, TraceState
 
 MAX_RECORDS = 30_000
-"""Records that may be followed."""
+"""Records that are kept as possible parents."""
 CONTEXTS = 2
-"""Contexts of the greatest length that are held."""
+"""The tree holds the characters of this many contexts of the greatest length."""
 CLOSED = 8
-"""Turns behind which another stands without a walk to the root."""
+"""Closed turns whose context is kept, so that the next turn needs no walk to the root."""
 
 
 @dataclass(slots=True, eq=False)
 class RecordNode:
-    """A message of the user's, a turn, or (without messages) a root."""
+    """A user message, a turn, or a root (which has no messages)."""
 
     maker: StateMaker
     parent: RecordNode | None = None
     above: RecordNode | None = None
-    """Of a message: the nearest turn above it."""
+    """For a message: the nearest turn above it."""
     is_turn: bool = False
     turn: Turn | None = None
-    """While it is open."""
+    """The turn while it is open."""
     newest: RecordNode | None = None
-    """The same turn with the results that came after it was closed."""
+    """The same turn with results that arrived after it was closed."""
     messages: list[Message] = field(default_factory=list)
     digest: bytes = b""
-    """Of the messages."""
+    """Digest of the messages."""
     chars: int = 0
-    """Of the walk, with this node's."""
+    """Characters of the walk, this node included."""
     held: int = 0
-    """Characters that this node holds."""
+    """Characters that this node holds itself."""
     missing: str | None = None
-    """Why the walk cannot be shown."""
+    """Why the walk cannot be shown; None when it can."""
     queued: bool = False
     uses: int = 0
-    """Records that lead here, nodes below, and whether it is open or the tip."""
+    """Number of records that lead here and of nodes below, plus one each while open and while the tip."""
 
     @property
     def nearest(self) -> RecordNode | None:
-        """The turn that it is, or the nearest above."""
+        """Return this turn, or the nearest turn above."""
         return self if self.is_turn else self.above
 
     def versions(self) -> list[RecordNode]:
-        """It, and the same turn with each result that came late."""
-        found: list[RecordNode] = [self]
-        while found[-1].newest is not None:
-            found.append(found[-1].newest)
-        return found
+        """Return this node and its later versions, one for each late result."""
+        versions: list[RecordNode] = [self]
+        while versions[-1].newest is not None:
+            versions.append(versions[-1].newest)
+        return versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,13 @@ class Context:
     """A walk from the root."""
 
     messages: list[Message]
-    """Shared with the state of the turn that follows."""
+    """The state of the next turn shares this list."""
     digest: bytes
     chars: int
 
 
 class RecordTree:
-    """The nodes of a file, of one session or of several."""
+    """The nodes of a file, which holds one session or several."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -87,20 +88,20 @@ class RecordTree:
         self._open: dict[RecordNode, None] = {}
         self._keys: dict[str, RecordNode] = {}
         self._contexts: dict[RecordNode, Context] = {}
-        """Of the turns that were closed last: what stood before each."""
+        """The context before each of the turns that were closed last."""
         self._held = 0
         self.tip: RecordNode | None = None
-        """Where the last record was placed."""
+        """The node of the last record."""
 
     def get(self, record: str) -> RecordNode | None:
-        """Behind which node it stands; None where it is not held. What is asked for is let go of later."""
+        """Return the node of a record, None when it is not held. A record that is used is dropped later."""
         node = self._nodes.pop(record, None)
         if node is not None:
             self._nodes[record] = node
         return node
 
     def place(self, record: str | None, node: RecordNode) -> None:
-        """What follows the record stands behind `node`."""
+        """Make `node` the parent of what follows the record."""
         node.uses += 1
         before, self.tip = self.tip, node
         if record is not None:
@@ -112,20 +113,20 @@ class RecordTree:
             self._release(before)
 
     def note(self, parent: RecordNode, message: Message, queued: bool = False) -> RecordNode:
-        """A message behind `parent`."""
+        """Add a message behind `parent`."""
         above, size = parent.nearest, size_of(message)
         missing = parent.maker.unshown or parent.missing or (above.missing if above else None)
         if missing is None and parent.chars + size > self._limits.context_chars:
             missing = too_long(self._limits)
         if missing is not None:
-            # Nothing is shown of this walk: only the turn is needed, for results that are still to come.
+            # Nothing of this walk is shown. The turn is still needed for results to come.
             return self._node(RecordNode(parent.maker, above, above, missing=missing))
         node = RecordNode(parent.maker, parent, above, chars=parent.chars + size, queued=queued)
         self._hold(node, [message])
         return self._node(node)
 
     def turn(self, parent: RecordNode, turn: Turn) -> RecordNode:
-        """A turn behind `parent`, open. The turn above it has to be closed."""
+        """Open a turn behind `parent`. The turn above must be closed."""
         missing = parent.maker.unshown or parent.missing or (parent.nearest.missing if parent.nearest else None)
         node = RecordNode(parent.maker, parent, is_turn=True, turn=turn, chars=parent.chars, missing=missing, uses=1)
         self._open[node] = None
@@ -134,20 +135,24 @@ class RecordTree:
         return self._node(node)
 
     def unfinished(self, parent: RecordNode, key: str | None) -> RecordNode | None:
-        """The open turn of this key, if another part of it may stand behind `parent`: behind the turn, behind notes
-        that follow it, or where the turn itself stands."""
+        """Return the open turn of this key if another part of it may stand behind `parent`.
+
+        That is behind the turn, behind notes that follow it, or where the turn itself stands.
+        """
         node = None if key is None else self._keys.get(key)
         return node if node is not None and (parent.nearest is node or node.parent is parent) else None
 
     def extend(self, node: RecordNode, text: str, calls: list[Call], reasoning: str) -> None:
-        """A part of an open turn."""
+        """Add a part to an open turn."""
         assert node.turn is not None
         node.turn.add(text, calls, reasoning)
         self._resize(node, node.held + len(text) + len(reasoning) + sum(_characters(call.arguments) for call in calls))
 
     def answer(self, parent: RecordNode, call_id: str, text: str, error: str | None) -> RecordNode | None:
-        """The result of a call of the turn nearest to `parent`: where what follows it stands. None when the turn made
-        no such call, or has its result."""
+        """Store the result of a call of the turn nearest to `parent`. Return the node that the next record follows.
+
+        None when the turn made no such call or has its result already.
+        """
         node = parent.nearest
         if node is None or node.turn is None:
             return self._late(parent, call_id, text)
@@ -157,19 +162,18 @@ class RecordTree:
         return parent
 
     def _late(self, node: RecordNode, call_id: str, text: str) -> RecordNode | None:
-        """A turn that was closed, with the result of a call: another branch went on without it."""
-        known = node.versions()[-1]
+        """Add a late result to a closed turn, as a new version: another branch continued without it."""
+        latest = node.versions()[-1]
         waiting = {"role": "tool", "tool_call_id": call_id, "content": NO_RESULT}
-        if not node.is_turn or waiting not in known.messages:
+        if not node.is_turn or waiting not in latest.messages:
             return None
         result = node.maker.result(call_id, text)
-        known.newest = RecordNode(node.maker, node.parent, is_turn=True, chars=known.chars + size_of(result))
-        self._hold(known.newest, [result if message == waiting else message for message in known.messages])
-        return self._node(known.newest)
+        latest.newest = RecordNode(node.maker, node.parent, is_turn=True, chars=latest.chars + size_of(result))
+        self._hold(latest.newest, [result if message == waiting else message for message in latest.messages])
+        return self._node(latest.newest)
 
     def move(self, first: RecordNode, last: RecordNode, behind: RecordNode) -> Iterator[TraceState]:
-        """What stands from `first` to `last` stands behind another node from now on; nothing moves where `first` is not
-        above `last`."""
+        """Move the nodes from `first` to `last` behind another node. Nothing moves when `first` is not above `last`."""
         walk, firsts = [last], set(first.versions())
         while walk[-1] not in firsts:
             if walk[-1].parent is None:
@@ -198,7 +202,7 @@ class RecordTree:
                 self._release(node)
 
     def close(self, node: RecordNode | None) -> Iterator[TraceState]:
-        """End a turn, where it is open: its state."""
+        """Close a turn if it is open, and yield its state."""
         if node is None or node.turn is None:
             return
         turn, node.turn = node.turn, None
@@ -227,7 +231,7 @@ class RecordTree:
             yield from self.close(node)
 
     def trim(self) -> Iterator[TraceState]:
-        """Let go of records while there are too many or they hold too much; the states of their turns."""
+        """Drop records while there are too many or they hold too much. Yield the states of their turns."""
         most = CONTEXTS * self._limits.context_chars
         while len(self._nodes) > 1 and (len(self._nodes) > MAX_RECORDS or self._held > most):
             node = self._nodes.pop(next(iter(self._nodes)))
@@ -235,8 +239,10 @@ class RecordTree:
             self._release(node)
 
     def _walk(self, turn: RecordNode) -> tuple[Context, str | None]:
-        """(what stands before an open turn, why it cannot be shown). Of the nearest turn above whose context is known
-        only what follows is walked."""
+        """Return (the context before an open turn, why it cannot be shown).
+
+        The walk stops at the nearest turn above whose context is kept.
+        """
         nodes: list[RecordNode] = []
         node = turn
         while node.missing is None and node not in self._contexts and node.parent is not None:
@@ -244,16 +250,16 @@ class RecordTree:
             nodes.append(node)
         if node.missing is not None:
             return Context([], b"", 0), node.missing
-        known = self._contexts.pop(node, None)
-        if known is None:
-            known = Context([], b"", 0)
+        start = self._contexts.pop(node, None)
+        if start is None:
+            start = Context([], b"", 0)
         else:
-            self._contexts[node] = known
-        digest = known.digest
+            self._contexts[node] = start
+        digest = start.digest
         for node in reversed(nodes):
             digest = hashlib.blake2b(digest + node.digest, digest_size=8).digest() if node.messages else digest
-        messages = [*known.messages, *(message for node in reversed(nodes) for message in node.messages)]
-        return Context(messages, digest, known.chars + sum(node.held for node in nodes)), None
+        messages = [*start.messages, *(message for node in reversed(nodes) for message in node.messages)]
+        return Context(messages, digest, start.chars + sum(node.held for node in nodes)), None
 
     def _node(self, node: RecordNode) -> RecordNode:
         if node.parent is not None:
@@ -261,7 +267,7 @@ class RecordTree:
         return node
 
     def _hold(self, node: RecordNode, messages: list[Message]) -> None:
-        """They are what the node shows."""
+        """Make `messages` what the node shows."""
         node.messages, node.digest = messages, b""
         for message in messages:
             node.digest = digest_of(node.digest, message)
@@ -272,7 +278,7 @@ class RecordTree:
         node.held = size
 
     def _release(self, node: RecordNode) -> None:
-        """One use less; with the last one the node goes, and is no longer a use of the node above."""
+        """Drop one use. Without uses a node is removed, and so is its use of the node above."""
         at: RecordNode | None = node
         while at is not None:
             at.uses -= 1
@@ -284,7 +290,7 @@ class RecordTree:
 
 
 def _characters(value: Any) -> int:
-    """Of the strings in a JSON value."""
+    """Count the characters of the strings in a JSON value."""
     if isinstance(value, str):
         return len(value)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,9 +1,7 @@
-"""Accounting of an ingestion: nothing is lost without a reason.
+"""Account for every record and every turn of an ingestion, in bounded memory.
 
-Records (a line, an event, a message of a document): seen = taken + skipped by reason.
-Turns (of the assistant): turns = states + passed over by reason.
-
-A bounded memory of what was seen: never more than two generations, so that a file of any size fits.
+Records (a line, an event, a message of a document): seen = taken + skipped, by reason.
+Turns (of the assistant): turns = states + passed over, by reason.
 """
 
 from __future__ import annotations
@@ -12,41 +10,47 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 MAX_REASONS = 200
-"""A hostile file must not fill memory with reasons of its own making."""
+"""Distinct reasons that are counted. A hostile file must not fill the memory with reasons."""
+GENERATION = 250_000
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of one file, or of several added up."""
+    """Counts of one file, or the sum over several files."""
 
     taken: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     states: int = 0
     passed_over: Counter[str] = field(default_factory=Counter)
     masked: Counter[str] = field(default_factory=Counter)
-    """Secrets by kind, each occurrence in a distinct message counted once."""
+    """Secrets by kind. Each occurrence in a distinct message counts once."""
     seen: int = 0
     turns: int = 0
     format: str | None = None
-    """Which reader read the file; None when none knew it."""
+    """The reader that read the file; None when no reader matched."""
 
     def take(self) -> None:
+        """Count a record that a reader used."""
         self.seen += 1
         self.taken += 1
 
     def skip(self, reason: str) -> None:
+        """Count a record that no state is made of."""
         self.seen += 1
         self.skipped[_bounded(self.skipped, reason)] += 1
 
     def state(self) -> None:
+        """Count a turn that became a state."""
         self.turns += 1
         self.states += 1
 
     def pass_over(self, reason: str) -> None:
+        """Count a turn that became no state."""
         self.turns += 1
         self.passed_over[_bounded(self.passed_over, reason)] += 1
 
     def add(self, other: Tally) -> None:
+        """Add the counts of another file."""
         for name in ("taken", "states", "seen", "turns"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("skipped", "passed_over", "masked"):
@@ -54,7 +58,7 @@ class Tally:
 
     @property
     def balanced(self) -> bool:
-        """Whether every record and every turn is accounted for."""
+        """Check that every record and every turn is accounted for."""
         return self.seen == self.taken + self.skipped.total() and self.turns == self.states + self.passed_over.total()
 
 
@@ -62,11 +66,8 @@ def _bounded(counter: Counter[str], reason: str) -> str:
     return reason if reason in counter or len(counter) < MAX_REASONS else "other reasons"
 
 
-GENERATION = 250_000
-
-
 class Recent:
-    """A set that forgets its oldest half once it holds twice `generation` keys."""
+    """A set that forgets its older half once it holds twice `generation` keys. A file of any size fits."""
 
     def __init__(self, generation: int = GENERATION) -> None:
         self._generation = generation
@@ -77,7 +78,7 @@ class Recent:
         return key in self._new or key in self._old
 
     def add(self, key: bytes) -> bool:
-        """Whether `key` was not there yet."""
+        """Add `key`. Return whether it is new."""
         if key in self:
             return False
         if len(self._new) >= self._generation:

@@ -1,4 +1,4 @@
-"""A file being read, as a format's reader sees it."""
+"""A file of agent sessions as a format's reader sees it: its records, its traces, the makers of their states."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Options:
 
     mask: bool = True
     model: str | None = None
-    """The model that made the traces, where they do not say."""
+    """The model that made the traces, for traces that do not name it."""
     family: str | None = None
-    """Its family, whatever the traces say."""
+    """The model's family. It overrides what the traces say."""
     format: str | None = None
-    """A format's name; None finds it."""
+    """A format's name; None detects it."""
     limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(slots=True, kw_only=True)
 class TraceFile:
-    """A file being read: what a format's reader needs."""
+    """What a format's reader needs to read a file."""
 
     path: Path
     whole: Any
-    """The value of a file that is one JSON document, or `Bad`; None when it is a file of lines, or a folder."""
+    """The value of a file that is one JSON document, or `Bad`; None for a file of lines or a folder."""
     options: Options
     tally: Tally
     format: str
@@ -48,16 +48,16 @@ class TraceFile:
     trace_ids: Recent = field(default_factory=Recent)
     progress: Callable[[int], None] | None = None
     tools: ObservedTools | list[dict[str, Any]] = field(default_factory=list)
-    """What the file's turns call, or where it is still to be gathered."""
+    """The tools that the file calls, or the collector that gathers them in the first pass."""
     observed: ObservedTools | None = None
-    """Of the whole file, once that is gathered."""
+    """The tools of the whole file, once the first pass is done."""
     size: int = sys.maxsize
-    """Bytes of a file of lines that are read: what is written while it is read is left for another time."""
+    """Bytes of a file of lines that are read. What is appended meanwhile is left for another ingestion."""
 
     def records(self) -> Iterator[Any]:
-        """The values of a file of lines; a `Bad` one is skipped and counted here.
+        """Yield the values of a file of lines. `Bad` lines are skipped and counted here.
 
-        A reader lets go of one (del) before it draws the next, so that two large ones are never held together.
+        A reader must `del` a value before it draws the next: two large values are never held together.
         """
         if self.path.is_dir():
             self.tally.skip(NO_TRACE)
@@ -70,22 +70,25 @@ class TraceFile:
             del value
 
     def document(self) -> Any:
-        """`whole`, about to be read."""
+        """Return `whole` and report it as read."""
         if self.progress is not None:
             self.progress(self.path.stat().st_size)
         return self.whole
 
     def trace(self, read: Callable[[TraceFile], Iterator[TraceState]]) -> Iterator[TraceState]:
-        """The states of a trace that may be of another agent than the others of its file. Where these call more tools
-        than one agent has, it is offered its own; where it acts in its text alone, none."""
-        found = self.observed
-        if found is None or not self.tools or not (found.too_many or found.in_text):
+        """Yield the states of one trace of a file that may hold several agents.
+
+        When the file calls more tools than one agent has, the trace is offered only the tools that it calls itself.
+        When the trace acts in its text only, it is offered none.
+        """
+        observed = self.observed
+        if observed is None or not self.tools or not (observed.too_many or observed.in_text):
             return read(self)
         own = observed_tools(self, read)
-        return read(replace(self, tools=own.schemas())) if found.too_many or own.only_in_text else read(self)
+        return read(replace(self, tools=own.schemas())) if observed.too_many or own.only_in_text else read(self)
 
     def unknown(self) -> None:
-        """Every record is skipped: the file is none of the reader's."""
+        """Skip every record: the file does not belong to the reader."""
         if self.path.is_dir() or self.whole is not None:
             value = self.document()
             self.tally.skip(value.reason if isinstance(value, Bad) else NO_TRACE)
@@ -94,19 +97,21 @@ class TraceFile:
             self.tally.skip(NO_TRACE)
 
     def builder(self, trace_id: object, model: object = None) -> TraceBuilder:
-        """A builder for a trace whose records stand in order."""
+        """Return a builder for a trace whose records are in the order in which the agent saw them."""
         return TraceBuilder(self.maker(trace_id, model))
 
     def maker(self, trace_id: object, model: object = None) -> StateMaker:
-        """What makes the states of a trace; an id that another trace has already gets a number."""
-        wanted = str(trace_id)[:200] if isinstance(trace_id, str | int) and str(trace_id).strip() else self.path.stem
+        """Return the maker of a trace's states. A trace id that is taken gets a number."""
+        trace_name = (
+            str(trace_id)[:200] if isinstance(trace_id, str | int) and str(trace_id).strip() else self.path.stem
+        )
         masker = Masker(self.tally.masked, self.options.mask)
         # The name of a file need not be UTF-8.
-        wanted = masker.text(wanted.encode("utf-8", "replace").decode("utf-8"))
-        name, number = wanted, 1
+        trace_name = masker.text(trace_name.encode("utf-8", "replace").decode("utf-8"))
+        name, number = trace_name, 1
         while not self.trace_ids.add(hashlib.blake2b(name.encode(), digest_size=8).digest()):
             number += 1
-            name = f"{wanted}~{number}"
+            name = f"{trace_name}~{number}"
         origin = Origin(
             trace_id=name,
             format=self.format,
@@ -118,16 +123,16 @@ class TraceFile:
 
 
 def observed_tools(file: TraceFile, read: Callable[[TraceFile], Iterator[TraceState]]) -> ObservedTools:
-    """The tools called by the turns that `read` finds; no context is held, and nothing is masked or counted."""
+    """Gather the tools that the turns call. No context is held, nothing is masked or counted."""
     tools = ObservedTools(Masker(Counter(), file.options.mask).text)
-    told = file.progress
+    progress = file.progress
     first = replace(
         file,
         tally=Tally(),
         options=replace(file.options, mask=False),
         fingerprints=Recent(),
         trace_ids=Recent(),
-        progress=None if told is None else lambda _: told(0),
+        progress=None if progress is None else lambda _: progress(0),
         tools=tools,
         observed=None,
     )

@@ -32,7 +32,7 @@ NO_RESULT = "[no result was recorded]"
 ERROR_CHARS = 500
 GATHERING = "the tools of the file are still being gathered"
 MAX_TOOLS, MAX_ARGUMENTS = 128, 64
-"""What one agent may have; the rest of a hostile file is not described."""
+"""Tools of one agent, and arguments of one tool, that are described. A hostile file may call more."""
 _TYPES: list[tuple[type, str]] = [
     (bool, "boolean"),
     (int, "integer"),
@@ -45,7 +45,7 @@ _TYPES: list[tuple[type, str]] = [
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """A tool call. `arguments` is what the JSON text said, or the text itself where it was no JSON object."""
+    """A tool call. `arguments` is the decoded JSON object, or the text itself when it is no JSON object."""
 
     call_id: str
     name: str
@@ -54,7 +54,7 @@ class Call:
 
 @dataclass(slots=True)
 class Turn:
-    """One answer of the model, perhaps not whole yet, and what its calls led to."""
+    """One answer of the model, possibly still incomplete, with the results of its calls."""
 
     key: str | None
     model: str | None
@@ -68,15 +68,15 @@ class Turn:
     entropy: float | None = None
 
     def add(self, text: str, calls: Collection[Call], reasoning: str) -> None:
-        """A part of the answer; thinking may stand in its text too."""
+        """Add a part of the answer. Its text may contain thinking, which is split off."""
         visible, thought = split_thinking(text)
         self.text += [visible] if visible.strip() else []
         self.reasoning += [part for part in (reasoning, thought) if part.strip()]
-        known = {call.call_id for call in self.calls}
-        self.calls += [call for call in calls if call.call_id not in known]
+        call_ids = {call.call_id for call in self.calls}
+        self.calls += [call for call in calls if call.call_id not in call_ids]
 
     def answer(self, call_id: str, text: str, error: str | None) -> bool:
-        """The result of a call; False when it was not made. Of two results the first stays."""
+        """Store the result of a call. Return False when the turn made no such call or has its result already."""
         if call_id in self.results or all(call.call_id != call_id for call in self.calls):
             return False
         self.results[call_id] = text
@@ -85,46 +85,47 @@ class Turn:
         return True
 
     def fail(self, error: str) -> None:
-        """It led to an error; the first one is kept."""
+        """Record the error that the turn led to. The first one is kept."""
         self.error = error if self.error is None else self.error
 
     def unanswered(self) -> str | None:
-        """The first call that has no result yet."""
+        """Return the id of the first call that has no result yet."""
         return next((call.call_id for call in self.calls if call.call_id not in self.results), None)
 
 
 class ObservedTools:
-    """What the turns of a file call, as function tools in the form of OpenAI's chat completions."""
+    """The tools that the turns of a file call, as function tools of OpenAI's chat completions."""
 
     def __init__(self, mask: Callable[[str], str]) -> None:
-        """`mask` takes secrets out of a name: files write them into tools as well."""
+        """`mask` removes secrets from a name: some files hold secrets in tool names too."""
         self._mask = mask
         self._arguments: dict[str, dict[str, str]] = {}
         self.too_many = False
-        """Whether more are called than are described."""
+        """Whether the file calls more tools than are described."""
         self.in_text = False
-        """Whether a turn seems to act in its text."""
+        """Whether some turn seems to act in its text."""
 
     @property
     def only_in_text(self) -> bool:
-        """Whether nothing is called and turns act in their text: such an agent is offered no tools."""
+        """Check whether the agent calls no tool and acts in its text. Such an agent is offered no tools."""
         return self.in_text and not self._arguments
 
-    def saw(self, turn: Turn) -> None:
+    def add(self, turn: Turn) -> None:
+        """Note the calls of a turn, with the names and types of their arguments."""
         if not turn.calls and not self.in_text:
             self.in_text = any(map(may_act, turn.text))
         for call in turn.calls:
             if call.name not in self._arguments and len(self._arguments) >= MAX_TOOLS:
                 self.too_many = True
                 continue
-            known = self._arguments.setdefault(call.name, {})
+            types = self._arguments.setdefault(call.name, {})
             arguments = call.arguments if isinstance(call.arguments, dict) else {}
             for argument, value in arguments.items():
-                if argument not in known and len(known) < MAX_ARGUMENTS:
-                    known[argument] = _type_of(value)
+                if argument not in types and len(types) < MAX_ARGUMENTS:
+                    types[argument] = _type_of(value)
 
     def schemas(self) -> list[dict[str, Any]]:
-        """In the order of their names, which says nothing of when they were called."""
+        """Return the tools sorted by name. The order must not reveal when they were called."""
         masked: dict[str, dict[str, str]] = {}
         for name, arguments in self._arguments.items():
             masked.setdefault(self._mask(name), {}).update({self._mask(key): kind for key, kind in arguments.items()})
@@ -132,28 +133,29 @@ class ObservedTools:
 
 
 class OfferedTools:
-    """The tools of one trace's states."""
+    """The tools that the states of one trace offer."""
 
     def __init__(self, observed: list[dict[str, Any]], mask: Callable[[Any], Any]) -> None:
-        """`observed` in the file; `mask` takes secrets out of a JSON value."""
+        """`observed`: the tools that the file calls. `mask` removes secrets from a JSON value."""
         self._mask, self._schemas = mask, observed
         self._observed = {tool["function"]["name"]: tool["function"]["parameters"] for tool in observed}
         self._listed = False
 
-    def given(self, tools: object) -> bool:
-        """The format lists the tools itself; False, and nothing changes, when `tools` is no such list."""
-        found = [tool for tool in tools if _is_function(tool)] if isinstance(tools, list) else []
-        if not found:
+    def use_listed(self, tools: object) -> bool:
+        """Offer the tools that the format lists. Return False, and change nothing, when `tools` is no such list."""
+        functions = [tool for tool in tools if _is_function(tool)] if isinstance(tools, list) else []
+        if not functions:
             return False
-        self._schemas, self._listed = [self._with_arguments(tool) for tool in self._mask(found)], True
+        self._schemas = [self._with_arguments(tool) for tool in self._mask(functions)]
+        self._listed = True
         return True
 
     def schemas(self) -> list[dict[str, Any]]:
-        """The same list object for all states: they share it."""
+        """Return the tools. All states share this list object."""
         return self._schemas
 
     def lacks(self, name: str) -> bool:
-        """Whether a tool that was called is beyond those that were described: MAX_TOOLS others were called before."""
+        """Check whether a called tool is not described, because MAX_TOOLS others were called before it."""
         return not self._listed and name not in self._observed
 
     def _with_arguments(self, tool: dict[str, Any]) -> dict[str, Any]:
@@ -171,11 +173,11 @@ class Origin:
     trace_id: str
     format: str
     model: str | None = None
-    """As the trace says; the last one that it named."""
+    """The model that the trace named last."""
     assumed_model: str | None = None
-    """As the user says: holds where the trace names none."""
+    """The model that the user named, for traces that name none."""
     family: str | None = None
-    """Overrides the family of `model`: the user said so."""
+    """The family that the user named. It overrides the family of `model`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +185,10 @@ class Before:
     """The context of a turn."""
 
     messages: list[Message]
-    """For the state to keep, and for nobody to change."""
+    """The state keeps this list. Nobody may change it."""
     digest: bytes
     missing: str | None = None
-    """Why it cannot be shown; then there are no messages."""
+    """Why the context cannot be shown; then there are no messages."""
 
 
 class StateMaker:
@@ -201,18 +203,21 @@ class StateMaker:
         fingerprints: Recent,
         tools: ObservedTools | list[dict[str, Any]],
     ) -> None:
-        """`fingerprints` of states seen already, shared between traces: a copied state is passed over. `tools` are what
-        the file calls, or are still to be gathered: then calls are noted there, and no state is made."""
+        """`fingerprints`: states seen so far, shared between traces. A copied state is passed over.
+
+        `tools`: the tools that the file calls. When they are still to be gathered (`ObservedTools`), calls are noted
+        there and no state is made.
+        """
         self.origin, self.limits = origin, limits
         self._tally, self._masker, self._fingerprints = tally, masker, fingerprints
         self._gathering = tools if isinstance(tools, ObservedTools) else None
         self.unshown = None if self._gathering is None else GATHERING
-        """Why no context is held, where none is needed."""
+        """Why no context is held; None when it is."""
         self.tools = OfferedTools([] if isinstance(tools, ObservedTools) else tools, masker.value)
         self._steps = 0
 
     def turn(self, key: str | None, model: str | None, entropy: float | None = None) -> Turn:
-        """The next one. `model` made it and, unless another is named, those that follow."""
+        """Start the next turn. `model` made it and those that follow, until another model is named."""
         self.origin.model = model or self.origin.model
         self._steps += 1
         return Turn(key, self.origin.model, self._steps - 1, entropy=entropy)
@@ -224,9 +229,9 @@ class StateMaker:
         return {"role": "tool", "tool_call_id": call_id, "content": self._masked(text)}
 
     def finish(self, turn: Turn, before: Before) -> tuple[TraceState | None, list[Message]]:
-        """(its state, None where it is passed over; what later contexts hold of it)."""
+        """Return (the turn's state or None when it is passed over, the messages that later contexts show of it)."""
         if self._gathering is not None:
-            self._gathering.saw(turn)
+            self._gathering.add(turn)
             return None, []
         action = self._action(turn)
         state = self._state(turn, action, before)
@@ -245,7 +250,7 @@ class StateMaker:
         return action
 
     def _masked(self, text: str) -> str:
-        """A text that is longer than any context is never shown: its masking can be spared."""
+        """Mask a text. A text longer than any context is never shown and needs no masking."""
         return text if len(text) > self.limits.context_chars else self._masker.text(text)
 
     def _call(self, call: Call) -> dict[str, Any]:
@@ -295,18 +300,18 @@ class StateMaker:
 
 
 def too_long(limits: Limits) -> str:
-    """Why nothing that follows an overflow can be shown."""
+    """Return the reason that nothing after an overflow can be shown."""
     return f"context over {limits.context_chars:,} characters"
 
 
 def size_of(message: Message) -> int:
-    """Its characters."""
+    """Count the characters of a message."""
     calls = message.get("tool_calls") or []
     return len(message.get("content") or "") + sum(len(call["function"]["arguments"]) for call in calls)
 
 
 def digest_of(before: bytes, message: Message) -> bytes:
-    """8 bytes for a conversation; without call ids, which differ between copies of a session."""
+    """Return 8 bytes for a conversation. Call ids are left out: they differ between copies of a session."""
     calls = [call["function"] for call in message.get("tool_calls") or []]
     content = msgspec.json.encode([message["role"], message.get("content"), calls])
     return hashlib.blake2b(before + content, digest_size=8).digest()

@@ -1,7 +1,7 @@
-"""Messages-only traces: `{"messages": [...]}` a line (SWE-smith and many data sets), `{"conversations": [...]}` with
-`from` and `value` (ShareGPT), or one list of messages.
+"""Read messages-only traces: `{"messages": [...]}` a line (SWE-smith and many data sets), `{"conversations": [...]}`
+with `from` and `value` (ShareGPT), or one list of messages.
 
-Each line is a trace and one record. A line whose messages make no conversation is skipped whole: a context with a hole
+Each line is one trace and one record. A line whose messages make no conversation is skipped whole. A context with a gap
 would show a teacher something that the agent never saw.
 """
 
@@ -43,7 +43,7 @@ def read(file: TraceFile) -> Iterator[TraceState]:
 
 
 def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
-    """The states of one record; `unnamed` is its id where it has none."""
+    """Yield the states of one record. `unnamed` is its id when it has none."""
     messages = _conversation(record)
     if messages is None:
         file.tally.skip("no list of messages")
@@ -51,7 +51,7 @@ def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
     named = record if isinstance(record, dict) else {}
     trace_id = next((named[key] for key in _IDS if named.get(key)), unnamed)
     builder = file.builder(trace_id, next((named[key] for key in _MODELS if named.get(key)), None))
-    builder.tools.given(named.get("tools"))
+    builder.tools.use_listed(named.get("tools"))
     try:
         check_messages(messages)
     except Unreadable as error:
@@ -62,22 +62,22 @@ def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
 
 
 def _conversation(record: Any) -> list[Any] | None:
-    """The list of messages in a record, also where it is written as JSON text; None when there is none.
+    """Return the list of messages in a record, also from JSON text; None when there is none.
 
-    Nor in a state that was ingested already (composer_prime/traces/state.py): it is no trace.
+    A state that was ingested already (composer_prime/traces/state.py) is no trace.
     """
-    found = record
+    messages = record
     if isinstance(record, dict):
         if "student_action" in record:
             return None
-        found = next((record[key] for key in _KEYS if key in record), None)
-    if isinstance(found, str) and found.lstrip()[:1] == "[":
-        value = parse_json(found.encode())
-        found = None if isinstance(value, Bad) else value
-    if not isinstance(found, list) or not found:
+        messages = next((record[key] for key in _KEYS if key in record), None)
+    if isinstance(messages, str) and messages.lstrip()[:1] == "[":
+        value = parse_json(messages.encode())
+        messages = None if isinstance(value, Bad) else value
+    if not isinstance(messages, list) or not messages:
         return None
-    return found if any(_spoken(message) for message in found[:8]) else None
+    return messages if any(_is_message(message) for message in messages[:8]) else None
 
 
-def _spoken(message: Any) -> bool:
+def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and ("role" in message or message.keys() >= {"from", "value"})

@@ -1,17 +1,14 @@
-"""Claude Code sessions: one JSON object a line, a tree by `uuid` and `parentUuid`.
+"""Read Claude Code sessions: one JSON object a line, a tree by `uuid` and `parentUuid`.
 
-What the lines mean, and what is made of them:
-
-1. One answer of the model is spread over several lines with one `message.id`, with results and notes between them: one
-   turn.
-2. A state's context is the walk along `parentUuid`: of two terminals, or where the user went back, each has its branch.
-   Where a parent is not in the file, or no line names one, a line follows the one before it.
-3. `compact_boundary` starts the context anew; the summary that follows is its first message, and messages that it keeps
-   (`preservedSegment`) stand behind the record that it names. A resumed session repeats its earlier lines: same `uuid`s
-   in one file, equal states in two; both count once. A prompt that was typed while the agent worked may be there as an
-   attachment (`queued_command`) alone: a message as any other.
-4. Sidechains (subagents) are another agent's conversation with another prompt: skipped.
-5. Thinking is kept in the action and never shown to anyone else. Tools are not listed: see observed_tools.py.
+1. Several lines with one `message.id` are one answer of the model, and one turn. Results and notes may be between them.
+2. A state's context is the walk along `parentUuid`. Two terminals, or a user who went back, make branches. A line
+   without a parent, or whose parent is not in the file, follows the line before it.
+3. `compact_boundary` starts a new context. The summary after it is the first message. Messages that it keeps
+   (`preservedSegment`) follow the record that it names. A resumed session repeats its earlier lines: the same `uuid`s
+   in one file, equal states in two files. Both count once. A prompt typed while the agent worked may be present only
+   as an attachment (`queued_command`). It counts as a message.
+4. Sidechains (subagents) are another agent's conversation and are skipped.
+5. Thinking stays in the action and is never shown to anyone else. The format lists no tools (turns.py gathers them).
 """
 
 from __future__ import annotations
@@ -33,9 +30,9 @@ NAME, VERSION = "claude_code", 2
 SYNTHETIC = "not the model's own words (synthetic)"
 LET_GO = "its context was let go of (too many records or characters since)"
 SEEN = 100_000
-"""A generation of uuids that are remembered."""
+"""Uuids in one generation of the memory."""
 LOOK_BACK = 1_000
-"""Messages and turns in which a queued prompt is looked for."""
+"""Messages and turns that are searched for a queued prompt."""
 _KNOWN_ASIDE = {
     "summary",
     "file-history-snapshot",
@@ -50,7 +47,7 @@ _KNOWN_ASIDE = {
     "pr-link",
     "tag",
 }
-"""Records that are no part of the conversation."""
+"""Records outside the conversation."""
 
 
 def matches(sample: FileStart) -> bool:
@@ -69,7 +66,7 @@ def read(file: TraceFile) -> Iterator[TraceState]:
 
 
 class _Session:
-    """The tree of the file's records. A trace is a session, or several where one follows records of another."""
+    """The tree of the file's records. A trace is one session, or several when one continues records of another."""
 
     def __init__(self, file: TraceFile) -> None:
         self._file, self._tally = file, file.tally
@@ -78,11 +75,11 @@ class _Session:
         self._maker: StateMaker | None = None
         self._session: object = None
         self._before: object = None
-        """The session before."""
+        """The previous session."""
         self._linked = False
         """Whether the trace's records name their parents."""
         self._kept: dict[str, Any] | None = None
-        """What a compaction keeps whose summary is still to come."""
+        """What a compaction keeps, while its summary is still to come."""
 
     def record(self, record: Any) -> Iterator[TraceState]:
         if not isinstance(record, dict):
@@ -121,7 +118,7 @@ class _Session:
             yield from self._keep(record)
 
     def _parent(self, record: dict[str, Any]) -> RecordNode | None:
-        """The node behind which the record stands; None where it begins a trace."""
+        """Return the node that the record follows; None when it starts a trace."""
         link = string(record.get("parentUuid"))
         node = None if link is None else self._tree.get(link)
         if node is None and (self._maker is None or record.get("sessionId") != self._session):
@@ -135,19 +132,19 @@ class _Session:
         return node
 
     def _begin(self, record: dict[str, Any]) -> Iterator[TraceState]:
-        """Another trace: the turns of the one before it end."""
+        """Start another trace, and close the turns of the one before."""
         yield from self._tree.close_all()
         self._before, self._session = self._session, record.get("sessionId")
         self._maker = self._file.maker(self._session)
         self._linked = string(record.get("parentUuid")) is not None
 
     def _root(self, record: dict[str, Any]) -> RecordNode:
-        """A walk begins; what follows a record that was let go of has no context."""
+        """Start a walk. What follows a dropped record has no context."""
         assert self._maker is not None
         return RecordNode(self._maker, missing=LET_GO if self._is_lost(record) else None)
 
     def _is_lost(self, record: dict[str, Any]) -> bool:
-        """Whether its parent was there and is no longer held, of its own session or of the one before."""
+        """Check whether its parent was read but is no longer held, in its own session or the one before."""
         link, sessions = string(record.get("parentUuid")), (record.get("sessionId"), self._before)
         return (
             link is not None
@@ -156,7 +153,7 @@ class _Session:
         )
 
     def _stands(self, record: dict[str, Any], node: RecordNode) -> None:
-        """The record was read, and what follows it stands behind the node."""
+        """Mark the record as read, and make `node` the parent of what follows it."""
         uuid = _mark(record)
         if uuid is not None:
             self._seen.add(_key(record.get("sessionId"), uuid))
@@ -180,11 +177,11 @@ class _Session:
         for block in results:
             behind = self._result(parent, block)
             parent, paired = behind or parent, paired or behind is not None
-        said = [part for block in blocks if block not in results and (part := text_of(block)).strip()]
-        if said:
+        texts = [part for block in blocks if block not in results and (part := text_of(block)).strip()]
+        if texts:
             if record.get("isCompactSummary") is True and self._kept is None:
                 parent = RecordNode(parent.maker)
-            self._note(record, parent, "\n\n".join(said), queued=False, paired=paired)
+            self._note(record, parent, "\n\n".join(texts), queued=False, paired=paired)
             return
         self._stands(record, parent)
         if paired:
@@ -207,7 +204,7 @@ class _Session:
     def _note(
         self, record: dict[str, Any], parent: RecordNode, text: str, *, queued: bool, paired: bool = False
     ) -> None:
-        """What the user said; `paired` results stand in the same record."""
+        """Add a text of the user. `paired`: the same record holds results of calls."""
         message = parent.maker.message("user", text)
         repeated = _is_said(parent, message, queued)
         self._stands(record, parent if repeated else self._tree.note(parent, message, queued))
@@ -218,7 +215,7 @@ class _Session:
 
     def _system(self, record: dict[str, Any]) -> Iterator[TraceState]:
         subtype = string(record.get("subtype"))
-        known = subtype if subtype and len(subtype) <= 40 else "without subtype"
+        label = subtype if subtype and len(subtype) <= 40 else "without subtype"
         if subtype == "compact_boundary" and self._maker is not None and record.get("sessionId") == self._session:
             ended = self._tree.get(string(record.get("logicalParentUuid")) or "")
             yield from self._tree.close(ended.nearest if ended else None)
@@ -227,12 +224,12 @@ class _Session:
             kept = metadata.get("preservedSegment") if isinstance(metadata, dict) else None
             self._kept = kept if isinstance(kept, dict) else {}
             yield from self._keep(record)
-            self._tally.skip(f"system record: {known}")
+            self._tally.skip(f"system record: {label}")
         else:
-            self._aside(record, f"system record: {known}")
+            self._aside(record, f"system record: {label}")
 
     def _keep(self, record: dict[str, Any]) -> Iterator[TraceState]:
-        """A compaction may keep the last messages (`preservedSegment`): they stand behind the record that it names."""
+        """Move the messages that a compaction keeps (`preservedSegment`) behind the record that it names."""
         kept, tip = self._kept or {}, self._tree.tip
         if _mark(record) is not None and _mark(record) == kept.get("anchorUuid") and tip is not None:
             first, last = (self._tree.get(str(kept.get(name))) for name in ("headUuid", "tailUuid"))
@@ -242,7 +239,7 @@ class _Session:
             self._kept = None
 
     def _aside(self, record: dict[str, Any], reason: str, read: bool = True) -> None:
-        """A record without a message: what follows it stands where it stands. One that was not read may come again."""
+        """Skip a record without a message; what follows it takes its place. An unread record may be repeated later."""
         parent = self._parent(record) if _mark(record) is not None else None
         if parent is not None and read:
             self._stands(record, parent)
@@ -266,7 +263,7 @@ def _unusable(kind: str, record: dict[str, Any]) -> str | None:
 
 
 def _parts(message: dict[str, Any]) -> tuple[str, list[Call], str]:
-    """(text, calls, thinking) of an answer's record."""
+    """Return (text, calls, thinking) of a record of an answer."""
     text, thinking, calls = [], [], []
     for block in objects(_blocks(message)):
         kind = block.get("type")
@@ -282,15 +279,17 @@ def _parts(message: dict[str, Any]) -> tuple[str, list[Call], str]:
 
 
 def _queued(record: dict[str, Any]) -> str:
-    """The prompt that was typed while the agent worked; nothing where the attachment is another."""
-    attachment = record.get("attachment")
-    known = attachment if isinstance(attachment, dict) else {}
-    return text_of(known.get("prompt")).strip() if known.get("type") == "queued_command" else ""
+    """Return the prompt that was typed while the agent worked; an empty string for another attachment."""
+    value = record.get("attachment")
+    attachment = value if isinstance(value, dict) else {}
+    return text_of(attachment.get("prompt")).strip() if attachment.get("type") == "queued_command" else ""
 
 
 def _is_said(parent: RecordNode, message: Message, queued: bool) -> bool:
-    """Whether a prompt stands there already: queued, and then as a record of its own, or the other way round. It is
-    looked for up to the prompt before."""
+    """Check whether a prompt is present already: first queued and then as a record of its own, or the reverse.
+
+    The search ends at the previous prompt.
+    """
     node: RecordNode | None = parent
     for _ in range(LOOK_BACK):
         if node is None:
@@ -313,6 +312,6 @@ def _key(session: object, uuid: str) -> bytes:
 
 
 def _blocks(message: dict[str, Any]) -> list[Any]:
-    """The content as a list of blocks."""
+    """Return the content as a list of blocks."""
     content = message.get("content")
     return content if isinstance(content, list) else [{"type": "text", "text": content}]

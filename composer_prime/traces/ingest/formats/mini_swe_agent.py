@@ -1,5 +1,6 @@
-"""mini-swe-agent's .traj.json: a list of messages (its first form), or an object with `messages`, `info` and
-`trajectory_format`. The command of a turn stands in a fenced block of its text; how it went, in the next user message.
+"""Read mini-swe-agent's .traj.json: a list of messages, or an object with `messages`, `info` and `trajectory_format`.
+
+A turn's command is in a fenced block of its text. Its result is in the next user message.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ def read(file: TraceFile) -> Iterator[TraceState]:
 
 
 def _messages(document: Any) -> list[Any] | None:
-    """The messages of a document of either form, of its shape at least; None where it is neither."""
+    """Return the messages of a document of either form; None for another document."""
     messages = document.get("messages") if isinstance(document, dict) else document
     return messages if isinstance(messages, list) else None
 
 
 def _commands(messages: list[Any]) -> bool:
-    """Whether some answer among the first holds a fenced command."""
+    """Check whether an answer among the first messages holds a fenced command."""
     answers = [m for m in messages[:12] if isinstance(m, dict) and m.get("role") == "assistant"]
     return any(isinstance(m.get("content"), str) and _COMMAND.search(m["content"]) for m in answers)
 

@@ -1,18 +1,15 @@
-"""OpenHands: events of its first version (`action` / `observation`) and of its second (`kind`), and the benchmark's
-output.jsonl, whose lines hold a `history` of such events.
+"""Read OpenHands traces: events of versions 0 and 1, and the benchmark's output.jsonl, a `history` of events a line.
 
     *.jsonl of events, trajectory.json (a list), a conversation folder (base_state.json, events/*.json)   one trace
     output.jsonl                                                                                   a trace a line
 
-A record is an event; of output.jsonl, also a line that holds no history.
+    version 0 (before the sdk)   {id, source, action, args} and {id, observation, content, cause}
+    version 1 (the sdk)          events with a `kind`
 
-Events of OpenHands before its sdk (version 0): `{id, source, action, args}` and `{id, observation, content, cause}`.
-
-With function calling an action's `tool_call_metadata` holds the model's own answer, several calls of one answer in
-several events. Without it the action is written down as a call of that name, and its `thought` as the text.
-A condensation forgets events, by their ids or from one to another, and its summary replaces that of the one before.
-
-Events of the OpenHands software-agent-sdk (version 1): each has a `kind`.
+A record is an event, or a line of output.jsonl that holds no history. In version 0 with function calling, an
+action's `tool_call_metadata` holds the model's own answer; several calls of one answer are several events. Without it,
+the action is read as a call of that name and its `thought` as the text. A condensation forgets events, by id or by
+range, and its summary replaces the previous one.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ _RESULTS = {"ObservationEvent", "AgentErrorEvent", "UserRejectObservation"}
 
 
 def _take_v1(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
-    """Take in one event."""
+    """Process one event."""
     kind = string(event.get("kind"))
     if kind == "ActionEvent":
         return _action(builder, event)
@@ -56,8 +53,8 @@ def _take_v1(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
     if kind == "MessageEvent":
         return _message(builder, event)
     if kind == "SystemPromptEvent":
-        builder.tools.given([_openai_tool(tool) for tool in objects(event.get("tools"))])
-        # As the sdk shows it: the static prompt, then what belongs to this conversation.
+        builder.tools.use_listed([_openai_tool(tool) for tool in objects(event.get("tools"))])
+        # The sdk shows the static prompt first, then the part of this conversation.
         prompt = text_of([event.get("system_prompt"), event.get("dynamic_context")])
         return builder.context("system", prompt, mark=_id(event)), None
     if kind == "Condensation":
@@ -69,8 +66,8 @@ def _take_v1(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
 
 
 def _action(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
-    called = event.get("tool_call")
-    call = called if isinstance(called, dict) else {}
+    value = event.get("tool_call")
+    call = value if isinstance(value, dict) else {}
     name = call.get("name") or event.get("tool_name")
     call_id = call.get("id") or event.get("tool_call_id")
     if not isinstance(name, str) or not isinstance(call_id, str):
@@ -86,8 +83,8 @@ def _action(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
 
 
 def _result(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
-    seen = event.get("observation")
-    observation = seen if isinstance(seen, dict) else {}
+    value = event.get("observation")
+    observation = value if isinstance(value, dict) else {}
     failed = event.get("error") or event.get("rejection_reason")
     text = text_of(observation.get("content") or observation.get("output")) or str(failed or "")
     exit_code = observation.get("exit_code")
@@ -99,8 +96,8 @@ def _result(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
 
 
 def _message(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
-    said = event.get("llm_message")
-    message = said if isinstance(said, dict) else {}
+    value = event.get("llm_message")
+    message = value if isinstance(value, dict) else {}
     text = "\n\n".join(filter(None, [text_of(message.get("content")), text_of(event.get("extended_content"))]))
     if message.get("role") == "assistant" or event.get("source") == "agent":
         thoughts = _thoughts(message) or _thoughts(event)
@@ -111,15 +108,20 @@ def _message(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
 
 
 def _openai_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool in OpenAI's form; the sdk also writes its own, which has the schema of MCP tools alone: its own tools
-    name a class (`action_type`), and get the arguments that the agent gives them."""
+    """Return a tool in OpenAI's form.
+
+    The sdk's own form has a schema for MCP tools only. Its other tools name a class (`action_type`); they get the
+    arguments that the agent is seen to use.
+    """
     if "function" in tool:
         return tool
-    listed = tool.get("mcp_tool")
-    served = listed if isinstance(listed, dict) else {}
-    schema = tool.get("parameters") or tool.get("input_schema") or served.get("inputSchema") or tool.get("action_type")
+    value = tool.get("mcp_tool")
+    mcp_tool = value if isinstance(value, dict) else {}
+    schema = (
+        tool.get("parameters") or tool.get("input_schema") or mcp_tool.get("inputSchema") or tool.get("action_type")
+    )
     function = {
-        "name": tool.get("name") or served.get("name") or tool.get("title"),
+        "name": tool.get("name") or mcp_tool.get("name") or tool.get("title"),
         "description": str(tool.get("description") or ""),
         **({"parameters": schema} if isinstance(schema, dict) else {}),
     }
@@ -132,7 +134,7 @@ def _thoughts(event: dict[str, Any]) -> str:
 
 
 def _note_model(builder: TraceBuilder, event: dict[str, Any]) -> None:
-    """Statistics name the model that acts; no other event does."""
+    """Note the model that a statistics event names. No other event names it."""
     value: Any = event.get("value")
     for key in ("usage_to_metrics", "default", "model_name"):
         value = value.get(key) if isinstance(value, dict) else None
@@ -145,7 +147,7 @@ def _id(event: dict[str, Any]) -> str | None:
 
 
 def _key(event: dict[str, Any]) -> str | None:
-    """Calls of one answer share the response's id."""
+    """Return the response's id, which the calls of one answer share."""
     return string(event.get("llm_response_id")) or None
 
 
@@ -154,15 +156,15 @@ _SUMMARY = "summary"
 _NOT_ARGUMENTS = {"thought", "content_blocks", "confirmation_state", "is_confirmed", "hidden", "blocking"}
 
 
-class Reader:
-    """Remembers which call each action made, for the observations that name their cause, and which ids there were."""
+class _ReaderV0:
+    """Read events of version 0. Keep the call of each action, for observations that name their cause."""
 
     def __init__(self) -> None:
         self._calls: dict[str, str] = {}
         self._ids: list[int] = []
 
     def take(self, builder: TraceBuilder, event: dict[str, Any]) -> Taken:
-        """Take in one event."""
+        """Process one event."""
         if isinstance(event.get("id"), int):
             self._ids.append(event["id"])
         action, observation = event.get("action"), event.get("observation")
@@ -173,15 +175,15 @@ class Reader:
         return None, "event without action or observation"
 
     def _action(self, builder: TraceBuilder, event: dict[str, Any], action: str) -> Taken:
-        given = event.get("args")
-        arguments = given if isinstance(given, dict) else {}
+        value = event.get("args")
+        arguments = value if isinstance(value, dict) else {}
         text = text_of(arguments.get("content") or event.get("message"))
         if action in _ASIDE:
             return None, f"event {action}"
         if action == "condensation":
             return self._condensed(builder, arguments)
         if action == "system":
-            builder.tools.given(arguments.get("tools"))
+            builder.tools.use_listed(arguments.get("tools"))
             return builder.context("system", text, mark=_mark(event)), None
         if event.get("source") == "user":
             return builder.context("user", text, mark=_mark(event)), None
@@ -220,8 +222,8 @@ class Reader:
             return builder.assistant(text, mark=_mark(event)), None
         call_id = f"event_{event.get('id')}"
         self._calls[str(event.get("id"))] = call_id
-        kept = {name: value for name, value in arguments.items() if name not in _NOT_ARGUMENTS}
-        call = Call(call_id=call_id, name=action, arguments=kept)
+        call_arguments = {name: value for name, value in arguments.items() if name not in _NOT_ARGUMENTS}
+        call = Call(call_id=call_id, name=action, arguments=call_arguments)
         return builder.assistant(text_of(arguments.get("thought")), [call], mark=_mark(event)), None
 
     def _observation(self, builder: TraceBuilder, event: dict[str, Any], observation: str) -> Taken:
@@ -244,7 +246,7 @@ def _mark(event: dict[str, Any]) -> str | None:
 
 
 def _answer(event: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
-    """(metadata, the model's message, the response it came in); the message is None without function calling."""
+    """Return (metadata, the model's message, its response). The message is None without function calling."""
     metadata = event.get("tool_call_metadata")
     response = metadata.get("model_response") if isinstance(metadata, dict) else None
     choices = response.get("choices") if isinstance(response, dict) else None
@@ -256,11 +258,11 @@ def _answer(event: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | Non
 
 
 def _exit_code(event: dict[str, Any]) -> bool:
-    """Whether a command ended with an exit status other than 0."""
-    extras = event.get("extras")
-    known = extras if isinstance(extras, dict) else {}
-    metadata = known.get("metadata")
-    code = known.get("exit_code", metadata.get("exit_code") if isinstance(metadata, dict) else None)
+    """Check whether a command ended with an exit status other than 0."""
+    value = event.get("extras")
+    extras = value if isinstance(value, dict) else {}
+    metadata = extras.get("metadata")
+    code = extras.get("exit_code", metadata.get("exit_code") if isinstance(metadata, dict) else None)
     return isinstance(code, int) and not isinstance(code, bool) and code != 0
 
 
@@ -298,7 +300,7 @@ def read(file: TraceFile) -> Iterator[TraceState]:
 
 
 def _records(file: TraceFile) -> Iterator[TraceState]:
-    """A file of lines: of output.jsonl, or the events of one trace."""
+    """Read a file of lines: an output.jsonl, or the events of one trace."""
     kind, records = _peek(file.records())
     if kind != "output":
         yield from _events(file, file.builder(file.path.stem), records)
@@ -321,9 +323,9 @@ def _line(file: TraceFile, record: Any) -> Iterator[TraceState]:
 
 
 def _folder(file: TraceFile) -> Iterator[TraceState]:
-    state = document(file.path / "base_state.json", file.options.limits)
-    known = state if isinstance(state, dict) else {}
-    builder = file.builder(known.get("id") or file.path.name, _model(known))
+    value = document(file.path / "base_state.json", file.options.limits)
+    state = value if isinstance(value, dict) else {}
+    builder = file.builder(state.get("id") or file.path.name, _model(state))
 
     def events() -> Iterator[Any]:
         for path in sorted((file.path / "events").glob("*.json")):
@@ -340,7 +342,7 @@ def _folder(file: TraceFile) -> Iterator[TraceState]:
 
 def _events(file: TraceFile, builder: TraceBuilder, events: Any) -> Iterator[TraceState]:
     kind, rest = _peek(iter(events))
-    take: Callable[[TraceBuilder, dict[str, Any]], Taken] = _take_v1 if kind == "v1" else Reader().take
+    take: Callable[[TraceBuilder, dict[str, Any]], Taken] = _take_v1 if kind == "v1" else _ReaderV0().take
     for event in rest:
         if not isinstance(event, dict):
             file.tally.skip("not an object")
@@ -359,7 +361,7 @@ def _events(file: TraceFile, builder: TraceBuilder, events: Any) -> Iterator[Tra
 
 
 def _peek(records: Iterator[Any]) -> tuple[str | None, Iterator[Any]]:
-    """(what the first record that tells is: output, v1 or v0; all records, which are let go of as they are drawn)."""
+    """Return (output, v1 or v0, by the first record that shows it; all records). Drawn records are not held."""
     ahead: deque[Any] = deque()
     kind = None
     for record in islice(records, _PEEKED):
@@ -385,15 +387,15 @@ def _kind(record: Any) -> str | None:
 
 
 def _flat(history: Any) -> list[Any] | None:
-    """Older outputs hold pairs of an action and its observation."""
+    """Return the events of a history. Older outputs hold pairs of an action and its observation."""
     if not isinstance(history, list):
         return None
     return [event for entry in history for event in (entry if isinstance(entry, list) else [entry])]
 
 
 def _are_events(events: Any) -> bool:
-    found = [event for event in (events or [])[:16] if isinstance(event, dict)] if isinstance(events, list) else []
-    return any(_is_v1(event) or _is_v0(event) for event in found)
+    first = [event for event in events[:16] if isinstance(event, dict)] if isinstance(events, list) else []
+    return any(_is_v1(event) or _is_v0(event) for event in first)
 
 
 def _is_v1(event: dict[str, Any]) -> bool:

@@ -1,8 +1,8 @@
-"""This project's own rollouts/*.jsonl (orchestrator/rollouts/rollout_log.py): one rollout a line.
+"""Read this project's own rollouts/*.jsonl (orchestrator/rollouts/rollout_log.py): one rollout a line.
 
-A rollout's messages form a tree by `parent`: each branch from the first message to a leaf is read once, and a turn that
-two branches share gives one state. Evaluations are passed over: pairs made of held-out tasks would train on them. The
-model is that of the run's config.json, two folders up.
+A rollout's messages form a tree by `parent`. Each branch from the first message to a leaf is read once, and a turn that
+two branches share gives one state. Evaluations are skipped: pairs from held-out tasks would train on them. The model is
+the one in the run's config.json, two folders up.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _rollout(file: TraceFile, record: Any, model: str | None) -> Iterator[TraceS
     for number, branch in enumerate(_branches(turns)):
         name = f"{record['rollout_id']}" + (f"/{number}" if number else "")
         builder = file.builder(name, model)
-        builder.tools.given(record.get("tools"))
+        builder.tools.use_listed(record.get("tools"))
         yield from _branch(builder, [turns[index] for index in branch])
 
 
@@ -57,7 +57,7 @@ def _branch(builder: TraceBuilder, turns: list[dict[str, Any]]) -> Iterator[Trac
         elif turn["role"] == "tool":
             error = string(turn.get("error"))
             if not builder.tool_result(builder.unanswered() or "", text, error=error):
-                # The agent saw this, whoever asked for it: a tool's word on a call that was no JSON, for one.
+                # No call matches, but the agent saw this text: a tool's reply to a call that was no JSON, for example.
                 state = builder.context("user", text, error=error)
         else:
             state = builder.context("system" if turn["role"] == "system" else "user", text)
@@ -69,12 +69,12 @@ def _branch(builder: TraceBuilder, turns: list[dict[str, Any]]) -> Iterator[Trac
 
 
 def _entropy(surprisal: Any) -> float | None:
-    known = isinstance(surprisal, int | float) and not isinstance(surprisal, bool)
-    return float(surprisal) if known and math.isfinite(surprisal) else None
+    is_number = isinstance(surprisal, int | float) and not isinstance(surprisal, bool)
+    return float(surprisal) if is_number and math.isfinite(surprisal) else None
 
 
 def _calls(number: int, turn: dict[str, Any]) -> list[Call]:
-    """The calls of turn `number`; rollouts keep no ids, so these are made of the position."""
+    """Return the calls of turn `number`. Rollouts keep no call ids, which are made from the position."""
     listed = turn.get("tool_calls")
     return [
         Call(call_id=f"call_{number}_{index}", name=str(call["name"]), arguments=arguments_of(call["arguments"]))
@@ -84,7 +84,7 @@ def _calls(number: int, turn: dict[str, Any]) -> list[Call]:
 
 
 def _branches(turns: list[dict[str, Any]]) -> list[list[int]]:
-    """Indices from the first message to each leaf. Without parents, or with broken ones, all turns in order."""
+    """Return the indices from the first message to each leaf. Without valid parents: all turns in order."""
     parents = [turn.get("parent") for turn in turns]
     sound = all(
         parent is None or (isinstance(parent, int) and 0 <= parent < index) for index, parent in enumerate(parents)

@@ -1,7 +1,7 @@
-"""SWE-agent's .traj: one JSON document with `history` (all messages) and `trajectory` (steps).
+"""Read SWE-agent's .traj: one JSON document with `history` (all messages) and `trajectory` (steps).
 
-The history is read where there is one, for it is what the model saw; entries of demonstrations and of other agents than
-the one that acts are skipped. A file with steps alone gives states too, but without the prompt before the first step.
+The history is preferred because it is what the model saw. Entries of demonstrations and of other agents are skipped. A
+file that holds only steps gives states without the prompt before the first step.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _steps(file: TraceFile, builder: TraceBuilder, trajectory: list[Any]) -> Ite
 
 
 def _observed(builder: TraceBuilder, call_id: str, text: str) -> TraceState | None:
-    """The result of the step's action; where it had none (a format error), what the agent was told."""
+    """Store the result of the step's action. Without an action (a format error) the text is context."""
     error = failure(text)
     if builder.tool_result(call_id, text, error=error) or not text.strip():
         return None
@@ -85,13 +85,13 @@ def _observed(builder: TraceBuilder, call_id: str, text: str) -> TraceState | No
 
 
 def _message(entry: dict[str, Any]) -> dict[str, Any]:
-    """Function calling keeps the thought in `content`; the older form keeps thought and command in it."""
+    """Return the entry with its thinking. `content` holds the thought, in the older form with the command."""
     thoughts = [string(block.get("thinking")) or "" for block in objects(entry.get("thinking_blocks"))]
     return {**entry, "reasoning_content": "\n\n".join(thoughts)} if thoughts else entry
 
 
 def _has_messages(document: object) -> bool:
-    """Whether a document has a history or steps."""
+    """Check whether a document has a history or steps."""
     return isinstance(document, dict) and (
         _is_history(document.get("history")) or _is_steps(document.get("trajectory"))
     )
@@ -114,7 +114,7 @@ def _trace_id(document: dict[str, Any], stem: str) -> str:
 
 
 def _model(document: dict[str, Any]) -> str | None:
-    """The model's name in the configuration that newer versions write beside the trajectory."""
+    """Return the model's name from the configuration that newer versions write beside the trajectory."""
     config = document.get("replay_config")
     value = parse_json(config.encode("utf-8", "replace")) if isinstance(config, str) else config
     for key in ("agent", "model", "name"):

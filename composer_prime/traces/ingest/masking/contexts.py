@@ -1,4 +1,4 @@
-"""Secrets that what stands around them gives away: private keys, headers, URLs, commands and shell variables."""
+"""Patterns of secrets that their context gives away: private keys, headers, URLs, commands and shell variables."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from composer_prime.traces.ingest.masking import named_values
 from composer_prime.traces.ingest.masking.provider_tokens import Rule
 
 _NO_DASHES = r"(?:(?!----)[\s\S])"
-"""Up to the next header, which has four of them or more, so that no header looks behind another."""
+"""Text up to the next header, which has four dashes or more. No pattern looks past another header."""
 _PRIVATE_KEY = re.compile(
     r"-{4,5} ?BEGIN [A-Z0-9 ]{0,32}PRIVATE KEY[A-Z ]{0,16}-{4,5}"
-    # Up to its end, if what is between is a key: code has markers alone, one below the other.
+    # Up to the end marker, if a key is between the two. Code has the markers alone.
     rf"(?:(?:(?:\s|\\+[nr]|[A-Za-z0-9+/=])*|(?={_NO_DASHES}{{0,16384}}?[A-Za-z0-9+/=]{{40}}){_NO_DASHES}*)"
     r"-{4,5} ?END [A-Z0-9 ]{0,32}PRIVATE KEY[A-Z ]{0,16}-{4,5}"
-    # Or, where that was cut off, as far as there are lines of a key: headers and base64.
+    # Or, where the key was cut off, its lines: headers and base64.
     r"|(?:(?:\s|\\+[nr]|(?:Proc-Type|DEK-Info): [^\n\\]{0,256})*+[A-Za-z0-9+/=]{16,}+)+)"
 )
 PRIVATE_KEYS: list[Rule] = [
@@ -32,7 +32,7 @@ PRIVATE_KEYS: list[Rule] = [
     ),  # PuTTY
 ]
 _ARGUMENT = r"(?P<quote>[\"'])?(?![$<{`])(?P<secret>(?(quote)[^\"'\n]|[^\s\"'`;&|]){1,200})"
-"""Of a command, no variable and no placeholder; in quotes it may have spaces."""
+"""An argument of a command that is no variable and no placeholder. In quotes it may have spaces."""
 
 RULES: list[Rule] = [
     (
@@ -45,7 +45,7 @@ RULES: list[Rule] = [
         ("uthorization", "AUTHORIZATION"),
         [re.compile(r"(?i)\bauthorization\W{1,8}(?:basic|token|apikey) (?P<secret>[A-Za-z0-9._~+/-]{6,}=*)")],
     ),
-    # Without the header's name: base64 has a digit or padding in it, which "Basic authentication" has not.
+    # Without the header's name: base64 holds a digit or padding, "Basic authentication" does not.
     (
         "basic-auth",
         ("Basic ",),
@@ -61,7 +61,7 @@ RULES: list[Rule] = [
             )
         ],
     ),
-    # Commands that take a password behind a short option: mysql without a space; -p3306:3306 is a port of docker's.
+    # Commands that take a password after a short option, mysql without a space. -p3306:3306 is a port of docker's.
     ("password", ("sshpass",), [re.compile(r"\bsshpass\s{1,8}-p[ \t]{0,8}" + _ARGUMENT)]),
     (
         "password",

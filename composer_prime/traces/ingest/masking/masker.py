@@ -1,12 +1,15 @@
-"""Secrets leave a trace before anything else sees it: keys, tokens, passwords, e-mail addresses, home folders.
+"""Mask secrets in a trace before anything else reads it: keys, tokens, passwords, e-mail addresses, home folders.
 
-What is looked for: tokens by their form (provider_tokens.py, with detect-secrets' detectors), what headers, URLs and
-commands give away (contexts.py), values beside a name (keywords.py, with detect-secrets' keyword detector, and
-assigned.py; in JSON named_values.py), and what names a person (personal.py). Three choices:
+    provider_tokens.py  tokens that their form gives away (detect-secrets' detectors and more)
+    contexts.py         secrets that headers, URLs and commands give away
+    named_values.py     values beside a telling name, in text and in JSON
+    personal.py         what names a person
 
-1. Entropy detectors stay off: commit hashes and ids fill agent traces, and masking them would change what was done.
-2. A pattern runs only where a literal that every match must hold occurs, so that ordinary text costs almost nothing.
-3. Whatever the text holds, the time is linear in its length.
+Three choices:
+
+1. Entropy detectors stay off. Commit hashes and ids fill agent traces, and masking them would change the actions.
+2. A pattern runs only where a literal occurs that every match must hold. Ordinary text costs almost nothing.
+3. The time is linear in the length of any text.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ _SPACED = {"private-key", "bearer-token", "basic-auth", "password", "artifactory
 _LITERALS = [(literal, number) for number, (_, literals, _) in enumerate(_RULES) for literal in literals]
 _IN_TEXT = [(literal, number) for literal, number in _LITERALS if _RULES[number][0] in _SPACED]
 _IN_WORDS = [(literal, number) for literal, number in _LITERALS if _RULES[number][0] not in _SPACED]
-"""Flat, with the rule's number: most texts hold none, and this is what they cost."""
+"""Flat lists of (literal, rule number). Most texts hold no literal, and this scan is their whole cost."""
 _SHORTEST_WORD, _SPLIT_CHARS = 20, 1 << 20
-"""Longer texts are not split: their words could take many times their size in memory."""
+"""The shortest word that is looked at, and the longest text that is split. Words of a longer text could take many times
+its size in memory."""
 _PARTIAL = {"basic-auth", "npm-token", "aws-key"}
-"""Kinds of detect-secrets whose patterns match more than the secret, which is their first group."""
+"""Kinds of detect-secrets whose patterns match more than the secret. Their first group is the secret."""
 _AROUND = " \t\r\n\"'=:"
 _PLACEHOLDER = re.compile(
     r"<.*>.*|\{.*\}.*|\$.*|%[sd]|%\(.*|\*+|[xX]{3,}|.{0,16}\.\.\.|(?i:pass(?:word|wd)?|pwd|token|secret)"
@@ -40,18 +44,19 @@ _PLAIN_VALUE = re.compile(
     r"|(?=.*\b(?:characters|chars|digits|bytes|bits|must|at least|at most)\b)[\w\s.,:;!?()'/-]*"
     rf"|(?=(?:{_RULE}\|)*(?:required|nullable|sometimes|min|max|string|confirmed|encrypted|hashed)\b){_RULE}(?:\|{_RULE})*"
 )
-"""Values that the keyword detector reports and that hold no secret: words, punctuation, sentences without a number or
-about what a password must be, what is masked, rules in known words (`required|min:8`). Pass phrases have numbers."""
+"""Values that the keyword detector reports although they hold no secret: words, punctuation, masked values, validation
+rules (`required|min:8`), and sentences without a number or about password rules. Pass phrases have numbers."""
 
 
 class Masker:
-    """Masks text and counts what it found, by kind, in `found`."""
+    """Mask text, and count the masked secrets by kind in `counts`."""
 
-    def __init__(self, found: Counter[str], enabled: bool = True) -> None:
-        self.found, self._enabled = found, enabled
+    def __init__(self, counts: Counter[str], enabled: bool = True) -> None:
+        self.counts = counts
+        self._enabled = enabled
 
     def text(self, text: str) -> str:
-        """`text` with every secret replaced by `<masked:kind>`, a home folder's owner by `user`."""
+        """Replace every secret in `text` by `<masked:kind>`, and the owner of a home folder by `user`."""
         if not self._enabled or len(text) < 6:
             return text
         for number in _rules_of(text):
@@ -71,7 +76,7 @@ class Masker:
         return text
 
     def value(self, value: Any, name: str = "") -> Any:
-        """A JSON value with all its strings masked, keys of objects included; `name` is what stands beside it."""
+        """Mask all strings of a JSON value, keys of objects included. `name` is the name beside the value."""
         if not self._enabled:
             return value
         if isinstance(value, str):
@@ -83,7 +88,7 @@ class Masker:
         return value
 
     def _members(self, members: dict[str, Any]) -> dict[str, Any]:
-        """Keys that are masked alike are numbered, so that none takes another's place."""
+        """Mask the members of an object. Keys that become equal are numbered, so that none is lost."""
         masked, alike = dict[str, Any](), Counter[str]()
         for key, beside, item in named_values.beside_members(members):
             name = shown = self.text(key)
@@ -95,15 +100,15 @@ class Masker:
 
     def _named(self, name: str, value: str) -> str:
         masked = self.text(value)
-        found = named_values.secrets(name, masked)
-        return self._mask(masked, found[1], kind=found[0]) if found else masked
+        secrets = named_values.secrets(name, masked)
+        return self._mask(masked, secrets[1], kind=secrets[0]) if secrets else masked
 
     def _replacer(self, kind: str) -> Callable[[re.Match[str]], str]:
         def replace(match: re.Match[str]) -> str:
             start, end = _secret_of(match, kind)
             if _PLACEHOLDER.fullmatch(match.string, start, end):
                 return match[0]
-            self.found[kind] += 1
+            self.counts[kind] += 1
             return f"{match.string[match.start() : start]}<masked:{kind}>{match.string[end : match.end()]}"
 
         return replace
@@ -115,18 +120,18 @@ class Masker:
         is_secret: Callable[[str], bool] = bool,
         kind: str = "password",
     ) -> str:
-        """`text` without the values at `spans` that are secrets; of two that overlap the first one goes."""
+        """Mask the values at `spans` that are secrets. Of two overlapping spans the first is masked."""
         parts, done = [], 0
         for start, end in sorted(spans):
             if start >= done and is_secret(text[start:end]):
                 parts += [text[done:start], "user" if kind == "home-folder" else f"<masked:{kind}>"]
                 done = end
-                self.found[kind] += 1
+                self.counts[kind] += 1
         return "".join([*parts, text[done:]]) if parts else text
 
 
 def _rules_of(text: str) -> list[int]:
-    """Numbers of the rules of which a literal occurs, in order."""
+    """Return the numbers of the rules of which a literal occurs, in order."""
     words = text
     if len(text) <= _SPLIT_CHARS:
         words = " ".join([word for word in text.split() if len(word) >= _SHORTEST_WORD])
@@ -135,20 +140,20 @@ def _rules_of(text: str) -> list[int]:
 
 
 def lower(text: str) -> str:
-    """`text` in lower case, of the same length: a few letters have a longer lower case, and stay."""
+    """Return `text` in lower case with the same length. The few letters with a longer lower case stay."""
     lowered = text.lower()
     if len(lowered) == len(text):
         return lowered
     return "".join(low if len(low := letter.lower()) == 1 else letter for letter in text)
 
 
-def _is_value(found: str) -> bool:
-    """Whether what the keyword detector found can be a secret."""
-    return len(found) >= 6 and not _PLAIN_VALUE.fullmatch(found)
+def _is_value(value: str) -> bool:
+    """Check whether a value that the keyword detector reports can be a secret."""
+    return len(value) >= 6 and not _PLAIN_VALUE.fullmatch(value)
 
 
 def _secret_of(match: re.Match[str], kind: str) -> tuple[int, int]:
-    """(start, end) of the secret in the text."""
+    """Return (start, end) of the secret in the text."""
     if "secret" in match.re.groupindex:
         return match.span("secret")
     if kind in _PARTIAL and match.re.groups:

@@ -1,23 +1,17 @@
-"""Secrets in a JSON value that only the name beside them gives away.
+"""Find secrets that only the name beside them gives away, in text and in JSON values.
 
-    {"password": "..."}  {"headers": {"Authorization": "Basic ..."}}  {"env": {"DB_PASS": "..."}}     the key
-    {"name": "API_KEY", "value": "..."}                                                            the name or key
-    ["login", "--token", "..."]                                                                    the flag before it
+    api_key: 3f78...   DB_PASS=...   {\\"token\\": \\"...\\"}   --token 3f78...   Cookie: a=...      text
+    {"password": "..."}  {"headers": {"Authorization": "Basic ..."}}  {"env": {"DB_PASS": "..."}}  JSON: the key
+    {"name": "API_KEY", "value": "..."}                                                            JSON: name or key
+    ["login", "--token", "..."]                                                                    JSON: the last flag
 
-A name counts by its end, so that `token_count`, `secret_name` and `password_file` give nothing away; and a value only
-where it can be a secret: no path, variable, identifier, number or sentence. py does the same for plain text.
+A name counts by its end: `token_count`, `secret_name` and `password_file` give nothing away. Code is full of such names,
+so a value counts only when it cannot be code or prose: no word, path, number, call, variable, identifier or sentence. A
+shell variable (upper case, no space before the value) holds its value literally; there nearly any value counts.
 
-Secrets that only the name beside them gives away: `api_key: 3f78...`, `DB_PASS=...`, `{\"token\": \"...\"}`,
-`--token 3f78...`, and the values of cookies.
-
-Code is full of such names too, so a value counts only where it cannot be code: no word, path, number, call or variable.
-A shell variable (upper case, no space before the value) holds its value as it stands; there nearly any value counts.
-
-detect-secrets' keyword detector in linear time: what stands in quotes beside a name such as `db_password`.
-
-Its patterns and names are taken as they are, with two changes. Every repetition has a bound, so that no text makes a
-pattern look further than that; and a pattern is tried only where one of the names stands, instead of everywhere. All
-places of a line count, where the library reports the first.
+`keyword_spans` is detect-secrets' keyword detector in linear time. Its patterns and names are unchanged but for two
+points: every repetition has a bound, and a pattern is tried only where one of the names occurs. All matches of a line
+count, where the library reports the first.
 """
 
 from __future__ import annotations
@@ -35,11 +29,11 @@ from detect_secrets.plugins.keyword import (
 )
 
 WORDS = ("key", "pass", "pwd", "secret", "token", "cookie")
-"""A name that holds none of these, in lower case, is no secret's."""
+"""The name of a secret holds one of these, in lower case."""
 _NAME = re.compile(
     r"(?:api|access|auth|private|secret|account|client)[_-]?key|secret|token|passw(?:or)?d|passphrase|pass|pwd"
 )
-"""Where _NAMED may begin, in text in lower case."""
+"""Where _NAMED may start, in lower-case text."""
 _ENDS = r"(?:[\s\"'`;&|$<>(){}\[\],\\]|$)"
 _ATTRIBUTE = rf"[A-Za-z_]{{1,64}}(?:\.[A-Za-z_]{{1,64}}){{1,8}}{_ENDS}"
 VARIABLE = re.compile(
@@ -48,8 +42,8 @@ VARIABLE = re.compile(
     r"|(?:PASSWORD|PASSWD|PGPASSWORD|SSHPASS|REDISCLI_AUTH|(?<=_)(?:PASS|PWD|PW))=)(?!=)[\"']?"
     r"(?P<secret>(?:[^\s\"'`;&|$<>(){}\\]|\\++(?![nrt\"']|u00)){6,512})"
 )
-"""Not of `MAX_TOKEN=4096` and `API_KEY=args.api_key`, which are settings and code; a password may be either. PAT is of
-GH_PAT, GITHUB_PAT, GITLAB_PAT and AZURE_DEVOPS_EXT_PAT. A backslash belongs to the value, but for those of JSON."""
+"""Excludes `MAX_TOKEN=4096` and `API_KEY=args.api_key`: settings and code. A password may look like either.
+PAT stands for GH_PAT, GITHUB_PAT, GITLAB_PAT and AZURE_DEVOPS_EXT_PAT. Only JSON's backslashes end the value."""
 _NAMED = re.compile(
     r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z])|(?<=\\[nrt]))"
     r"(?i:(?:api|access|auth|private|secret|account|client)[_-]?key(?:_base)?|secret|(?<!publickey)token|password|passwd|passphrase"
@@ -61,28 +55,28 @@ _GAP = r"[._/~-]"
 _ALGORITHM = r"[A-Za-z]+(?:25519|448|256|384|512)"
 _WORD = rf"(?:(?:{_ALGORITHM})++(?:[A-Za-z]+\d{{0,2}})?|[A-Za-z]+\d{{0,2}})"
 _CODE = re.compile(rf"{_GAP}*{_WORD}(?:{_GAP}+(?:{_WORD}|\d{{1,2}}))*{_GAP}*")
-"""Words with at most two digits behind each, joined: identifiers, paths, versions, X25519PrivateKey."""
+"""Joined words with at most two digits after each: identifiers, paths, versions, X25519PrivateKey."""
 _STRONG = re.compile(r"(?=.*[a-z])(?=.*[A-Z]).*[!@#%^*]")
-"""What rules for passwords ask for, beside a digit."""
+"""What password rules require besides a digit."""
 _RANDOM_CHARS = 20
-"""Of a random value with one digit or none; a shorter one could be a name."""
+"""Least length of a random value with at most one digit. A shorter one could be a name."""
 _VALUE = r"[ \t]{1,8}[\"']?(?![A-Za-z_-]{1,16}=[^=])(?P<secret>[A-Za-z0-9+/=_.~!@#%^*-]{8,512})(?=[\s\"'`\\,;}&)|]|$)"
 _FLAG = re.compile(
     r"-(?<!\w-)(?:[A-Za-z0-9]{1,16}-){0,3}"
     r"(?i:(?:api|access|auth|private|secret|account|client)-?key|secret|token|password|passwd|passphrase)" + _VALUE
 )
-"""Not of `--secret id=...` (docker)."""
+"""Excludes docker's `--secret id=...`."""
 _NETRC = re.compile(r"password(?<!\S.{8})" + _VALUE)
 _COOKIE = re.compile(r"cookie\\*[\"']?[ \t]{0,8}[ :=,][ \t]{0,8}\\*[\"']?")
-"""In text in lower case."""
+"""For lower-case text."""
 _COOKIES_END = re.compile(r"[\r\n\"'\\]|\Z")
 _CRUMB = re.compile(r"(?<![\w.-])(?!(?i:domain|path|expires)=)[\w.-]{1,64}=(?P<secret>[^\s;,]{8,4096})")
 _MOST_COOKIES = 4096
-"""Characters of a header."""
+"""Most characters of a cookie header."""
 
 
 def value_spans(text: str, lowered: str) -> Iterator[tuple[int, int]]:
-    """(start, end) of each value beside such a name; `lowered` is the text in lower case, of the same length."""
+    """Yield (start, end) of each value beside such a name. `lowered`: the text in lower case, of the same length."""
     done = 0
     for name in _NAME.finditer(lowered):
         match = _NAMED.match(text, name.start()) if name.start() >= done else None
@@ -100,20 +94,20 @@ def value_spans(text: str, lowered: str) -> Iterator[tuple[int, int]]:
 
 
 def crumbs(text: str, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-    """(start, end) of each value of the cookies that are listed from `start` on."""
+    """Yield (start, end) of each value of the cookies listed from `start` on."""
     for crumb in _CRUMB.finditer(text, start, _end_of_cookies(text, start) if end is None else end):
         yield crumb.span("secret")
 
 
 def _end_of_cookies(text: str, start: int) -> int:
-    """Where the header ends whose cookies begin at `start`: of a longer one, after _MOST_COOKIES."""
+    """Return the end of the header whose cookies begin at `start`, at most _MOST_COOKIES later."""
     most = min(start + _MOST_COOKIES, len(text))
     end = _COOKIES_END.search(text, start, most)
     return end.start() if end else most
 
 
 def is_secret(value: str) -> bool:
-    """Whether a value that was found beside a name can only be a secret."""
+    """Check whether a value beside a telling name can only be a secret."""
     digits = sum(character.isdigit() for character in value)
     if digits >= 2:
         return any(map(str.isalpha, value)) and not _CODE.fullmatch(value)
@@ -121,7 +115,7 @@ def is_secret(value: str) -> bool:
 
 
 def _is_random(value: str) -> bool:
-    """Whether the case of letters changes as in random text: often, and with capitals side by side, unlike in names."""
+    """Check whether the case changes as in random text: often, and with adjacent capitals, unlike in names."""
     pairs = [pair for pair in pairwise(value) if pair[0].isalpha() and pair[1].isalpha()]
     changes = sum(first.isupper() != second.isupper() for first, second in pairs)
     capitals = sum(first.isupper() and second.isupper() for first, second in pairs)
@@ -129,7 +123,7 @@ def _is_random(value: str) -> bool:
 
 
 Secret = tuple[str, list[tuple[int, int]]]
-"""(kind, (start, end) of what to mask)."""
+"""(kind, [(start, end) of what to mask])."""
 _LONGEST_NAME = 64
 _NAMES = [
     ("password", re.compile(r"(?i:password|passwd|passphrase)$")),
@@ -145,7 +139,7 @@ _NAMES = [
         ),
     ),
 ]
-"""What a name promises, the first that fits."""
+"""(what the name announces, pattern of the name). The first match wins."""
 _REFERENCE = re.compile(r"[$<%{~/.].*|[A-Za-z]:[\\/].*|\*+|.*\s.*", re.DOTALL)
 """Variables, templates, paths, stars, sentences."""
 _CREDENTIALS = re.compile(r"(?:(?i:basic|bearer|token|apikey) +(?P<secret>[A-Za-z0-9._~+/-]{6,4096}=*))")
@@ -153,30 +147,30 @@ _TOKEN = re.compile(r"[A-Za-z0-9+/=_.~!@#%^*-]{8,4096}")
 
 
 def secrets(name: str, value: str) -> Secret | None:
-    """What in `value` is secret because `name` stands beside it; None when nothing is."""
-    promised = _promised(name) if len(name) <= _LONGEST_NAME else None
-    if not promised:
+    """Return what is secret in `value` because of the name beside it; None when nothing is."""
+    announced = _announced(name) if len(name) <= _LONGEST_NAME else None
+    if not announced:
         return None
     whole = [(0, len(value))]
-    if promised in ("password", "short"):
-        known = len(value) >= 6 and not _REFERENCE.fullmatch(value)
-        return ("password", whole) if known and (promised == "password" or any(map(str.isdigit, value))) else None
-    if promised == "cookie":
-        found = [(start, end) for start, end in crumbs(value) if is_secret(value[start:end])]
-        return ("password", found) if found else None
-    match = _CREDENTIALS.fullmatch(value) if promised == "basic-auth" else None
+    if announced in ("password", "short"):
+        literal = len(value) >= 6 and not _REFERENCE.fullmatch(value)
+        return ("password", whole) if literal and (announced == "password" or any(map(str.isdigit, value))) else None
+    if announced == "cookie":
+        cookies = [(start, end) for start, end in crumbs(value) if is_secret(value[start:end])]
+        return ("password", cookies) if cookies else None
+    match = _CREDENTIALS.fullmatch(value) if announced == "basic-auth" else None
     if match:
         return "basic-auth", [match.span("secret")]
     return ("password", whole) if _TOKEN.fullmatch(value) and is_secret(value) else None
 
 
 @lru_cache(maxsize=4096)
-def _promised(name: str) -> str | None:
-    return next((promised for promised, names in _NAMES if names.search(name)), None)
+def _announced(name: str) -> str | None:
+    return next((announced for announced, names in _NAMES if names.search(name)), None)
 
 
 def beside_items(items: list[Any], name: str) -> Iterator[tuple[str, Any]]:
-    """(name, item) of each item of a list that stands beside `name`: the flag before it, where there is one."""
+    """Yield (name, item) for a list beside `name`. The flag before an item replaces the name."""
     flag = ""
     for item in items:
         yield flag or name, item
@@ -184,14 +178,14 @@ def beside_items(items: list[Any], name: str) -> Iterator[tuple[str, Any]]:
 
 
 def beside_members(members: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(key, name, value) of each member of an object: its name is its key, of a pair of name and value the name."""
+    """Yield (key, name, value) for an object. The name is the key; for a pair of name and value, the name."""
     named = next((members[key] for key in ("name", "key") if isinstance(members.get(key), str)), "")
     for key, value in members.items():
         yield key, named if named and key == "value" else key, value
 
 
 _MOST_NAME, _MOST_SPACE, _MOST_SECRET = 64, 8, 1024
-"""Characters that an identifier, a gap and a secret may have."""
+"""Most characters of an identifier, a gap and a secret."""
 _BOUNDS = (
     (r"(?=[^\v\'\"]*)(?=\w+)[^\v\'\"]*", rf"(?=\w)[^\r\n\v\'\"]{{0,{_MOST_SECRET}}}"),
     (r")\w*", rf")\w{{0,{_MOST_NAME}}}+"),
@@ -208,9 +202,9 @@ def _bounded(pattern: re.Pattern[str]) -> re.Pattern[str]:
 
 
 NAMES = re.compile("|".join(DENYLIST))
-"""In text in lower case."""
+"""For lower-case text."""
 STEMS = ("key", "pass", "pwd", "secret", "contrase")
-"""Each of those names holds one."""
+"""Each of those names holds one of these."""
 _BEHIND = [
     (_bounded(pattern), group)
     for pattern, group in QUOTES_REQUIRED_DENYLIST_REGEX_TO_GROUP.items()
@@ -222,7 +216,7 @@ _COMPARED = re.compile(rf"[!=]=[ \t]{{0,{_MOST_SPACE}}}\w{{0,{_MOST_NAME}}}\Z")
 
 
 def keyword_spans(line: str, lowered: str) -> Iterator[tuple[int, int]]:
-    """(start, end) of each secret in `line`; `lowered` is the line in lower case, of the same length."""
+    """Yield (start, end) of each secret in `line`. `lowered`: the line in lower case, of the same length."""
     for name in NAMES.finditer(lowered):
         for pattern, group in _BEHIND:
             match = pattern.match(line, name.start())

@@ -1,14 +1,14 @@
-"""What names a person: e-mail addresses, and the owners of home folders. Code that only looks like them stays.
+"""Find what names a person: e-mail addresses and the owners of home folders. Code that only looks like them stays.
 
-An address ends in a domain that exists (the Public Suffix List) or that is kept for private use: `logo@2x.png`,
-`q@k.t(`, `x@self.weight`, `pkg@1.2.3-beta.rc` and `vpn@office.service` are none. Behind one in a common domain more may
-follow, as in `a@example.com.json`. The login of a service is none, as in `git@github.com`; that of a person may be an
-address, so it counts.
+An address ends in an existing domain (Public Suffix List) or in one reserved for private use. These are none:
+`logo@2x.png`, `q@k.t(`, `x@self.weight`, `pkg@1.2.3-beta.rc`, `vpn@office.service`. After a common domain more text
+may follow, as in `a@example.com.json`. The login of a service, as in `git@github.com`, is none. The login of a person
+counts, because it may be an address.
 
-A home folder begins an absolute path: `src/home/x`, `~/Users/x` and `https://host/home/x` hold none, nor does a file,
-`/home/index.html`. `/home/dashboard` may be a folder or a route of a web site. It is a route where code says so (an
-HTTP method, href, redirect, fetch), else a folder: a masked route costs a word, and what is behind it stays. In the
-header of a diff, `--- a/home/jdoe/x`, and below mounts it may be a folder of a project: those of usual names stay.
+A home folder starts an absolute path. `src/home/x`, `~/Users/x`, `https://host/home/x` and the file `/home/index.html`
+hold none. `/home/dashboard` may be a folder or a route of a web site. It counts as a route when the code around it says
+so (an HTTP method, href, redirect, fetch), else as a folder: a wrongly masked route costs one word. In the header of a
+diff, `--- a/home/jdoe/x`, and below mounts it may be a folder of a project: folders with usual names stay.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ _COMMON = {
     "com", "org", "net", "edu", "gov", "io", "dev", "ai", "co", "de", "ch", "fr", "uk", "ie", "nl", "be", "eu",
     "es", "pl", "cz", "gr", "se", "dk", "fi", "ru", "us", "ca", "au", "jp", "cn", "br",
 }  # fmt: skip
-"""No attribute is called so: what opens a bracket behind it is no call, and `self.de` is a domain."""
+"""No attribute has such a name. A bracket after it opens no call, and `self.de` is a domain."""
 _AT = re.compile(
     rf"(?:@|%40)(?!v?\d{{1,4}}\.\d|(?:self|cls|this)\.(?!(?:{'|'.join(sorted(_COMMON))})\b))"
     r"(?P<domain>(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24})\b"
 )
 _USER_CHARS = 64
 _USER = re.compile(r"(?:\\[nrt]|\\u[0-9A-Fa-f]{4}|\x1b\[[\d;]{0,12}[mK]|\b)(?P<name>[A-Za-z0-9._%+-]+)\Z")
-"""Neither an escape of JSON nor a colour is part of a name."""
+"""JSON escapes and terminal colors are no part of a name."""
 _SERVICES = {"git", "hg", "svn", "root", "ubuntu", "debian", "centos", "ec2-user"}
 _PRIVATE = {
     "local", "localhost", "localdomain", "internal", "intranet", "private", "lan", "home", "corp", "cluster",
     "test", "example", "invalid",
 }  # fmt: skip
-"""RFC 2606, 6761 and 6762, and what companies use beside them."""
+"""Domains of RFC 2606, 6761 and 6762, and others that companies use privately."""
 
 _ROOT = re.compile(
     r"/(?:home|Users)\\{0,2}/|(?i:%2F)(?:home|Users)(?i:%2F)|:\\{1,2}Users\\{1,2}|-(?:home|Users)-(?=[^-])"
 )
 _BEFORE_CHARS = 48
 _PATH_BEGINS = re.compile(
-    r"(?:(?<![A-Za-z0-9_.~@#%*})\]/\\-])|://|\\[nrt]|[\d\[]m|\[\d?K|(?:^|[\s\"'=,\[])-[A-Za-z])"  # "\n", colours, -I
+    r"(?:(?<![A-Za-z0-9_.~@#%*})\]/\\-])|://|\\[nrt]|[\d\[]m|\[\d?K|(?:^|[\s\"'=,\[])-[A-Za-z])"  # "\n", colors, -I
     r"(?:/(?:(?:mnt|cygdrive|host_mnt)/)?[A-Za-z]|/(?:var|usr|export|nfs|host_mnt)|/System/Volumes/Data)?\\{0,2}\Z"
 )
-"""What may stand before `/home/`, mounts of home folders included."""
+"""What may precede `/home/`, mounts of home folders included."""
 _RARE_CHARS = 192
 _RARE_BEGINS = re.compile(
     r"(?:=@|\s-(?:d|F|T|-data(?:-[a-z]{3,9})?|-json)[ =][\"']?@|\bs(?P<sep>[#@%])(?:\S{0,32}(?P=sep))?"  # curl, sed
@@ -57,13 +57,13 @@ _RARE_BEGINS = re.compile(
     r"|/(?:data|gpfs|lustre|cluster|nas|private|rootfs|chroot|proc/\d{1,9}/root)"
     r"|/[\w./-]{0,64}/overlay2/[\w-]{1,80}/(?:merged|diff)))\\{0,2}\Z"
 )
-"""Looked for where nothing of _PATH_BEGINS is found. A project may have a folder `home` in such a place, too."""
+"""Tried when _PATH_BEGINS does not match. A project may have a folder `home` in such a place too."""
 _FOLDERS = {
     "api", "app", "assets", "components", "css", "dashboard", "docs", "fixtures", "forms", "hooks", "images", "js",
     "lib", "locale", "management", "migrations", "models", "pages", "partials", "services", "src", "static", "styles",
     "templates", "templatetags", "test", "tests", "utils", "views",
 }  # fmt: skip
-"""Of such a project."""
+"""Usual folder names of such a project."""
 _BEGINS = {
     "/": _PATH_BEGINS,
     "%": re.compile(r"(?<![A-Za-z0-9_.%])\Z"),
@@ -81,8 +81,8 @@ _NAMES = {
     ":": re.compile(r"(?!(?:user|Public)(?![\w-]|\.\w))(?:[\w.-]+(?: [\w.-]+){1,3}(?=\\)|[\w.-]*\w)"),
     "-": re.compile(r"(?!user(?!\w))(?!(?:page|dir|path|url)(?![\w.-]))[\w.]+"),
 }
-"""Letters of any script; those of Windows have spaces too. `-home-jdoe-src` is how Claude Code names the folder of a
-project; `-home-page` is an option."""
+"""Names in letters of any script. Names of Windows users may have spaces. Claude Code names the folder of a project
+`-home-jdoe-src`; `-home-page` is an option."""
 _FILE = re.compile(
     r"\.(?i:html?|php|aspx?|jsp|[cm]?[jt]sx?|vue|svelte|astro|s?css|sass|less|py|rb|go|rs|java|kt|cs|erb|haml|ejs|hbs|tpl"
     r"|md|mdx|rst|txt|json|ya?ml|toml|xml|svg|png|jpe?g|gif|webp|ico|pdf|csv|sql|sh)\Z"
@@ -90,7 +90,7 @@ _FILE = re.compile(
 
 
 def addresses(text: str) -> Iterator[tuple[int, int]]:
-    """(start, end) of each e-mail address; of a URL's user, without the host."""
+    """Yield (start, end) of each e-mail address. The user of a URL is yielded without the host."""
     for at in _AT.finditer(text):
         user = _USER.search(text[max(at.start() - _USER_CHARS, 0) : at.start()])
         end = _end_of_domain(at, text[at.end() : at.end() + 1]) if user and user["name"] not in _SERVICES else None
@@ -101,7 +101,7 @@ def addresses(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _end_of_domain(at: re.Match[str], behind: str) -> int | None:
-    """Where the domain of an address ends that has this character behind it; None where it can be none."""
+    """Return the end of an address's domain, None when it is no domain. `behind` is the character after the match."""
     labels = at["domain"].split(".")
     last = labels[-1].lower()
     if behind not in ("(", "[") and (last in _COMMON | _PRIVATE or _suffixes().publicsuffix(at["domain"])):
@@ -113,12 +113,12 @@ def _end_of_domain(at: re.Match[str], behind: str) -> int | None:
 
 @cache
 def _suffixes() -> PublicSuffixList:
-    """Read when the first address is seen: 30 ms."""
+    """Return the Public Suffix List. Loading it takes 30 ms."""
     return PublicSuffixList(accept_unknown=False)
 
 
 def owners(text: str) -> Iterator[tuple[int, int]]:
-    """(start, end) of each name of a home folder's owner."""
+    """Yield (start, end) of each name of a home folder's owner."""
     for root in _ROOT.finditer(text):
         name = _NAMES[root[0][0]].match(text, root.end())
         if name and _is_owner(text, root, name):
@@ -126,7 +126,7 @@ def owners(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _is_owner(text: str, root: re.Match[str], name: re.Match[str]) -> bool:
-    """Whether what stands before such a root makes it the beginning of a home folder's path."""
+    """Check whether the text before `root` makes it the start of a home folder's path."""
     form, begin = root[0][0], root.start()
     before = text[max(begin - _BEFORE_CHARS, 0) : begin]
     if _BEGINS[form].search(before):

@@ -1,8 +1,8 @@
-"""Tokens that their own form gives away, most by a prefix: detect-secrets' detectors, and providers it does not know.
+"""Patterns of tokens that their form gives away, most by a prefix: detect-secrets' detectors and further providers.
 
-The list follows the public rules of gitleaks and the providers' documentation. A token is a word of its own: a letter
-or digit before it makes it part of a hash, a number or an identifier, and there it stays. No word holds tokens of
-GitHub, SendGrid, Slack and Stripe by chance (`ghp_` and 36 characters): they count behind anything.
+The list follows the public rules of gitleaks and the providers' documentation. A token is a whole word. A letter or
+digit before it makes it part of a hash, a number or an identifier, which is not masked. Tokens of GitHub, SendGrid,
+Slack and Stripe (`ghp_` and 36 characters) never occur by chance: they count after anything.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
 from detect_secrets.plugins.twilio import TwilioKeyDetector
 
 Rule = tuple[str, tuple[str, ...], list[re.Pattern[str]]]
-"""(kind, literals of which every match holds one, patterns). Group `secret`, where there is one, is what is masked."""
+"""(kind, literals of which every match holds one, patterns). A pattern's group `secret` is masked if there is one."""
 
 _ALNUM, _WORD, _HEX = "[A-Za-z0-9]", "[A-Za-z0-9_-]", "[A-Fa-f0-9]"
 _BY_PREFIX = {
     # models
-    "sk-": r"(?:ant-|or-v1-|proj-|svcacct-)?(?=[a-z_-]{0,64}[A-Z0-9])[A-Za-z0-9_-]{20,}",  # no class of a style sheet
+    "sk-": r"(?:ant-|or-v1-|proj-|svcacct-)?(?=[a-z_-]{0,64}[A-Z0-9])[A-Za-z0-9_-]{20,}",  # not a CSS class
     "gsk_": _ALNUM + "{32,}", "xai-": _ALNUM + "{32,}", "nvapi-": _WORD + "{40,}", "r8_": _ALNUM + "{32,}",
     "pplx-": _ALNUM + "{32,}", "tvly-": "[A-Za-z0-9-]{20,}", "csk-": _ALNUM + "{40,}", "fw_": _ALNUM + "{22,}",
     "jina_": _WORD + "{40,}", "lsv2_pt_": "[a-f0-9_]{42,}", "lsv2_sk_": "[a-f0-9_]{42,}", "tgp_v1_": _WORD + "{40,}",
@@ -66,7 +66,7 @@ _BY_PREFIX = {
     "xoxe-": r"\d-[A-Za-z0-9]{100,}", "EAAC": _ALNUM + "{80,}", "EAAM": _ALNUM + "{80,}",
     "AGE-SECRET-KEY-1": "[A-Z0-9]{40,}",
 }  # fmt: skip
-"""Prefix: what follows."""
+"""Prefix -> pattern of the rest."""
 _NAMED_PREFIXES = [
     ("github-token", "github_pat_", "[A-Za-z0-9_]{22,}"),
     ("hugging-face-token", "hf_", _ALNUM + "{30,}"),
@@ -77,30 +77,30 @@ _NAMED_PREFIXES = [
 
 _ESCAPES = (
     r"\\[nrt]", r"\\u[0-9A-Fa-f]{4}", r"\\x[0-9A-Fa-f]{2}", "%[0-9A-Fa-f]{2}",  # of JSON, programs and URLs
-    r"\[m", r"[\[;]\dm", r"[\[;]\d\dm", r"[\[;]\d{3}m", r"\[K", r"\[\dK",  # of colours
+    r"\[m", r"[\[;]\dm", r"[\[;]\d\dm", r"[\[;]\d{3}m", r"\[K", r"\[\dK",  # of colors
     "(?<![A-Za-z0-9])-[A-Za-z]",  # a short option
 )  # fmt: skip
-"""What may stand directly before a word although it ends in a letter or digit; of fixed length, to look behind."""
+"""What may directly precede a word although it ends in a letter or digit. Lookbehind needs a fixed length."""
 
 
 def begin(first: str = "", ahead: str = "") -> str:
-    """A pattern of `first`, of fixed length, where a word begins.
+    """Return a pattern of `first`, of fixed length, at the start of a word.
 
-    `ahead` is a lookahead, `(?=...)`, that is tried behind `first` before anything looks back: at most places it fails,
+    `ahead` is a lookahead, `(?=...)`, that is tried after `first` and before any lookbehind. It fails at most places
     and costs less.
     """
     return rf"{first}{ahead}(?:(?<![A-Za-z0-9]{first})|{'|'.join(f'(?<={item}{first})' for item in _ESCAPES)})"
 
 
 def _word(prefix: str, rest: str) -> re.Pattern[str]:
-    """Begins with the literal, which is found fast; what stands before it is looked at then."""
+    """Return a pattern that starts with the literal, which the engine finds fast, and then looks back."""
     return re.compile(begin(re.escape(prefix)) + rest)
 
 
 _AWS_SECRET = re.compile(
     r"(?i:secret_?access_?key)\\*[\"']?[ \t]{0,8}[=:][ \t]{0,8}\\*[\"']?(?P<secret>[A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])"
 )
-"""As in ~/.aws/credentials, of any characters."""
+"""As in ~/.aws/credentials. The secret may hold any characters."""
 _AZURE_AD = re.compile(begin(ahead="(?=.{4}Q~)") + r"[A-Za-z0-9_~.]{3}\dQ~[A-Za-z0-9_~.-]{31,34}")
 _TERRAFORM = re.compile(begin(ahead=r"(?=.{14}\.a)") + r"[A-Za-z0-9]{14}\.atlasv1\.[A-Za-z0-9=_-]{60,70}")
 _URLS: list[Rule] = [
@@ -142,31 +142,31 @@ KNOWN: list[tuple[str, type[Any], tuple[str, ...]]] = [
 ]
 """(kind, detector, literals)."""
 _TELEGRAM = rf"(?:{begin('[0-9]', '(?=[0-9]{7})')}|[0-9](?<=/bot[0-9]))[0-9]{{7,9}}:[\w-]{{35}}(?![A-Za-z0-9])"
-"""A word of its own, but for /bot before it in URLs, which is looked at behind a first digit that is found fast."""
+"""A whole word, or after /bot in URLs. The lookbehind comes after the first digit, which the engine finds fast."""
 CHANGES = {
-    # Repetitions without end that a hostile text would begin at every place.
+    # Unbounded repetitions that a hostile text could start at every position.
     "jwt": [("=]*?", "=]{0,4096}+"), ("=]+", "=]{1,4096}+")],
     "npm-token": [(r"\/.+", r"\/.{1,512}")],
     "openai-key": [("-_]*", "-_]{0,256}")],
-    # As long as they are now.
+    # The length of today's keys.
     "stripe-key": [("k_live_[0-9a-zA-Z]{24}", "k_live_[0-9a-zA-Z]{24,256}")],
-    # No APPENDIX, no APCore.
+    # Excludes APPENDIX and APCore.
     "artifactory-token": [("AKC[", r"AKC(?=[A-Za-z]*\d)["), ("AP[", r"AP(?=[A-Za-z]*\d)[")],
-    # Words of their own.
+    # Whole words only.
     "telegram-token": [(r"\d{8,10}:[0-9A-Za-z_-]{35}", _TELEGRAM)],
     "discord-token": [
         ("[MNO][", begin("[MNO]", r"(?=[\w-]{23})") + "["),
         (r"{6}\.[a-zA-Z\d_-]{27}", r"{6}\.[a-zA-Z\d_-]{27}(?![A-Za-z0-9])"),
     ],
 }
-"""Of detect-secrets' patterns by kind: (part of the pattern, what stands instead)."""
+"""Changes to detect-secrets' patterns, by kind: (part of the pattern, replacement)."""
 _OWN_WORDS = {"aws-key": "(?=A[A-Z0-9]{19})", "mailchimp-key": "(?=[a-z0-9]{32}-)", "twilio-key": "(?=[AS][CK])"}
 _BEGIN_WORDS = {"jwt": "(?=eyJ)"}
-"""Kinds that begin where a word begins, with what is ahead then; those of _OWN_WORDS end with the word, too."""
+"""Kinds that start at the start of a word, with their lookahead. Those of _OWN_WORDS also end with the word."""
 
 
 def _changed(kind: str, pattern: re.Pattern[str]) -> re.Pattern[str]:
-    """A detector's pattern in linear time, and of words of their own."""
+    """Return a detector's pattern with linear run time, restricted to whole words."""
     source = pattern.pattern
     for part, instead in CHANGES.get(kind, []):
         source = source.replace(part, instead)
