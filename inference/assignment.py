@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import socket
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from pydantic import ValidationError
 from composer_prime.address import tcp_address
 from composer_prime.config import Config, load
 from composer_prime.config.inference import InferenceConfig
+from composer_prime.config.layers import merge, read_with_bases
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.run.keys import ClientKeys, RunKeys
@@ -59,7 +59,7 @@ def from_run_dir(words: list[str]) -> Assignment:
 
 
 def from_config(config: Config, node_name: str) -> Assignment:
-    return _in_run(config, RunDir(config.run.directory.absolute()), node_name, ends_with_parent=False)
+    return _in_run(config, RunDir(config.run_directory.absolute()), node_name, ends_with_parent=False)
 
 
 def _in_run(config: Config, run_dir: RunDir, node_name: str, *, ends_with_parent: bool) -> Assignment:
@@ -148,10 +148,7 @@ def _token(token: str | None, file: Path | None) -> str:
 def _join_config(given: argparse.Namespace) -> InferenceConfig:
     values: dict = {}
     if given.settings is not None:
-        try:
-            values = tomllib.loads(given.settings.read_text()).get("inference", {})
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"--settings {given.settings}: {error}") from None
+        values = merge(read_with_bases(str(given.settings))).get("inference", {})
     for key in ("engine", "device", "dtype", "threads", "max_concurrent"):
         if getattr(given, key) is not None:
             values[key] = getattr(given, key)

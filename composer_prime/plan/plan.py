@@ -78,9 +78,9 @@ def _run(config: Config) -> Rows:
     run = config.run
     sources = ", ".join(f"{source.name} ({source.weight:g})" for source in config.orchestrator.source)
     length = f"{run.max_steps} steps" if run.max_steps else "evaluation only"
-    state = folder_state(RunDir(run.directory))
+    state = folder_state(RunDir(config.run_directory))
     return [
-        ("run", f"{run.name}: {length}, seed {run.seed}, in {run.directory} ({state})"),
+        ("run", f"{run.name}: {length}, seed {run.seed}, in {config.run_directory} ({state})"),
         ("sources", sources),
         ("loss", f"{config.channels.policy.objective}, off-policy correction {config.channels.policy.correction}"),
         *_further_channels(config),
@@ -197,7 +197,7 @@ def _teachers(config: Config, found: Findings) -> Rows:
     if expected:
         _votes_worth_it(teachers.voi, expected, found)
     try:
-        paid = spent(config.run.directory / "costs.jsonl")
+        paid = spent(config.run_directory / "costs.jsonl")
     except (LedgerError, OSError) as error:
         return [*rows, ("", f"spent so far: not known: {error}")]
     return [*rows, ("", f"spent so far: ${paid.usd:,.4f} in {paid.calls:,} calls")] if paid.calls else rows
@@ -250,7 +250,7 @@ def _memory(config: Config, shape: ModelShape, machine: Machine, found: Findings
 
 def _disk(config: Config, shape: ModelShape, machine: Machine, found: Findings) -> Rows:
     parts = disk_bytes(config, shape, cuda=bool(machine.gpus))
-    need, free = sum(parts.values()), free_bytes(config.run.directory)
+    need, free = sum(parts.values()), free_bytes(config.run_directory)
     if need > free and not machine.imagined:
         found.problems.append(
             f"checkpoints, weight store and final model need about {gib(need)}, but {config.run.output_dir} has "

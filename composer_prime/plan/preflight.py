@@ -75,7 +75,7 @@ def _devices(config: Config, found: Findings, gpus: int) -> None:
 
 def _folder(config: Config, found: Findings) -> None:
     try:
-        found.notes += check_run_folder(RunDir(config.run.directory), config)
+        found.notes += check_run_folder(RunDir(config.run_directory), config)
     except ConfigError as error:
         found.problems.append(str(error))
 
@@ -204,7 +204,7 @@ def _pairs(config: Config, found: Findings) -> None:
     preferences = config.orchestrator.preferences
     if not preferences.pairs_per_step:
         return
-    path = resolve_pairs(preferences.pairs, config.run.directory)
+    path = resolve_pairs(preferences.pairs, config.run_directory)
     if path.is_file():
         return
     if preferences.pairs is None:
@@ -254,7 +254,7 @@ def _density_gate(config: Config, found: Findings) -> None:
     weight, wanted = config.channels.replay_dpo.weight, config.orchestrator.preferences.pairs
     if not weight:
         return
-    path = resolve_pairs(wanted, config.run.directory)
+    path = resolve_pairs(wanted, config.run_directory)
     if path.is_file():
         refused = refusal(path) if wanted is not None or not config.teachers.online else None
         if refused is not None:

@@ -28,7 +28,7 @@ def link_rows(config: Config) -> list[tuple[str, str]]:
     if diloco is None or model_ready(config.model.path) is not None:
         return []
     shape = ModelShape.read(resolve_model(config.model.path))
-    measured_s = step_s(RunDir(config.run.directory).metrics)
+    measured_s = step_s(RunDir(config.run_directory).metrics)
     run = JointRun(
         parameters=trained_parameters(config, shape), layers=shape.layers, step_s=measured_s or ASSUMED_STEP_S,
         every=diloco.sync_every, fragments=diloco.fragments, delay=diloco.delay, codec=diloco.codec,

@@ -173,6 +173,7 @@ def test_plan_says_what_it_cannot_know(tmp_path, capsys):
     assert "inference node x 4" in (text := capsys.readouterr().out) and "MiB" not in text
 
 
+@pytest.mark.process
 def test_a_reader_that_leaves_early_sees_no_traceback(run_dir):
     # `composer rollouts RUN | head -1`, with or without 2>&1: no message; the status is that of a closed pipe.
     write(run_dir, "step_000006", [rollout(6, f"g{index}", 0.5) for index in range(5000)])
@@ -194,6 +195,7 @@ def test_an_evaluation_never_replaces_an_earlier_one(tmp_path):
     assert names == ["a0-tiny", "a0-tiny-2", "a0-tiny-3"]
 
 
+@pytest.mark.process
 def test_unknown_command_gets_a_suggestion():
     # Exit status 2, a did-you-mean, the list of commands.
     code = "import sys; sys.argv = ['composer', 'reprot']; from composer_prime.cli.main import main; main()"

@@ -24,6 +24,7 @@ print(status or 0, *sys.modules)"""
 LOOKING = ("--help", "ladder --help", "ladder RUN", "report RUN", "rollouts --help", "doctor --quick")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("words", LOOKING)
 def test_a_command_that_looks_loads_nothing_heavy(tmp_path, words):
     # Help, run directories and the quick check need neither torch nor the configuration's classes.

@@ -57,6 +57,36 @@ def test_later_overlays_and_then_flags_win(base, tmp_path):
     assert (config.run.max_steps, config.run.seed, config.run.name) == (30, 3, "one")
 
 
+def test_a_file_states_what_differs_from_its_base(base, tmp_path):
+    # A chain of bases, each relative to its file: own values win, tables are merged, `base` itself is no key.
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/middle.toml").write_text('base = "../base.toml"\n[run]\nname = "two"\nseed = 5\n')
+    (tmp_path / "sub/top.toml").write_text('base = "middle.toml"\n[run]\nname = "three"\n')
+    config = resolve(["@", str(tmp_path / "sub/top.toml"), "--orchestrator.source.1.weight", "3"]).config
+    assert (config.run.name, config.run.seed, config.run.max_steps) == ("three", 5, 10)
+    assert config.orchestrator.source[1].weight == 3 and '"base"' not in dump(config)
+
+
+def test_messages_name_the_file_of_a_chain_that_set_a_value(base, tmp_path):
+    # The value is wrong in the base, so the base is named, not the file on the command line.
+    Path(base).write_text(BASE.replace("max_steps = 10", "max_steps = -1"))
+    top = overlay(tmp_path, 'base = "base.toml"\n[trainer.optim]\nlr = "fast"\n')
+    text = refused("@", top)
+    assert f"run.max_steps = -1 ({base})" in text and f"trainer.optim.lr = 'fast' ({top})" in text
+
+
+def test_wrong_bases_are_refused(base, tmp_path):
+    # A base that is missing, that leads back to its reader, or that is no path; a section's file has none.
+    missing = overlay(tmp_path, 'base = "bse.toml"\n')
+    text = refused("@", missing)
+    assert f"{missing}: base is 'bse.toml', but there is no file {tmp_path / 'bse.toml'}" in text and base in text
+    (tmp_path / "one.toml").write_text('base = "two.toml"\n')
+    (tmp_path / "two.toml").write_text('base = "./one.toml"\n')
+    assert "base is './one.toml', which leads back to itself" in refused("@", str(tmp_path / "one.toml"))
+    assert "base is ['base.toml']; expected the path" in refused("@", overlay(tmp_path, 'base = ["base.toml"]\n'))
+    assert "unknown key trainer.base" in refused("@", base, "--trainer", "@", overlay(tmp_path, 'base = "x.toml"\n'))
+
+
 def test_sign_and_file_may_be_one_word(base):
     # `@file.toml` is `@ file.toml`.
     assert resolve([f"@{base}"]).config.run.name == "one"
@@ -248,6 +278,7 @@ def test_read_explains_what_is_wrong(tmp_path):
         read_config(tmp_path / "config.json")
 
 
+@pytest.mark.process
 def test_help_comes_from_docstrings_and_is_quick():
     # Field docstrings are the help; no heavy import on the way.
     begun = time.perf_counter()

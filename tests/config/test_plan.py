@@ -54,6 +54,7 @@ def test_plan_of_the_quickstart_has_no_problem(tmp_path):
         assert part in text
 
 
+@pytest.mark.process
 def test_dry_run_imports_nothing_heavy(tmp_path):
     # The whole dry run stays clear of torch and verifiers, although it checks that environments are installed.
     code = f"""import sys
@@ -74,10 +75,10 @@ def test_evaluation_only_starts_no_trainer(tmp_path):
 def test_the_run_directory_is_looked_at(tmp_path):
     # A dry run refuses what a start would: a run that is there, a resume of none, a resume under other settings.
     config = quickstart(tmp_path)
-    assert f"there is no run in {config.run.directory}" in problems(tmp_path, "--resume")
-    config.run.directory.mkdir(parents=True)
-    (config.run.directory / "config.json").write_text(dump(config))
-    (config.run.directory / "run_id").write_text("one")
+    assert f"there is no run in {config.run_directory}" in problems(tmp_path, "--resume")
+    config.run_directory.mkdir(parents=True)
+    (config.run_directory / "config.json").write_text(dump(config))
+    (config.run_directory / "run_id").write_text("one")
     assert "exists already, with no complete checkpoint: continue it with --resume" in problems(tmp_path)
     assert problems(tmp_path, "--run.overwrite", "true") == ""
     text = problems(tmp_path, "--resume", "--run.seed", "7", "--orchestrator.group_size", "4")
@@ -171,6 +172,7 @@ def test_stored_parameters_are_counted_from_headers():
     assert ModelShape.read(folder).parameters == formula.parameters
 
 
+@pytest.mark.process  # transformers starts one when it is imported
 def test_qwen3_8b_shapes_on_the_meta_device():
     # The estimate's parameter count is that of the real model, built without memory.
     import torch

@@ -180,8 +180,8 @@ def test_joint_run_rules():
     run = {"run": {"name": "r", "max_steps": 8}, "model": {"path": "tiny"}, "diloco": PEER | {"sync_every": 4}}
     run["orchestrator"] = {"source": [{"name": "s", "taskset": {"id": "t"}}]}
     config = Config.model_validate(run)
-    assert config.run.directory == Path("outputs/r/a")
-    assert Config.model_validate(config.model_dump(mode="json")).run.directory == Path("outputs/r/a")
+    assert config.run_directory == Path("outputs/r/a")
+    assert Config.model_validate(config.model_dump(mode="json")).run_directory == Path("outputs/r/a")
     with pytest.raises(ValidationError, match=r"max_steps is 6, but diloco.sync_every is 4: .* max_steps = 4"):
         Config.model_validate({**run, "run": {"name": "r", "max_steps": 6}})
     lora = {**run, "trainer": {"lora": {"rank": 4}}, "diloco": {**run["diloco"], "outer": {"type": "muon"}}}

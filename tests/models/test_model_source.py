@@ -107,6 +107,7 @@ def test_a_held_lock_has_a_deadline(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.process
 def test_resolving_imports_no_torch() -> None:
     """Naming a folder costs no heavy import: it happens on the --dry-run path."""
     code = (

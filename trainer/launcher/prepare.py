@@ -41,7 +41,7 @@ class Prepared:
 
 def prepare(config: Config) -> Prepared:
     """Make the run directory ready. Raises ConfigError when it cannot be used as asked."""
-    run_dir = RunDir(config.run.directory.absolute())
+    run_dir = RunDir(config.run_directory.absolute())
     changes = check_run_folder(run_dir, config)
     _make(run_dir.root)
     lock = _lock(run_dir)

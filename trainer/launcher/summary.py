@@ -61,7 +61,7 @@ def _evaluations(prepared: Prepared, progress: RunProgress) -> list[str]:
 
 
 def _next(prepared: Prepared, status: int, taken: int) -> list[str]:
-    where = prepared.config.run.directory
+    where = prepared.config.run_directory
     lines = ["", "next:"]
     if status != 0 and prepared.config.run.max_steps:
         lines.append(f"  the same command with --resume   {_resume_text(prepared.run_dir, taken)}")

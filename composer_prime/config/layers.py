@@ -1,0 +1,152 @@
+"""The layers of a configuration: TOML files, the files they are based on, and flags of the command line.
+
+A file may name one base, by a path relative to itself. It then states only what differs:
+
+    base = "a1.toml"
+
+The base is read first. The file's own values win key by key; a list is replaced whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from composer_prime.errors import ConfigError
+
+_BASE = "base"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """Values from one place."""
+
+    origin: str
+    """The file's path as the user wrote it, or "the command line"."""
+    values: dict[str, Any]
+    """Nested tables."""
+
+    def sets(self, location: tuple[str | int, ...]) -> bool:
+        """Return whether this layer holds a value at `location` (keys and list positions)."""
+        node: Any = self.values
+        for segment in location:
+            if isinstance(node, list) and isinstance(segment, int) and segment < len(node):
+                node = node[segment]
+            elif isinstance(node, dict) and str(segment) in node:
+                node = node[str(segment)]
+            else:
+                return False
+        return True
+
+
+def read_layers(words: list[str]) -> tuple[list[Layer], list[str]]:
+    """Return the layers of all files in `words`, the strongest last, and the other words.
+
+    `@ FILE` is a layer of the whole configuration, `--section @ FILE` one of a section; those of sections come last.
+    The blank after an @ may be left out. Raises ConfigError for a file that cannot be read.
+    """
+    whole: list[Layer] = []
+    of_sections: list[Layer] = []
+    rest: list[str] = []
+    queue = list(words)
+    while queue:
+        word, section = queue.pop(0), ""
+        if word.startswith("--") and "=" not in word and queue and queue[0].startswith("@"):
+            section, word = word[2:].replace("-", "_"), queue.pop(0)
+        if not word.startswith("@"):
+            rest.append(word)
+            continue
+        name = word[1:] or (queue.pop(0) if queue else "")
+        if not name or name.startswith("--"):
+            raise ConfigError("@ must be followed by a configuration file: @ configs/a1.toml")
+        if section:
+            of_sections.append(Layer(origin=name, values=_nested(section.split("."), read_table_file(name))))
+        else:
+            whole += read_with_bases(name)
+    return [*whole, *of_sections], rest
+
+
+def read_with_bases(name: str, *, readers: tuple[str, ...] = ()) -> list[Layer]:
+    """Return the layer of file `name` after those of its base, its base's base and so on.
+
+    `readers`: the files that led here. Raises ConfigError for a base that is missing or that leads back to its reader.
+    """
+    values = read_table_file(name)
+    chain = (*readers, name)
+    base = values.pop(_BASE, None)
+    if base is None:
+        return [Layer(origin=name, values=values)]
+    if not isinstance(base, str):
+        raise ConfigError(f"{name}: base is {base!r}; expected the path of a TOML file, relative to this one")
+    path = Path(name).parent / base
+    if not path.is_file():
+        raise ConfigError(f"{name}: base is {base!r}, but there is no file {path}{_files_near(path)}")
+    if path.resolve() in {Path(reader).resolve() for reader in chain}:
+        raise ConfigError(
+            f"{name}: base is {base!r}, which leads back to itself ({' -> '.join([*chain, str(path)])}): a chain of "
+            "bases must end in a file without one"
+        )
+    return [*read_with_bases(str(path), readers=chain), Layer(origin=name, values=values)]
+
+
+def merge(layers: list[Layer]) -> dict[str, Any]:
+    """Return the values of all layers in new tables; later layers win."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        _merge_into(merged, layer.values)
+    return merged
+
+
+def flag_layer(words: list[str]) -> Layer:
+    """Return which keys the flags in `words` set, as a layer for messages; their values are not parsed."""
+    values: dict[str, Any] = {}
+    for word in words:
+        if word.startswith("--"):
+            *parents, last = word[2:].partition("=")[0].replace("-", "_").split(".")
+            node: Any = values
+            for key in parents:
+                node = node.setdefault(key, {})
+            node.setdefault(last, {})
+    return Layer(origin="the command line", values=values)
+
+
+def read_table_file(name: str) -> dict[str, Any]:
+    """Return the tables of a .toml or .json file. Raises ConfigError when it is missing, of another kind or broken."""
+    path = Path(name)
+    if path.suffix not in (".toml", ".json"):
+        raise ConfigError(f"{name} is no configuration file: its name must end in .toml (or .json)")
+    try:
+        text = path.read_bytes().decode()
+        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {name} does not exist{_files_near(path)}") from None
+    except OSError as error:
+        raise ConfigError(f"configuration file {name} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{name} is not valid {path.suffix[1:].upper()}: {error}") from None
+
+
+def _files_near(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f" (nor does the folder {folder}; the current folder is {Path.cwd()})"
+    names = sorted(str(neighbor) for neighbor in folder.glob("*.toml"))
+    return f"; there is {', '.join(names[:6])}" if names else ""
+
+
+def _nested(keys: list[str], values: dict[str, Any]) -> dict[str, Any]:
+    for key in reversed(keys):
+        values = {key: values}
+    return values
+
+
+def _merge_into(merged: dict[str, Any], values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            _merge_into(merged[key], value)
+        else:
+            merged[key] = copy.deepcopy(value)
