@@ -5,8 +5,8 @@
     {"name": "API_KEY", "value": "..."}                                                            JSON: name or key
     ["login", "--token", "..."]                                                                    JSON: the last flag
 
-A name counts by its end: `token_count`, `secret_name` and `password_file` give nothing away. Code is full of such names,
-so a value counts only when it cannot be code or prose: no word, path, number, call, variable, identifier or sentence. A
+A name counts by its end: `token_count`, `secret_name` and `password_file` give nothing away. Code is full of such
+names, so a value counts only when it cannot be code or prose: no word, path, number, call, variable or sentence. A
 shell variable (upper case, no space before the value) holds its value literally; there nearly any value counts.
 
 `keyword_spans` is detect-secrets' keyword detector in linear time. Its patterns and names are unchanged but for two
