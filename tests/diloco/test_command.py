@@ -34,7 +34,7 @@ def test_keygen(tmp_path, capsys):
 # The key that the pages have people make stays out of commits.
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no git checkout")
 def test_git_ignores_the_key():
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     names = {name for page in pages for name in re.findall(r"diloco keygen ([\w./-]+\.\w+)", page.read_text())}
     assert names == {"joint.key"}
     assert all(subprocess.run(["git", "check-ignore", "-q", name], cwd=ROOT).returncode == 0 for name in names)
@@ -71,10 +71,10 @@ def test_simulate(tmp_path, capsys):
     assert (tmp_path / "u.svg").read_text().count("<polyline") == 6
 
 
-# docs/multi-cluster.md shows what is printed.
+# docs/how-to/choose-a-link.md shows what is printed.
 def test_simulate_as_on_the_page(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    page = (ROOT / "docs/multi-cluster.md").read_text()
+    page = (ROOT / "docs/how-to/choose-a-link.md").read_text()
     command, _, shown = page.partition("$ diloco simulate ")[2].partition("```")[0].partition("\nGbit/s")
     main(["simulate", *shlex.split(command.replace("\\\n", " "))])
     printed = capsys.readouterr().out.splitlines()

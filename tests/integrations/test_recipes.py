@@ -1,4 +1,4 @@
-"""The recipes of docs/integrations.md do what the page says."""
+"""The recipes of docs/how-to/other-trainers.md do what the page says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs/integrations.md"
+PAGE = Path(__file__).parents[2] / "docs/how-to/other-trainers.md"
 
 
 def recipe(name: str, folder: Path, monkeypatch) -> object:

@@ -1,6 +1,6 @@
 """The losses in verl's registry, called by verl's own ppo_loss. Skipped where verl is not installed.
 
-pip install verl==0.9.1        (an environment of its own; docs/integrations.md)
+pip install verl==0.9.1        (an environment of its own; docs/how-to/other-trainers.md)
 """
 
 from __future__ import annotations

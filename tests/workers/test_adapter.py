@@ -217,8 +217,8 @@ def test_what_cannot_load_says_why(model_path: str, changes: dict[str, Any], err
 
 
 def block(language: str) -> str:
-    """The first block of docs/environments.md in `language`."""
-    document = Path(__file__).parents[2] / "docs" / "environments.md"
+    """The first block of docs/tutorial/your-environment.md in `language`."""
+    document = Path(__file__).parents[2] / "docs/tutorial/your-environment.md"
     found = re.search(rf"```{language}\n(.*?)```", document.read_text(), re.DOTALL)
     assert found is not None
     return found[1]
@@ -226,7 +226,7 @@ def block(language: str) -> str:
 
 @pytest.mark.parametrize(("reply", "reward"), [("It is {}", 1.0), ("no idea", 0.0)])
 def test_the_documented_task_set_is_played_and_scored(tmp_path, monkeypatch, reply, reward) -> None:
-    """The module and its settings as they stand in docs/environments.md."""
+    """The module and its settings as they stand in docs/tutorial/your-environment.md."""
     (tmp_path / "my_sums.py").write_text(block("python"))
     monkeypatch.syspath_prepend(tmp_path)
     (source,) = tomllib.loads(block("toml"))["orchestrator"]["source"]
