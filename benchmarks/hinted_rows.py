@@ -93,12 +93,12 @@ def measure(bench: Bench, context: int, turn: int, repeats: int) -> None:
 
 def one_step(bench: Bench, found: Documents, samples: list[Sample], in_row: bool) -> float:
     """Processor seconds."""
-    options = RowOptions(device=bench.device, share=True, distil=True, teacher_in_row=in_row)
-    row = unpack(found, options)
+    options = RowOptions(device=bench.device, share=True, distil=True)
+    row = unpack(found, options, teacher_in_row=in_row)
     bench.policy.zero_grad()
     begun = time.process_time()
-    (aid,) = bench.teacher.prepare([row], 1)
-    parts, _ = loss_of(bench.policy, row, totals(samples), bench.settings, aid=aid)
+    (auxiliary,) = bench.teacher.prepare([row], 1)
+    parts, _ = loss_of(bench.policy, row, totals(samples), bench.settings, auxiliary=auxiliary)
     parts.total.backward()
     return time.process_time() - begun
 

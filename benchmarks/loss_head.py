@@ -61,8 +61,7 @@ def trl(hidden: Tensor, weight: Tensor, targets: Tensor, _: Tensor) -> Tensor:
 
 
 def ours(hidden: Tensor, weight: Tensor, targets: Tensor, _: Tensor) -> Tensor:
-    from trainer.head.fused import token_statistics
-    from trainer.head.head import Head
+    from trainer.head.fused import Head, token_statistics
 
     return token_statistics(Head(weight_VH=weight), hidden, targets).logprobs_R
 
@@ -83,13 +82,12 @@ def trl_jsd(hidden: Tensor, weight: Tensor, _: Tensor, teacher: Tensor) -> Tenso
 
 def ours_jsd(hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Tensor) -> Tensor:
     from composer_prime.channels.divergence import divergence
-    from trainer.head.fused import token_statistics
-    from trainer.head.head import Head, TeacherPart, TeacherTargets
+    from trainer.head.fused import Head, TeacherMixture, TeacherPart, token_statistics
 
     part = TeacherPart(share=1.0, hidden_DH=teacher, head=Head(weight_VH=weight.detach()))
     measure = lambda student, other, wanted: divergence(student, other, _sdpo(), wanted)
-    distillation = TeacherTargets(teacher=(part,), divergence=measure)
-    return token_statistics(Head(weight_VH=weight), hidden, targets, None, distillation).divergence_D
+    mixture = TeacherMixture(parts=(part,), divergence=measure)
+    return token_statistics(Head(weight_VH=weight), hidden, targets, None, mixture).divergence_D
 
 
 def _sdpo():

@@ -18,10 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from composer_prime.plan.footprint import CHUNK_LOGITS
-from trainer.head.choose_kernels import choose_kernels
-from trainer.head.fused import token_statistics
-from trainer.head.head import Head
-from trainer.head.logit_kernels import Incoming, LogitKernels, TorchLogitKernels
+from trainer.head.fused import Head, token_statistics
+from trainer.head.kernels import GradientInputs, LogitKernels, TorchLogitKernels, choose_kernels
 
 DEVICE = torch.device("cuda")
 CHECKED = 64
@@ -42,8 +40,8 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return -LigerFusedLinearCrossEntropyLoss(reduction="none", accum_dtype=torch.float32)(weight, hidden, targets)
 
 
-def ours(hidden: Tensor, weight: Tensor, targets: Tensor, passes: LogitKernels) -> Tensor:
-    return token_statistics(Head(weight_VH=weight), hidden, targets, passes=passes).logprobs_R
+def ours(hidden: Tensor, weight: Tensor, targets: Tensor, kernels: LogitKernels) -> Tensor:
+    return token_statistics(Head(weight_VH=weight), hidden, targets, kernels=kernels).logprobs_R
 
 
 def implementations() -> dict[str, LogitKernels]:
@@ -83,16 +81,16 @@ def bandwidths(vocabulary: int, ceiling: float, repeats: int) -> None:
     print("|---|---|---|---|---|---|---|")
     logits = torch.randn(rows, vocabulary, device=DEVICE)
     targets, coming = torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.ones(rows, device=DEVICE)
-    head = Head(weight_VH=torch.empty(vocabulary, 0, device=DEVICE))
-    for name, passes in implementations().items():
-        incoming = Incoming(
+    for name, kernels in implementations().items():
+        inputs = GradientInputs(
             targets_B=targets, temperature_B=None, log_sum_B=torch.full_like(coming, 20.0), entropy_B=coming,
-            logprob_grad_B=coming, entropy_grad_B=None, taught_BV=None,
+            logprob_grad_B=coming, entropy_grad_B=None, divergence_grad_BV=None,
+            scale=1.0, cap=None,
         )  # fmt: skip
         # a pass may write over its logits: what they hold changes no time, so they are not made again
         took = (
-            milliseconds(partial(passes.statistics, logits, targets, None, spent=True), repeats),
-            milliseconds(partial(passes.gradient, logits, incoming, head), repeats),
+            milliseconds(partial(kernels.statistics, logits, targets, None, overwrite=True), repeats),
+            milliseconds(partial(kernels.gradient, logits, inputs), repeats),
         )
         reached = [moved * logits.nbytes / ms / 1e6 for moved, ms in zip((1, 2), took, strict=True)]
         figures = [f"{ms:.3f} | {rate:.0f} | {rate / ceiling:.2f}" for ms, rate in zip(took, reached, strict=True)]
@@ -131,7 +129,7 @@ def measure(compute: Logprobs, rows: int, vocabulary: int, width: int, repeats: 
 
 def table(rows: int, vocabulary: int, width: int, repeats: int) -> None:
     variants: dict[str, Logprobs] = {"dense": dense}
-    variants |= {f"ours, {name}": partial(ours, passes=passes) for name, passes in implementations().items()}
+    variants |= {f"ours, {name}": partial(ours, kernels=kernels) for name, kernels in implementations().items()}
     if importlib.util.find_spec("liger_kernel") is not None:
         variants["Liger-Kernel fused linear cross entropy (no entropies)"] = liger
     print(f"\nlogprobs on {torch.cuda.get_device_name()}, N = {rows}, V = {vocabulary}, H = {width}, bfloat16")

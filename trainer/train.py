@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import logging
 import resource
 import sys
@@ -32,6 +31,7 @@ from composer_prime.model_source import resolve_model
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.ledger import append_rewind, append_step
+from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.wire.step import RunFinished, StepReply
 from diloco.streaming import StreamingDiLoCo
@@ -198,7 +198,7 @@ class Trainer:
         if self.outer:
             self.outer.count(tokens=reply.totals.tokens, samples=reply.totals.samples)
         metrics = train_step(
-            policy, self.optimizer, rows, reply.totals, self.settings, step=step, ratio=ratio, aids=aids
+            policy, self.optimizer, rows, reply.totals, self.settings, step=step, ratio=ratio, auxiliary=aids
         ) | (self.outer.metrics if self.outer else {})
         self.teacher.follow()
         trained = time.monotonic()
@@ -242,8 +242,7 @@ class Trainer:
             prefer=channels.replay_dpo.weight > 0,
         )
         return [
-            unpack(documents, dataclasses.replace(options, teacher_in_row=wanted))
-            for documents, wanted in zip(found, in_row, strict=True)
+            unpack(documents, options, teacher_in_row=wanted) for documents, wanted in zip(found, in_row, strict=True)
         ]
 
     def _reference(self) -> ReferenceLogprobs | None:
@@ -303,6 +302,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.train", description="One trainer rank of a prepared run.")
     parser.add_argument("--run-dir", type=Path, required=True, help="run directory that the launcher prepared")
     run_dir = RunDir(parser.parse_args(argv).run_dir)
+    end_with_parent()
     stop = StopSignal()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stdout)
     try:

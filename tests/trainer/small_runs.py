@@ -50,13 +50,16 @@ def _sample(rng: np.random.Generator, step: int, index: int, version: int, tempe
 
 
 def rows_of(samples, device: torch.device, budget: int = 4096, pairs=(), **options) -> list[PackedRow]:
-    """All rows of `samples` (and preference pairs) on one rank; `options` as of RowOptions."""
+    """All rows of `samples` (and preference pairs) on one rank; `options` as for `row_of`."""
     (batches,) = pack(samples, pairs, run_id="r", step=1, world_size=1, max_tokens=budget)
     return [row_of(batch, device, **options) for batch in batches]
 
 
-def row_of(batch: MicroBatch, device: torch.device, vocabulary: int = VOCABULARY, **options) -> PackedRow:
-    return unpack(documents_of(batch, vocabulary), RowOptions(device=device, **options))
+def row_of(
+    batch: MicroBatch, device: torch.device, vocabulary: int = VOCABULARY, teacher_in_row: bool = False, **options
+) -> PackedRow:
+    documents = documents_of(batch, vocabulary)
+    return unpack(documents, RowOptions(device=device, **options), teacher_in_row=teacher_in_row)
 
 
 def make_config(folder: Path, output: Path, **sections: dict[str, Any]) -> Config:

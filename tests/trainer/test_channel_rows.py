@@ -24,8 +24,9 @@ from composer_prime.config.channels import ChannelsConfig
 from composer_prime.errors import NonFiniteError, RunMismatchError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import flags, floats, ints, pack_floats, pack_ints
-from trainer.model.attention import NAME
-from trainer.model.policy import Policy, Teaching
+from trainer.head.fused import TeacherMixture, TeacherPart
+from trainer.model.attention import PACKED
+from trainer.model.policy import Policy
 from trainer.step import LossSettings, loss_of
 from trainer.teacher.self_teacher import AuxiliaryLogprobs
 
@@ -41,7 +42,7 @@ def small_model() -> transformers.PreTrainedModel:
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, tie_word_embeddings=True,
     )  # fmt: skip
-    return transformers.Qwen3ForCausalLM._from_config(config, attn_implementation=NAME).eval()
+    return transformers.Qwen3ForCausalLM._from_config(config, attn_implementation=PACKED).eval()
 
 
 MODEL = small_model()
@@ -104,25 +105,28 @@ def oracle(samples, pairs, references: Tensor) -> Tensor:
 REFERENCES = torch.linspace(-40, -20, 6)
 
 
-def aid_of(policy: Policy, row, pairs) -> AuxiliaryLogprobs:
+def auxiliary_of(policy: Policy, row, pairs) -> AuxiliaryLogprobs:
     """Live teacher, in the row or apart from it, and made-up reference values for the row's pairs."""
     order = {f"pair {pair.pair_id}": index for index, pair in enumerate(pairs)}
     names = row.names[len(row.names) - 2 * row.pairs.pairs :]
     sides = [REFERENCES[2 * order[name] + place % 2] for place, name in enumerate(names)]
-    teaching = None
-    if row.distilled.turns:
+    teacher = None
+    if row.turns:
         with torch.no_grad():
-            live = None if row.distilled.teacher is None else policy.states(row.distilled.teacher)
+            states = None if row.teacher_reading is None else policy.states(row.teacher_reading)
         measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets, step=1)
-        teaching = Teaching(parts=(), live_share=1.0, live_hidden_DH=live, divergence=measure)
-    return AuxiliaryLogprobs(teaching=teaching, reference_S=torch.stack(sides) if sides else torch.zeros(0))
+        part = TeacherPart(share=1.0, hidden_DH=states, head=None)
+        teacher = TeacherMixture(parts=(part,), divergence=measure)
+    return AuxiliaryLogprobs(teacher=teacher, reference_S=torch.stack(sides) if sides else torch.zeros(0))
 
 
 def packed_loss(samples, pairs, budget: int, **options) -> Tensor:
-    policy = Policy(MODEL, NAME)
+    policy = Policy(MODEL, PACKED)
     parts = []
     for row in rows_of(samples, CPU, budget, pairs, **ON | options):
-        parts.append(loss_of(policy, row, totals(samples, pairs), SETTINGS, aid=aid_of(policy, row, pairs))[0].total)
+        parts.append(
+            loss_of(policy, row, totals(samples, pairs), SETTINGS, auxiliary=auxiliary_of(policy, row, pairs))[0].total
+        )
     return torch.stack(parts).sum()
 
 
@@ -174,7 +178,9 @@ def test_simpo_trains_without_a_reference():
         {"policy": {"correction": "none"}, "replay_dpo": {"weight": 1.0, "loss": "simpo"}}
     )
     settings = LossSettings(channels=channels, max_length=64)
-    parts, _ = loss_of(Policy(MODEL, NAME), row, totals(make_samples(3, 4), pairs), settings, aid=AuxiliaryLogprobs())
+    parts, _ = loss_of(
+        Policy(MODEL, PACKED), row, totals(make_samples(3, 4), pairs), settings, auxiliary=AuxiliaryLogprobs()
+    )
     assert parts.total.isfinite() and parts.sums["dpo/pairs"] == 3 and "dpo/displacement" not in parts.sums
 
 
@@ -195,11 +201,11 @@ def test_nothing_leaks_between_documents():
     # teacher's.
     samples, pairs = make_hinted(5, 6), make_pairs(5)
     bare = msgspec.structs.replace(samples[0], input_ids=pack_ints((ints(samples[0].input_ids) + 1) % VOCABULARY))
-    policy, seen = Policy(MODEL, NAME), []
+    policy, seen = Policy(MODEL, PACKED), []
     for changed in (samples[0], bare):
         (row,) = rows_of([changed, *samples[1:]], CPU, 4096, pairs, **ON)
         with torch.no_grad():
-            out = policy(row, aid_of(policy, row, pairs).teaching)
+            out = policy(row, auxiliary_of(policy, row, pairs).teacher)
         document = [row.names[index] for index in row.document_R.tolist()]
         seen.append((dict.fromkeys(document), document, out, row))
     (names, document, one, row), (_, _, other, _) = seen
@@ -207,7 +213,7 @@ def test_nothing_leaks_between_documents():
     own = torch.tensor([name == samples[0].sample_id for name in document])
     moved = (one.logprobs_R - other.logprobs_R).abs() > 1e-6
     assert moved[own].any() and not moved[~own].any()
-    assert (one.divergence_D - other.divergence_D).abs().max() < 1e-6 and row.distilled.turns == 4
+    assert (one.divergence_D - other.divergence_D).abs().max() < 1e-6 and row.turns == 4
 
 
 def test_a_token_of_two_channels_is_one_row_of_the_head():
@@ -218,7 +224,7 @@ def test_a_token_of_two_channels_is_one_row_of_the_head():
     trained, answers = int(flags(batch.loss_mask).sum()), len(row.pairs.answer_A)
     distilled = sum(turn.count for turn in batch.turns)
     assert len(row.targets_R) == trained + answers and len(row.policy_T) == trained
-    assert len(row.distilled.turn_D) == len(row.distilled.teacher.source_R) == distilled
+    assert len(row.turn_D) == len(row.teacher_reading.source_R) == distilled
     assert np.array_equal(row.targets_R[row.policy_T], ids[np.flatnonzero(flags(batch.loss_mask))])
     spans = [ids[turn.student : turn.student + turn.count] for turn in batch.turns]
     assert np.array_equal(row.targets_R[-distilled:], np.concatenate(spans))
@@ -238,7 +244,7 @@ def test_channels_that_are_off_leave_no_trace():
     outcomes = []
     for samples, extra in ((hinted, pairs), (bare, ())):
         (row,) = rows_of(samples, CPU, 4096, extra, share=True)
-        loss = loss_of(Policy(MODEL, NAME), row, totals(bare), settings)[0].total
+        loss = loss_of(Policy(MODEL, PACKED), row, totals(bare), settings)[0].total
         outcomes.append((loss.detach(), gradients(MODEL, loss)))
     (one, grads), (other, expected) = outcomes
     assert torch.equal(one, other) and all(torch.equal(grads[name], expected[name]) for name in grads)

@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composer_prime.channels.divergence import divergence
 from composer_prime.packing.pack import totals
-from trainer.model.attention import NAME
-from trainer.model.policy import Policy, Teaching
+from trainer.head.fused import TeacherMixture, TeacherPart
+from trainer.model.attention import PACKED
+from trainer.model.policy import Policy
 from trainer.step import LossSettings, loss_of
 from trainer.teacher.self_teacher import AuxiliaryLogprobs
 
@@ -33,12 +34,13 @@ def test_a_step_in_bfloat16_on_cuda_mixes_no_devices_or_types(teacher_in_row, te
             samples, CUDA, 4096, pairs, distil=True, prefer=True, share=True, teacher_in_row=teacher_in_row
         )
         assert {row.input_ids.device, row.source_R.device, row.sampler_logprobs_T.device} == {CUDA}
-        live = None if teacher_in_row else policy.states(row.distilled.teacher)
+        states = None if teacher_in_row else policy.states(row.teacher_reading)
         measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets, step=1)
-        teaching = Teaching(parts=(), live_share=1.0, live_hidden_DH=live, divergence=measure)
-        aid = AuxiliaryLogprobs(teaching=teaching, reference_S=torch.zeros(2 * len(pairs), device=CUDA))
+        part = TeacherPart(share=1.0, hidden_DH=states, head=None)
+        teacher = TeacherMixture(parts=(part,), divergence=measure)
+        auxiliary = AuxiliaryLogprobs(teacher=teacher, reference_S=torch.zeros(2 * len(pairs), device=CUDA))
         settings = LossSettings(channels=CHANNELS, max_length=64)
-        parts, broken = loss_of(policy, row, totals(samples, pairs), settings, aid=aid)
+        parts, broken = loss_of(policy, row, totals(samples, pairs), settings, auxiliary=auxiliary)
         assert {parts.total.device, broken.device, *(value.device for value in parts.sums.values())} == {CUDA}
         assert parts.total.requires_grad and parts.total.dtype == torch.float32
 
@@ -49,5 +51,5 @@ def bfloat16_policy() -> Policy:
         num_key_value_heads=2, head_dim=8, tie_word_embeddings=True,
     )  # fmt: skip
     with CUDA:
-        lm = transformers.Qwen3ForCausalLM._from_config(config, attn_implementation=NAME, dtype=torch.bfloat16)
-    return Policy(lm, NAME, head_kernels="torch")
+        lm = transformers.Qwen3ForCausalLM._from_config(config, attn_implementation=PACKED, dtype=torch.bfloat16)
+    return Policy(lm, PACKED, head_kernels="torch")

@@ -17,9 +17,8 @@ from composer_prime.channels.divergence import divergence
 from composer_prime.config.channels import SdpoConfig
 from composer_prime.errors import ConfigError
 from trainer.head import fused
-from trainer.head.fused import token_statistics
-from trainer.head.head import Head, TeacherPart, TeacherTargets, head_of
-from trainer.head.logit_kernels import LogitKernels, TorchLogitKernels
+from trainer.head.fused import Head, TeacherMixture, TeacherPart, head_of, token_statistics
+from trainer.head.kernels import LogitKernels, TorchLogitKernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning:triton")  # 0 * -inf, which is not taken
 V, H = 19, 5
@@ -47,7 +46,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(fused.BLOCK_LOGITS, device, 3 * V)
 
 
-def passes_of(path: str, device: str) -> LogitKernels:
+def kernels_of(path: str, device: str) -> LogitKernels:
     """torch's passes, or Triton's: compiled on a GPU, interpreted elsewhere."""
     if path == "torch":
         return TorchLogitKernels()
@@ -71,7 +70,7 @@ class Case:
         path: str = "torch", device: str = "cpu",
     ) -> None:  # fmt: skip
         draw = torch.Generator().manual_seed(seed)
-        self.passes = passes_of(path, device)
+        self.kernels = kernels_of(path, device)
         self.new = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64).to(device)
         self.hidden, self.weight, self.bias = self.new(rows, H), self.new(V, H), self.new(V)
         self.targets = torch.randint(0, V, (rows,), generator=draw).to(device)
@@ -90,17 +89,17 @@ class Case:
 
     def fused(self, chunk_rows: int | None, hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         """The teacher is 0.3 * another layer's logits + 0.7 * the frozen values of this one's."""
-        distillation = None
+        teacher = None
         if self.taught:
             parts = (
                 TeacherPart(share=0.3, hidden_DH=self.states[0], head=Head(weight_VH=self.other)),
                 TeacherPart(share=0.7, hidden_DH=self.states[1], head=self.live),
             )
-            measure = lambda student, teacher, targets: divergence(student, teacher, self.config, targets)
-            distillation = TeacherTargets(teacher=parts, divergence=measure)
+            measure = lambda student, other, targets: divergence(student, other, self.config, targets)
+            teacher = TeacherMixture(parts=parts, divergence=measure)
         out = token_statistics(
-            self.head(weight, bias), hidden, self.targets, self.temperature, distillation,
-            chunk_rows=chunk_rows, passes=self.passes,
+            self.head(weight, bias), hidden, self.targets, self.temperature, teacher,
+            chunk_rows=chunk_rows, kernels=self.kernels,
         )  # fmt: skip
         return (out.logprobs_R, out.entropy_R) + ((out.divergence_D,) if self.taught else ())
 
@@ -174,7 +173,7 @@ def test_one_output_alone(wanted, temperature, path, device):
     case = Case(5, 0, path=path, device=device)
     heat = None if temperature is None else torch.full((5,), temperature, device=device)
     out = token_statistics(Head(weight_VH=case.weight), case.hidden, case.targets, heat, chunk_rows=2,
-                           passes=case.passes)  # fmt: skip
+                           kernels=case.kernels)  # fmt: skip
     logprobs = (case.hidden @ case.weight.T / (1.0 if heat is None else heat[:, None])).log_softmax(-1)
     dense = (logprobs.gather(1, case.targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1))[wanted]
     ours = (out.logprobs_R, out.entropy_R)[wanted]
@@ -193,7 +192,7 @@ def test_masked_logits_count_for_nothing(chunk_rows, path, device):
     bias = torch.full((V,), float("-inf"), device=device, dtype=torch.float64).index_fill(0, open_V, 0.0)
     at = torch.tensor([0, 4, 2, 1], device=device)
     out = token_statistics(Head(weight_VH=case.weight, bias_V=bias), case.hidden, open_V[at], chunk_rows=chunk_rows,
-                           passes=case.passes)  # fmt: skip
+                           kernels=case.kernels)  # fmt: skip
     logprobs = (case.hidden @ case.weight[open_V].T).log_softmax(-1)
     dense = logprobs.gather(1, at[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
     pairs = zip((out.logprobs_R, out.entropy_R), dense, strict=True)
@@ -204,7 +203,9 @@ def test_masked_logits_count_for_nothing(chunk_rows, path, device):
 
     broken = case.hidden.detach().clone()
     broken[1] = float("nan")
-    out = token_statistics(Head(weight_VH=case.weight), broken, case.targets, chunk_rows=chunk_rows, passes=case.passes)
+    out = token_statistics(
+        Head(weight_VH=case.weight), broken, case.targets, chunk_rows=chunk_rows, kernels=case.kernels
+    )
     for values in (out.logprobs_R, out.entropy_R):
         assert values.isnan().tolist() == [False, True, False, False]
 
@@ -291,7 +292,7 @@ def test_an_adapted_output_layer_trains_its_adapters():
     # the adapters scaled to nothing the layer is the base.
     from composer_prime.config.trainer import LoraConfig
     from trainer.model.lora import inject
-    from trainer.teacher.self_teacher import AdaptersOff
+    from trainer.teacher.self_teacher import adapters_off
 
     torch.manual_seed(0)
     lm = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, tie_word_embeddings=False))
@@ -307,7 +308,7 @@ def test_an_adapted_output_layer_trains_its_adapters():
         torch.autograd.grad(ours.sum(), adapters), torch.autograd.grad(expected.sum(), adapters), strict=True
     ):
         assert torch.allclose(one, other, atol=1e-5)
-    with AdaptersOff(lm).swapped_in():
+    with adapters_off(lm):
         assert torch.equal(head_of(lm).weight_VH, layer.base_layer.weight)
     assert not torch.equal(head_of(lm).weight_VH, layer.base_layer.weight)
 
@@ -332,8 +333,8 @@ def test_on_a_gpu_the_head_is_that_of_the_cpu(dtype, path):
         hidden = torch.randn(50, 64, generator=draw).to(device, dtype).requires_grad_()
         weight = torch.randn(1000, 64, generator=draw).to(device, dtype).requires_grad_()
         targets = torch.randint(0, 1000, (50,), generator=draw).to(device)
-        passes = None if path is None or device == "cpu" else passes_of(path, device)
-        out = token_statistics(Head(weight_VH=weight, scale=0.1), hidden, targets, chunk_rows=16, passes=passes)
+        kernels = None if path is None or device == "cpu" else kernels_of(path, device)
+        out = token_statistics(Head(weight_VH=weight, scale=0.1), hidden, targets, chunk_rows=16, kernels=kernels)
         out.logprobs_R.sum().backward()
         results.append([t.detach().float().cpu() for t in (out.logprobs_R, out.entropy_R, hidden.grad, weight.grad)])
     for one, other in zip(*results, strict=True):

@@ -14,7 +14,7 @@ from small_runs import make_samples, row_of, rows_of
 from composer_prime.errors import ConfigError, NonFiniteError, RunMismatchError
 from composer_prime.packing.pack import pack
 from composer_prime.wire.types import flags, ints, pack_flags, pack_floats, pack_ints
-from trainer.model.attention import NAME, implementation
+from trainer.model.attention import PACKED, attention_name
 from trainer.model.build import check_packing
 from trainer.model.policy import Policy
 
@@ -23,7 +23,7 @@ SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidd
          "num_key_value_heads": 2, "max_position_embeddings": 256}  # fmt: skip
 
 
-def build(family: str, attention: str = NAME, **values) -> transformers.PreTrainedModel:
+def build(family: str, attention: str = PACKED, **values) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SMALL | values)
     return getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation=attention).eval()
@@ -45,7 +45,7 @@ def difference(lm, samples, budget: int) -> float:
         logprobs_T = policy(row).logprobs_R
         for index, sample_id in enumerate(row.sample_ids):
             packed[sample_id] = logprobs_T[row.sequence_T == index]
-    lm.set_attn_implementation("sdpa" if lm.config._attn_implementation == NAME else "eager")
+    lm.set_attn_implementation("sdpa" if lm.config._attn_implementation == PACKED else "eager")
     for sample_id, logprobs_T in packed.items():
         worst = max(worst, (logprobs_T - alone(lm, by_id[sample_id], by_id[sample_id].temperature)).abs().max().item())
     return worst
@@ -61,11 +61,11 @@ def test_packed_is_unpacked(temperature, budget):
 @pytest.mark.parametrize(
     ("family", "values", "attention"),
     [
-        ("Llama", {}, NAME),
-        ("Mistral", {"sliding_window": 5}, NAME),
-        ("Granite", {"logits_scaling": 4.0}, NAME),
-        ("Cohere", {"logit_scale": 0.25}, NAME),
-        ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, NAME),
+        ("Llama", {}, PACKED),
+        ("Mistral", {"sliding_window": 5}, PACKED),
+        ("Granite", {"logits_scaling": 4.0}, PACKED),
+        ("Cohere", {"logit_scale": 0.25}, PACKED),
+        ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, PACKED),
         ("Gemma2", {"head_dim": 8, "sliding_window": 5}, "eager"),
     ],
 )
@@ -79,7 +79,7 @@ def test_other_families(family, values, attention):
 def test_the_order_of_documents_changes_nothing(seed, order):
     # Permuting the documents of a row permutes their log-probabilities and nothing else.
     samples = make_samples(seed, 6)
-    policy = Policy(QWEN, NAME)
+    policy = Policy(QWEN, PACKED)
     with torch.no_grad():
         (row,) = rows_of(samples, CPU)
         by_id = {name: policy(row).logprobs_R[row.sequence_T == i] for i, name in enumerate(row.sample_ids)}
@@ -127,7 +127,7 @@ def test_shared_prefixes_change_neither_logprobs_nor_gradients(family):
     lm, samples = build(family[0], **family[1]), [*siblings(1, 30), *make_samples(5, 3), *siblings(2, 20, 3)]
     samples = [_renamed(sample, f"{index:02d}") for index, sample in enumerate(samples)]
     ((batch,),) = pack(samples, run_id="r", step=1, world_size=1, max_tokens=4096)
-    policy, results = Policy(lm, NAME), []
+    policy, results = Policy(lm, PACKED), []
     for share in (False, True):
         row = row_of(batch, CPU, share=share)
         logprobs_T = policy(row).logprobs_R
@@ -152,9 +152,9 @@ def test_the_probe_passes_good_models_and_names_leaking_ones():
 def test_attention_that_cannot_be_packed_is_a_configuration_error():
     # Soft caps under sdpa and flash attention without CUDA: an error that names model.attention.
     with pytest.raises(ConfigError, match=r"set model\.attention = 'eager'"):
-        difference(build("Gemma2", NAME, head_dim=8), make_samples(2, 2), 4096)
+        difference(build("Gemma2", PACKED, head_dim=8), make_samples(2, 2), 4096)
     with pytest.raises(ConfigError, match=r"model\.attention is 'flash_attention_2'"):
-        implementation("flash_attention_2", "cpu")
+        attention_name("flash_attention_2", "cpu")
 
 
 def test_bad_rows_are_refused_by_sample():

@@ -18,7 +18,7 @@ from trainer.model.build import build_policy
 from trainer.optim import build_optimizer
 from trainer.step import LossSettings, train_step
 from trainer.teacher.reference import ReferenceLogprobs
-from trainer.teacher.self_teacher import AdaptersOff, SelfTeacher, WeightSnapshot
+from trainer.teacher.self_teacher import SelfTeacher, WeightSnapshot, adapters_off
 from trainer.weights.publish import whole_tensors
 
 
@@ -69,19 +69,17 @@ def taught(model_folder, tmp_path, world, kind: str, **trainer):
     (row,) = rows_of(samples, world.device, 4096, pairs, distil=True, prefer=True, share=True)
     copies = [copy_of(policy, world)]
     for step in (1, 2, 3):
-        aids = teacher.prepare([row], step)
+        auxiliary = teacher.prepare([row], step)
         if step < 3:
             train_step(policy, optimizer, [row], totals(samples, pairs), LossSettings(channels=channels, max_length=64),
-                       step=step, ratio=1.0, aids=aids)  # fmt: skip
+                       step=step, ratio=1.0, auxiliary=auxiliary)  # fmt: skip
             teacher.follow()
             copies.append(copy_of(policy, world))
-    (aid,) = aids
+    (of_row,) = auxiliary
     live = policy.head()
-    mixed = sum(part.share * part.hidden_DH @ part.head.weight_VH.T for part in aid.teaching.parts)
-    if aid.teaching.live_share:
-        mixed = mixed + aid.teaching.live_share * aid.teaching.live_hidden_DH @ live.weight_VH.T
+    mixed = sum(part.share * part.hidden_DH @ (part.head or live).weight_VH.T for part in of_row.teacher.parts)
     order = [next(s for s in samples if s.sample_id == name) for name in row.sample_ids]
-    return mixed, order, copies, policy, aid
+    return mixed, order, copies, policy, of_row
 
 
 def averaged(copies, rate: float):
@@ -120,7 +118,7 @@ def test_teachers_are_what_they_are_called(model_folder, tmp_path, world, kind):
 def test_with_adapters_the_frozen_teacher_is_the_base(model_folder, tmp_path, world):
     # Low-rank adapters: no second set of weights is held; the frozen teacher is the start model, whatever was trained.
     with torch.enable_grad():
-        mixed, order, copies, policy, aid = taught(
+        mixed, order, copies, policy, of_row = taught(
             model_folder, tmp_path, world, "frozen", optim={"lr": 1e-2}, lora={"rank": 4}
         )
     base = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="sdpa")
@@ -128,7 +126,7 @@ def test_with_adapters_the_frozen_teacher_is_the_base(model_folder, tmp_path, wo
     moved = [torch.equal(a, b) for a, b in zip(copies[2].parameters(), base.parameters(), strict=True)]
     assert not all(moved)
     expected = answer_sums(base, make_pairs(1))
-    assert sorted(aid.reference_S.tolist()) == pytest.approx(sorted(expected), abs=1e-4)
+    assert sorted(of_row.reference_S.tolist()) == pytest.approx(sorted(expected), abs=1e-4)
     assert all(parameter.requires_grad == ("lora_" in name) for name, parameter in policy.named_parameters())
 
 
@@ -152,7 +150,7 @@ def test_an_exchange_is_undone_to_the_last_bit(model_folder, tmp_path, world):
 
 
 def test_kl_reference_logprobs(model_folder, tmp_path, world):
-    # With a KL penalty the aids hold log-probabilities of channel 1's tokens under the start weights, and the step
+    # With a KL penalty the auxiliary hold log-probabilities of channel 1's tokens under the start weights, and the step
     # reports the distance to them.
     channels = three_channels("live", kl={"weight": 0.1, "estimator": "k3"})
     settings = LossSettings(channels=channels, max_length=64)
@@ -162,11 +160,11 @@ def test_kl_reference_logprobs(model_folder, tmp_path, world):
     (row,) = rows_of(samples, world.device, 4096, pairs, distil=True, prefer=True)
     distances = []
     for step in (1, 2):
-        aids = teacher.prepare([row], step)
-        start = aids[0].reference_logprobs_T
+        auxiliary = teacher.prepare([row], step)
+        start = auxiliary[0].reference_logprobs_T
         assert start.shape == row.advantages_T.shape and not start.requires_grad
         counts = totals(samples, pairs)
-        metrics = train_step(policy, optimizer, [row], counts, settings, step=step, ratio=1.0, aids=aids)
+        metrics = train_step(policy, optimizer, [row], counts, settings, step=step, ratio=1.0, auxiliary=auxiliary)
         teacher.follow()
         distances.append(metrics["policy/reference_kl"])
     assert abs(distances[0]) < 1e-6 < distances[1]
@@ -242,6 +240,6 @@ def test_scaled_off_adapters_come_back(model_folder, tmp_path, world):
             if ".lora_B." in name:
                 parameter.fill_(0.1)
         adapted = policy(row).logprobs_R
-        with AdaptersOff(policy).swapped_in():
+        with adapters_off(policy):
             assert torch.equal(policy(row).logprobs_R, plain(row).logprobs_R)
         assert torch.equal(policy(row).logprobs_R, adapted) and (adapted - plain(row).logprobs_R).abs().max() > 1e-3

@@ -55,7 +55,7 @@ def test_gradients_are_those_of_plain_autograd(model_folder, tmp_path, world, ch
 
     plain = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="composer_packed")
     (row,) = rows_of(samples, world.device, 4096)
-    inputs = channel_inputs(row, Policy(plain, "composer_packed")(row), AuxiliaryLogprobs())
+    inputs = channel_inputs(row, Policy(plain, "composer_packed")(row), AuxiliaryLogprobs(), CHANNELS)
     total_loss(inputs, totals(samples), CHANNELS, 64).total.backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
     got = {name: p.grad.full_tensor() for name, p in policy.lm.named_parameters()}

@@ -1,7 +1,8 @@
-"""The passes of passes.py as Triton kernels: logits are read once for statistics, read and written once for gradients.
+"""The element-wise work of kernels.py as Triton kernels.
 
-The kernels use what Triton's interpreter can run from a plain function (tl.reduce with the functions below instead of
-tl.max and tl.sum), so that tests without a GPU run the same source on CPU tensors. Importing this imports triton.
+Logits are read once for the statistics, and read and written once for the gradient. The kernels use only what Triton's
+interpreter can run from a plain function: tl.reduce with the functions below instead of tl.max and tl.sum. So tests
+without a GPU run the same source on CPU tensors. Importing this module imports triton.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
-from trainer.head.head import Head
-from trainer.head.logit_kernels import Incoming, RowStatistics
+from trainer.head.kernels import GradientInputs, RowStatistics
 
 _WARPS = 8
 Kernel = KernelInterface[Any]
@@ -35,7 +35,7 @@ def _both_sums(one, other, next_one, next_other):
 def statistics_kernel(
     logits, targets, temperature, logprob, entropy, log_sum, stride, vocabulary, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program a row: largest m, sum of exp(x - m) and of exp(x - m) (x - m), corrected as m rises."""
+    """One program a row: the largest logit m, sum exp(x - m) and sum exp(x - m) (x - m), rescaled when m rises."""
     row = tl.program_id(0).to(tl.int64)  # rows * vocabulary passes 2^31
     logits += row * stride
     kind = logits.dtype.element_ty
@@ -50,7 +50,7 @@ def statistics_kernel(
         if temperature is not None:
             x = x / heat
         higher = tl.maximum(largest, tl.reduce(x, 0, _larger))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing but -inf so far: no -inf - -inf
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # all -inf so far: avoid -inf - -inf
         lift = tl.where(largest == float("-inf"), 0.0, largest - base)
         shifted = x - base
         weight = tl.exp(shifted)
@@ -71,10 +71,10 @@ def statistics_kernel(
 
 @triton.jit
 def gradient_kernel(
-    logits, targets, temperature, log_sum, entropy, logprob_grad, entropy_grad, taught, stride, vocabulary, pieces,
-    SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
+    logits, targets, temperature, log_sum, entropy, logprob_grad, entropy_grad, divergence_grad, stride,
+    vocabulary, pieces, SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a piece of a row; `taught` is laid out as [B, V], `logits` with `stride` between rows."""
+    """One program a piece of a row. `divergence_grad` is dense [B, V]; `logits` has `stride` between rows."""
     row = (tl.program_id(0) // pieces).to(tl.int64)
     at = (tl.program_id(0) % pieces) * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocabulary
@@ -93,48 +93,50 @@ def gradient_kernel(
     coming = tl.load(logprob_grad + row)
     gradient = tl.where(at == tl.load(targets + row), coming, 0.0) - coming * p
     if entropy_grad is not None:
-        rising = tl.where(p > 0, p * (log_p + tl.load(entropy + row)), p)  # p again where it is 0, or NaN
+        rising = tl.where(p > 0, p * (log_p + tl.load(entropy + row)), p)  # p itself where it is 0 or NaN
         gradient -= tl.load(entropy_grad + row) * rising
-    if taught is not None:
-        gradient += tl.load(taught + row * vocabulary + at, mask=inside, other=0.0)
+    if divergence_grad is not None:
+        gradient += tl.load(divergence_grad + row * vocabulary + at, mask=inside, other=0.0)
     tl.store(logits + at, gradient * slope, mask=inside)
 
 
 class TritonLogitKernels:
-    """CUDA tensors; no memory on top."""
+    """For CUDA tensors; needs no extra memory."""
 
     name = "triton"
 
     def __init__(
         self, statistics: Kernel = statistics_kernel, gradient: Kernel = gradient_kernel, *, block: int = 4096
     ) -> None:
-        """The kernels compiled, as they are here, or wrapped for Triton's interpreter; `block`, a power of two, is the
-        logits of a row that a program holds at a time, at most."""
-        self._statistics, self._gradient, self._block = statistics, gradient, block
+        """`statistics` and `gradient` may be wrapped for Triton's interpreter. `block`, a power of two, is the largest
+        number of logits of a row that a program holds at a time."""
+        self._statistics = statistics
+        self._gradient = gradient
+        self._block = block
 
     def statistics(
-        self, logits_BV: Tensor, targets_B: Tensor, temperature_B: Tensor | None, *, spent: bool
+        self, logits_BV: Tensor, targets_B: Tensor, temperature_B: Tensor | None, *, overwrite: bool
     ) -> RowStatistics:
         rows, vocabulary = logits_BV.shape
         block = min(self._block, triton.next_power_of_2(vocabulary))
-        found = RowStatistics(*(logits_BV.new_empty(rows) for _ in RowStatistics._fields))
+        results = RowStatistics(*(logits_BV.new_empty(rows) for _ in RowStatistics._fields))
         with torch.cuda.device_of(logits_BV):
             self._statistics[(rows,)](
-                logits_BV, targets_B.contiguous(), _contiguous(temperature_B), *found, logits_BV.stride(0), vocabulary,
-                BLOCK=block, num_warps=_WARPS,
+                logits_BV, targets_B.contiguous(), _contiguous(temperature_B), *results, logits_BV.stride(0),
+                vocabulary, BLOCK=block, num_warps=_WARPS,
             )  # fmt: skip
-        return found
+        return results
 
-    def gradient(self, logits_BV: Tensor, incoming: Incoming, head: Head) -> None:
+    def gradient(self, logits_BV: Tensor, inputs: GradientInputs) -> None:
         rows, vocabulary = logits_BV.shape
         block = min(self._block, triton.next_power_of_2(vocabulary))
         pieces = triton.cdiv(vocabulary, block)
         with torch.cuda.device_of(logits_BV):
             self._gradient[(rows * pieces,)](
-                logits_BV, incoming.targets_B.contiguous(), _contiguous(incoming.temperature_B),
-                incoming.log_sum_B.contiguous(), incoming.entropy_B.contiguous(), incoming.logprob_grad_B.contiguous(),
-                _contiguous(incoming.entropy_grad_B), _contiguous(incoming.taught_BV), logits_BV.stride(0), vocabulary,
-                pieces, SCALE=head.scale, CAP=head.cap, BLOCK=block, num_warps=_WARPS,
+                logits_BV, inputs.targets_B.contiguous(), _contiguous(inputs.temperature_B),
+                inputs.log_sum_B.contiguous(), inputs.entropy_B.contiguous(), inputs.logprob_grad_B.contiguous(),
+                _contiguous(inputs.entropy_grad_B), _contiguous(inputs.divergence_grad_BV), logits_BV.stride(0),
+                vocabulary, pieces, SCALE=inputs.scale, CAP=inputs.cap, BLOCK=block, num_warps=_WARPS,
             )  # fmt: skip
 
 

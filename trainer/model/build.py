@@ -3,12 +3,8 @@
     every rank: the architecture without values (meta device) -> FSDP2 shards -> empty storage on the device
     rank 0:     the folder's weights in float32 on the CPU ----scatter, tensor by tensor----> all shards
 
-So no rank but the first ever holds the whole model, and the first holds it on the CPU only.
-
-A check before training: does this architecture give the same log-probabilities packed as alone?
-
-Two short documents go through transformers' own forward pass one by one, then through the trainer's path in one row.
-Attention that leaks between documents, state carried along a row, or a head with an unknown scaling all show here.
+So no rank but the first ever holds the whole model, and the first holds it on the CPU only. Rank 0 also checks that
+this architecture gives the same log-probabilities packed as alone (`check_packing`).
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ import logging
 import re
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
@@ -35,75 +32,26 @@ from transformers.utils import logging as transformers_logging
 
 from composer_prime.config import Config
 from composer_prime.errors import ConfigError, ModelNotFoundError
-from composer_prime.packing.prefixes import Tree
-from trainer.data.rows import Reading
-from trainer.head.choose_kernels import check_kernels
-from trainer.model.attention import NAME, implementation
-from trainer.model.policy import READS, Policy
+from trainer.data.rows import reading_of
+from trainer.head.kernels import check_kernels
+from trainer.model.attention import PACKED, attention_name
+from trainer.model.policy import FORWARD_METHODS, Policy
 from trainer.world import World
 
+PROBE_LENGTHS = (7, 12)
+PROBE_TOLERANCE = 1e-3
+"""Nats."""
+_DROPOUT = re.compile(r"dropout|pdrop|layerdrop|drop_rate|drop_path")
 logger = logging.getLogger(__name__)
 
 
-LENGTHS = (7, 12)
-TOLERANCE = 1e-3
-
-
-@torch.no_grad()
-def check_packing(lm: PreTrainedModel) -> float:
-    """The largest difference in nats on the CPU in float32.
-
-    Raises ConfigError when it is above 1e-3: the model cannot be trained on packed rows as this program makes them.
-    """
-    draw = torch.Generator().manual_seed(0)
-    vocabulary = lm.config.get_text_config().vocab_size
-    documents = [torch.randint(0, vocabulary, (length,), generator=draw) for length in LENGTHS]
-    lm.eval()
-    attention = lm.config._attn_implementation
-    reading, targets_R = _row(documents)
-    packed = Policy(lm, attention).scores(reading, targets_R)
-    lm.set_attn_implementation("sdpa" if attention == NAME else attention)
-    alone = torch.cat([_reference(lm, document) for document in documents])
-    lm.set_attn_implementation(attention)
-    worst = (packed - alone).abs().max().item()
-    if not worst <= TOLERANCE:
-        raise ConfigError(
-            f"{type(lm).__name__}: log-probabilities in a packed row differ by {worst:.3g} nats from those of the same "
-            f"documents alone (allowed {TOLERANCE}): this architecture cannot be trained on packed rows; use another "
-            "model, or open an issue that names it"
-        )
-    return worst
-
-
-def _reference(lm: PreTrainedModel, document: Tensor) -> Tensor:
-    logprobs_TV = lm(input_ids=document[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-    return logprobs_TV.gather(1, document[1:, None]).squeeze(1)
-
-
-def _row(documents: list[Tensor]) -> tuple[Reading, Tensor]:
-    """The documents in one row; all tokens but each document's first are targets."""
-    ids = torch.cat(documents)
-    positions = torch.cat([torch.arange(len(document)) for document in documents])
-    targets = positions.nonzero().squeeze(1)
-    reading = Reading(
-        input_ids=ids[None],
-        position_ids=positions[None],
-        trees=tuple(Tree(run=len(document)) for document in documents),
-        source_R=targets - 1,
-    )
-    return reading, ids[targets]
-
-
-_DROPOUT = re.compile(r"dropout|pdrop|layerdrop|drop_rate|drop_path")
-
-
 def build_policy(config: Config, folder: Path, world: World) -> Policy:
-    """The policy of `config`, sharded over all ranks, with the weights of `folder` as float32 masters.
+    """Return the policy of `config`, sharded over all ranks, with the weights of `folder` as float32 masters.
 
     Raises ModelNotFoundError (no loadable model) or ConfigError (a model that packed rows cannot train; attention or
     head kernels that are not to be had here).
     """
-    attention = implementation(config.model.attention, world.device.type)
+    attention = attention_name(config.model.attention, world.device.type)
     check_kernels(config.trainer.head_kernels, world.device)
     torch.manual_seed(config.run.seed)
     policy = Policy(
@@ -124,8 +72,17 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
     return policy.train()
 
 
+def empty_model(folder: Path, attention: str, config: Config) -> PreTrainedModel:
+    """Return the architecture of `folder` with parameters on the meta device and real buffers; adapters included."""
+    with init_empty_weights(include_buffers=False):
+        lm = AutoModelForCausalLM.from_config(read_config(folder), dtype=torch.float32, attn_implementation=attention)
+    lm.tie_weights()
+    _adapt(lm, config)
+    return lm
+
+
 def read_config(folder: Path) -> PretrainedConfig:
-    """The configuration of the model in `folder`, without dropout.
+    """Return the configuration of the model in `folder`, without dropout.
 
     With dropout the trained policy would not be the one that sampled, and ratios would be noise. Raises
     ModelNotFoundError for a folder without a usable one.
@@ -137,23 +94,14 @@ def read_config(folder: Path) -> PretrainedConfig:
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for name, value in part.to_dict().items():
             if _DROPOUT.search(name) and isinstance(value, float) and value > 0:
-                _say_without(folder, name, value)
+                _log_dropout(folder, name, value)
                 setattr(part, name, 0.0)
     return config
 
 
 @functools.cache
-def _say_without(folder: Path, name: str, value: float) -> None:
+def _log_dropout(folder: Path, name: str, value: float) -> None:
     logger.info("%s: %s is %g and counts as 0: a policy is trained as it is sampled", folder, name, value)
-
-
-def empty_model(folder: Path, attention: str, config: Config) -> PreTrainedModel:
-    """The architecture of `folder` with parameters on the meta device and real buffers; adapters included."""
-    with init_empty_weights(include_buffers=False):
-        lm = AutoModelForCausalLM.from_config(read_config(folder), dtype=torch.float32, attn_implementation=attention)
-    lm.tie_weights()
-    _adapt(lm, config)
-    return lm
 
 
 def _adapt(lm: PreTrainedModel, config: Config) -> None:
@@ -166,33 +114,33 @@ def _adapt(lm: PreTrainedModel, config: Config) -> None:
 
 
 def _adapter_seed(config: Config) -> int:
-    """Of the adapters' first values: in a joint run the same for all peers, whose run.seed differs."""
+    """Seed the adapters' first values: in a joint run the same for all peers, whose run.seed differs."""
     if config.diloco is None:
         return config.run.seed
     return int.from_bytes(hashlib.blake2b(config.diloco.run.encode(), digest_size=7).digest())
 
 
 def blocks(lm: PreTrainedModel) -> list[nn.Module]:
-    """The decoder blocks of `lm` in order: the classes that it declares indivisible, else its longest module list."""
+    """Return the decoder blocks of `lm` in order: the classes it declares indivisible, else its longest module list."""
     names = set(lm._no_split_modules or ())
-    found = [module for module in lm.modules() if type(module).__name__ in names]
-    if not found:
-        lists = [module for module in lm.modules() if isinstance(module, nn.ModuleList)]
-        found = list(max(lists, key=len, default=nn.ModuleList()))
-    return found
+    declared = [module for module in lm.modules() if type(module).__name__ in names]
+    if declared:
+        return declared
+    lists = [module for module in lm.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len, default=nn.ModuleList()))
 
 
 def shard_policy(policy: Policy, world: World) -> None:
-    """FSDP2 over each block and the rest; gradients are summed over ranks in float32, not averaged."""
+    """Apply FSDP2 to each block and to the rest; gradients are summed over ranks in float32, not averaged."""
     half = world.compute_dtype != torch.float32
     precision = MixedPrecisionPolicy(
         param_dtype=world.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=half
     )
     for block in blocks(policy.lm):
         fully_shard(block, mesh=world.mesh, mp_policy=precision)
-    whole = dataclasses.replace(precision, cast_forward_inputs=False)  # a row's temperatures stay in float32
-    fully_shard(policy, mesh=world.mesh, mp_policy=whole)
-    for name in READS:
+    root_precision = dataclasses.replace(precision, cast_forward_inputs=False)  # keeps temperatures in float32
+    fully_shard(policy, mesh=world.mesh, mp_policy=root_precision)
+    for name in FORWARD_METHODS:
         register_fsdp_forward_method(policy, name)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -201,12 +149,12 @@ def shard_policy(policy: Policy, world: World) -> None:
 
 
 def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -> dict[str, Tensor]:
-    """Rank 0: every parameter of `folder` in float32 on the CPU, after a check that packed rows give its logprobs.
+    """Return on rank 0 every parameter of `folder` in float32 on the CPU, after `check_packing`.
 
     Raises ConfigError for a model whose folder holds more than `policy`'s parameters.
     """
     transformers_logging.disable_progress_bar()
-    on_cpu = NAME if attention == NAME else "eager"
+    on_cpu = PACKED if attention == PACKED else "eager"
     try:
         lm = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=on_cpu, local_files_only=True
@@ -219,12 +167,16 @@ def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -
     return {f"lm.{name}": parameter.detach() for name, parameter in lm.named_parameters()}
 
 
-def _check_buffers(loaded: PreTrainedModel, made: PreTrainedModel) -> None:
-    """Only parameters are trained and published: a buffer must have the same value in the folder and without it."""
+def _check_buffers(loaded: PreTrainedModel, built: PreTrainedModel) -> None:
+    """Compare buffers with and without the folder: only parameters are trained and published."""
     stored = loaded.state_dict().keys()
-    held = {name: buffer for name, buffer in loaded.named_buffers() if name in stored}
-    own = {name: buffer.cpu() for name, buffer in made.named_buffers()}
-    lost = [name for name, buffer in held.items() if name not in own or not torch.equal(buffer, own[name])]
+    folder_buffers = {name: buffer for name, buffer in loaded.named_buffers() if name in stored}
+    built_buffers = {name: buffer.cpu() for name, buffer in built.named_buffers()}
+    lost = [
+        name
+        for name, buffer in folder_buffers.items()
+        if name not in built_buffers or not torch.equal(buffer, built_buffers[name])
+    ]
     if lost:
         raise ConfigError(
             f"model.path: {type(loaded).__name__} keeps weights in buffers ({', '.join(lost[:3])}, {len(lost)} in "
@@ -238,3 +190,36 @@ def _scatter(policy: Policy, state: dict[str, Tensor], world: World) -> None:
         assert isinstance(parameter, DTensor)
         whole = state.pop(name).to(world.device) if world.first else torch.empty(parameter.shape, device=world.device)
         parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+
+
+@torch.no_grad()
+def check_packing(lm: PreTrainedModel) -> float:
+    """Score two short documents alone and in one row; return the largest difference, nats on the CPU in float32.
+
+    Alone is transformers' own forward pass, in one row the trainer's. Attention that leaks between documents, state
+    carried along a row, or a head with an unknown scaling all show here. Raises ConfigError above PROBE_TOLERANCE.
+    """
+    draw = torch.Generator().manual_seed(0)
+    vocabulary = lm.config.get_text_config().vocab_size
+    documents = [torch.randint(0, vocabulary, (length,), generator=draw) for length in PROBE_LENGTHS]
+    lm.eval()
+    attention = lm.config._attn_implementation
+    wanted = [np.arange(1, length) for length in PROBE_LENGTHS]
+    row = reading_of([ids.numpy() for ids in documents], wanted, torch.device("cpu"), share=False)
+    packed = Policy(lm, attention).scores(row, torch.cat([ids[1:] for ids in documents]))
+    lm.set_attn_implementation("sdpa" if attention == PACKED else attention)
+    alone = torch.cat([_scores_alone(lm, ids) for ids in documents])
+    lm.set_attn_implementation(attention)
+    worst = (packed - alone).abs().max().item()
+    if not worst <= PROBE_TOLERANCE:
+        raise ConfigError(
+            f"{type(lm).__name__}: log-probabilities in a packed row differ by {worst:.3g} nats from those of the same "
+            f"documents alone (allowed {PROBE_TOLERANCE}): this architecture cannot be trained on packed rows; use "
+            "another model, or open an issue that names it"
+        )
+    return worst
+
+
+def _scores_alone(lm: PreTrainedModel, ids: Tensor) -> Tensor:
+    logprobs_TV = lm(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    return logprobs_TV.gather(1, ids[1:, None]).squeeze(1)

@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: injected in place, merged for publication, never part of a published name."""
+"""Low-rank adapters through peft: injected in place, merged for publication, absent from published names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADAPTER = "default"
 
 
 def inject(lm: PreTrainedModel, config: LoraConfig) -> None:
-    """Replace the target modules of `lm` by adapted ones; only the adapters keep requiring gradients.
+    """Replace the target modules of `lm` by adapted ones; only the adapters still require gradients.
 
     Raises ConfigError when no module matches.
     """
@@ -42,9 +42,9 @@ def inject(lm: PreTrainedModel, config: LoraConfig) -> None:
 
 @torch.no_grad()
 def merged_parameters(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The plain model's parameters under their Hugging Face names, one at a time: W + (alpha / rank) B A where adapted.
+    """Yield the plain model's parameters under their Hugging Face names: W + (alpha / rank) B A where adapted.
 
-    They are in the masters' type, and DTensors when the model is sharded.
+    They have the masters' type, and are DTensors when the model is sharded.
     """
     layers = {f"{name}.weight": module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
     for name, parameter in lm.named_parameters():

@@ -2,8 +2,8 @@
 
     reference/logprobs.jsonl    {"key": ..., "logprob": ..., "check": ...}      one line a side, appended by rank 0
 
-A key is the hash of the base model, the compute type and the side's token ids with the answer's beginning. A line that
-was damaged counts as absent: its side is computed again, and the next start writes the file without it.
+A key is the hash of the base model, the compute type and the side's token ids with the answer's beginning. A damaged
+line counts as absent: its side is computed again, and the next start writes the file without it.
 """
 
 from __future__ import annotations
@@ -28,94 +28,90 @@ from trainer.model.policy import Policy
 from trainer.world import World, gather_texts, gather_words
 
 logger = logging.getLogger(__name__)
-_PIECE = 16 << 20
-
-
-def model_hash(folder: Path) -> str:
-    """sha256 over config.json and the weight files of `folder`."""
-    digest = hashlib.sha256()
-    for path in [folder / "config.json", *weight_files(folder)]:
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-    return digest.hexdigest()
 
 
 class ReferenceLogprobs:
-    """The answers' summed log-probabilities under the frozen base, known to all ranks alike."""
+    """The answers' summed log-probabilities under the frozen base; every rank holds the same values."""
 
     def __init__(self, path: Path, folder: Path, world: World) -> None:
-        """A collective: rank 0 hashes the model and reads the cache for all."""
-        self._path, self._world = path, world
-        own = model_hash(folder) if world.first else ""
-        self._prefix = f"{gather_texts(own)[0]} {world.compute_dtype}"
-        known = gather_texts(path.read_text(errors="replace") if world.first and path.exists() else "")[0].splitlines()
-        self._values = _parse(known)
-        if world.first and len(known) > len(self._values):
-            self._keep(lambda: write_atomic(path, _lines(self._values).encode()))
-
-    def key(self, document: np.ndarray, start: int) -> str:
-        """`document` are the ids of context and answer, which begins at `start`."""
-        digest = hashlib.sha256(f"{self._prefix} {start} ".encode())
-        digest.update(np.ascontiguousarray(document, dtype="<i4").tobytes())
-        return digest.hexdigest()
+        """A collective: rank 0 hashes the model in `folder` and reads the cache for all."""
+        self._path = path
+        self._world = world
+        self._prefix = f"{gather_texts(model_hash(folder) if world.first else '')[0]} {world.compute_dtype}"
+        text = path.read_text(errors="replace") if world.first and path.exists() else ""
+        lines = gather_texts(text)[0].splitlines()
+        self._values = _parse(lines)
+        if world.first and len(lines) > len(self._values):
+            self._save(lambda: write_atomic(path, _lines(self._values).encode()))
 
     def missing(self, rows: list[PairsRow | None]) -> list[bool]:
-        """Of each row, whether any rank lacks a side. A collective; ranks bring equally many rows."""
-        own = [any(key not in self._values for key in self._keys(pairs)) if pairs else False for pairs in rows]
-        return [any(flags) for flags in zip(*gather_words([int(flag) for flag in own]), strict=True)]
+        """Return for each row whether any rank lacks a side. A collective; ranks bring equally many rows."""
+        lacking = [int(any(key not in self._values for key in self._keys(pairs))) for pairs in rows]
+        return [any(flags) for flags in zip(*gather_words(lacking), strict=True)]
 
     def compute(self, policy: Policy, rows: list[PairsRow | None]) -> None:
-        """Read the pairs of `rows` with the base in place; every rank reads as many rows. A collective."""
-        found: dict[str, float] = {}
+        """Score the pairs of `rows`, with the base's weights in place. A collective; ranks bring equally many rows.
+
+        Raises NonFiniteError when the base gives NaN or infinity.
+        """
+        computed: dict[str, float] = {}
         for pairs in rows:
             sums_S = _answer_logprobs(policy, pairs, self._world.device)
-            found |= dict(zip(self._keys(pairs), sums_S.tolist(), strict=True)) if pairs else {}
-        new = {key: value for key, value in found.items() if key not in self._values}
-        lines = [
-            line
-            for text in gather_texts("\n".join(_line(key, value) for key, value in new.items()))
-            for line in text.splitlines()
-        ]
-        read = _parse(lines)
-        if len(read) < len({json.loads(line)["key"] for line in lines}):
+            computed |= dict(zip(self._keys(pairs), sums_S.tolist(), strict=True))
+        new = {key: value for key, value in computed.items() if key not in self._values}
+        lines = [line for text in gather_texts(_lines(new)) for line in text.splitlines()]
+        of_all_ranks = _parse(lines)
+        if len(of_all_ranks) < len({json.loads(line)["key"] for line in lines}):
             raise NonFiniteError(
                 "the frozen base gives NaN or infinity as the log-probability of an answer in a preference pair; "
                 "nothing was trained: look at model.path and the pairs"
             )
-        fresh = {key: value for key, value in read.items() if key not in self._values}
+        fresh = {key: value for key, value in of_all_ranks.items() if key not in self._values}
         self._values |= fresh
         if self._world.first and fresh:
-            self._keep(lambda: _append(self._path, _lines(fresh)))
+            self._save(lambda: _append(self._path, _lines(fresh)))
 
     def of(self, pairs: PairsRow) -> Tensor:
-        """float32 [2 P]: the answers' sums in the order of the sides."""
+        """Return the answers' sums, float32 [2 P], in the order of the sides."""
         values = [self._values[key] for key in self._keys(pairs)]
         return torch.tensor(values, dtype=torch.float32).to(self._world.device, non_blocking=True)
 
     def _keys(self, pairs: PairsRow | None) -> list[str]:
         if pairs is None:
             return []
-        return [self.key(document, start) for document, start in zip(pairs.documents, pairs.answer_starts, strict=True)]
+        return [self._key(ids, start) for ids, start in zip(pairs.documents, pairs.answer_starts, strict=True)]
 
-    def _keep(self, write: Callable[[], None]) -> None:
+    def _key(self, ids: np.ndarray, start: int) -> str:
+        """Hash the ids of context and answer; the answer begins at `start`."""
+        digest = hashlib.sha256(f"{self._prefix} {start} ".encode())
+        digest.update(np.ascontiguousarray(ids, dtype="<i4").tobytes())
+        return digest.hexdigest()
+
+    def _save(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except OSError as error:  # only the saving of a later computation is lost
-            logger.warning("reference log-probabilities are not kept in %s: %s", self._path, error)
+        except OSError as error:  # a later run computes the values again
+            logger.warning("reference log-probabilities cannot be saved to %s: %s", self._path, error)
+
+
+def model_hash(folder: Path) -> str:
+    """Return the sha256 over config.json and the weight files of `folder`."""
+    digest = hashlib.sha256()
+    for path in [folder / "config.json", *weight_files(folder)]:
+        with path.open("rb") as file:
+            while piece := file.read(16 << 20):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 def _answer_logprobs(policy: Policy, pairs: PairsRow | None, device: torch.device) -> Tensor:
-    """float64 [2 P] on the CPU. Without pairs one token is read, so that ranks stay in step."""
+    """Return the answers' sums, float64 [2 P] on the CPU. Reads one token without pairs, so that ranks stay in step."""
     documents, starts = (list(pairs.documents), pairs.answer_starts) if pairs else ([], ())
-    lengths = np.array([len(document) for document in documents], dtype=np.int64) - np.array(starts, dtype=np.int64)
-    wanted = [np.arange(start, len(document)) for document, start in zip(documents, starts, strict=True)]
-    answers = [document[index] for document, index in zip(documents, wanted, strict=True)]
-    if not documents:
-        documents, wanted, answers = [np.zeros(1, dtype=np.int32)], [np.zeros(0, dtype=np.int64)], []
+    wanted = [np.arange(start, len(ids)) for ids, start in zip(documents, starts, strict=True)]
+    answers = [ids[index] for ids, index in zip(documents, wanted, strict=True)]
     targets = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *answers])).to(device)
     scores = policy.scores(reading_of(documents, wanted, device, share=policy.shares_prefixes), targets)
-    sides = torch.from_numpy(np.repeat(np.arange(len(answers)), lengths))
+    sides = torch.from_numpy(np.repeat(np.arange(len(answers)), np.array([len(a) for a in answers], dtype=np.int64)))
     return torch.zeros(len(answers), dtype=torch.float64).index_add(0, sides, scores.double().cpu())
 
 
@@ -126,11 +122,9 @@ def _append(path: Path, text: str) -> None:
 
 
 def _lines(values: dict[str, float]) -> str:
-    return "".join(_line(key, value) + "\n" for key, value in values.items())
-
-
-def _line(key: str, value: float) -> str:
-    return json.dumps({"key": key, "logprob": value, "check": _check(key, value)})
+    return "".join(
+        json.dumps({"key": key, "logprob": value, "check": _check(key, value)}) + "\n" for key, value in values.items()
+    )
 
 
 def _check(key: str, value: float) -> str:
@@ -138,7 +132,7 @@ def _check(key: str, value: float) -> str:
 
 
 def _parse(lines: list[str]) -> dict[str, float]:
-    """The sides whose lines are whole."""
+    """Return the sides whose lines are whole."""
     values: dict[str, float] = {}
     damaged = 0
     for line in lines:

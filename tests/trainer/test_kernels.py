@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from composer_prime.errors import ConfigError
-from trainer.head.choose_kernels import choose_kernels
+from trainer.head.kernels import choose_kernels
 
 SIGNATURES = {
     "statistics_kernel": {"logits": "*T", "targets": "*i64", "temperature": "*fp32", "logprob": "*T", "entropy": "*T",
                           "log_sum": "*T", "stride": "i64", "vocabulary": "i32"},
     "gradient_kernel": {"logits": "*T", "targets": "*i64", "temperature": "*fp32", "log_sum": "*T", "entropy": "*T",
-                        "logprob_grad": "*T", "entropy_grad": "*T", "taught": "*T", "stride": "i64",
+                        "logprob_grad": "*T", "entropy_grad": "*T", "divergence_grad": "*T", "stride": "i64",
                         "vocabulary": "i32", "pieces": "i32"},
 }  # fmt: skip
 CONSTANTS = {"statistics_kernel": {"BLOCK": 4096}, "gradient_kernel": {"BLOCK": 4096, "SCALE": 0.7, "CAP": 30.0}}
-OPTIONAL = {"temperature", "entropy_grad", "taught", "CAP"}
+OPTIONAL = {"temperature", "entropy_grad", "divergence_grad", "CAP"}
 
 
 def test_the_cpu_takes_torch():
@@ -42,14 +42,14 @@ def test_kernels_build_for_gpus(kernel, kind, capability, optional):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from trainer.head import triton_kernels as triton_passes
+    from trainer.head import triton_kernels
 
     constants = dict(CONSTANTS[kernel])
     signature = {name: written.replace("T", kind) for name, written in SIGNATURES[kernel].items()}
     if not optional:
         constants |= dict.fromkeys(OPTIONAL & (signature.keys() | constants.keys()))
     signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=getattr(triton_passes, kernel), signature=signature, constexprs=constants)
+    source = ASTSource(fn=getattr(triton_kernels, kernel), signature=signature, constexprs=constants)
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
     assert len(built.asm["cubin"]) > 1000
 
@@ -58,7 +58,7 @@ def test_kernels_build_for_gpus(kernel, kind, capability, optional):
 def test_the_faster_passes_are_found_once(caplog):
     # On CUDA, auto times both at the first call for a kind of logits and says what it found; the second call is silent.
     hidden = torch.zeros(1, 4, device="cuda", dtype=torch.bfloat16)
-    with caplog.at_level(logging.INFO, logger="trainer.head.choose_kernels"):
+    with caplog.at_level(logging.INFO, logger="trainer.head.kernels"):
         first, second = choose_kernels("auto", hidden, 50257), choose_kernels("auto", hidden, 50000)
     assert first is second and len(caplog.records) == 1
     assert first.name in caplog.text and "ms in torch" in caplog.text and "ms in Triton" in caplog.text
