@@ -23,7 +23,7 @@ from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write_atomic
-from composer_prime.run.run_folder import check_continuation
+from composer_prime.run.run_folder import check_run_folder, earlier_output
 
 FAILED = 1
 _USAGE = "usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]"
@@ -40,22 +40,17 @@ def main() -> int:
             command = load.parse_command_line(words)
             config, run_dir = command.config, RunDir(command.config.run_directory.absolute())
             if command.dry_run:
-                return _dry_run(config, run_dir)
+                return _dry_run(config)
             _prepare(config, run_dir)
         return _run(config, run_dir)
     except ConfigError as error:
         fail(error)
 
 
-def _dry_run(config: Config, run_dir: RunDir) -> int:
-    from composer_prime.plan.plan import build
+def _dry_run(config: Config) -> int:
+    from composer_prime.plan.plan import build_plan
 
-    plan = build(config, folder=False)
-    try:
-        _used(config, run_dir)
-        plan.notes.extend(_changes(config, run_dir))
-    except ConfigError as error:
-        plan.problems.append(str(error))
+    plan = build_plan(config, starter="orchestrator")
     print(plan.text(columns()))
     return EXIT_USAGE if plan.problems else 0
 
@@ -66,40 +61,11 @@ def _given(words: list[str]) -> RunDir:
     return RunDir(Path(words[1]).absolute())
 
 
-def _used(config: Config, run_dir: RunDir) -> list[Path]:
-    """What an earlier run wrote. Raises ConfigError when that is neither to be continued nor to be emptied."""
-    if config.run.resume and config.run.overwrite:
-        raise ConfigError("run.resume and run.overwrite are both on: one continues the run, the other deletes it")
-    written = [run_dir.metrics, run_dir.journal, run_dir.checkpoints, run_dir.rollouts(0).parent]
-    written += [run_dir.weights, run_dir.ledger, run_dir.final]
-    used = [path for path in written if path.exists()]
-    if used and not (config.run.resume or config.run.overwrite):
-        raise ConfigError(
-            f"the run directory {run_dir.root} exists already: continue it with --resume, empty it with "
-            "--run.overwrite true, or choose another run.name"
-        )
-    return used
-
-
-def _changes(config: Config, run_dir: RunDir) -> list[str]:
-    """One note for each setting that a resume changes. Raises ConfigError when there is nothing to resume from, or
-    for a setting that may not change."""
-    if not config.run.resume:
-        return []
-    if not run_dir.complete_checkpoints():
-        raise ConfigError(
-            f"--resume found no complete checkpoint below {run_dir.checkpoints}: start over with "
-            "--run.overwrite true, or set run.name and run.output_dir to the run that is to go on"
-        )
-    return check_continuation(load.read_config(run_dir.config), config) if run_dir.config.is_file() else []
-
-
 def _prepare(config: Config, run_dir: RunDir) -> None:
     """What the launcher does for its roles, for an orchestrator that is started on its own."""
-    used = _used(config, run_dir)
-    for note in _changes(config, run_dir):
+    for note in check_run_folder(run_dir, config, "orchestrator"):
         print(f"orchestrator: {note}", file=sys.stderr)
-    for path in used if config.run.overwrite else []:
+    for path in earlier_output(run_dir, "orchestrator") if config.run.overwrite else []:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     run_dir.endpoints.unlink(missing_ok=True)
     write_atomic(run_dir.config, load.dump(config).encode())

@@ -5,7 +5,6 @@ trainer @ configs/a1.toml [@ overlay.toml] [--section.key VALUE] [--resume] [--d
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 from composer_prime.config.load import CommandLine, parse_command_line
@@ -27,13 +26,13 @@ def _main() -> int:
 
 def _run(command: CommandLine) -> int:
     """Raises ConfigError."""
-    from composer_prime.plan.plan import build
+    from composer_prime.plan.plan import build_plan
 
-    plan = build(command.config)
+    plan = build_plan(command.config)
     if command.dry_run:
         from diloco.simulate.forecast import link_rows
 
-        print(dataclasses.replace(plan, rows=[*plan.rows, *link_rows(command.config)]).text(columns()))
+        print(plan.with_rows(link_rows(command.config)).text(columns()))
         return EXIT_USAGE if plan.problems else 0
     if plan.problems:
         raise ConfigError(f"the run cannot start: {what_is_wrong(plan.problems)}")

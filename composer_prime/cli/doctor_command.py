@@ -23,7 +23,7 @@ from typing import Any, Literal
 from composer_prime.console import GIB, pluralize
 from composer_prime.errors import ComposerError
 from composer_prime.model_source import model_ready
-from composer_prime.plan.machine import check_port, free_bytes, look, module_file
+from composer_prime.plan.machine import check_port, free_bytes, this_machine, module_file
 
 Level = Literal["ok", "note", "bad"]
 _NEEDED = ("torch", "transformers", "verifiers", "renderers", "pyzmq", "msgspec")
@@ -57,7 +57,7 @@ class Check:
 
 def checks(output_dir: Path, *, quick: bool) -> Iterator[Check]:
     """Every check; `quick` leaves out the one that loads torch."""
-    machine = look()
+    machine = this_machine()
     text = f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}"
     yield Check(level="ok", name="python", text=text)
     yield Check(level="ok" if machine.cores > 1 else "note", name="cores", text=f"{machine.cores} usable")

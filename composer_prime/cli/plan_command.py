@@ -8,8 +8,8 @@ import re
 from composer_prime.config.load import resolve
 from composer_prime.console import EXIT_USAGE, GIB, columns
 from composer_prime.errors import ConfigError
-from composer_prime.plan.machine import Machine, look
-from composer_prime.plan.plan import build
+from composer_prime.plan.machine import Machine, this_machine
+from composer_prime.plan.plan import build_plan
 
 USAGE = """\
 usage: composer plan @ FILE.toml [@ OVERLAY.toml ...] [--section.key VALUE ...] [--gpus COUNTxGIB] [--resume]
@@ -31,11 +31,10 @@ def main(words: list[str]) -> int:
         return 0 if words else EXIT_USAGE
     machine, words = imagined(words)
     config = resolve(words).config
-    plan = build(config, machine)
+    plan = build_plan(config, machine)
     from diloco.simulate.forecast import link_rows
 
-    plan = dataclasses.replace(plan, rows=[*plan.rows, *link_rows(config)])
-    print(plan.text(columns()))
+    print(plan.with_rows(link_rows(config)).text(columns()))
     return EXIT_USAGE if plan.problems else 0
 
 
@@ -55,4 +54,4 @@ def imagined(words: list[str]) -> tuple[Machine | None, list[str]]:
         raise ConfigError(f"--gpus is {value!r}; give their number and memory in GiB, for example --gpus 8x80")
     gpus = (int(match[2]) * GIB,) * int(match[1])
     rest = words[:place] + words[place + (1 if equals else 2) :]
-    return dataclasses.replace(look(), gpus=gpus, imagined=True), rest
+    return dataclasses.replace(this_machine(), gpus=gpus, imagined=True), rest

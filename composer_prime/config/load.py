@@ -64,7 +64,8 @@ def resolve(argv: list[str]) -> CommandLine:
     try:
         values = merge(files)
         flags = _set_list_elements(values, flags)
-        config = cli(Config, args=[spell_flag(word) for word in flags], default=_Values(**values))  # pyright: ignore
+        args = [spell_flag(word) for word in flags]
+        config: Config = cli(Config, args=args, default=_Values(**values))  # pyright: ignore
     except ConfigFileError as error:
         cause = error.__cause__
         sentences += describe_problems(cause, layers) if isinstance(cause, ValidationError) else [error.message]

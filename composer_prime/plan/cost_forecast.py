@@ -1,4 +1,4 @@
-"""What teachers will probably cost, before the first call; `composer report` sets what they did cost beside it."""
+"""The probable cost of teachers, before the first call. `composer report` shows the real cost beside it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from composer_prime.llm.families import UNKNOWN, family_named, family_of
 from composer_prime.llm.prices import Price, price_of
 
 BYTES_PER_TOKEN = 4.0
-"""Of English and code, about; budgets reserve with fewer (teachers.budget.bytes_per_token)."""
+"""A mean for English and code. Budgets reserve with fewer (teachers.budget.bytes_per_token)."""
 ANSWER_SHARE = 0.25
-"""Of max_tokens that an answer takes, about."""
+"""Mean length of an answer, as a share of max_tokens."""
 SAMPLE_LINES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostForecast:
-    """USD of a whole replay, by the length and the family of the states that were looked at."""
+    """USD of a whole replay, from the lengths and families of a sample of its states."""
 
     states: int
     state_usd: float
-    """Two votes on one state, of the cheapest two families that may judge it, answers of a quarter of max_tokens."""
+    """Two votes on one state, from the cheapest two families that may judge it, with answers of mean length."""
     low_usd: float
-    """Such votes on each state."""
+    """`state_usd` for each state."""
     high_usd: float
-    """All voters on each state, the dearest that may judge it, answers of max_tokens; at most the cap of the run."""
+    """Votes of all voters on each state, the dearest that may judge it, with answers of max_tokens. At most the cap."""
 
     def text(self) -> str:
         return f"${self.low_usd:,.2f} to ${self.high_usd:,.2f} for {self.states:,} states"
@@ -41,7 +41,7 @@ class _Line(msgspec.Struct):
 
 
 def forecast_cost(config: Config, states_file: Path | None = None) -> CostForecast | None:
-    """For a states file (teachers.states by default); None where there is none to measure, or no teacher.
+    """Forecast the replay of a states file (teachers.states by default); None without a file or without teachers.
 
     Raises ConfigError for an unknown price or an unreadable file.
     """
@@ -50,39 +50,45 @@ def forecast_cost(config: Config, states_file: Path | None = None) -> CostForeca
     if path is None or not teachers.teacher:
         return None
     states, lines = _sampled(path)
-    priced = [(each, price_of(each)) for each in teachers.teacher]
+    priced = [(teacher, price_of(teacher)) for teacher in teachers.teacher]
     costs = [_state_usd(teachers, priced, _family(line, teachers), len(line) / BYTES_PER_TOKEN) for line in lines]
     low, high = (sum(each) / len(lines) for each in zip(*costs, strict=True)) if lines else (0.0, 0.0)
     cap = teachers.budget.usd_per_run
     return CostForecast(states=states, state_usd=low, low_usd=min(states * low, cap), high_usd=min(states * high, cap))
 
 
-def beside_the_cap(config: Config, expected: CostForecast | None) -> str:
-    """What a replay will probably cost, and what it cannot cost more than. Raises ConfigError for an unknown price."""
-    free = all(price_of(each).bound_usd(1, 1) == 0 for each in config.teachers.teacher)
-    cost = "nothing: all are local" if free else expected.text() if expected else _of_rollouts(config)
+def cost_with_cap(config: Config, forecast: CostForecast | None) -> str:
+    """Return one line: the probable cost of a replay, and its cap. Raises ConfigError for an unknown price."""
     budget = config.teachers.budget
-    but = "" if free else f" while no call is charged more than {budget.overcharge_factor:g} times its bound"
-    return f"cost forecast: {cost}; never more than ${budget.usd_per_run:g}{but}"
+    free = all(price_of(teacher).bound_usd(1, 1) == 0 for teacher in config.teachers.teacher)
+    if free:
+        return f"cost forecast: nothing: all are local; never more than ${budget.usd_per_run:g}"
+    cost = forecast.text() if forecast else _cost_of_rollouts(config)
+    return (
+        f"cost forecast: {cost}; never more than ${budget.usd_per_run:g} while no call is charged more than "
+        f"{budget.overcharge_factor:g} times its bound"
+    )
 
 
-def _of_rollouts(config: Config) -> str:
-    """About what the rollouts that are trained will cost, as far as it is known: neither is how many turns they have,
-    nor how many groups are dropped, whose rollouts are replayed too."""
+def _cost_of_rollouts(config: Config) -> str:
+    """Return the cost of one turn of every trained rollout.
+
+    The number of turns is not known, nor is the number of dropped groups, whose rollouts are replayed too.
+    """
     teachers, orchestrator = config.teachers, config.orchestrator
     if not teachers.online:
         return "grows with the states"
-    family = _known(family_of(config.model.path), teachers)
-    context, rollouts = config.model.max_context, orchestrator.groups_per_step * orchestrator.group_size
-    rollouts *= config.run.max_steps
-    priced = [(each, price_of(each)) for each in teachers.teacher]
+    family = _or_assumed(family_of(config.model.path), teachers)
+    context = config.model.max_context
+    rollouts = config.run.max_steps * orchestrator.groups_per_step * orchestrator.group_size
+    priced = [(teacher, price_of(teacher)) for teacher in teachers.teacher]
     _, state_usd = _state_usd(teachers, priced, family, context)
     if not state_usd:
         return (
             f"nothing: rollouts are of family {family!r} (model.path = {config.model.path}), which leaves no two "
             "families to judge them"
         )
-    votes = min(teachers.voters, sum(each.known_family != family for each in teachers.teacher))
+    votes = min(teachers.voters, sum(teacher.known_family != family for teacher in teachers.teacher))
     return (
         f"about ${rollouts * state_usd:,.2f} for each turn of the trained rollouts (dropped groups add theirs): "
         f"{rollouts:,} rollouts, prompts of "
@@ -94,12 +100,12 @@ def _of_rollouts(config: Config) -> str:
 def _state_usd(
     teachers: TeachersConfig, priced: list[tuple[TeacherConfig, Price]], family: str, prompt_tokens: float
 ) -> tuple[float, float]:
-    """(low, high) of one state; nothing where it will be refused."""
-    allowed = [(each, price) for each, price in priced if each.known_family != family]
+    """Return the (low, high) cost of one state; zeros where the state will be refused."""
+    allowed = [(teacher.known_family, price) for teacher, price in priced if teacher.known_family != family]
     cheapest: dict[str, float] = {}
-    for each, price in allowed:
+    for teacher_family, price in allowed:
         usd = price.cost_usd(int(prompt_tokens), int(ANSWER_SHARE * teachers.max_tokens))
-        cheapest[each.known_family] = min(usd, cheapest.get(each.known_family, usd))
+        cheapest[teacher_family] = min(usd, cheapest.get(teacher_family, usd))
     if family == UNKNOWN or len(cheapest) < 2:
         return 0.0, 0.0
     full = sorted((price.cost_usd(int(prompt_tokens), teachers.max_tokens) for _, price in allowed), reverse=True)
@@ -107,20 +113,20 @@ def _state_usd(
 
 
 def _family(line: bytes, teachers: TeachersConfig) -> str:
-    """The family that wrote a state; UNKNOWN also of a line that is none."""
+    """Return the family that wrote a state; UNKNOWN also for a line that is no state."""
     try:
-        known = family_named(msgspec.json.decode(line, type=_Line).source_family)
+        family = family_named(msgspec.json.decode(line, type=_Line).source_family)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return UNKNOWN
-    return _known(known, teachers)
+    return _or_assumed(family, teachers)
 
 
-def _known(family: str, teachers: TeachersConfig) -> str:
+def _or_assumed(family: str, teachers: TeachersConfig) -> str:
     return (teachers.assume_family or UNKNOWN) if family == UNKNOWN else family
 
 
 def _sampled(path: Path) -> tuple[int, list[bytes]]:
-    """(states, lines of some); of a large file, from its first lines and its size."""
+    """Return (states, some lines). For a large file the number is estimated from its size and first lines."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""What a run will weigh before it starts: parameters, memory of each process, disk.
+"""Estimates before a run starts: parameters, memory of each process, disk.
 
-Read from the model folder's config.json and safetensors headers alone; no torch. Estimates, not promises: they are
-meant to be right within about a third, so that a run that cannot fit is stopped before it starts.
+They need only the model folder's config.json and safetensors headers, and no torch. They are meant to be right within
+about a third, to stop a run that cannot fit.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ _WORKER_BYTES = int(0.25 * GIB)
 """An environment worker with verifiers loaded."""
 _CUDA_CONTEXT_BYTES = int(0.6 * GIB)
 CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
-"""Logits (elements) that the trainer's head makes at a time (trainer/head/fused.py). The output layer's gradient is
-read and written once for each such chunk, so it must not have too few rows."""
+"""Logits (elements) that the trainer's head computes at a time (trainer/head/fused.py). The output layer's gradient is
+read and written once a chunk, so a chunk must not have too few rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What memory estimates need to know of a decoder."""
+    """The sizes of a decoder that memory estimates need."""
 
     architecture: str
     parameters: int
@@ -46,19 +46,19 @@ class ModelShape:
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
-        """The shape of the model in `folder`. Raises ModelNotFoundError for a config.json that is not a decoder's."""
+        """Return the shape of the model in `folder`. Raises ModelNotFoundError when config.json is not a decoder's."""
         values = json.loads((folder / "config.json").read_text())
         text = {**values, **values.get("text_config", {})}
         try:
             shape = cls.of(text)
         except KeyError as error:
             raise ModelNotFoundError(f"{folder}/config.json names no {error}: is it a decoder's?") from None
-        counted = _count_stored(folder)
-        return shape if counted is None else _with_parameters(shape, counted)
+        parameters = _count_stored(folder)
+        return shape if parameters is None else replace(shape, parameters=parameters)
 
     @classmethod
     def of(cls, text: dict[str, Any]) -> ModelShape:
-        """The shape of a decoder with these config.json values (Llama- and Qwen-like blocks)."""
+        """Return the shape of a decoder with these config.json values (Llama- and Qwen-like blocks)."""
         hidden, layers, vocabulary = text["hidden_size"], text["num_hidden_layers"], text["vocab_size"]
         heads = text["num_attention_heads"]
         head = text.get("head_dim") or hidden // heads
@@ -80,13 +80,8 @@ class ModelShape:
         )
 
 
-def _with_parameters(shape: ModelShape, parameters: int) -> ModelShape:
-    fields = {name: getattr(shape, name) for name in ModelShape.__slots__}
-    return ModelShape(**{**fields, "parameters": parameters})
-
-
 def _count_stored(folder: Path) -> int | None:
-    """Parameters by the safetensors headers; None when the folder has none."""
+    """Count parameters by the safetensors headers; None when the folder has no weights."""
     files = sorted(folder.glob("model*.safetensors"))
     total = 0
     for file in files:
@@ -110,18 +105,18 @@ class Need:
 
 
 def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
-    """One trainer rank: float32 masters, gradients and moments sharded over ranks; one micro-batch of activations."""
+    """Return the memory of a rank: float32 masters, gradients, moments (sharded); activations of a micro-batch."""
     trainer, ranks = config.trainer, config.trainer.ranks
     tokens = trainer.micro_batch_tokens
     half = trainer.compute_dtype == "bfloat16" or (trainer.compute_dtype == "auto" and cuda)
     width = 2 if half else 4
     trained = trained_parameters(config, shape)
-    kept = 1.5 if trainer.activation_checkpointing else 14 + 3 * shape.mlp_width / shape.hidden
+    per_hidden = 1.5 if trainer.activation_checkpointing else 14 + 3 * shape.mlp_width / shape.hidden
     parts = {
         "masters": 4 * shape.parameters // ranks,
         "gradients": 4 * trained // ranks,
         "moments": (8 if trainer.optim.type == "adamw" else 5) * trained // ranks,
-        "activations": int(kept * tokens * shape.hidden * shape.layers * width),
+        "activations": int(per_hidden * tokens * shape.hidden * shape.layers * width),
         "logits": _logits_bytes(config, shape, cuda=cuda),
         "output layer's gradient": 4 * shape.vocabulary * shape.hidden if trainer.lora is None else 0,
         "other weights": _other_weights(config, shape) // ranks,
@@ -136,23 +131,23 @@ def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
 
 
 def _logits_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> int:
-    """A chunk of logits and a copy of it; with channel 2 the teacher's beside it, and a copy of its output layer."""
+    """Return the bytes of a chunk of logits and its copy; SDPO adds the teacher's, and a copy of its output layer."""
     chunk = min(config.trainer.micro_batch_tokens * shape.vocabulary, CHUNK_LOGITS["cuda" if cuda else "cpu"])
-    taught = config.channels.sdpo.weight > 0
-    other = weight_sets(config.channels).teacher is not None
-    return chunk * 4 * (4 if taught else 2) + (4 * shape.vocabulary * shape.hidden if other else 0)
+    distills = config.channels.sdpo.weight > 0
+    other_weights = weight_sets(config.channels).teacher is not None
+    return chunk * 4 * (4 if distills else 2) + (4 * shape.vocabulary * shape.hidden if other_weights else 0)
 
 
 def _other_weights(config: Config, shape: ModelShape) -> int:
-    """Float32 start weights and moving averages, over all ranks. With adapters the start weights are the base."""
-    kept = weight_sets(config.channels).needed - ({"frozen"} if config.trainer.lora is not None else set())
-    return 4 * trained_parameters(config, shape) * len(kept)
+    """Return the bytes of float32 start weights and averages, over all ranks. Adapters keep their base anyway."""
+    needed = weight_sets(config.channels).needed - ({"frozen"} if config.trainer.lora is not None else set())
+    return 4 * trained_parameters(config, shape) * len(needed)
 
 
 def node_need(config: Config, shape: ModelShape, *, cuda: bool, device_bytes: int | None = None) -> Need:
-    """One inference node: weights (twice while a swap is under way) and the KV cache at full batch and context.
+    """Return the memory of a node: weights (twice during a swap) and the KV cache at full batch and context.
 
-    vLLM on a GPU takes its configured share of `device_bytes` whatever the model.
+    vLLM on a GPU takes its configured share of `device_bytes`, whatever the model.
     """
     inference = config.inference
     half = inference.dtype == "bfloat16" or (inference.dtype == "auto" and cuda)
@@ -168,7 +163,8 @@ def node_need(config: Config, shape: ModelShape, *, cuda: bool, device_bytes: in
         per_token = 2 * shape.layers * shape.kv_width * width
         cache = per_token * inference.local.max_batch * config.model.max_context
         cache = min(cache, int(inference.local.kv_cache_gib * GIB))
-    logits = 0 if inference.engine == "vllm" and cuda else 12 * shape.vocabulary * _batch(config)
+    batch = inference.local.max_batch if inference.engine == "local" else inference.vllm.max_num_seqs
+    logits = 0 if inference.engine == "vllm" and cuda else 12 * shape.vocabulary * batch
     runtime = _CUDA_CONTEXT_BYTES if cuda else _RUNTIME_BYTES["node"]
     if inference.engine == "vllm" and not cuda:
         runtime += GIB
@@ -179,7 +175,7 @@ def node_need(config: Config, shape: ModelShape, *, cuda: bool, device_bytes: in
 
 
 def orchestrator_need(config: Config) -> Need:
-    """The orchestrator, its environment workers and the samples it holds."""
+    """Return the memory of the orchestrator, its environment workers and the samples it holds."""
     workers = sum(source.workers for source in config.orchestrator.source)
     orchestrator = config.orchestrator
     rollouts = orchestrator.groups_per_step * orchestrator.group_size * (orchestrator.max_staleness + 2)
@@ -189,7 +185,7 @@ def orchestrator_need(config: Config) -> Need:
 
 
 def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, int]:
-    """Disk by purpose at the run's fullest moment (one checkpoint and one version more than are kept)."""
+    """Return the disk space by purpose at its peak: one checkpoint and one version more than are kept."""
     if config.run.max_steps == 0:
         return {"weight store": 0, "checkpoints": 0, "final": 0}
     width = 2 if cuda else 4
@@ -203,13 +199,8 @@ def disk_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> dict[str, in
     }
 
 
-def _batch(config: Config) -> int:
-    inference = config.inference
-    return inference.local.max_batch if inference.engine == "local" else inference.vllm.max_num_seqs
-
-
 def trained_parameters(config: Config, shape: ModelShape) -> int:
-    """All of the model's, or those of its adapters."""
+    """Return the number of trained parameters: all of the model's, or those of its adapters."""
     lora = config.trainer.lora
     if lora is None:
         return shape.parameters

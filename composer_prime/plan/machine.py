@@ -1,4 +1,4 @@
-"""What this machine offers: memory, cores, GPUs, ports, modules. Loads no torch and runs no module it is asked for."""
+"""This machine: memory, cores, GPUs, ports, installed modules. Loads no torch and runs none of these modules."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import errno
 import importlib.machinery
 import os
+import shutil
 import socket
 import sys
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from composer_prime.errors import ConfigError, PortInUseError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a plan is measured against."""
+    """The machine that a plan is measured against."""
 
     cores: int
     memory_bytes: int
@@ -25,10 +26,10 @@ class Machine:
     gpus: tuple[int, ...]
     """Memory of each visible GPU, bytes."""
     imagined: bool = False
-    """The GPUs are another machine's: this one's memory and disk say nothing about the run."""
+    """Whether the GPUs are another machine's; this one's memory and disk are then irrelevant."""
 
 
-def look() -> Machine:
+def this_machine() -> Machine:
     return Machine(cores=usable_cores(), memory_bytes=memory_limit_bytes(), gpus=visible_gpus())
 
 
@@ -49,7 +50,7 @@ def memory_limit_bytes() -> int:
 
 
 def visible_gpus() -> tuple[int, ...]:
-    """Memory of each CUDA device that CUDA_VISIBLE_DEVICES leaves visible; empty without a driver."""
+    """Return the memory of each CUDA device that CUDA_VISIBLE_DEVICES leaves visible; empty without a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -66,7 +67,7 @@ def visible_gpus() -> tuple[int, ...]:
 
 
 def module_file(name: str) -> Path | None:
-    """Where module `name` lives, found without running any of its packages; None when it is not installed."""
+    """Return the file of module `name` without running any of its packages; None when it is not installed."""
     search: list[str] | None = None
     spec = None
     for part in name.split("."):
@@ -80,7 +81,7 @@ def module_file(name: str) -> Path | None:
 
 
 def _editable(name: str) -> Path | None:
-    """Packages that an import hook (some editable installs) provides: ask the hooks about the top package only."""
+    """Ask import hooks, as some editable installs have, about the top package only."""
     for finder in sys.meta_path:
         spec = finder.find_spec(name.partition(".")[0], None) if hasattr(finder, "find_spec") else None
         if spec is not None and spec.origin:
@@ -108,16 +109,14 @@ def check_port(host: str, port: int, key: str) -> None:
                     f"{key}: port {port} at {host} is held by another process; stop it, or set another port "
                     "(0 takes a free one)"
                 ) from None
-            why = error.strerror
+            reason = error.strerror
             if error.errno == errno.EADDRNOTAVAIL:
-                why = f"this machine has no such address ({why}); `ip address` lists those it has"
-            raise ConfigError(f"{key}: cannot listen at {host}, port {port}: {why}") from None
+                reason = f"this machine has no such address ({reason}); `ip address` lists those it has"
+            raise ConfigError(f"{key}: cannot listen at {host}, port {port}: {reason}") from None
 
 
 def free_bytes(path: Path) -> int:
-    """Free space of the file system that `path` is or will be on."""
-    import shutil
-
+    """Return the free space of the file system that `path` is or will be on."""
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent

@@ -1,22 +1,25 @@
-"""The plan of a run: what would start where, what a step is, what it weighs. Read `build` first; imports no torch."""
+"""The plan of a run: what would start where, what a step is, how much memory and disk it takes. Imports no torch.
+
+Read `build_plan` first. The rows come from here, the problems and most notes from preflight.py.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import wrap
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import VoiConfig
 from composer_prime.console import bulleted, gib, pluralize
 from composer_prime.errors import ConfigError, LedgerError
-from composer_prime.plan.cost_forecast import CostForecast, beside_the_cap, forecast_cost
+from composer_prime.plan.cost_forecast import CostForecast, cost_with_cap, forecast_cost
 from composer_prime.plan.footprint import ModelShape, Need, disk_bytes, node_need, orchestrator_need, rank_need
-from composer_prime.plan.machine import Machine, free_bytes, look
+from composer_prime.plan.machine import Machine, free_bytes, this_machine
 from composer_prime.plan.placement import uses_cuda
 from composer_prime.plan.preflight import Findings, check_start, setting_notes
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
-from composer_prime.run.run_folder import folder_state
+from composer_prime.run.run_folder import Starter, folder_state
 
 Rows = list[tuple[str, str]]
 
@@ -26,15 +29,19 @@ class Plan:
     """A checked configuration in words."""
 
     rows: Rows
-    """(label, text) in printing order; an empty label continues the one above."""
+    """(label, text) in printing order; an empty label continues the row above."""
     problems: list[str]
     """Why the run cannot start here; empty when it can."""
     notes: list[str]
     where: str = "here"
 
+    def with_rows(self, rows: Rows) -> Plan:
+        """Return the plan with further rows at its end."""
+        return replace(self, rows=[*self.rows, *rows])
+
     def text(self, width: int | None = None) -> str:
-        """`width`: characters a line of the rows, at most; None: a row is a line, however long."""
-        lines = [line for label, text in self.rows for line in _lines(label, text, width)]
+        """Return the plan as printed, with rows wrapped at `width` characters; None does not wrap."""
+        lines = [line for label, text in self.rows for line in _row_lines(label, text, width)]
         lines += [f"{'note':<9} {note}" for note in self.notes]
         if self.problems:
             keep = "keeps" if len(self.problems) == 1 else "keep"
@@ -43,8 +50,27 @@ class Plan:
         return "\n".join(lines)
 
 
-def _lines(label: str, text: str, width: int | None) -> list[str]:
-    """A row; where it is wider than `width`, the rest stands below its text."""
+def build_plan(config: Config, machine: Machine | None = None, *, starter: Starter | None = "launcher") -> Plan:
+    """Check `config` against this machine (or `machine`) and describe a run of it.
+
+    The run's folder is checked as `starter` would do; None does not look at it.
+    """
+    machine = machine or this_machine()
+    findings = check_start(config, gpus=len(machine.gpus), starter=None if machine.imagined else starter)
+    rows = [*_run(config), *_model(config, findings), *_roles(config, findings), *_step(config), *_eval(config)]
+    rows += _teachers(config, findings)
+    findings.notes += setting_notes(config)
+    if findings.shape is None:
+        rows.append(("memory", f"no estimate of memory and disk: {findings.unknown_shape}"))
+    else:
+        rows += _memory(config, findings.shape, machine, findings)
+        rows += _disk(config, findings.shape, machine, findings)
+    _note_cores(config, machine, findings)
+    where = "on this machine (the plan is for another)" if machine.imagined else "here"
+    return Plan(rows=rows, problems=findings.problems, notes=findings.notes, where=where)
+
+
+def _row_lines(label: str, text: str, width: int | None) -> list[str]:
     head = f"{label:<9} "
     if width is None:
         return [head + text]
@@ -54,43 +80,17 @@ def _lines(label: str, text: str, width: int | None) -> list[str]:
     )  # fmt: skip
 
 
-def build(config: Config, machine: Machine | None = None, *, folder: bool = True) -> Plan:
-    """Check `config` against this machine (or `machine`) and say what a run of it would be.
-
-    `folder`: whether the launcher could start in the run directory is looked at too (on this machine).
-    """
-    machine = machine or look()
-    found = check_start(config, gpus=len(machine.gpus), folder=folder and not machine.imagined)
-    rows = [*_run(config), *_model(config, found), *_roles(config, found), *_step(config), *_eval(config)]
-    rows += _teachers(config, found)
-    found.notes += setting_notes(config)
-    if found.shape is None:
-        rows.append(("memory", f"no estimate of memory and disk: {found.unknown_shape}"))
-    else:
-        rows += _memory(config, found.shape, machine, found)
-        rows += _disk(config, found.shape, machine, found)
-    _cores(config, machine, found)
-    where = "on this machine (the plan is for another)" if machine.imagined else "here"
-    return Plan(rows=rows, problems=found.problems, notes=found.notes, where=where)
-
-
 def _run(config: Config) -> Rows:
-    run = config.run
+    run, channels = config.run, config.channels
     sources = ", ".join(f"{source.name} ({source.weight:g})" for source in config.orchestrator.source)
     length = f"{run.max_steps} steps" if run.max_steps else "evaluation only"
     state = folder_state(RunDir(config.run_directory))
-    return [
+    rows = [
         ("run", f"{run.name}: {length}, seed {run.seed}, in {config.run_directory} ({state})"),
         ("sources", sources),
-        ("loss", f"{config.channels.policy.objective}, off-policy correction {config.channels.policy.correction}"),
-        *_further_channels(config),
+        ("loss", f"{channels.policy.objective}, off-policy correction {channels.policy.correction}"),
     ]
-
-
-def _further_channels(config: Config) -> Rows:
-    """Channels 2 and 3, where they have a weight."""
-    sdpo, replay, hints = config.channels.sdpo, config.channels.replay_dpo, config.orchestrator.hints
-    rows: Rows = []
+    sdpo, replay, hints = channels.sdpo, channels.replay_dpo, config.orchestrator.hints
     if sdpo.weight and hints is not None:
         layers = " then ".join(hints.layers) + (f"; control arm: {hints.control}" if hints.control != "none" else "")
         rows.append(("", f"+ {sdpo.weight:g} x sdpo, teacher {sdpo.teacher.kind}, hints by {layers}"))
@@ -100,8 +100,8 @@ def _further_channels(config: Config) -> Rows:
     return rows
 
 
-def _model(config: Config, found: Findings) -> Rows:
-    model, shape = config.model, found.shape
+def _model(config: Config, findings: Findings) -> Rows:
+    model, shape = config.model, findings.shape
     if shape is None:
         return [("model", f"{model.path}, context {model.max_context:,}")]
     size = f"{shape.parameters / 1e9:.2f} B" if shape.parameters >= 1e9 else f"{shape.parameters / 1e6:.1f} M"
@@ -114,9 +114,10 @@ def _model(config: Config, found: Findings) -> Rows:
     ]
 
 
-def _roles(config: Config, found: Findings) -> Rows:
+def _roles(config: Config, findings: Findings) -> Rows:
     rows: Rows = []
     orchestrator, inference, trainer = config.orchestrator, config.inference, config.trainer
+    placement = findings.placement
     if orchestrator.address:
         rows.append(("roles", f"orchestrator elsewhere, at {orchestrator.address}"))
     else:
@@ -125,21 +126,23 @@ def _roles(config: Config, found: Findings) -> Rows:
     if inference.nodes == 0:
         rows.append(("", f"inference nodes elsewhere: they join at {orchestrator.node_address}"))
     for node in range(inference.nodes):
-        where = _place(found.placement.nodes[node] if found.placement else None, inference.threads)
-        rows.append(("", f"inference node-{node} here: engine {inference.engine}, {where}"))
+        devices = _devices(placement.nodes[node] if placement else None, inference.threads)
+        rows.append(("", f"inference node-{node} here: engine {inference.engine}, {devices}"))
     if config.run.max_steps == 0:
         rows.append(("", "no trainer: run.max_steps is 0"))
     elif trainer.address:
         rows.append(("", f"trainer ranks elsewhere, at {trainer.address}"))
     else:
-        where = _place(found.placement.ranks if found.placement else None, trainer.threads)
-        rows.append(("", f"trainer here: {pluralize(trainer.ranks, 'rank')}, FSDP2, {where}"))
-    if found.placement and found.placement.shared and inference.engine == "vllm":
-        found.notes.append("inference and trainer share a GPU: lower inference.vllm.gpu_memory_utilization accordingly")
+        devices = _devices(placement.ranks if placement else None, trainer.threads)
+        rows.append(("", f"trainer here: {pluralize(trainer.ranks, 'rank')}, FSDP2, {devices}"))
+    if placement and placement.shared and inference.engine == "vllm":
+        findings.notes.append(
+            "inference and trainer share a GPU: lower inference.vllm.gpu_memory_utilization accordingly"
+        )
     return rows
 
 
-def _place(gpus: tuple[int, ...] | None, threads: int) -> str:
+def _devices(gpus: tuple[int, ...] | None, threads: int) -> str:
     if gpus is None:
         return "GPUs that this machine lacks"
     return f"GPU {', '.join(map(str, gpus))}" if gpus else f"CPU, {pluralize(threads, 'thread')}"
@@ -150,23 +153,22 @@ def _step(config: Config) -> Rows:
         return []
     orchestrator = config.orchestrator
     rollouts = orchestrator.groups_per_step * orchestrator.group_size
-    most = rollouts * config.model.max_context
-    per_rank = -(-most // (config.trainer.micro_batch_tokens * config.trainer.ranks))
-    ages = f"(max_staleness {orchestrator.max_staleness})"
-    versions = f"step N trains on policy versions N-{1 + orchestrator.max_staleness} and newer {ages}"
+    max_tokens = rollouts * config.model.max_context
+    per_rank = -(-max_tokens // (config.trainer.micro_batch_tokens * config.trainer.ranks))
+    staleness = f"(max_staleness {orchestrator.max_staleness})"
+    versions = f"step N trains on policy versions N-{1 + orchestrator.max_staleness} and newer {staleness}"
     if config.diloco is not None:
-        versions = f"a policy version is a full sweep, {config.diloco.sync_every} steps; steps use the newest {ages}"
+        versions = (
+            f"a policy version is a full sweep, {config.diloco.sync_every} steps; steps use the newest {staleness}"
+        )
     return [
         (
             "step",
             f"{orchestrator.groups_per_step} groups x {orchestrator.group_size} rollouts = {rollouts} rollouts; "
-            f"at most {most:,} tokens in {pluralize(per_rank, 'micro-batch', 'micro-batches')} of "
+            f"at most {max_tokens:,} tokens in {pluralize(per_rank, 'micro-batch', 'micro-batches')} of "
             f"{config.trainer.micro_batch_tokens:,} a rank",
         ),
-        (
-            "",
-            f"{versions}; {config.run.max_steps * rollouts:,} rollouts in the whole run",
-        ),
+        ("", f"{versions}; {config.run.max_steps * rollouts:,} rollouts in the whole run"),
     ]
 
 
@@ -180,22 +182,21 @@ def _eval(config: Config) -> Rows:
     return [("eval", f"{', '.join(names)}: {evaluation.tasks} tasks x {evaluation.samples} samples, {passes}; {when}")]
 
 
-def _teachers(config: Config, found: Findings) -> Rows:
+def _teachers(config: Config, findings: Findings) -> Rows:
     teachers = config.teachers
     if not teachers.teacher:
         return []
-    families = ", ".join(f"{each.name} ({each.known_family}, {each.tier})" for each in teachers.teacher)
+    families = ", ".join(f"{teacher.name} ({teacher.known_family}, {teacher.tier})" for teacher in teachers.teacher)
     when = "online" if teachers.online else "for `composer replay`"
     rows = [("teachers", f"{families}; {teachers.voting} voting of {teachers.voters}, {when}")]
     try:
-        expected = forecast_cost(config)
-        cost = beside_the_cap(config, expected)
+        forecast = forecast_cost(config)
+        rows.append(("", cost_with_cap(config, forecast)))
     except ConfigError as error:
-        found.problems.append(str(error))
+        findings.problems.append(str(error))
         return rows
-    rows.append(("", cost))
-    if expected:
-        _votes_worth_it(teachers.voi, expected, found)
+    if forecast:
+        _note_worthless_votes(teachers.voi, forecast, findings)
     try:
         paid = spent(config.run_directory / "costs.jsonl")
     except (LedgerError, OSError) as error:
@@ -203,28 +204,28 @@ def _teachers(config: Config, found: Findings) -> Rows:
     return [*rows, ("", f"spent so far: ${paid.usd:,.4f} in {paid.calls:,} calls")] if paid.calls else rows
 
 
-def _votes_worth_it(voi: VoiConfig, expected: CostForecast, found: Findings) -> None:
-    """A note where the value of information would leave out nearly every state."""
+def _note_worthless_votes(voi: VoiConfig, forecast: CostForecast, findings: Findings) -> None:
+    """Add a note where the value of information would leave out nearly every state."""
     if not voi.enabled or voi.pair_value_usd is None:
         return
-    if voi.prior_disagreement * voi.pair_value_usd < expected.state_usd:
-        found.notes.append(
+    if voi.prior_disagreement * voi.pair_value_usd < forecast.state_usd:
+        findings.notes.append(
             f"teachers.voi.pair_value_usd is {voi.pair_value_usd:g}, and a state is expected to give a pair with "
-            f"probability {voi.prior_disagreement:g} (prior_disagreement): two votes, about ${expected.state_usd:.4f}, "
-            f"are not worth it, so that only the share explore = {voi.explore:g} of the states is voted on; raise it, "
+            f"probability {voi.prior_disagreement:g} (prior_disagreement): two votes, about ${forecast.state_usd:.4f}, "
+            f"are not worth it, so only the share explore = {voi.explore:g} of the states gets votes; raise it, "
             "or leave it out"
         )
 
 
-def _memory(config: Config, shape: ModelShape, machine: Machine, found: Findings) -> Rows:
+def _memory(config: Config, shape: ModelShape, machine: Machine, findings: Findings) -> Rows:
     gpus = len(machine.gpus)
     cuda_node, cuda_rank = uses_cuda(config.inference.device, gpus), uses_cuda(config.trainer.device, gpus)
     needs: list[tuple[int, Need]] = []
     if not config.orchestrator.address:
         needs.append((1, orchestrator_need(config)))
     if config.inference.nodes:
-        size = machine.gpus[0] if machine.gpus else None
-        needs.append((config.inference.nodes, node_need(config, shape, cuda=cuda_node, device_bytes=size)))
+        gpu_bytes = machine.gpus[0] if machine.gpus else None
+        needs.append((config.inference.nodes, node_need(config, shape, cuda=cuda_node, device_bytes=gpu_bytes)))
     if config.run.max_steps and not config.trainer.address:
         needs.append((config.trainer.ranks, rank_need(config, shape, cuda=cuda_rank)))
     rows: Rows = []
@@ -235,24 +236,24 @@ def _memory(config: Config, shape: ModelShape, machine: Machine, found: Findings
         parts = ", ".join(f"{name} {gib(value)}" for name, value in largest if value)
         rows.append(("" if rows else "memory", f"about {size} {need.role}{times} ({parts})"))
         if need.device_bytes and machine.gpus and need.device_bytes > min(machine.gpus):
-            found.notes.append(f"{need.role} may need {gib(need.device_bytes)} of a GPU's {gib(min(machine.gpus))}")
+            findings.notes.append(f"{need.role} may need {gib(need.device_bytes)} of a GPU's {gib(min(machine.gpus))}")
     total = sum(count * need.host_bytes for count, need in needs)
     if machine.imagined:
         return [*rows, ("", f"about {gib(total)} of main memory at the worst")]
     rows.append(("", f"about {gib(total)} of this machine's {gib(machine.memory_bytes)} at the worst"))
     if total > machine.memory_bytes:
-        found.notes.append(
+        findings.notes.append(
             f"all processes together may need {gib(total)}, this machine has {gib(machine.memory_bytes)}: lower "
             "trainer.micro_batch_tokens, inference.local.max_batch or model.max_context"
         )
     return rows
 
 
-def _disk(config: Config, shape: ModelShape, machine: Machine, found: Findings) -> Rows:
+def _disk(config: Config, shape: ModelShape, machine: Machine, findings: Findings) -> Rows:
     parts = disk_bytes(config, shape, cuda=bool(machine.gpus))
     need, free = sum(parts.values()), free_bytes(config.run_directory)
     if need > free and not machine.imagined:
-        found.problems.append(
+        findings.problems.append(
             f"checkpoints, weight store and final model need about {gib(need)}, but {config.run.output_dir} has "
             f"{gib(free)} free: set run.output_dir to a larger disk, or lower trainer.checkpoint.keep "
             f"({config.trainer.checkpoint.keep}) or trainer.weights.keep ({config.trainer.weights.keep})"
@@ -261,13 +262,13 @@ def _disk(config: Config, shape: ModelShape, machine: Machine, found: Findings) 
     return [("disk", f"about {gib(need)} ({listed})" + ("" if machine.imagined else f"; {gib(free)} free"))]
 
 
-def _cores(config: Config, machine: Machine, found: Findings) -> None:
+def _note_cores(config: Config, machine: Machine, findings: Findings) -> None:
     gpus = len(machine.gpus)
-    wanted = 0 if uses_cuda(config.inference.device, gpus) else config.inference.nodes * config.inference.threads
+    threads = 0 if uses_cuda(config.inference.device, gpus) else config.inference.nodes * config.inference.threads
     if config.run.max_steps and not config.trainer.address and not uses_cuda(config.trainer.device, gpus):
-        wanted += config.trainer.ranks * config.trainer.threads
-    if wanted > machine.cores:
-        found.notes.append(
-            f"nodes and ranks compute on {wanted} CPU threads, this machine has {machine.cores} cores: "
+        threads += config.trainer.ranks * config.trainer.threads
+    if threads > machine.cores:
+        findings.notes.append(
+            f"nodes and ranks compute on {threads} CPU threads, this machine has {machine.cores} cores: "
             "lower inference.threads or trainer.threads"
         )

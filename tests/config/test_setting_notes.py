@@ -10,7 +10,7 @@ import pytest
 from composer_prime.config.load import resolve
 from composer_prime.console import GIB
 from composer_prime.plan.machine import Machine
-from composer_prime.plan.plan import build
+from composer_prime.plan.plan import build_plan
 
 A1 = str(Path(__file__).parents[2] / "configs" / "a1.toml")
 ON = ("--channels.sdpo.weight", "0.5", "--orchestrator.hints.placement", "system")
@@ -23,7 +23,7 @@ def notes(folder: Path, *words: str) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config = resolve(["@", A1, "--run.output_dir", str(folder), "--run.max_steps", "8", *words]).config
-    return "\n".join(build(config, Machine(cores=2, memory_bytes=16 * GIB, gpus=())).notes)
+    return "\n".join(build_plan(config, Machine(cores=2, memory_bytes=16 * GIB, gpus=())).notes)
 
 
 @pytest.mark.parametrize(
@@ -38,14 +38,14 @@ def notes(folder: Path, *words: str) -> str:
         (
             (*ON, "--channels.sdpo.schedule.start_step", "8"),
             (*ON, "--channels.sdpo.schedule.start_step", "9"),
-            "channels.sdpo.schedule.start_step is 9, but run.max_steps is 8: the channel never gets its weight of 0.5",
+            "channels.sdpo.schedule.start_step is 9, but run.max_steps is 8: this loss never gets its weight of 0.5",
         ),
         ((*ON, *CONTEXT, "4096"), (*ON, *CONTEXT, "4095"), "set micro_batch_tokens >= 4,096 (2 x max_context)"),
         ((*CONTEXT, "4096"), (*ON, *CONTEXT, "2048"), "trainer.micro_batch_tokens is 2,048"),
         (
             (*ON, "--channels.sdpo.beta", "0.05"),
             (*ON, "--channels.sdpo.beta", "0.01"),
-            "channels.sdpo.beta is 0.01: near its ends the generalised JSD goes to 0",
+            "channels.sdpo.beta is 0.01: near its ends the generalized JSD goes to 0",
         ),
         (
             SIMPO,

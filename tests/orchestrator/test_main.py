@@ -132,7 +132,7 @@ def test_alone_it_prepares_its_run_directory_and_stops_at_ctrl_c(tmp_path):
     assert process.wait(15) == 130
     again = subprocess.run([*COMMAND, *words], cwd=root, capture_output=True, text=True)
     assert again.returncode == 2
-    assert "exists already: continue it with --resume" in again.stderr
+    assert "continue it with --resume" in again.stderr
 
 
 def test_alone_it_resumes_only_under_settings_that_agree(tmp_path):
@@ -146,11 +146,12 @@ def test_alone_it_resumes_only_under_settings_that_agree(tmp_path):
         assert done.returncode == 2
         return done.stdout + done.stderr
 
-    assert "no complete checkpoint" in said() and not run_dir.config.exists()
+    assert "there is no run in" in said() and not run_dir.config.exists()
     run_dir.checkpoint(1).mkdir(parents=True)
     (run_dir.checkpoint(1) / "COMPLETE").touch()
     before = load.dump(load.resolve([*words, "--run.seed", "1"]).config)
     run_dir.config.write_text(before)
+    (run_dir.root / "run_id").write_text("alone")
     for more in ([], ["--dry-run"]):
         assert "run.seed: was 1, now 2" in said("--run.seed", "2", *more)
         assert run_dir.config.read_text() == before

@@ -15,7 +15,7 @@ from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.errors import ConfigError, DeadlineError
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.plan.cost_forecast import forecast_cost
-from composer_prime.plan.plan import build
+from composer_prime.plan.plan import build_plan
 from composer_prime.run.costs import read_costs
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.pairs import gate_file
@@ -324,7 +324,7 @@ def test_a_value_below_the_price_of_the_votes(tmp_path: Path) -> None:
     told = []
     for value_usd in (0.02, 20.0, None):
         config = run_config(tmp_path, "http://x/v1", states=path, voi={"enabled": True, "pair_value_usd": value_usd})
-        told.append([note for note in build(config, folder=False).notes if "pair_value_usd" in note])
+        told.append([note for note in build_plan(config, starter=None).notes if "pair_value_usd" in note])
     assert "only the share explore = 0.05 of the states is voted on" in told[0][0] and told[1:] == [[], []]
 
 

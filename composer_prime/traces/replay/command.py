@@ -23,7 +23,7 @@ from composer_prime.config import Config
 from composer_prime.config.load import resolve
 from composer_prime.console import INTERRUPTED, ProgressLines, clock, fail
 from composer_prime.errors import ComposerError, ConfigError
-from composer_prime.plan.cost_forecast import CostForecast, beside_the_cap, forecast_cost
+from composer_prime.plan.cost_forecast import CostForecast, cost_with_cap, forecast_cost
 from composer_prime.traces.overwrite_guard import same_file
 from composer_prime.traces.replay.records import UNDECIDED, votes_beside
 from composer_prime.traces.replay.replay import Replay, ReplayProgress, open_replay
@@ -98,7 +98,7 @@ async def replay(arguments: Arguments) -> tuple[ReplayProgress, CostForecast | N
     console = Console(stderr=True)
     async with open_replay(arguments.config, pairs=pairs, votes=votes_beside(pairs), costs=costs) as run:
         expected = forecast_cost(arguments.config, arguments.states)
-        print(beside_the_cap(arguments.config, expected), file=sys.stderr)
+        print(cost_with_cap(arguments.config, expected), file=sys.stderr)
         with Bar(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as bar:
             showing = asyncio.create_task(_show(bar, run.progress, total))
             try:
