@@ -76,14 +76,16 @@ class HttpDriver:
     async def play(self, gateway: Gateway, load: Load) -> list[float]:
         for slot in range(load.concurrent):
             for number in range(load.rollouts_per_slot):
-                gateway.open(f"c{slot % self._processes}-{slot // self._processes}-{number}")
+                gateway.records.open(f"c{slot % self._processes}-{slot // self._processes}-{number}")
         share = -(-load.concurrent // self._processes)
         shares = [min(share, load.concurrent - share * i) for i in range(self._processes)]
         outputs = await asyncio.gather(*(self._client(gateway, load, slots, i) for i, slots in enumerate(shares)))
         num_records = 0
         for slot in range(load.concurrent):
             for number in range(load.rollouts_per_slot):
-                num_records += len(gateway.take(f"c{slot % self._processes}-{slot // self._processes}-{number}"))
+                num_records += len(
+                    gateway.records.take(f"c{slot % self._processes}-{slot // self._processes}-{number}")
+                )
         if num_records != load.rollouts * load.turns:
             raise RuntimeError(f"{num_records} generations were recorded, {load.rollouts * load.turns} were played")
         return [latency for output in outputs for latency in output["latencies_s"]]
@@ -200,8 +202,8 @@ async def run(args: argparse.Namespace) -> list[Result]:
         root = Path(folder)
         (root / "config.json").write_text(json.dumps({"vocab_size": _VOCAB}))
         keys = RunKeys.create(root / "keys")
-        gateway = Gateway(_config(root, max(args.levels)), keys, "scale", WeightStore(root / "w"), model_dir=root)
-        await gateway.start()
+        config, store = _config(root, max(args.levels)), WeightStore(root / "w")
+        gateway = await Gateway.start(config, keys, "scale", store, model_dir=root)
         try:
             with fixed_delay_node(gateway, keys, args.delay_s, args.num_tokens):
                 await gateway.wait_for_node(30.0)

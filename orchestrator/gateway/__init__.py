@@ -1,4 +1,7 @@
-"""The gateway between environments and inference nodes. Read gateway.py first."""
+"""The gateway between environments and inference nodes. Read gateway.py first.
+
+http -> generation -> routing -> nodes, and link between routing and the nodes' sockets.
+"""
 
 from orchestrator.gateway.gateway import Gateway
 from orchestrator.gateway.records import GenerationRecord

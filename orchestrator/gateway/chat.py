@@ -1,7 +1,7 @@
-"""Messages to token ids and back, for /v1/chat/completions.
+"""Turn messages into token ids and back, for /v1/chat/completions.
 
-The training client renders for itself and never comes by here; judges, probes and people with an OpenAI client do.
-Renderer and tokenizer load on the first such request and run in one thread of their own (they are not thread-safe).
+Verifiers' training client renders by itself and does not use this. Judges, probes and people with an OpenAI client do.
+Renderer and tokenizer load on the first such request. They are not thread-safe, so they run in one thread of their own.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ Tools = list[dict[str, Any]] | None
 
 
 class ChatFormat:
-    """The model folder's way to write a conversation."""
+    """Renders and parses chat with the model folder's template."""
 
     def __init__(self, model_dir: Path, renderer: str | dict[str, Any] | None) -> None:
-        self._model_dir, self._choice = model_dir, renderer
+        self._model_dir = model_dir
+        self._renderer = renderer
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chat-format")
         self._loaded: tuple[Any, Any] | None = None
 
@@ -38,18 +39,17 @@ class ChatFormat:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def render(self, messages: Messages, tools: Tools) -> tuple[list[int], list[int]]:
-        """Prompt ids up to where the assistant's turn begins, and the ids that end that turn.
+        """Return the prompt ids up to the assistant's turn, and the ids that end that turn.
 
         Raises RequestError when the renderer or the chat template does not take these messages.
         """
         _check_text_only(messages)
 
-        def work(renderer: Any, tokenizer: Any) -> tuple[list[int], list[int]]:
-            del tokenizer
+        def work(renderer: Any, _: Any) -> tuple[list[int], list[int]]:
             try:
                 ids = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
             except Exception as error:
-                # Templates raise whatever they like on messages they do not know.
+                # A template may raise any error on messages that it does not expect.
                 raise RequestError(
                     f"the chat template does not take these messages: {type(error).__name__}: {error}", param="messages"
                 ) from error
@@ -60,10 +60,9 @@ class ChatFormat:
     async def parse(
         self, completion_ids: list[int], prompt_ids: list[int], tools: Tools, finish_reason: str
     ) -> tuple[dict[str, Any], str]:
-        """The assistant message (OpenAI form) and its finish reason: `tool_calls` where it calls tools."""
+        """Return the assistant message in OpenAI form and its finish reason: `tool_calls` where it calls tools."""
 
-        def work(renderer: Any, tokenizer: Any) -> tuple[dict[str, Any], str]:
-            del tokenizer
+        def work(renderer: Any, _: Any) -> tuple[dict[str, Any], str]:
             parsed = renderer.parse_response(completion_ids, prompt_ids=prompt_ids, tools=tools)
             message = _to_message(parsed)
             calls = message.get("tool_calls") and finish_reason == "stop"
@@ -72,11 +71,11 @@ class ChatFormat:
         return await self._run(work)
 
     async def texts(self, token_ids: list[int]) -> list[str]:
-        """Each id's own text."""
+        """Return each id's own text."""
         return await self._run(lambda _, tokenizer: [tokenizer.decode([token_id]) for token_id in token_ids])
 
     async def text(self, token_ids: list[int]) -> str:
-        """The text of all ids together, without special tokens."""
+        """Return the text of all ids together, without special tokens."""
         return await self._run(lambda _, tokenizer: tokenizer.decode(token_ids, skip_special_tokens=True))
 
     async def _run(self, work: Callable[[Any, Any], T]) -> T:
@@ -91,7 +90,7 @@ class ChatFormat:
         from orchestrator.chat_renderer import build_renderer, read_tokenizer
 
         try:
-            _, renderer = build_renderer(str(self._model_dir), self._choice)
+            _, renderer = build_renderer(str(self._model_dir), self._renderer)
             return renderer, read_tokenizer(str(self._model_dir))
         except ConfigError as error:
             raise RequestError(
@@ -102,20 +101,24 @@ class ChatFormat:
 
 
 def _check_text_only(messages: Messages) -> None:
+    """Raise RequestError for a message without a role or with anything but text."""
     for index, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise RequestError(f"messages[{index}] has role {message.get('role')!r}, expected a string",
-                               param="messages")  # fmt: skip
-        content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        for part in parts:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            if kind != "text":
-                raise RequestError(f"messages[{index}] has a content part of type {kind!r}: this model reads text only",
-                                   param="messages")  # fmt: skip
-        if not (content is None or isinstance(content, (str, list))):
-            raise RequestError(f"messages[{index}] has content of type {type(content).__name__}, expected text",
-                               param="messages")  # fmt: skip
+        problem = _message_problem(message)
+        if problem is not None:
+            raise RequestError(f"messages[{index}] has {problem}", param="messages")
+
+
+def _message_problem(message: dict[str, Any]) -> str | None:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        return f"role {role!r}, expected a string"
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            return f"a content part of type {kind!r}: this model reads text only"
+    if not (content is None or isinstance(content, (str, list))):
+        return f"content of type {type(content).__name__}, expected text"
+    return None
 
 
 def _to_message(parsed: ParsedResponse) -> dict[str, Any]:

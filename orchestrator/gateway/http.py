@@ -1,11 +1,11 @@
-"""The gateway's HTTP server on loopback: what environments, judges and people talk to.
+"""The gateway's HTTP server on loopback, for environments, judges and people.
 
     POST /inference/v1/generate   token ids in, token ids and logprobs out (verifiers' training client)
     POST /v1/completions          OpenAI, prompt of token ids
     POST /v1/chat/completions     OpenAI, messages and tools
     GET  /v1/models  /health  /metrics
 
-Bad input is answered with a 4xx and OpenAI's error body. A client that closes its connection cancels its request.
+Bad input gets a 4xx status and OpenAI's error body. A client that closes its connection cancels its request.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 64 << 20
 _MAX_SESSION_CHARACTERS = 256
 _KEEPALIVE_S = 75.0
-"""Longer than workers keep idle connections, so that none is closed under a request."""
+"""Longer than workers keep idle connections, so the server never closes one under a request."""
 _SHUTDOWN_S = 2.0
-"""Time for replies on their way; requests without an answer have been ended by then."""
+"""Time for replies on their way. Requests without an answer have been ended by then."""
 _JSON = {"Content-Type": "application/json"}
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
     body: msgspec.json.Decoder(body, strict=True) for body in (GenerateBody, CompletionBody, ChatBody)
@@ -50,14 +50,17 @@ class HttpServer:
         health: Callable[[], tuple[int, dict[str, Any]]],
         metrics: Callable[[], dict[str, Any]],
     ) -> None:
-        """`token`: bearer token that every request must carry; None asks for none. `health`: status and body."""
+        """`token`: bearer token that every request must carry, None for no check. `health` returns status and body."""
         self.url = ""
-        self._generator, self._chat, self._token = generator, chat, token
-        self._health, self._metrics = health, metrics
+        self._generator = generator
+        self._chat = chat
+        self._token = token
+        self._health = health
+        self._metrics = metrics
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> None:
-        """Raises PortInUseError when another process holds the port."""
+        """Serve on `host`. Raises PortInUseError when another process holds the port."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -70,9 +73,13 @@ class HttpServer:
                 web.route("*", "/{path:.*}", self._answering(self._unknown)),
             ]
         )
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, keepalive_timeout=_KEEPALIVE_S,
-                               shutdown_timeout=_SHUTDOWN_S)  # fmt: skip
-        self._runner = runner
+        runner = self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=_KEEPALIVE_S,
+            shutdown_timeout=_SHUTDOWN_S,
+        )
         await runner.setup()
         try:
             await web.TCPSite(runner, host, port, backlog=4096).start()
@@ -144,8 +151,8 @@ class HttpServer:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         del request
         limits = self._generator.limits
-        cards = [{"id": n, "object": "model", "created": 0, "owned_by": "composer-prime",
-                  "max_model_len": limits.max_context} for n in limits.names]  # fmt: skip
+        card = {"object": "model", "created": 0, "owned_by": "composer-prime", "max_model_len": limits.max_context}
+        cards = [{"id": name, **card} for name in limits.names]
         return web.Response(body=http_bodies.encode({"object": "list", "data": cards}), headers=_JSON)
 
     async def _get_health(self, request: web.Request) -> web.StreamResponse:
@@ -186,8 +193,8 @@ class HttpServer:
     def _authorize(self, request: web.Request) -> None:
         if self._token is None:
             return
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()):
+        header = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(header.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()):
             raise RequestError(
                 "the Authorization header does not carry this gateway's token: send `Bearer` and the value of the "
                 "environment variable COMPOSER_GATEWAY_TOKEN that the orchestrator was started with",
@@ -202,7 +209,7 @@ def _error(message: str, *, status: int, code: str, param: str | None = None) ->
 
 
 async def _decoded(request: web.Request, kind: type[T]) -> T:
-    """The request's body. Raises RequestError naming the field and what was expected there."""
+    """Return the request's body. Raises RequestError naming the field and what was expected there."""
     try:
         raw = await request.read()
     except web.HTTPRequestEntityTooLarge as error:

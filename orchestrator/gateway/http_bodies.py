@@ -1,9 +1,7 @@
-"""Request bodies of the gateway's HTTP routes, and how their sampling parameters become a node's.
+"""Request and reply bodies of the gateway's HTTP routes.
 
-A parameter that would change the distribution and that engines here do not have is refused, not ignored: the recorded
-logprobs would not be those of what was asked for.
-
-Reply bodies of the gateway's HTTP routes, as JSON bytes.
+A sampling parameter that would change the distribution, but that our engines do not have, is refused and not ignored.
+Otherwise the recorded logprobs would belong to another distribution than the one requested.
 """
 
 from __future__ import annotations
@@ -16,14 +14,14 @@ from msgspec import Meta
 
 from composer_prime.errors import RequestError
 from composer_prime.wire.node import Sampling
-from orchestrator.gateway.nodes import NodeAnswer
+from orchestrator.gateway.node_answer import NodeAnswer
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _MAX_STOPS = 64
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """What a caller may say about sampling; None where it said nothing."""
+    """Sampling parameters of a request; None where it names none."""
 
     max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
@@ -80,11 +78,11 @@ class ChatBody(SamplingFields, kw_only=True):
 
 
 def one_prompt(body: CompletionBody) -> list[int]:
-    """The token ids of a completion's single prompt. Raises RequestError."""
+    """Return the token ids of a completion's single prompt. Raises RequestError."""
     prompt = body.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         if len(prompt) != 1:
-            raise RequestError(f"prompt holds {len(prompt)} prompts: send one a request", param="prompt")
+            raise RequestError(f"prompt holds {len(prompt)} prompts: send one per request", param="prompt")
         prompt = prompt[0]
     try:
         return msgspec.convert(prompt, list[TokenId])
@@ -95,31 +93,33 @@ def one_prompt(body: CompletionBody) -> list[int]:
         ) from None
 
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
+_NEUTRAL: dict[str, Any] = {
+    "n": 1,
+    "min_p": 0,
+    "min_tokens": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "logit_bias": {},
 }
-"""Parameters that engines here do not have, with the value that means `off`."""
+"""Parameters that our engines do not have, with the value that switches each off."""
 
 
-def sampling(fields: SamplingFields, *, num_prompt: int, max_context: int, max_tokens: int | None = None) -> Sampling:
-    """What a node is asked to do. The reply is cut where the context ends.
+def to_sampling(
+    fields: SamplingFields, *, num_prompt: int, max_context: int, max_tokens: int | None = None
+) -> Sampling:
+    """Return the sampling parameters for a node. The reply is cut where the context ends.
 
-    Raises RequestError for a parameter that cannot be honoured and for a prompt that leaves no room.
+    Raises RequestError for a parameter that is not supported and for a prompt that leaves no room.
     """
     for name, neutral in _NEUTRAL.items():
         value = getattr(fields, name)
-        if value is not None and value not in neutral:
-            raise RequestError(f"{name} is {value!r}, which is not supported: leave it out or send {neutral[0]!r}",
-                               param=name)  # fmt: skip
+        if value is not None and value != neutral:
+            message = f"{name} is {value!r}, which is not supported: leave it out or send {neutral!r}"
+            raise RequestError(message, param=name)
     room = max_context - num_prompt
     if room < 1:
-        # Clients recognise this sentence, which is also what renderers' own check says.
+        # Clients recognize this sentence; renderers' own check uses it too.
         raise RequestError(
             f"Prompt length ({num_prompt}) exceeds maximum context length ({max_context}) less one token for the "
             "reply: shorten the conversation or raise model.max_context",
@@ -131,9 +131,9 @@ def sampling(fields: SamplingFields, *, num_prompt: int, max_context: int, max_t
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if len(stop) > _MAX_STOPS or "" in stop:
         raise RequestError(f"stop has {len(stop)} strings; send at most {_MAX_STOPS}, none of them empty", param="stop")
-    asked = max_tokens or fields.max_tokens or room
+    limit = max_tokens or fields.max_tokens or room
     return Sampling(
-        max_tokens=min(asked, room),
+        max_tokens=min(limit, room),
         temperature=1.0 if fields.temperature is None else fields.temperature,
         top_p=1.0 if fields.top_p is None else fields.top_p,
         top_k=max(0, fields.top_k or 0),
@@ -148,7 +148,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
-    """`token` is `token_id:<id>`, which is what renderers' client checks."""
+    """`token` is `token_id:<id>`: renderers' client checks it."""
 
     token: str
     logprob: float
@@ -159,7 +159,7 @@ class Logprobs(msgspec.Struct):
 
 
 class WeightVersion(msgspec.Struct, gc=False):
-    """vLLM's form of a version span."""
+    """A version span in vLLM's form."""
 
     version: str
     start: int
@@ -185,7 +185,7 @@ def encode(body: Any) -> bytes:
 
 
 def generate_reply(request_id: str, answer: NodeAnswer) -> bytes:
-    """What vLLM's /inference/v1/generate answers, with the version spans."""
+    """Encode the reply of vLLM's /inference/v1/generate, with the version spans added."""
     ids = answer.token_ids.tolist()
     content = [TokenLogprob(f"token_id:{i}", value) for i, value in zip(ids, answer.logprobs.tolist(), strict=True)]
     versions = [WeightVersion(str(span.version), span.start, span.end) for span in answer.version_spans]
@@ -195,7 +195,7 @@ def generate_reply(request_id: str, answer: NodeAnswer) -> bytes:
 
 def completion_reply(request_id: str, model: str, num_prompt: int, answer: NodeAnswer, text: str, tokens: list[str],
                      *, logprobs: bool) -> dict[str, Any]:  # fmt: skip
-    """OpenAI's text completion; `token_ids` and `version_spans` are additions."""
+    """Build OpenAI's text completion; `token_ids` and `version_spans` are additions."""
     choice: dict[str, Any] = {
         "index": 0,
         "text": text,
@@ -210,7 +210,7 @@ def completion_reply(request_id: str, model: str, num_prompt: int, answer: NodeA
 
 def chat_reply(request_id: str, model: str, num_prompt: int, answer: NodeAnswer, message: dict[str, Any],
                finish_reason: str, tokens: list[str] | None) -> dict[str, Any]:  # fmt: skip
-    """OpenAI's chat completion. `tokens` are the texts for logprobs, None when these were not asked for."""
+    """Build OpenAI's chat completion. `tokens`: the texts for logprobs, None when no logprobs were requested."""
     choice: dict[str, Any] = {
         "index": 0,
         "message": message,
@@ -230,7 +230,7 @@ def chat_reply(request_id: str, model: str, num_prompt: int, answer: NodeAnswer,
 
 
 def chat_chunks(reply: dict[str, Any]) -> list[bytes]:
-    """`reply` as server-sent events: the whole message in one delta, the finish reason, [DONE].
+    """Return `reply` as server-sent events: the whole message in one delta, the finish reason, [DONE].
 
     Nodes answer when a turn is complete, so there is nothing to send earlier.
     """
@@ -246,7 +246,7 @@ def chat_chunks(reply: dict[str, Any]) -> list[bytes]:
 
 
 def error_reply(message: str, *, status: int, code: str, param: str | None) -> bytes:
-    """OpenAI's error body."""
+    """Encode OpenAI's error body."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return _ENCODER.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 

@@ -1,19 +1,15 @@
-"""The encrypted link to inference nodes: one bound ROUTER, and what each message sets off.
+"""The encrypted link to inference nodes: one bound ROUTER socket.
 
-    receive task --bytes--> decode --> attach | heartbeat | answer --> router
-                                  +--> weight chunks, read in threads, a few at a time
-    send(): never waits; False means that the connection is gone
+    NodeLink.receive --bytes--> decode --> attach | heartbeat | answer --> router
+                                      +--> ChunkServer: wait for one of 4 readers --> read in a thread --> WeightChunk
+    NodeSocket.send: never waits; False means that the connection is gone
 
 Nodes hold the run's CURVE key, so a stranger never gets a byte in here. What a node sends is still not trusted: bytes
-that are no message are counted, logged and dropped.
+that do not decode to a message are counted, logged and dropped.
 
-Weight chunks over the node link: nodes pull, piece by piece, from whatever offset they stopped at.
-
-    ChunkRequest --> wait for one of 4 readers --> read a piece in a thread --> Chunk | ChunkMissing
-
-Reading happens off the event loop, so a node that fetches gigabytes does not delay anyone's tokens. A piece counts
-against its connection until its last byte has left the socket's queue: whoever asks faster than it reads costs this
-process 16 pieces (32 MiB), not the model.
+Nodes pull weight chunks piece by piece, from whatever offset they stopped at. Reading happens off the event loop, so a
+node that fetches gigabytes does not delay anyone's tokens. A piece counts against its connection until its last byte
+has left the socket's queue. A node that asks faster than it reads costs this process 16 pieces (32 MiB), not the model.
 """
 
 from __future__ import annotations
@@ -53,120 +49,53 @@ from orchestrator.gateway.routing import Router
 
 logger = logging.getLogger(__name__)
 
-
+PROTOCOL = 1
 PIECE_BYTES = 2 << 20
+_BURST = 64
+"""Messages handled before the event loop gets to run something else."""
+_MAX_UNKNOWN = 4096
+"""Connections without a Hello that are remembered."""
+_HEARD = msgspec.msgpack.encode(Heard())
 _MAX_OFFSET = 1 << 40
 _READERS = 4
 _MAX_UNSENT = 16
-"""Pieces under way to one connection; requests beyond are dropped (a node asks again after its own deadline)."""
+"""Pieces under way to one connection. Requests beyond are dropped; a node asks again after its own deadline."""
 _MAX_CONNECTIONS = 1024
 """Connections remembered before those without a piece under way are forgotten."""
 
 Piece = tuple[str, int]
 """sha256 of the chunk and offset in it."""
-Send = Callable[[bytes, ToNode], zmq.MessageTracker | None]
-"""Queues a message for a connection and tells when it has left; None when the connection is gone."""
+SendPiece = Callable[[bytes, ToNode], zmq.MessageTracker | None]
+"""Queues a message for a connection and returns its tracker; None when the connection is gone."""
 
 
-class ChunkServer:
-    def __init__(self, store: WeightStore) -> None:
-        self.bytes_sent = 0
-        """Bytes of pieces handed to the socket."""
-        self.dropped = 0
-        """Requests of connections that had too many pieces under way."""
-        self._store = store
-        self._readers = asyncio.Semaphore(_READERS)
-        self._unsent: dict[bytes, dict[Piece, zmq.MessageTracker | None]] = {}
-        """Pieces under way to each connection; None while one is being read."""
-        self._tasks: set[asyncio.Task[None]] = set()
+class NodeSocket:
+    """The bound socket: sends messages to connections."""
 
-    def serve(self, identity: bytes, request: ChunkRequest, send: Send) -> None:
-        """Answer `request` as soon as a reader is free; nothing is done while its answer is under way already."""
-        pieces, piece = self._still_unsent(identity), (request.sha256, request.offset)
-        if piece in pieces:
-            return
-        if len(pieces) >= _MAX_UNSENT:
-            self.dropped += 1
-            return
-        pieces[piece] = None
-        task = asyncio.create_task(self._answer(identity, request, send))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _still_unsent(self, identity: bytes) -> dict[Piece, zmq.MessageTracker | None]:
-        if len(self._unsent) >= _MAX_CONNECTIONS:
-            self._unsent = {known: left for known, pieces in self._unsent.items() if (left := _under_way(pieces))}
-        self._unsent[identity] = _under_way(self._unsent.get(identity, {}))
-        return self._unsent[identity]
-
-    async def _answer(self, identity: bytes, request: ChunkRequest, send: Send) -> None:
-        sent = None
-        try:
-            async with self._readers:
-                message = await asyncio.to_thread(self._read, request)
-                sent = send(identity, message)
-            if sent is not None and isinstance(message, WeightChunk):
-                self.bytes_sent += len(message.data)
-        finally:
-            pieces, piece = self._unsent[identity], (request.sha256, request.offset)
-            if sent is None:
-                del pieces[piece]
-            else:
-                pieces[piece] = sent
-
-    def _read(self, request: ChunkRequest) -> WeightChunk | ChunkMissing:
-        piece = None
-        if 0 <= request.offset < _MAX_OFFSET:
-            try:
-                # One byte more than is sent tells whether this piece is the chunk's last.
-                piece = self._store.chunk(request.sha256, request.offset, PIECE_BYTES + 1)
-            except OSError as error:
-                logger.error("weight chunk %s cannot be read: %s", request.sha256, error)
-        if piece is None:
-            return ChunkMissing(sha256=request.sha256)
-        last = len(piece) <= PIECE_BYTES
-        return WeightChunk(sha256=request.sha256, offset=request.offset, data=piece[:PIECE_BYTES], last=last)
-
-    async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def _under_way(pieces: dict[Piece, zmq.MessageTracker | None]) -> dict[Piece, zmq.MessageTracker | None]:
-    return {piece: sent for piece, sent in pieces.items() if sent is None or not sent.done}
-
-
-PROTOCOL = 1
-_BURST = 64
-"""Messages handled before the event loop gets to run something else."""
-_MAX_ASKED = 4096
-_HEARD = msgspec.msgpack.encode(Heard())
-
-
-class NodeLink:
-    """Owns the socket; turns bytes into calls on the router and back."""
-
-    def __init__(self, keys: RunKeys, run_id: str, chunks: ChunkServer, *, heartbeat_s: float) -> None:
-        self.garbage = 0
-        """Messages dropped because they were none."""
-        self.newest_manifest = b""
-        """Signed; goes to every node that attaches."""
-        self.endpoint = ""
-        self._keys, self._run_id, self._chunks, self._heartbeat_s = keys, run_id, chunks, heartbeat_s
-        self._decoder = msgspec.msgpack.Decoder(FromNode)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._verify_key = keys.verifier().public_bytes_raw()
-        self._asked: dict[bytes, float] = {}
-        """When each unknown connection was last asked to say Hello."""
-        self._server: SecureServer | None = None
-        self._router: Router | None = None
-
-    def bind(self, address: str) -> None:
-        """Raises PortInUseError when another process holds `address`."""
-        server_pair, node_pair = self._keys.curve("server"), self._keys.curve("node")
-        self._server = bind_router(address, server_pair, [node_pair.public])
+    def __init__(self, keys: RunKeys, address: str) -> None:
+        """Bind `address`. Raises PortInUseError when another process holds it."""
+        self._server: SecureServer | None = bind_router(address, keys.curve("server"), [keys.curve("node").public])
         self.endpoint = self._server.endpoint
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, identity: bytes, message: ToNode) -> bool:
+        """Queue `message` for a connection. Return False when the connection is gone."""
+        return self._queue(identity, self._encoder.encode(message)) is not None
+
+    def acknowledge(self, identity: bytes) -> bool:
+        """Answer a heartbeat. Return False when the connection is gone."""
+        return self._queue(identity, _HEARD) is not None
+
+    def send_large(self, identity: bytes, message: ToNode) -> zmq.MessageTracker | None:
+        """Queue `message` without a copy. Return a tracker that is done once it left the queue, None as False above."""
+        queued = self._queue(identity, self._encoder.encode(message), copy=False, track=True)
+        return None if queued is None else queued.result()
+
+    async def receive(self) -> tuple[bytes, list[bytes]]:
+        """Return the connection and the frames of the next message."""
+        assert self._server is not None, "the socket is closed"
+        identity, *frames = await self._server.socket.recv_multipart()
+        return identity, frames
 
     async def close(self) -> None:
         """Free the address; messages on their way get half a second."""
@@ -175,23 +104,12 @@ class NodeLink:
             server.socket.close(linger=500)
             await asyncio.to_thread(server.close)
 
-    # -- sending -------------------------------------------------------------------------------------------------
-
-    def send(self, identity: bytes, message: ToNode) -> bool:
-        """Queue `message` for a connection. False when the connection is gone."""
-        return self._queue(identity, self._encoder.encode(message)) is not None
-
-    def send_large(self, identity: bytes, message: ToNode) -> zmq.MessageTracker | None:
-        """As `send`, without a copy; the tracker is done once the message has left the queue. None: as False there."""
-        queued = self._queue(identity, self._encoder.encode(message), copy=False, track=True)
-        return None if queued is None else queued.result()
-
-    def _queue(self, identity: bytes, raw: bytes, **how: bool) -> Any:
-        """The send's future, done; None when the connection is gone."""
+    def _queue(self, identity: bytes, raw: bytes, **options: bool) -> Any:
+        """Return the send's future, done; None when the connection is gone."""
         if self._server is None:
             return None
         # A ROUTER without a high-water mark never blocks, so the returned future is done already.
-        sent: Any = self._server.socket.send_multipart([identity, raw], flags=zmq.NOBLOCK, **how)
+        sent: Any = self._server.socket.send_multipart([identity, raw], flags=zmq.NOBLOCK, **options)
         error = sent.exception()
         if error is None:
             return sent
@@ -199,20 +117,44 @@ class NodeLink:
             return None
         raise error
 
-    # -- receiving -----------------------------------------------------------------------------------------------
 
-    async def receive(self, router: Router) -> None:
-        """Handle messages until cancelled."""
+class NodeLink:
+    """Turns what nodes send into calls on the router."""
+
+    def __init__(
+        self,
+        socket: NodeSocket,
+        router: Router,
+        chunks: ChunkServer,
+        *,
+        run_id: str,
+        verify_key: bytes,
+        heartbeat_s: float,
+    ) -> None:
+        """`verify_key`: the public key with which nodes check manifests."""
+        self.garbage = 0
+        """Messages dropped because they could not be decoded or handled."""
+        self.newest_manifest = b""
+        """Signed; goes to every node that attaches."""
+        self._socket = socket
         self._router = router
-        assert self._server is not None, "bind() comes first"
+        self._chunks = chunks
+        self._run_id = run_id
+        self._verify_key = verify_key
+        self._heartbeat_s = heartbeat_s
+        self._decoder = msgspec.msgpack.Decoder(FromNode)
+        self._hello_requested: dict[bytes, float] = {}
+        """When each unknown connection was last asked to say Hello."""
+
+    async def receive(self) -> None:
+        """Handle messages until cancelled."""
         while True:
             for _ in range(_BURST):
-                identity, *frames = await self._server.socket.recv_multipart()
+                identity, frames = await self._socket.receive()
                 self._handle(identity, frames)
             await asyncio.sleep(0)
 
     def _handle(self, identity: bytes, frames: list[bytes]) -> None:
-        assert self._router is not None
         node = self._router.nodes.at(identity)
         try:
             if len(frames) != 1:
@@ -224,7 +166,7 @@ class NodeLink:
         try:
             self._dispatch(identity, node, message)
         except Exception as error:
-            # Whatever one node can send must not end the run for all.
+            # Nothing that one node sends may end the run for all.
             logger.exception("a %s could not be handled", type(message).__name__)
             self._drop_garbage(node, frames, error)
 
@@ -232,33 +174,32 @@ class NodeLink:
         if isinstance(message, NodeHello):
             self._hello(identity, message)
         elif isinstance(message, ChunkRequest):
-            self._chunks.serve(identity, message, self.send_large)
+            self._chunks.serve(identity, message, self._socket.send_large)
         elif node is None:
             self._ask_for_hello(identity)
         else:
             self._from_attached(node, message)
 
     def _ask_for_hello(self, identity: bytes) -> None:
-        """At most one question a heartbeat: each Hello starts the node anew, and one is enough."""
+        """Ask at most once a heartbeat: each Hello starts the node anew, and one is enough."""
         now = time.monotonic()
-        if now - self._asked.get(identity, -math.inf) < self._heartbeat_s:
+        if now - self._hello_requested.get(identity, -math.inf) < self._heartbeat_s:
             return
-        if len(self._asked) >= _MAX_ASKED:
-            self._asked.clear()
-        self._asked[identity] = now
-        self.send(identity, HelloAgain())
+        if len(self._hello_requested) >= _MAX_UNKNOWN:
+            self._hello_requested.clear()
+        self._hello_requested[identity] = now
+        self._socket.send(identity, HelloAgain())
 
     def _from_attached(self, node: AttachedNode, message: Generated | GenerateFailed | Status | Goodbye) -> None:
         router = self._router
-        assert router is not None
         match message:
             case Generated():
                 router.on_generated(node, message)
             case GenerateFailed():
                 router.on_failed(node, message)
             case Status():
-                router.nodes.heard(node, message)
-                self._queue(node.identity, _HEARD)
+                router.nodes.update_status(node, message)
+                self._socket.acknowledge(node.identity)
                 router.place()
             case Goodbye():
                 router.nodes.leave(node, f"said goodbye: {message.reason[:200]}")
@@ -269,16 +210,14 @@ class NodeLink:
             node.garbage += 1
         if self.garbage <= 10 or self.garbage % 1000 == 0:
             size = sum(map(len, frames))
-            who = f"node {node.node_id}" if node else "a connection"
-            logger.warning("dropped %d bytes from %s that are no message (%s); %d so far", size, who, error,
-                           self.garbage)  # fmt: skip
+            sender = f"node {node.node_id}" if node else "a connection"
+            logger.warning("dropped %d bytes from %s: not a message (%s); %d so far", size, sender, error, self.garbage)
 
     def _hello(self, identity: bytes, hello: NodeHello) -> None:
-        assert self._router is not None
         reason = self._refusal(hello) or self._name_is_taken(identity, hello)
         if reason is not None:
-            logger.warning("turned a node away: %s", reason)
-            self.send(identity, Rejected(reason=reason))
+            logger.warning("rejected a node: %s", reason)
+            self._socket.send(identity, Rejected(reason=reason))
             return
         self._router.nodes.attach(identity, hello)
         welcome = NodeWelcome(
@@ -287,16 +226,18 @@ class NodeLink:
             verify_key=self._verify_key,
             heartbeat_s=self._heartbeat_s,
         )
-        self.send(identity, welcome)
+        self._socket.send(identity, welcome)
         self._router.place()
 
     def _name_is_taken(self, identity: bytes, hello: NodeHello) -> str | None:
-        """A name is its holder's until it leaves, its connection closes (its process died) or it counts as lost."""
-        assert self._router is not None
+        """Return why the name in `hello` is not free.
+
+        A name belongs to its holder until that leaves, its connection closes (its process died) or it counts as lost.
+        """
         holder = self._router.nodes.holder(identity, hello)
         if holder is None:
             return None
-        if not self._queue(holder.identity, _HEARD):
+        if not self._socket.acknowledge(holder.identity):
             self._router.nodes.leave(holder, "its connection is closed")
             return None
         heard_s = self._router.clock() - holder.last_heard
@@ -318,3 +259,75 @@ class NodeLink:
                 "a node needs at least one place and a version from 0"
             )
         return None
+
+
+class ChunkServer:
+    """Reads weight chunks in threads and sends them piece by piece."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self.bytes_sent = 0
+        """Bytes of pieces handed to the socket."""
+        self.dropped = 0
+        """Requests of connections that had too many pieces under way."""
+        self._store = store
+        self._readers = asyncio.Semaphore(_READERS)
+        self._unsent: dict[bytes, dict[Piece, zmq.MessageTracker | None]] = {}
+        """Pieces under way to each connection; None while one is being read."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def serve(self, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
+        """Answer `request` as soon as a reader is free, unless its answer is under way already."""
+        pieces, piece = self._still_unsent(identity), (request.sha256, request.offset)
+        if piece in pieces:
+            return
+        if len(pieces) >= _MAX_UNSENT:
+            self.dropped += 1
+            return
+        pieces[piece] = None
+        task = asyncio.create_task(self._answer(identity, request, send))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _still_unsent(self, identity: bytes) -> dict[Piece, zmq.MessageTracker | None]:
+        if len(self._unsent) >= _MAX_CONNECTIONS:
+            unsent = {other: _under_way(pieces) for other, pieces in self._unsent.items()}
+            self._unsent = {other: pieces for other, pieces in unsent.items() if pieces}
+        self._unsent[identity] = _under_way(self._unsent.get(identity, {}))
+        return self._unsent[identity]
+
+    async def _answer(self, identity: bytes, request: ChunkRequest, send: SendPiece) -> None:
+        sent = None
+        try:
+            async with self._readers:
+                message = await asyncio.to_thread(self._read, request)
+                sent = send(identity, message)
+            if sent is not None and isinstance(message, WeightChunk):
+                self.bytes_sent += len(message.data)
+        finally:
+            pieces, piece = self._unsent[identity], (request.sha256, request.offset)
+            if sent is None:
+                del pieces[piece]
+            else:
+                pieces[piece] = sent
+
+    def _read(self, request: ChunkRequest) -> WeightChunk | ChunkMissing:
+        piece = None
+        if 0 <= request.offset < _MAX_OFFSET:
+            try:
+                # Reading one byte more than is sent shows whether this piece is the chunk's last.
+                piece = self._store.chunk(request.sha256, request.offset, PIECE_BYTES + 1)
+            except OSError as error:
+                logger.error("weight chunk %s cannot be read: %s", request.sha256, error)
+        if piece is None:
+            return ChunkMissing(sha256=request.sha256)
+        last = len(piece) <= PIECE_BYTES
+        return WeightChunk(sha256=request.sha256, offset=request.offset, data=piece[:PIECE_BYTES], last=last)
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _under_way(pieces: dict[Piece, zmq.MessageTracker | None]) -> dict[Piece, zmq.MessageTracker | None]:
+    return {piece: sent for piece, sent in pieces.items() if sent is None or not sent.done}

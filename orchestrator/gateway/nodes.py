@@ -1,12 +1,8 @@
-"""The inference nodes of this run: who is attached, what each says of itself, what it holds.
+"""The inference nodes of this run: which are attached, their state, and the requests they hold.
 
     Hello -> attached -> (silent for lost_after_s | Goodbye | unreachable) -> away -> Hello -> attached again
 
 A node keeps its counters over a reconnect: they belong to its node_id, not to its connection.
-
-A request on its way through the gateway, and the counts over all of them.
-
-What a node sent back, checked before anyone trains on it.
 """
 
 from __future__ import annotations
@@ -14,52 +10,72 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from composer_prime.errors import WireError
-from composer_prime.wire.node import Generated, NodeHello, Sampling, Status
-from composer_prime.wire.types import FLOAT, INT, VersionSpan, floats, ints
+from composer_prime.wire.node import NodeHello, Sampling, Status
+from orchestrator.gateway.node_answer import NodeAnswer
 
 logger = logging.getLogger(__name__)
-
 
 _AWAY_LIMIT = 1024
 """Nodes that left and are still remembered for their counters."""
 _FAILURES_IN_ROW = 4
-"""After so many failed answers in a row a node gets no request for a while."""
+"""After this many failed answers in a row a node gets no request for a while."""
+_COUNTERS = ("answers", "failures", "bad_answers", "late_answers", "garbage", "tokens_out")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GatewayRequest:
+    """A request from its arrival at the gateway to its answer."""
+
+    request_id: str
+    session: str
+    prompt_ids: bytes
+    """int32 [T]."""
+    sampling: Sampling
+    since: float
+    """When it arrived, monotonic seconds."""
+    done: asyncio.Future[NodeAnswer]
+    node: AttachedNode | None = None
+    """None while it waits in the queue."""
+    lease: int = 0
+    placed: float = 0.0
+    """When it went to its node, monotonic seconds."""
+    failures: int = 0
+    avoid: str | None = None
+    """The node on which it failed last."""
+    last_error: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class AttachedNode:
+    """One node, attached or away. All times are monotonic seconds."""
+
     node_id: str
     identity: bytes
     """Routing id of its connection."""
     instance: str
-    """Its process, as it said in its Hello."""
+    """Names its process; from its Hello."""
     engine: str
     max_concurrent: int
     version: int
-    """Policy version it samples with, as it last reported."""
-    attached_at: float
-    """Monotonic seconds, as all times here."""
+    """Policy version it samples with, from its last report."""
     last_heard: float
     attached: bool = True
     draining: bool = False
     status: Status | None = None
     """None before its first heartbeat."""
     idle_since: float | None = None
-    """Since when its heartbeats report no request at all; None while it has some."""
+    """When its heartbeats began to report no request at all; None while it has some."""
     leases: dict[int, GatewayRequest] = field(default_factory=dict)
     """Requests it holds, by lease."""
     suspended_until: float = 0.0
     failures_in_row: int = 0
     answers: int = 0
     failures: int = 0
-    """Requests it gave back with an error."""
+    """Requests it returned with an error."""
     bad_answers: int = 0
     """Answers that were refused: out of range, not finite, not covered by version spans."""
     late_answers: int = 0
@@ -79,25 +95,25 @@ class AttachedNode:
         return len(self.leases) / self.max_concurrent
 
     def cannot_serve(self, now: float, oldest: int, newest: int) -> str | None:
-        """Why it gets no request now; None when it may."""
+        """Return why it gets no request now, or None when it may get one."""
         if not self.attached:
             return f"gone for {now - self.last_heard:.0f} s"
         if self.draining:
             return "draining"
         if not oldest <= self.version <= newest:
-            wanted = f"version {oldest}" if oldest >= newest else f"a version in {oldest}..{newest}"
-            return f"has policy version {self.version}, needs {wanted}"
+            needed = f"version {oldest}" if oldest >= newest else f"a version in {oldest}..{newest}"
+            return f"has policy version {self.version}, needs {needed}"
         if now < self.suspended_until:
             return f"suspended for {self.suspended_until - now:.1f} s after {self.failures_in_row} failures in a row"
         return None
 
-    def succeeded(self, num_tokens: int) -> None:
+    def count_answer(self, num_tokens: int) -> None:
         self.answers += 1
         self.tokens_out += num_tokens
         self.failures_in_row = 0
 
-    def failed(self, now: float, pause_s: float) -> None:
-        """One more failure; the fourth in a row suspends the node for `pause_s`."""
+    def count_failure(self, now: float, pause_s: float) -> None:
+        """Count a failure; the fourth in a row suspends the node for `pause_s`."""
         self.failures_in_row += 1
         if self.failures_in_row >= _FAILURES_IN_ROW:
             self.suspended_until = now + pause_s
@@ -109,43 +125,44 @@ class Nodes:
     def __init__(
         self, on_gone: Callable[[AttachedNode, str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`on_gone(node, reason)` is called once for each departure, when the node is already marked as away."""
+        """`on_gone(node, reason)` is called once for each departure, after the node was marked as away."""
         self._by_id: dict[str, AttachedNode] = {}
         self._by_identity: dict[bytes, AttachedNode] = {}
         self._on_gone = on_gone
         self._clock = clock
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[AttachedNode]:
         return iter(self._by_id.values())
 
     def attached(self) -> list[AttachedNode]:
         return list(self._by_identity.values())
 
     def at(self, identity: bytes) -> AttachedNode | None:
-        """The attached node of a connection."""
+        """Return the attached node of a connection."""
         return self._by_identity.get(identity)
 
     def get(self, node_id: str) -> AttachedNode | None:
-        """The node of this name, attached or away."""
+        """Return the node of this name, attached or away."""
         return self._by_id.get(node_id)
 
     def holder(self, identity: bytes, hello: NodeHello) -> AttachedNode | None:
-        """The attached node that has the name in `hello` and is another process than the one that says it."""
-        known = self._by_id.get(hello.node_id)
-        if known is None or not known.attached or known.identity == identity:
+        """Return the attached node that has the name in `hello` but is another process."""
+        namesake = self._by_id.get(hello.node_id)
+        if namesake is None or not namesake.attached or namesake.identity == identity:
             return None
-        return None if hello.instance in ("", known.instance) else known
+        return None if hello.instance in ("", namesake.instance) else namesake
 
     def attach(self, identity: bytes, hello: NodeHello) -> AttachedNode:
-        """The node that says `hello` on connection `identity`. Whatever it held before counts as lost: a node that says
-        Hello starts empty."""
-        now = self._clock()
+        """Attach the node that sent `hello` on connection `identity`.
+
+        A node that says Hello starts empty, so requests that it held before count as lost.
+        """
         previous = self._by_identity.get(identity)
         if previous is not None:
             self.leave(previous, "said hello again")
-        known = self._by_id.get(hello.node_id)
-        if known is not None and known.attached:
-            self.leave(known, "came back on a new connection")
+        former = self._by_id.get(hello.node_id)
+        if former is not None and former.attached:
+            self.leave(former, "came back on a new connection")
         node = AttachedNode(
             node_id=hello.node_id,
             identity=identity,
@@ -153,29 +170,36 @@ class Nodes:
             engine=hello.engine,
             max_concurrent=hello.max_concurrent,
             version=hello.version,
-            attached_at=now,
-            last_heard=now,
+            last_heard=self._clock(),
         )
-        if known is not None:
-            for counter in ("answers", "failures", "bad_answers", "late_answers", "garbage", "tokens_out"):
-                setattr(node, counter, getattr(known, counter))
-            node.attachments = known.attachments + 1
+        if former is not None:
+            for counter in _COUNTERS:
+                setattr(node, counter, getattr(former, counter))
+            node.attachments = former.attachments + 1
         self._by_id.pop(hello.node_id, None)
         self._by_id[hello.node_id] = self._by_identity[identity] = node
-        logger.info("node %s attached: engine %s, %d places, version %d", node.node_id, node.engine,
-                    node.max_concurrent, node.version)  # fmt: skip
+        logger.info(
+            "node %s attached: engine %s, %d places, version %d",
+            node.node_id,
+            node.engine,
+            node.max_concurrent,
+            node.version,
+        )
         return node
 
-    def heard(self, node: AttachedNode, status: Status) -> None:
+    def update_status(self, node: AttachedNode, status: Status) -> None:
+        """Take in a heartbeat."""
         now = self._clock()
-        node.last_heard, node.status, node.version = now, status, status.version
+        node.last_heard = now
+        node.status = status
+        node.version = status.version
         if status.running or status.waiting:
             node.idle_since = None
         elif node.idle_since is None:
             node.idle_since = now
 
     def leave(self, node: AttachedNode, reason: str) -> None:
-        """Mark as away; its requests go back to the router."""
+        """Mark `node` as away; its requests go back to the router."""
         if self._by_identity.get(node.identity) is not node:
             return
         del self._by_identity[node.identity]
@@ -185,7 +209,7 @@ class Nodes:
         self._forget_oldest()
 
     def lose_silent(self, lost_after_s: float) -> None:
-        """Give up every node that was silent for longer than `lost_after_s`."""
+        """Mark every node as away that was silent for longer than `lost_after_s`."""
         now = self._clock()
         for node in self.attached():
             if now - node.last_heard > lost_after_s:
@@ -197,13 +221,14 @@ class Nodes:
             del self._by_id[node_id]
 
     def snapshot(self, oldest: int, newest: int) -> list[dict[str, Any]]:
-        """Plain state of every node, for /metrics."""
+        """Return the state of every node, for /metrics."""
         now = self._clock()
         return [_describe(node, now, node.cannot_serve(now, oldest, newest)) for node in self]
 
 
 def _describe(node: AttachedNode, now: float, obstacle: str | None) -> dict[str, Any]:
     status = node.status
+    reported = ("running", "waiting", "kv_used", "tokens_per_s", "canary_error", "weight_error")
     return {
         "node_id": node.node_id,
         "engine": node.engine,
@@ -214,140 +239,7 @@ def _describe(node: AttachedNode, now: float, obstacle: str | None) -> dict[str,
         "in_flight": len(node.leases),
         "max_concurrent": node.max_concurrent,
         "heard_s_ago": round(now - node.last_heard, 3),
-        "running": status.running if status else None,
-        "waiting": status.waiting if status else None,
-        "kv_used": status.kv_used if status else None,
-        "tokens_per_s": status.tokens_per_s if status else None,
-        "canary_error": status.canary_error if status else None,
-        "weight_error": status.weight_error if status else None,
-        "answers": node.answers,
-        "tokens_out": node.tokens_out,
-        "failures": node.failures,
-        "bad_answers": node.bad_answers,
-        "late_answers": node.late_answers,
-        "garbage": node.garbage,
+        **{name: getattr(status, name) if status else None for name in reported},
+        **{name: getattr(node, name) for name in _COUNTERS},
         "attachments": node.attachments,
     }
-
-
-NO_EVIDENCE = -9999.0
-"""What vLLM sends where it has no logprob."""
-_ROUNDING = 1e-3
-"""A logprob may exceed 0 by this much through bfloat16 arithmetic."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeAnswer:
-    """A checked completion."""
-
-    token_ids: np.ndarray
-    """int32 [T_new]."""
-    logprobs: np.ndarray
-    """float32 [T_new], finite, at most about 0."""
-    version_spans: tuple[VersionSpan, ...]
-    """Cover [0, T_new)."""
-    finish_reason: str
-    """stop | length."""
-    node_id: str
-    prompt_cached: int
-
-
-def check_answer(
-    message: Generated, *, max_tokens: int, vocab_size: int, newest_version: int, node_id: str
-) -> NodeAnswer:
-    """The completion in `message`. Raises WireError saying what is wrong with it."""
-    if len(message.token_ids) % INT.itemsize or len(message.logprobs) % FLOAT.itemsize:
-        raise WireError(f"{len(message.token_ids)} and {len(message.logprobs)} bytes are not 4-byte numbers")
-    token_ids, logprobs = ints(message.token_ids), floats(message.logprobs)
-    if len(token_ids) != len(logprobs):
-        raise WireError(f"{len(token_ids)} token ids came with {len(logprobs)} logprobs")
-    if len(token_ids) > max_tokens:
-        raise WireError(f"{len(token_ids)} tokens came, at most {max_tokens} were asked for")
-    if message.finish_reason not in ("stop", "length"):
-        raise WireError(f"finish_reason is {message.finish_reason!r}, expected 'stop' or 'length'")
-    if len(token_ids):
-        _check_values(token_ids, logprobs, vocab_size)
-    _check_spans(message.version_spans, len(token_ids), newest_version)
-    return NodeAnswer(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        version_spans=tuple(message.version_spans),
-        finish_reason=message.finish_reason,
-        node_id=node_id,
-        prompt_cached=message.prompt_cached,
-    )
-
-
-def _check_values(token_ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> None:
-    low, high = int(token_ids.min()), int(token_ids.max())
-    if low < 0 or high >= vocab_size:
-        raise WireError(f"token ids {low}..{high} leave the vocabulary 0..{vocab_size - 1}")
-    least, most = float(logprobs.min()), float(logprobs.max())
-    # A NaN makes both comparisons false.
-    if not (least > NO_EVIDENCE and most <= _ROUNDING):
-        raise WireError(f"logprobs lie in {least}..{most}, expected finite numbers in ({NO_EVIDENCE}, 0]")
-
-
-def _check_spans(spans: list[VersionSpan], num_tokens: int, newest_version: int) -> None:
-    end, version = 0, 0
-    for span in spans:
-        if span.start != end or span.end <= span.start:
-            raise WireError(f"version span [{span.start}, {span.end}) does not follow on position {end}")
-        if not version <= span.version <= newest_version:
-            raise WireError(f"version {span.version} is not between {version} and the newest, {newest_version}")
-        end, version = span.end, span.version
-    if end != num_tokens:
-        raise WireError(f"version spans cover {end} of {num_tokens} tokens")
-
-
-_VERSIONS_COUNTED = 16
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class GatewayRequest:
-    request_id: str
-    session: str
-    prompt_ids: bytes
-    """int32 [T]."""
-    sampling: Sampling
-    since: float
-    """When it came, monotonic seconds."""
-    done: asyncio.Future[NodeAnswer]
-    node: AttachedNode | None = None
-    """None while it waits in the queue."""
-    lease: int = 0
-    placed: float = 0.0
-    """When it went to its node, monotonic seconds."""
-    failures: int = 0
-    avoid: str | None = None
-    """The node that failed it last."""
-    last_error: str = ""
-
-
-@dataclass(slots=True, kw_only=True)
-class Counters:
-    requests: int = 0
-    answered: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    reissued: int = 0
-    late_answers: int = 0
-    bad_answers: int = 0
-    prompt_tokens: int = 0
-    tokens: int = 0
-    """Sampled tokens of accepted answers."""
-    tokens_by_version: dict[int, int] = field(default_factory=dict)
-
-    def accept(self, request: GatewayRequest, answer: NodeAnswer) -> None:
-        """Count an accepted answer."""
-        self.answered += 1
-        self.prompt_tokens += len(request.prompt_ids) // 4
-        self.tokens += len(answer.token_ids)
-        by_version = self.tokens_by_version
-        for span in answer.version_spans:
-            by_version[span.version] = by_version.get(span.version, 0) + span.end - span.start
-        while len(by_version) > _VERSIONS_COUNTED:
-            del by_version[min(by_version)]
-
-    def snapshot(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}

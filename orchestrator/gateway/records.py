@@ -1,8 +1,8 @@
-"""What each rollout sampled: the source of truth for training tokens.
+"""Records of what each rollout sampled: the source of truth for training tokens.
 
-The gateway writes a record for every answered generate request of a rollout that the orchestrator opened, and nobody
-else's: a rollout unknown here leaves nothing behind, so memory is bounded by the rollouts in flight. A conversation's
-prompts repeat one another, so turns that continue one another share one array of tokens.
+The gateway writes a record for every answered generate request of a rollout that the orchestrator opened. Requests of
+other rollouts leave nothing behind, so memory is bounded by the rollouts in flight. The prompts of a conversation
+repeat one another, so turns that continue one another share one array of tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GenerationRecord:
 
 @dataclass(slots=True)
 class _Chain:
-    """Turns of which each continues the one before: one sequence holds the tokens of all."""
+    """Turns that each continue the one before: one sequence holds the tokens of all."""
 
     tokens: np.ndarray
     """int32 [T], prompt and completion of the newest turn."""
@@ -59,7 +59,7 @@ class _Turn:
     """The record without its ids, which are the chain's first `num_prompt` and the `num_new` after them."""
 
     def record(self) -> GenerationRecord:
-        """The record with its ids as views of the chain."""
+        """Return the record with its ids as views of the chain."""
         end = self.num_prompt + self.num_new
         tokens = self.chain.tokens
         return replace(self.rest, prompt_ids=tokens[: self.num_prompt], completion_ids=tokens[self.num_prompt : end])
@@ -80,7 +80,7 @@ class RolloutRecords:
     """Sessions of open rollouts, by rollout id."""
 
     def __init__(self, on_taken: Callable[[str], None] = lambda session: None) -> None:
-        """`on_taken(session)` is called for each session of a rollout that is taken."""
+        """`on_taken(session)` is called for each session when its rollout is taken."""
         self._on_taken = on_taken
         self._open: dict[str, dict[str, _Session]] = {}
         self.num_bytes = 0
@@ -90,40 +90,40 @@ class RolloutRecords:
         return len(self._open)
 
     def open(self, rollout_id: str) -> None:
-        """From now on record this rollout's generations. Raises ValueError when it is open already."""
+        """Record this rollout's generations from now on. Raises ValueError when it is open already."""
         if rollout_id in self._open:
-            raise ValueError(f"rollout {rollout_id!r} is open already: every try of a rollout needs an id of its own")
+            raise ValueError(f"rollout {rollout_id!r} is open already: every attempt at a rollout needs its own id")
         self._open[rollout_id] = {}
 
     def take(self, rollout_id: str) -> list[GenerationRecord]:
-        """The rollout's records in the order its requests began, removed from here; it is no longer open.
+        """Close a rollout, and return its records in the order in which its requests began.
 
-        Records of several agents come together: `session` tells them apart. A rollout that is not open has none.
+        Records of several agents come together; `session` separates them. A rollout that is not open has none.
         """
         sessions = self._open.pop(rollout_id, {})
         for session in sessions:
             self._on_taken(session)
-        turns = sorted((turn for kept in sessions.values() for turn in kept.turns), key=lambda turn: turn.order)
+        turns = sorted((turn for session in sessions.values() for turn in session.turns), key=lambda turn: turn.order)
         chains = {id(turn.chain): turn.chain for turn in turns}
         self.num_bytes -= sum(chain.tokens.nbytes for chain in chains.values())
         self.num_bytes -= sum(turn.rest.logprobs.nbytes for turn in turns)
         return [turn.record() for turn in turns]
 
     def rollout_of(self, session: str) -> str | None:
-        """The open rollout that `session` belongs to, or None."""
+        """Return the open rollout that `session` belongs to, or None."""
         if session in self._open:
             return session
         rollout_id = _AGENT.sub("", session)
         return rollout_id if rollout_id in self._open else None
 
     def answered(self, session: str) -> int:
-        """Generations recorded for this session so far."""
+        """Return how many generations are recorded for this session."""
         rollout_id = self.rollout_of(session)
-        kept = None if rollout_id is None else self._open[rollout_id].get(session)
-        return 0 if kept is None else len(kept.turns)
+        recorded = None if rollout_id is None else self._open[rollout_id].get(session)
+        return 0 if recorded is None else len(recorded.turns)
 
     def append(self, record: GenerationRecord, order: int) -> bool:
-        """Keep `record` if its rollout is open (True). `order` is its place by the time its request began."""
+        """Keep `record`, or return False when its rollout is not open. `order` tells when its request began."""
         rollout_id = self.rollout_of(record.session)
         if rollout_id is None:
             return False

@@ -1,12 +1,15 @@
-"""Which node answers which request, and what happens when it does not.
+"""Choose which node answers which request, and recover when one does not.
 
     generate() -> queue (FIFO) -> node with a free place -> Generated ------> generate() returns
                     ^                  |  gone | failed | bad answer
                     +---- at the front-+  (new lease: the old one's answer is dropped as late)
 
-A session goes to the node that served it last while that node has a free place (its prefix cache is warm there), any
-other request to the least loaded node. Everything runs on one event loop; only `generate` waits, at most until one of
-its deadlines, and `waiting_for` says what for.
+    every tick: RequestDeadlines.enforce() -> requests past request_timeout_s         -> 503, the run goes on
+                                           -> requests that waited for a node in vain -> 503, and the run ends
+
+A session goes to the node that served it last while that node has a free place, because its prefix cache is warm there.
+Any other request goes to the least loaded node. Everything runs on one event loop. Only `generate` waits, at most until
+one of its deadlines.
 """
 
 from __future__ import annotations
@@ -18,19 +21,52 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from composer_prime.errors import EngineError, RequestError, WireError
+from composer_prime.errors import DeadlineError, EngineError, RequestError, WireError
 from composer_prime.wire.node import CancelGenerate, Generate, Generated, GenerateFailed, Sampling, ToNode
 from orchestrator.event_loop import Notifier
-from orchestrator.gateway.nodes import AttachedNode, Counters, GatewayRequest, NodeAnswer, Nodes, check_answer
+from orchestrator.gateway.node_answer import NodeAnswer, check_answer
+from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, Nodes
 
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3
-"""Failed or bad answers after which a request is given up. Nodes that vanish or drain do not count."""
+"""Failed or bad answers after which a request ends. Nodes that vanish or drain do not count."""
 _MAX_SESSIONS = 1 << 16
 """Sessions whose node is remembered."""
+_VERSIONS_COUNTED = 16
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestCounters:
+    """Counts over all requests."""
+
+    requests: int = 0
+    answered: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    reissued: int = 0
+    late_answers: int = 0
+    bad_answers: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    """Sampled tokens of accepted answers."""
+    tokens_by_version: dict[int, int] = field(default_factory=dict)
+
+    def count_answer(self, request: GatewayRequest, answer: NodeAnswer) -> None:
+        self.answered += 1
+        self.prompt_tokens += len(request.prompt_ids) // 4
+        self.tokens += len(answer.token_ids)
+        by_version = self.tokens_by_version
+        for span in answer.version_spans:
+            by_version[span.version] = by_version.get(span.version, 0) + span.end - span.start
+        while len(by_version) > _VERSIONS_COUNTED:
+            del by_version[min(by_version)]
+
+    def snapshot(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class Router:
@@ -42,37 +78,42 @@ class Router:
         *,
         vocab_size: int,
         suspend_s: float,
-        how_to_join: str = "start one with `inference join`",
+        join_hint: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`send` is False when the node cannot be reached any more; `how_to_join` ends messages that miss a node."""
+        """`send` returns False when the node cannot be reached any more.
+
+        `suspend_s`: how long a node that keeps failing gets no request. `join_hint` ends messages that miss a node.
+        """
         self.nodes = Nodes(self._on_gone, clock)
-        self.counters = Counters()
+        self.counters = RequestCounters()
         self.oldest_version = 0
         """Nodes with older weights get no request: they are catching up."""
         self.newest_version = 0
-        self._how_to_join = how_to_join
+        self.clock = clock
+        self.queue: OrderedDict[str, GatewayRequest] = OrderedDict()
+        """Requests without a node, by id, in the order in which they are placed."""
+        self.open: dict[str, GatewayRequest] = {}
+        """Every request without an answer, by id."""
+        self.changed = Notifier()
+        """Notifies whenever nodes or their places may have changed."""
         self._send = send
         self._vocab_size = vocab_size
         self._suspend_s = suspend_s
-        self.clock = clock
-        self.queue: OrderedDict[str, GatewayRequest] = OrderedDict()
-        self.open: dict[str, GatewayRequest] = {}
-        self._sticky: OrderedDict[str, str] = OrderedDict()
+        self._join_hint = join_hint
+        self._node_of_session: OrderedDict[str, str] = OrderedDict()
         # Starts at random: an answer to a lease of an earlier orchestrator must not match one of ours.
         self._leases = itertools.count(secrets.randbits(48))
         self._placing = False
         self._closed: RequestError | None = None
-        self.changed = Notifier()
-        """Beats whenever nodes or their places may have changed."""
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def generate(self, request_id: str, session: str, prompt_ids: bytes, sampling: Sampling) -> NodeAnswer:
-        """The checked answer of some node. Cancelling the awaiting task cancels the request on its node.
+        """Return the checked answer of some node. Cancelling the awaiting task cancels the request on its node.
 
-        Raises DeadlineError (no node, or none answered in time), EngineError (it failed on nodes several times) or
-        RequestError (no node could serve it as it stands).
+        Raises DeadlineError when no node answered in time, EngineError when nodes failed several times, and
+        RequestError when no node could serve it as it stands.
         """
         request = GatewayRequest(
             request_id=request_id,
@@ -96,7 +137,7 @@ class Router:
             self._drop(request)
 
     def _drop(self, request: GatewayRequest) -> None:
-        """The request has ended for its caller, whatever its node is doing."""
+        """Forget a request that has ended for its caller, and cancel it on its node."""
         self.open.pop(request.request_id, None)
         self.queue.pop(request.request_id, None)
         node = self._release(request)
@@ -105,8 +146,9 @@ class Router:
             self.place()
 
     def _release(self, request: GatewayRequest) -> AttachedNode | None:
-        """Take the request's lease from its node, and return the node it had."""
-        node, request.node = request.node, None
+        """Take the request's lease from its node, and return that node."""
+        node = request.node
+        request.node = None
         if node is not None:
             node.leases.pop(request.lease, None)
         return node
@@ -131,7 +173,7 @@ class Router:
             self._placing = False
 
     def serving(self) -> list[AttachedNode]:
-        """Nodes that may get requests now, full or not."""
+        """Return the nodes that may get requests now, full or not."""
         now, oldest, newest = self.clock(), self.oldest_version, self.newest_version
         return [node for node in self.nodes.attached() if node.cannot_serve(now, oldest, newest) is None]
 
@@ -139,19 +181,21 @@ class Router:
         free = [node for node in self.serving() if node.free > 0]
         if not free:
             return None
-        held = self._sticky.get(request.session)
+        warm = self._node_of_session.get(request.session)
         for node in free:
-            if node.node_id == held and held != request.avoid:
+            if node.node_id == warm and warm != request.avoid:
                 return node
         return min(free, key=lambda node: (node.node_id == request.avoid, node.load, node.node_id))
 
     def _assign(self, request: GatewayRequest, node: AttachedNode) -> None:
-        request.node, request.lease, request.placed = node, next(self._leases), self.clock()
+        request.node = node
+        request.lease = next(self._leases)
+        request.placed = self.clock()
         node.leases[request.lease] = request
-        self._sticky[request.session] = node.node_id
-        self._sticky.move_to_end(request.session)
-        if len(self._sticky) > _MAX_SESSIONS:
-            self._sticky.popitem(last=False)
+        self._node_of_session[request.session] = node.node_id
+        self._node_of_session.move_to_end(request.session)
+        if len(self._node_of_session) > _MAX_SESSIONS:
+            self._node_of_session.popitem(last=False)
         message = Generate(
             request_id=request.request_id,
             lease=request.lease,
@@ -162,22 +206,22 @@ class Router:
         if not self._send(node, message):
             self.nodes.leave(node, "unreachable")
 
-    def _reissue(self, request: GatewayRequest, why: str) -> None:
-        """Back to the front of the queue: it has waited before."""
+    def _reissue(self, request: GatewayRequest, reason: str) -> None:
+        """Put `request` back at the front of the queue: it has waited before."""
         self.counters.reissued += 1
-        request.last_error = why
+        request.last_error = reason
         self.queue[request.request_id] = request
         self.queue.move_to_end(request.request_id, last=False)
 
     def close(self, reason: str) -> None:
-        """End every request, and each that comes from now on, with a 503."""
+        """End every request, and each later one, with a 503."""
         self._closed = RequestError(reason, status=503, code="closing")
         for request in list(self.open.values()):
-            self.give_up(request, self._closed)
+            self.end(request, self._closed)
 
     def forget(self, session: str) -> None:
-        """The session is over; its node need not be remembered."""
-        self._sticky.pop(session, None)
+        """Forget the node of a session that is over."""
+        self._node_of_session.pop(session, None)
 
     # -- answers -------------------------------------------------------------------------------------------------
 
@@ -187,7 +231,7 @@ class Router:
             return
         if message.finish_reason == "cancelled":
             node.failures += 1
-            self._failed(request, node, "the node cancelled it")
+            self._retry(request, node, "the node cancelled it")
             return
         try:
             answer = check_answer(
@@ -201,10 +245,10 @@ class Router:
             node.bad_answers += 1
             self.counters.bad_answers += 1
             logger.warning("node %s sent a bad answer to %s: %s", node.node_id, request.request_id, error)
-            self._failed(request, node, f"bad answer: {error}")
+            self._retry(request, node, f"bad answer: {error}")
             return
-        node.succeeded(len(answer.token_ids))
-        self.counters.accept(request, answer)
+        node.count_answer(len(answer.token_ids))
+        self.counters.count_answer(request, answer)
         if not request.done.done():
             request.done.set_result(answer)
         self.place()
@@ -220,14 +264,14 @@ class Router:
             return
         node.failures += 1
         if message.retryable:
-            self._failed(request, node, message.error)
+            self._retry(request, node, message.error)
             return
-        # Another node would say the same.
-        self.give_up(request, RequestError(f"node {node.node_id}: {message.error}", code="refused_by_node"))
+        # Another node would answer the same.
+        self.end(request, RequestError(f"node {node.node_id}: {message.error}", code="refused_by_node"))
         self.place()
 
     def _claim(self, node: AttachedNode, message: Generated | GenerateFailed) -> GatewayRequest | None:
-        """The request that `node` holds under the message's lease; None for a late answer."""
+        """Take the request that `node` holds under the message's lease; None for a late answer."""
         request = node.leases.get(message.lease)
         if request is None or request.request_id != message.request_id:
             if not (isinstance(message, Generated) and message.finish_reason == "cancelled"):
@@ -237,23 +281,22 @@ class Router:
         self._release(request)
         return request
 
-    def _failed(self, request: GatewayRequest, node: AttachedNode, error: str) -> None:
-        node.failed(self.clock(), self._suspend_s)
+    def _retry(self, request: GatewayRequest, node: AttachedNode, error: str) -> None:
+        """Count a failure of `node`, then reissue `request` or end it after _MAX_FAILURES."""
+        node.count_failure(self.clock(), self._suspend_s)
         request.failures += 1
         request.avoid = node.node_id
         if request.failures >= _MAX_FAILURES:
-            self.give_up(
-                request,
-                EngineError(
-                    f"{request.failures} attempts failed, the last on node {node.node_id}: {error}; "
-                    "see that node's log (another attempt may go better)"
-                ),
+            message = (
+                f"{request.failures} attempts failed, the last on node {node.node_id}: {error}; "
+                "see that node's log (another attempt may go better)"
             )
+            self.end(request, EngineError(message))
         else:
             self._reissue(request, f"{node.node_id}: {error}")
         self.place()
 
-    def give_up(self, request: GatewayRequest, error: Exception) -> None:
+    def end(self, request: GatewayRequest, error: Exception) -> None:
         """End `request` with `error`."""
         self.counters.failed += 1
         if not request.done.done():
@@ -262,8 +305,9 @@ class Router:
     # -- nodes come and go ---------------------------------------------------------------------------------------
 
     def _on_gone(self, node: AttachedNode, reason: str) -> None:
-        held, node.leases = list(node.leases.values()), {}
-        for request in reversed(held):
+        requests = list(node.leases.values())
+        node.leases = {}
+        for request in reversed(requests):
             request.node = None
             self._reissue(request, f"node {node.node_id} is gone: {reason}")
         self.place()
@@ -291,15 +335,15 @@ class Router:
         return len(self.open) - len(self.queue)
 
     def why_no_node(self) -> str:
-        """What each known node lacks, or how to start one."""
+        """Return what each known node lacks, or how to start one."""
         now, oldest, newest = self.clock(), self.oldest_version, self.newest_version
         reasons = [f"{node.node_id} {node.cannot_serve(now, oldest, newest)}" for node in self.nodes]
         if reasons:
             return "; ".join(reasons[:8])
-        return f"none has connected: {self._how_to_join}, or set inference.nodes to at least 1"
+        return f"none has connected: {self._join_hint}, or set inference.nodes to at least 1"
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain state for /metrics: counters, queue, and who waits for what."""
+        """Return counters, queue and the longest waits, for /metrics."""
         now = self.clock()
         oldest = sorted(self.open.values(), key=lambda request: request.since)[:8]
         waits = [
@@ -316,3 +360,54 @@ class Router:
 
     def _queue_reason(self) -> str:
         return "a free place" if self.serving() else f"a node: {self.why_no_node()}"
+
+
+class RequestDeadlines:
+    """Ends requests that waited too long, and remembers since when no node can serve."""
+
+    def __init__(self, router: Router, *, no_node_timeout_s: float, request_timeout_s: float) -> None:
+        self._router = router
+        self._no_node_timeout_s = no_node_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._no_node_since: float | None = router.clock()
+
+    def no_node_s(self) -> float | None:
+        """Return for how many seconds no node has been able to serve; None while one is."""
+        return None if self._no_node_since is None else self._router.clock() - self._no_node_since
+
+    def enforce(self) -> DeadlineError | None:
+        """End what waited too long. Return the error when requests waited for a node in vain."""
+        router = self._router
+        now = router.clock()
+        if router.serving():
+            self._no_node_since = None
+        elif self._no_node_since is None:
+            self._no_node_since = now
+        for request in list(router.open.values()):
+            if now - request.since >= self._request_timeout_s:
+                router.end(request, self._too_slow(request, now))
+        return self._end_without_node(now)
+
+    def _end_without_node(self, now: float) -> DeadlineError | None:
+        router, since = self._router, self._no_node_since
+        if since is None:
+            return None
+        overdue = [r for r in router.queue.values() if now - max(since, r.since) >= self._no_node_timeout_s]
+        if not overdue:
+            return None
+        clock_time = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - since)))
+        error = DeadlineError(
+            f"{router.queued} requests waited for an inference node; since {clock_time} ({now - since:.1f} s, "
+            f"orchestrator.no_node_timeout_s is {self._no_node_timeout_s}) there is none: {router.why_no_node()}"
+        )
+        for request in overdue:
+            router.end(request, error)
+        return error
+
+    def _too_slow(self, request: GatewayRequest, now: float) -> DeadlineError:
+        waited = f"request {request.request_id} waited {now - request.since:.1f} s, at most {self._request_timeout_s}"
+        if request.node is not None:
+            return DeadlineError(f"{waited}: node {request.node.node_id} has not answered")
+        previous = f" (before that, {request.last_error})" if request.last_error else ""
+        nodes = len(self._router.serving())
+        return DeadlineError(f"{waited}: it was queued, all places of {nodes} serving nodes are taken{previous}")

@@ -36,8 +36,7 @@ def store(tmp_path: Path) -> WeightStore:
 def open_gateway(keys: RunKeys, store: WeightStore) -> OpenGateway:
     @asynccontextmanager
     async def run(**sections: dict[str, Any]) -> AsyncIterator[Gateway]:
-        gateway = Gateway(config_with(**sections), keys, "run-1", store, model_dir=MODEL)
-        await gateway.start()
+        gateway = await Gateway.start(config_with(**sections), keys, "run-1", store, model_dir=MODEL)
         try:
             yield gateway
         finally:

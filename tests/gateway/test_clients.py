@@ -90,7 +90,7 @@ async def test_renderers_client_gets_ids_and_logprobs(open_gateway, node_keys):
     _, renderer = build_renderer(str(MODEL), None)
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0"):
         client = AsyncOpenAI(base_url=gateway.http_url + "/v1", api_key="EMPTY")
-        gateway.open("r1")
+        gateway.records.open("r1")
         result = await generate(
             client=client,
             renderer=renderer,
@@ -103,12 +103,13 @@ async def test_renderers_client_gets_ids_and_logprobs(open_gateway, node_keys):
         ids, logprobs = tokens_for(result["prompt_ids"], 6)
         assert result["completion_ids"] == ids.tolist()
         assert result["completion_logprobs"] == logprobs.tolist()
-        [record] = gateway.take("r1")
+        [record] = gateway.records.take("r1")
         assert record.prompt_ids.tolist() == result["prompt_ids"]
         assert (record.sampling.top_k, record.sampling.seed, record.sampling.temperature) == (20, 3, 0.7)
         await client.close()
 
 
+@pytest.mark.process  # the tokenizer's import asks ldconfig
 @pytest.mark.timeout(240)
 async def test_verifiers_training_client_works_unchanged(open_gateway, node_keys):
     """verifiers 0.4's TrainClient: a typed response with the node's ids and logprobs, recorded under its session."""
@@ -132,12 +133,12 @@ async def test_verifiers_training_client_works_unchanged(open_gateway, node_keys
                 renderer_model_name=str(MODEL),
             )
         )
-        gateway.open("r7")
+        gateway.records.open("r7")
         body = {"model": "policy", "messages": MESSAGES, "tools": TOOLS}
         response = await client.get_response(
             ChatDialect(), body, SamplingConfig(temperature=1.0, max_tokens=6), session_id="r7"
         )
-        [record] = gateway.take("r7")
+        [record] = gateway.records.take("r7")
         assert response.tokens.prompt_ids == record.prompt_ids.tolist()
         assert response.tokens.completion_ids == record.completion_ids.tolist()
         assert response.tokens.completion_logprobs == record.logprobs.tolist()

@@ -18,7 +18,7 @@ from orchestrator.gateway.generation import turn_seed
 async def test_ids_logprobs_and_spans_come_back_and_are_recorded(open_gateway, node_keys):
     """What the node sampled reaches the caller and the rollout's record, id for id."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0"):
-        gateway.open("r1")
+        gateway.records.open("r1")
         status, reply = await post(gateway.http_url, generate_body(5, 6, 7), X_Session_ID="r1")
         ids, logprobs = tokens_for([5, 6, 7], 6)
         choice = reply["choices"][0]
@@ -28,13 +28,13 @@ async def test_ids_logprobs_and_spans_come_back_and_are_recorded(open_gateway, n
         assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == logprobs.tolist()
         assert reply["version_spans"] == [[0, 6, 0]]
         assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
-        [record] = gateway.take("r1")
+        [record] = gateway.records.take("r1")
         assert record.prompt_ids.tolist() == [5, 6, 7] and record.prompt_ids.dtype == np.int32
         assert record.completion_ids.tolist() == ids.tolist()
         assert record.logprobs.tolist() == logprobs.tolist()
         assert record.version_spans == (VersionSpan(0, 6, 0),)
         assert (record.finish_reason, record.node_id, record.session) == ("stop", "n0", "r1")
-        assert gateway.take("r1") == []
+        assert gateway.records.take("r1") == []
 
 
 async def test_a_rollout_nobody_opened_is_served_but_not_recorded(open_gateway, node_keys):
@@ -48,7 +48,7 @@ async def test_a_rollout_nobody_opened_is_served_but_not_recorded(open_gateway, 
 async def test_each_turn_of_a_session_gets_its_own_seed(open_gateway, node_keys):
     """A rollout sends one seed in all its turns; the node must not draw the same noise twice."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0") as node:
-        gateway.open("r1")
+        gateway.records.open("r1")
         for _ in range(3):
             await post(gateway.http_url, generate_body(5, seed=11), X_Session_ID="r1")
         assert [g.sampling.seed for g in node.generates] == [11, turn_seed(11, 1), turn_seed(11, 2)]
@@ -73,7 +73,7 @@ async def test_the_reply_is_cut_where_the_context_ends(open_gateway, node_keys):
 async def test_a_client_that_hangs_up_cancels_its_request_on_the_node(open_gateway, node_keys):
     """Abandoned rollouts free their place in the engine at once."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0", delay_s=30) as node:
-        gateway.open("r1")
+        gateway.records.open("r1")
         call = asyncio.create_task(post(gateway.http_url, generate_body(5), X_Session_ID="r1"))
         await node.until(lambda: bool(node.running))
         call.cancel()
@@ -81,7 +81,7 @@ async def test_a_client_that_hangs_up_cancels_its_request_on_the_node(open_gatew
         await node.until(lambda: not node.running)
         assert gateway.router.in_flight == 0
         assert gateway.router.counters.cancelled == 1
-        assert gateway.take("r1") == []
+        assert gateway.records.take("r1") == []
 
 
 def _bad(**changes: Any):
@@ -104,7 +104,7 @@ def _bad_floats(*values: float):
         (_bad_floats(-1, -1, -9999.0, -1, -1, -1), "finite"),
         (_bad_floats(-1, -1, 0.5, -1, -1, -1), "finite"),
         (_bad(version_spans=[VersionSpan(0, 5, 0)]), "cover 5 of 6"),
-        (_bad(version_spans=[VersionSpan(0, 3, 0), VersionSpan(4, 6, 0)]), "does not follow"),
+        (_bad(version_spans=[VersionSpan(0, 3, 0), VersionSpan(4, 6, 0)]), "does not continue"),
         (_bad(version_spans=[VersionSpan(0, 6, 9)]), "version 9"),
         (_bad(finish_reason="whatever"), "finish_reason"),
     ],
@@ -161,10 +161,10 @@ async def test_turns_of_two_agents_keep_their_order_and_session(open_gateway, no
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0") as node:
         held: list[Generate] = []
         node.answer = slow_first(node, held)
-        gateway.open("r1")
+        gateway.records.open("r1")
         first = asyncio.create_task(post(gateway.http_url, generate_body(5), X_Session_ID="r1"))
         await node.until(lambda: bool(held))
         await post(gateway.http_url, generate_body(6), X_Session_ID="r1#1")
         node.send(node.usual_answer(held[0]))
         await first
-        assert [(r.session, r.prompt_ids.tolist()) for r in gateway.take("r1")] == [("r1", [5]), ("r1#1", [6])]
+        assert [(r.session, r.prompt_ids.tolist()) for r in gateway.records.take("r1")] == [("r1", [5]), ("r1#1", [6])]

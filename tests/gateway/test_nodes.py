@@ -65,12 +65,12 @@ async def test_a_silent_nodes_late_answer_is_dropped_by_its_lease(open_gateway, 
         held: list[Generate] = []
         a.answer = lambda request: held.append(request)
         a.heartbeat_s = 60
-        gateway.open("r1")
+        gateway.records.open("r1")
         call = asyncio.create_task(post(gateway.http_url, generate_body(5, 6), X_Session_ID="r1"))
         await a.until(lambda: bool(held))
         async with PeerNode(gateway.node_endpoint, node_keys, "b"):
             assert (await call)[0] == 200
-            [record] = gateway.take("r1")
+            [record] = gateway.records.take("r1")
             assert record.node_id == "b"
             # It speaks again: the gateway asks for a Hello, and drops the old answer.
             a.send(a.usual_answer(held[0], token_ids=b"\0" * 24))
@@ -355,10 +355,8 @@ async def test_ports_in_use_are_named(open_gateway, keys, store):
     async with open_gateway() as gateway:
         port = int(gateway.http_url.rsplit(":", 1)[1])
         for section in ({"gateway_port": port}, {"node_address": gateway.node_endpoint}):
-            other = Gateway(config_with(orchestrator=section), keys, "run-1", store,
-                            model_dir=MODEL)  # fmt: skip
             with pytest.raises(PortInUseError, match=str(next(iter(section.values())))):
-                await other.start()
+                await Gateway.start(config_with(orchestrator=section), keys, "run-1", store, model_dir=MODEL)
     # Free again after close: the same ports can be bound.
     again = {"gateway_port": port, "node_address": gateway.node_endpoint}
     async with open_gateway(orchestrator=again) as gateway:
@@ -440,8 +438,8 @@ async def test_a_stall_of_the_orchestrator_does_not_lose_its_nodes(open_gateway,
         beating.start()
         try:
             await gateway.wait_for_node(5.0)
-            for _ in range(3):
-                time.sleep(1.0)
+            for _ in range(2):
+                time.sleep(0.6)  # Longer than lost_after_s.
                 await asyncio.sleep(0.3)
             assert gateway.versions() == {"t": 0}
             assert gateway.state()["nodes"][0]["attachments"] == 1

@@ -76,7 +76,7 @@ def test_only_open_rollouts_are_recorded_and_ids_are_used_once():
 
 
 def load(running: int, waiting: int = 0, kv_used: float = 0.1) -> GatewayLoad:
-    return GatewayLoad(running=running, waiting=waiting, kv_used=kv_used, places=64)
+    return GatewayLoad(running=running, waiting=waiting, kv_used=kv_used)
 
 
 def test_the_limit_finds_what_the_nodes_can_take():

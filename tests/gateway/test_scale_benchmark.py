@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_orchestrator_scale_reports_every_level(tmp_path):
     """Two small levels in one run: every request is answered and recorded, the figures are written, exit status 0."""
     out = tmp_path / "scale.json"
