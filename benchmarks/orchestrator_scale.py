@@ -203,7 +203,8 @@ async def run(args: argparse.Namespace) -> list[Result]:
         (root / "config.json").write_text(json.dumps({"vocab_size": _VOCAB}))
         keys = RunKeys.create(root / "keys")
         config, store = _config(root, max(args.levels)), WeightStore(root / "w")
-        gateway = await Gateway.start(config, keys, "scale", store, model_dir=root)
+        gateway = Gateway(config, keys, "scale", store, model_dir=root)
+        await gateway.start()
         try:
             with fixed_delay_node(gateway, keys, args.delay_s, args.num_tokens):
                 await gateway.wait_for_node(30.0)

@@ -50,23 +50,31 @@ that waits for a weight swap to be proven is in no engine's count."""
 
 
 class Gateway:
-    """Runs in the orchestrator's event loop. Make it with `start`, end it with `close`."""
+    """Serves in the orchestrator's event loop from `start` to `close`."""
 
     def __init__(
-        self, config: Config, keys: RunKeys, run_id: str, chunks: ChunkServer, nodes: NodeSocket, limits: ModelLimits,
-        chat: ChatFormat,
-    ) -> None:  # fmt: skip
-        """Connect the parts. `nodes` is bound already; `start` binds the HTTP side."""
+        self, config: Config, keys: RunKeys, run_id: str, weight_store: WeightStore, *, model_dir: Path
+    ) -> None:
+        """Connect the parts; nothing is bound yet. Needs a running event loop.
+
+        `model_dir`: the folder with config.json, tokenizer and chat template. Raises ModelNotFoundError without them.
+        """
         orchestrator, inference = config.orchestrator, config.inference
+        limits = ModelLimits(
+            names=(POLICY, config.model.path),
+            vocab_size=read_vocab_size(model_dir),
+            max_context=config.model.max_context,
+        )
         self.version: int | None = None
         """Newest published policy version; None before the first `publish`."""
         self.lag = LoopLag()
         self.adaptive = AdaptiveLimit(floor=orchestrator.group_size, ceiling=orchestrator.max_concurrent)
+        self._nodes = NodeSocket(keys)
         self.router = Router(
-            lambda node, message: nodes.send(node.identity, message),
+            lambda node, message: self._nodes.send(node.identity, message),
             vocab_size=limits.vocab_size,
             suspend_s=inference.lost_after_s,
-            join_hint=how_to_join(nodes.endpoint, config.model.path, keys.folder / "node.token"),
+            join_hint=lambda: how_to_join(self._nodes.endpoint, config.model.path, keys.folder / "node.token"),
         )
         self.records = RolloutRecords(on_taken=self.router.forget)
         self._config = config
@@ -77,20 +85,19 @@ class Gateway:
             no_node_timeout_s=orchestrator.no_node_timeout_s,
             request_timeout_s=max(source.timeout_s for source in orchestrator.source),
         )
-        self._chunks = chunks
-        self._nodes = nodes
+        self._chunks = ChunkServer(weight_store)
         self._link = NodeLink(
-            nodes,
+            self._nodes,
             self.router,
-            chunks,
+            self._chunks,
             run_id=run_id,
             verify_key=self._verifier.public_bytes_raw(),
             heartbeat_s=inference.heartbeat_s,
         )
-        self._chat = chat
+        self._chat = ChatFormat(model_dir, config.model.renderer)
         self._http = HttpServer(
             Generator(self.router, self.records, limits),
-            chat,
+            self._chat,
             token=os.environ.get(TOKEN_VARIABLE),
             health=self._health,
             metrics=self.state,
@@ -99,30 +106,17 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
         self._counted_tokens = (0, time.monotonic())
 
-    @classmethod
-    async def start(
-        cls, config: Config, keys: RunKeys, run_id: str, weight_store: WeightStore, *, model_dir: Path
-    ) -> Gateway:
-        """Bind both sides and serve.
-
-        Raises PortInUseError naming the address, ModelNotFoundError, or ConfigError for missing keys.
-        """
-        limits = ModelLimits(
-            names=(POLICY, config.model.path),
-            vocab_size=read_vocab_size(model_dir),
-            max_context=config.model.max_context,
-        )
-        nodes = NodeSocket(keys, config.orchestrator.node_address)
-        chat = ChatFormat(model_dir, config.model.renderer)
-        gateway = cls(config, keys, run_id, ChunkServer(weight_store), nodes, limits, chat)
+    async def start(self) -> None:
+        """Bind both sides and serve. Raises PortInUseError naming the address, or ConfigError for missing keys."""
+        orchestrator = self._config.orchestrator
+        self._nodes.bind(orchestrator.node_address)
         try:
-            await gateway._http.start(_LOOPBACK, config.orchestrator.gateway_port)
+            await self._http.start(_LOOPBACK, orchestrator.gateway_port)
         except BaseException:
-            await gateway.close()
+            await self.close()
             raise
-        gateway._tasks = [gateway._watched(gateway._link.receive()), gateway._watched(gateway._tick())]
-        gateway.lag.start()
-        return gateway
+        self._tasks = [self._watched(self._link.receive()), self._watched(self._tick())]
+        self.lag.start()
 
     async def close(self, *, finished: bool = False) -> None:
         """Stop serving and free both addresses. With `finished`, nodes learn that the run is over and leave."""

@@ -70,13 +70,19 @@ SendPiece = Callable[[bytes, ToNode], zmq.MessageTracker | None]
 
 
 class NodeSocket:
-    """The bound socket: sends messages to connections."""
+    """The socket to all nodes, from `bind` to `close`. Nothing is sent outside of that time."""
 
-    def __init__(self, keys: RunKeys, address: str) -> None:
-        """Bind `address`. Raises PortInUseError when another process holds it."""
-        self._server: SecureServer | None = bind_router(address, keys.curve("server"), [keys.curve("node").public])
-        self.endpoint = self._server.endpoint
+    def __init__(self, keys: RunKeys) -> None:
+        self.endpoint = ""
+        """As bound."""
+        self._keys = keys
+        self._server: SecureServer | None = None
         self._encoder = msgspec.msgpack.Encoder()
+
+    def bind(self, address: str) -> None:
+        """Raise PortInUseError when another process holds `address`, ConfigError when a key is missing."""
+        self._server = bind_router(address, self._keys.curve("server"), [self._keys.curve("node").public])
+        self.endpoint = self._server.endpoint
 
     def send(self, identity: bytes, message: ToNode) -> bool:
         """Queue `message` for a connection. Return False when the connection is gone."""
@@ -93,7 +99,7 @@ class NodeSocket:
 
     async def receive(self) -> tuple[bytes, list[bytes]]:
         """Return the connection and the frames of the next message."""
-        assert self._server is not None, "the socket is closed"
+        assert self._server is not None, "bind() comes first"
         identity, *frames = await self._server.socket.recv_multipart()
         return identity, frames
 

@@ -78,12 +78,12 @@ class Router:
         *,
         vocab_size: int,
         suspend_s: float,
-        join_hint: str,
+        join_hint: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`send` returns False when the node cannot be reached any more.
 
-        `suspend_s`: how long a node that keeps failing gets no request. `join_hint` ends messages that miss a node.
+        `suspend_s`: how long a node that keeps failing gets no request. `join_hint()` tells how to start one.
         """
         self.nodes = Nodes(self._on_gone, clock)
         self.counters = RequestCounters()
@@ -340,7 +340,7 @@ class Router:
         reasons = [f"{node.node_id} {node.cannot_serve(now, oldest, newest)}" for node in self.nodes]
         if reasons:
             return "; ".join(reasons[:8])
-        return f"none has connected: {self._join_hint}, or set inference.nodes to at least 1"
+        return f"none has connected: {self._join_hint()}, or set inference.nodes to at least 1"
 
     def snapshot(self) -> dict[str, Any]:
         """Return counters, queue and the longest waits, for /metrics."""

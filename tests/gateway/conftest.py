@@ -36,7 +36,8 @@ def store(tmp_path: Path) -> WeightStore:
 def open_gateway(keys: RunKeys, store: WeightStore) -> OpenGateway:
     @asynccontextmanager
     async def run(**sections: dict[str, Any]) -> AsyncIterator[Gateway]:
-        gateway = await Gateway.start(config_with(**sections), keys, "run-1", store, model_dir=MODEL)
+        gateway = Gateway(config_with(**sections), keys, "run-1", store, model_dir=MODEL)
+        await gateway.start()
         try:
             yield gateway
         finally:

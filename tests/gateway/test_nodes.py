@@ -355,8 +355,9 @@ async def test_ports_in_use_are_named(open_gateway, keys, store):
     async with open_gateway() as gateway:
         port = int(gateway.http_url.rsplit(":", 1)[1])
         for section in ({"gateway_port": port}, {"node_address": gateway.node_endpoint}):
+            other = Gateway(config_with(orchestrator=section), keys, "run-1", store, model_dir=MODEL)
             with pytest.raises(PortInUseError, match=str(next(iter(section.values())))):
-                await Gateway.start(config_with(orchestrator=section), keys, "run-1", store, model_dir=MODEL)
+                await other.start()
     # Free again after close: the same ports can be bound.
     again = {"gateway_port": port, "node_address": gateway.node_endpoint}
     async with open_gateway(orchestrator=again) as gateway:
