@@ -1,14 +1,6 @@
-"""This rank's place among the trainer ranks: process group, device mesh, precision.
+"""This rank's place among the trainer ranks: process group, device mesh, precision; gathered words; the stop signal.
 
-    gloo carries what lives on the CPU (all of it on CPU runs, status words on GPU runs), nccl what lives on GPUs
-
-Stopping on SIGTERM or SIGINT, also while a collective blocks the main thread.
-
-    signal -> watcher thread: sets `requested`; the main thread sees it at its next look and leaves in order
-                              after patience_s it has not: the process ends at once with 128 + signal number
-
-The signals are blocked in every thread, so that only the watcher takes them: Python runs handlers in the main thread
-alone, which never comes back from a collective whose other ranks are gone.
+gloo carries CPU tensors (everything on CPU runs, status words on GPU runs), nccl those on GPUs.
 """
 
 from __future__ import annotations
@@ -35,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
+    """This rank and its place."""
+
     rank: int
     size: int
     device: torch.device
@@ -49,7 +43,7 @@ class World:
 
 
 def join(config: TrainerConfig) -> World:
-    """Join the other ranks as torchrun's environment says; without one this is the only rank.
+    """Join the other ranks that torchrun's environment describes; without one this is the only rank.
 
     Raises ConfigError when the device is missing.
     """
@@ -81,28 +75,28 @@ def leave() -> None:
 
 
 def compute_dtype(config: TrainerConfig, device_type: str) -> torch.dtype:
-    """auto is float32 on the CPU (bfloat16 is slower there) and bfloat16 on CUDA."""
+    """Return the compute type; auto is float32 on the CPU (bfloat16 is slower there) and bfloat16 on CUDA."""
     if config.compute_dtype == "auto":
         return torch.bfloat16 if device_type == "cuda" else torch.float32
     return getattr(torch, config.compute_dtype)
 
 
 def gather_words(words: list[int]) -> list[list[int]]:
-    """Every rank's row of integers, [world][len(words)], over gloo on the CPU: no accelerator is synchronised."""
-    own = torch.tensor(words, dtype=torch.int64)
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, own)
+    """Return every rank's integers, [world][len(words)], over gloo on the CPU: no accelerator is synchronized."""
+    of_rank = torch.tensor(words, dtype=torch.int64)
+    rows = [torch.empty_like(of_rank) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, of_rank)
     return [row.tolist() for row in rows]
 
 
 def gather_texts(text: str) -> list[str]:
-    """Every rank's text, of any length; plain bytes, nothing is unpickled."""
+    """Return every rank's text, of any length, as plain bytes: nothing is unpickled."""
     raw = text.encode()
     lengths = [row[0] for row in gather_words([len(raw)])]
-    own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-    own[: len(raw)] = torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).copy())
-    rows = [torch.empty_like(own) for _ in lengths]
-    dist.all_gather(rows, own)
+    padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+    padded[: len(raw)] = torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).copy())
+    rows = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(rows, padded)
     return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
 
@@ -129,36 +123,41 @@ def _free_port() -> int:
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LEAVE_S = 3.0
 """Patience while there is nothing to save."""
-_SLICE_S = 0.1
 
 
 class StopSignal:
-    """Made first thing in the process, before any other thread exists."""
+    """Stops this rank on SIGTERM or SIGINT, also while a collective blocks the main thread.
+
+        signal -> watcher thread: sets the request; the main thread sees it when it next checks, and leaves in order
+                                  not within patience_s: the process ends at once with 128 + signal number
+
+    The signals are blocked in every thread, so only the watcher takes them. Python runs handlers in the main thread
+    alone, which never returns from a collective whose other ranks are gone. Make it before any other thread exists.
+    """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._requested = threading.Event()
         self.patience_s = LEAVE_S
-        """How long the main thread may take to leave; it may be changed at any time, also after the signal."""
-        self.number: int | None = None
-        """The signal that came; None while none did."""
+        """How long the main thread may take to leave; may change at any time, also after the signal."""
+        self._signal: int = 0
+        """The signal that came; 0 before."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         threading.Thread(target=self._watch, name="stop-signal", daemon=True).start()
 
-    @property
-    def requested(self) -> bool:
-        return self._event.is_set()
+    def is_requested(self) -> bool:
+        return self._requested.is_set()
 
     @property
     def exit_code(self) -> int:
-        return 128 + (self.number or 0)
+        return 128 + self._signal
 
     def _watch(self) -> None:
-        self.number = signal.sigwait(SIGNALS)
-        logger.info("%s: stopping", signal.Signals(self.number).name)
+        self._signal = signal.sigwait(SIGNALS)
+        logger.info("%s: stopping", signal.Signals(self._signal).name)
         came_at = time.monotonic()
-        self._event.set()
+        self._requested.set()
         while time.monotonic() - came_at < self.patience_s:
-            time.sleep(_SLICE_S)
+            time.sleep(0.1)
         if self.patience_s > LEAVE_S:
-            logger.warning("no checkpoint within %.0f s: leaving without", self.patience_s)
+            logger.warning("no checkpoint within %.0f s: leaving without one", self.patience_s)
         os._exit(self.exit_code)

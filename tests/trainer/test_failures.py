@@ -22,6 +22,8 @@ from composer_prime.wire.step import RunFinished, StepRefused
 from composer_prime.wire.types import pack_floats
 from trainer.data import step_client as data
 
+pytestmark = pytest.mark.process
+
 
 def with_batches(change):
     """An answer that alters each micro-batch of the honest reply."""
@@ -164,7 +166,7 @@ def test_a_failed_checkpoint_does_not_stop_the_run(make_run):
     with StepPeer(run.dir, make_samples, max_steps=2) as peer:
         codes, outputs = run.train(2, file_limit_bytes=100_000)
     assert codes == [1, 1], outputs
-    assert "going on without checkpoint 1" in outputs[0] and "File too large" in outputs[0], outputs
+    assert "continuing without checkpoint 1" in outputs[0] and "File too large" in outputs[0], outputs
     assert "CheckpointError: checkpoint" in outputs[0] and "Free some space there" in outputs[0]
     assert [done.step for done in peer.done] == [0, 1, 2] and peer.checkpoints == [1, 2]
     assert list(run.dir.checkpoints.iterdir()) == [] and (run.dir.final / "model.safetensors").is_file()

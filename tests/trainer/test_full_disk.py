@@ -15,6 +15,8 @@ from step_peer import StepPeer
 from composer_prime.run.ledger import effective
 from composer_prime.run.weights import WeightStore
 
+pytestmark = pytest.mark.process
+
 SIZE = 4 << 20
 
 
@@ -54,7 +56,7 @@ def test_a_full_disk_at_a_checkpoint(small_disk, make_run):
     with StepPeer(run.dir, make_samples, max_steps=3, answer=answer) as peer:
         codes, outputs = run.train()
     assert codes == [0], outputs
-    assert "going on without checkpoint 1" in outputs[0] and "No space left on device" in outputs[0], outputs
+    assert "continuing without checkpoint 1" in outputs[0] and "No space left on device" in outputs[0], outputs
     assert run.dir.complete_checkpoints() == [2, 3] and not run.dir.checkpoint(1).exists()
     assert [done.step for done in peer.done] == [0, 1, 2, 3] and list(effective(run.dir.ledger)) == [1, 2, 3]
 
@@ -72,7 +74,7 @@ def test_a_full_disk_at_publication_ends_the_run_and_resume_goes_on(small_disk, 
         codes, outputs = run.train()
     assert codes == [1], outputs
     assert "policy version 2" in outputs[0] and "No space left on device" in outputs[0], outputs
-    assert "free some space or lower trainer.weights.keep, then go on with --resume" in outputs[0]
+    assert "free some space or lower trainer.weights.keep, then continue with --resume" in outputs[0]
     assert WeightStore(run.dir.weights).versions() == [0, 1] and run.dir.complete_checkpoints() == [1]
     taken[0].unlink()
     config = run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True})})

@@ -17,6 +17,8 @@ from step_peer import StepPeer
 from diloco.transport.keys import JointKey
 from trainer.model.build import build_policy
 
+pytestmark = pytest.mark.process
+
 STEPS = 4
 DILOCO = {"rendezvous": "tcp://127.0.0.1:1", "run": "joint", "key_file": "joint.key", "peer_id": "a", "sync_every": 2}
 LORA = {"lora": {"rank": 4}, "optim": {"lr": 1e-3}}

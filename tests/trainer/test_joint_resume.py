@@ -17,7 +17,7 @@ from small_runs import Run
 from step_peer import StepPeer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from diloco.state_file import unpacked
+from diloco.state import unpack_state
 from diloco.transport.keys import JointKey
 
 STEPS = 12
@@ -87,7 +87,7 @@ class JointRun:
     def outer(self, peer: int):
         """Masters, momentum and error feedback as the last checkpoint holds them."""
         path = self.runs[peer].dir.checkpoint(STEPS) / "trainer" / "diloco-0.safetensors"
-        return unpacked(path.read_bytes())
+        return unpack_state(path.read_bytes())
 
 
 @pytest.fixture

@@ -49,6 +49,7 @@ WeightStore(Path(sys.argv[1])).put_chunks(b"half a chunk")
 """
 
 
+@pytest.mark.process
 def test_what_a_killed_trainer_was_writing_goes_at_the_next_start(make_run, model_folder, world):
     # kill -9 while a chunk is written leaves a partial file; the next trainer of the run removes it.
     run = make_run()

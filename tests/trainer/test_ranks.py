@@ -14,6 +14,8 @@ from step_peer import StepPeer
 from composer_prime.run.ledger import check_ledger, effective
 from composer_prime.run.weights import WeightStore
 
+pytestmark = pytest.mark.process
+
 
 def lines(run) -> list[dict]:
     return [json.loads(line) for line in run.dir.metrics.read_text().splitlines()]

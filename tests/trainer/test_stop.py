@@ -12,6 +12,8 @@ from step_peer import StepPeer
 
 from composer_prime.run.ledger import check_ledger, effective
 
+pytestmark = pytest.mark.process
+
 
 def stop_after(run, peer: StepPeer, step: int, number: int = signal.SIGTERM, count: int = 1) -> tuple[list[int], str]:
     """Signal ranks that have trained `step` and wait for the next batch; their exit codes and rank 0's output."""

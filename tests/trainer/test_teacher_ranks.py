@@ -15,6 +15,8 @@ from test_ranks import difference, lines, moved
 
 from composer_prime.wire.types import Sample
 
+pytestmark = pytest.mark.process
+
 VARIANTS = {
     "live": ({}, {"optim": {"lr": 1e-3}}),
     "ema": ({"kl": {"weight": 0.1, "estimator": "k2"}}, {"reduce_each_micro_batch": True, "optim": {"lr": 1e-3}}),
