@@ -1,12 +1,11 @@
-"""Interleaved evaluation on held-out tasks.
+"""Evaluation on held-out tasks, interleaved with training.
 
     request(step, version) -> nodes serve version or newer -> rollouts (evaluation lane of the permits)
                   -> metrics, rollouts/eval_*.jsonl
 
-One evaluation runs at a time, beside training. When the next one falls due meanwhile, it waits; of several that wait
-the newest is run. The first evaluation takes all permits, so that it is over before the first swap; the last waits
-until every serving node has the last version. Rollouts that failed are left out of the estimates and counted, never
-scored 0.
+One evaluation runs at a time, beside training. If the next one is due meanwhile, it waits; of several that wait only
+the newest runs. The first evaluation takes all permits, so that it is over before the first weight swap. The last waits
+until every serving node has the last version. Failed rollouts are left out of the estimates and counted, never scored 0.
 """
 
 from __future__ import annotations
@@ -26,9 +25,16 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import bounded_interval, pass_at_k, scale_of
 from orchestrator.event_loop import Notifier
 from orchestrator.rollouts import rollout_log
-from orchestrator.rollouts.group_scoring import finished_rollout, score_failure
 from orchestrator.rollouts.groups import FinishedRollout, turn_error_rate
-from orchestrator.rollouts.rollout import Lane, Permits, RequestFactory, RolloutRunner, retry_pause_s
+from orchestrator.rollouts.rollout import (
+    Lane,
+    Permits,
+    RequestFactory,
+    RolloutRunner,
+    finished_rollout,
+    retry_pause_s,
+    score_failure,
+)
 from orchestrator.workers.protocol import RolloutFailure
 
 logger = logging.getLogger(__name__)
@@ -36,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TaskResult:
-    """What one held-out task's rollouts gave."""
+    """The rollouts of one held-out task."""
 
     rollouts: list[FinishedRollout] = field(default_factory=list)
 
@@ -60,18 +66,27 @@ class Evaluator:
         serving_version: Callable[[], int | None],
         changed: Notifier,
     ) -> None:
-        """`num_tasks`: held-out tasks by source. `serving_version`: oldest version of the serving nodes, or None."""
-        self._config, self._sources, self._num_tasks = config, sources, num_tasks
-        self._runner, self._requests, self._run_dir, self._metrics = runner, requests, run_dir, metrics
-        self._serving_version, self._changed, self._permits = serving_version, changed, permits
-        self._wanted: tuple[int, int] | None = None
-        """Step and policy version."""
+        """`num_tasks`: held-out tasks by source. `serving_version()`: oldest version of the serving nodes, or None."""
         self.running: int | None = None
         """Step under evaluation; None while idle."""
-        self._lacking: int | None = None
-        """Policy version that nodes still have to load for it."""
-        self._done_rollouts = self._all_rollouts = 0
         self.skipped = 0
+        """Evaluations that a newer one replaced before they began."""
+        self._config = config
+        self._sources = sources
+        self._num_tasks = num_tasks
+        self._runner = runner
+        self._permits = permits
+        self._requests = requests
+        self._run_dir = run_dir
+        self._metrics = metrics
+        self._serving_version = serving_version
+        self._changed = changed
+        self._requested: tuple[int, int] | None = None
+        """Step and policy version of the next evaluation."""
+        self._awaited_version: int | None = None
+        """Policy version that nodes still have to load for the evaluation under way."""
+        self._done_rollouts = 0
+        self._all_rollouts = 0
 
     def due(self, step: int, max_steps: int) -> bool:
         """Whether to evaluate after `step`: before the first step, every every_steps, after the last."""
@@ -79,49 +94,52 @@ class Evaluator:
         return bool(self._sources and every and (step % every == 0 or step == max_steps))
 
     def request(self, step: int, version: int) -> None:
-        """Evaluate `version`, the newest after `step`, unless its file is there already (a resumed run)."""
+        """Evaluate `version`, the newest after `step`, unless its file exists already (a resumed run)."""
         if self._run_dir.eval_rollouts(step).exists():
             return
-        if self._wanted is not None:
+        if self._requested is not None:
             self.skipped += 1
-            skipped = self._wanted[0]
+            skipped = self._requested[0]
             logger.warning("the evaluation of step %d is skipped: that of step %d is due already", skipped, step)
-        self._wanted = step, version
+        self._requested = step, version
         self._changed.notify()
 
     def forget_after(self, step: int) -> None:
-        """The run went back to `step`: evaluations of later steps were of weights that are gone."""
+        """Delete evaluations of steps after `step`: the run went back, and their weights are gone."""
         for path in self._run_dir.eval_rollouts(0).parent.glob("eval_*.jsonl"):
             if int(path.stem.removeprefix("eval_")) > step:
                 path.unlink(missing_ok=True)
 
     @property
     def step(self) -> int | None:
-        """Of the evaluation under way, else of the one that is due; None while idle."""
-        return self._wanted[0] if self.running is None and self._wanted is not None else self.running
+        """Step of the evaluation under way, else of the one that is due; None while idle."""
+        return self._requested[0] if self.running is None and self._requested is not None else self.running
 
     @property
     def idle(self) -> bool:
         return self.step is None
 
     def waiting_for(self) -> str | None:
-        """Progress in words; None while idle."""
+        """Describe the progress; None while idle."""
         if self.step is None:
             return None
         if self.running is None:
             state = "about to start"
-        elif self._lacking is not None:
-            state = f"the nodes do not have policy version {self._lacking} yet"
+        elif self._awaited_version is not None:
+            state = f"the nodes do not have policy version {self._awaited_version} yet"
         else:
             state = f"{self._done_rollouts} of {self._all_rollouts} rollouts"
         return f"evaluation of step {self.step}: {state}"
 
     async def run(self) -> None:
-        """Serve requests until cancelled. Raises EnvironmentWorkerError, or DeadlineError (no node has the version)."""
+        """Serve requests until cancelled.
+
+        Raises EnvironmentWorkerError, or DeadlineError when no node gets the version in time.
+        """
         while True:
-            while self._wanted is None:
+            while self._requested is None:
                 await self._changed.wait(3600)
-            (step, version), self._wanted = self._wanted, None
+            (step, version), self._requested = self._requested, None
             self.running = step
             try:
                 await self._evaluate(step, version)
@@ -133,16 +151,16 @@ class Evaluator:
         self._done_rollouts = 0
         counts = {source.name: self._count(source) for source in self._sources}
         self._all_rollouts = sum(counts.values()) * self._config.eval.samples
-        self._lacking = version
+        self._awaited_version = version
         await self._await_version(step, version)
-        self._lacking = None
+        self._awaited_version = None
         self._permits.eval_share = 1.0 if step == 0 else self._config.eval.share
-        begun = time.monotonic()
-        plays = [self._evaluate_source(source, step, counts[source.name]) for source in self._sources]
-        results = dict(zip(counts, await asyncio.gather(*plays), strict=True))
+        start = time.monotonic()
+        by_source = [self._evaluate_source(source, step, counts[source.name]) for source in self._sources]
+        results = dict(zip(counts, await asyncio.gather(*by_source), strict=True))
         await asyncio.to_thread(_write, self._run_dir.eval_rollouts(step), step, results)
         self._report_failures(step, results)
-        figures = {"time/eval_s": time.monotonic() - begun}
+        figures = {"time/eval_s": time.monotonic() - start}
         for source, tasks in results.items():
             figures |= eval_summary(source, tasks, self._config.eval)
         await asyncio.to_thread(self._metrics.log, step, figures)
@@ -163,7 +181,7 @@ class Evaluator:
         return self._config.eval.tasks if available is None else min(self._config.eval.tasks, available)
 
     async def _await_version(self, step: int, version: int) -> None:
-        """Until the nodes that serve have `version` or newer weights."""
+        """Wait until the serving nodes have `version` or newer weights. Raises DeadlineError."""
         timeout_s = self._config.eval.version_timeout_s
         deadline = time.monotonic() + timeout_s
         while (serving := self._serving_version()) is None or serving < version:
@@ -179,32 +197,33 @@ class Evaluator:
         async with asyncio.TaskGroup() as group:
             for task_index, result in enumerate(results):
                 for sample in range(self._config.eval.samples):
-                    group.create_task(self._play(source.name, step, task_index, sample, result))
+                    group.create_task(self._run_rollout(source.name, step, task_index, sample, result))
         for result in results:
             result.rollouts.sort(key=lambda rollout: rollout.sibling)
         return results
 
-    async def _play(self, source: str, step: int, task_index: int, sample: int, result: TaskResult) -> None:
-        failures: list[RolloutFailure] = []
+    async def _run_rollout(self, source: str, step: int, task_index: int, sample: int, task: TaskResult) -> None:
+        """Add one rollout to `task`: the first good try, or the last failed one."""
+        earlier: list[RolloutFailure] = []
         for attempt in range(self._config.max_retries + 1):
             request = self._requests.evaluation(
                 source, step=step, task_index=task_index, sample=sample, attempt=attempt
             )
-            played = await self._runner.run(source, request, lane=Lane.EVAL, order=task_index)
-            failure = score_failure(played)
+            result = await self._runner.run(source, request, lane=Lane.EVAL, order=task_index)
+            failure = score_failure(result)
             rollout = finished_rollout(
-                played, sibling=sample, seed=request.seed or 0, samples=[], failure=failure, earlier=failures
+                result, sibling=sample, seed=request.seed or 0, samples=[], failure=failure, earlier=earlier
             )
             if failure is None or not failure.retryable or attempt == self._config.max_retries:
                 break
-            failures.append(failure)
+            earlier.append(failure)
             await asyncio.sleep(retry_pause_s(attempt))
-        result.rollouts.append(rollout)
+        task.rollouts.append(rollout)
         self._done_rollouts += 1
 
 
 def eval_summary(source: str, tasks: list[TaskResult], config: EvalConfig) -> dict[str, float]:
-    """eval/<source>/…: means over tasks, with 95 % intervals over tasks. What was not measured is absent."""
+    """Return eval/<source>/…: means over tasks with 95 % intervals. What was not measured is absent."""
     name = f"eval/{source}"
     scored = [task.rewards for task in tasks if task.rewards]
     rollouts = [rollout for task in tasks for rollout in task.rollouts]
@@ -223,7 +242,7 @@ def eval_summary(source: str, tasks: list[TaskResult], config: EvalConfig) -> di
     by_task = [turn_error_rate(task.rollouts) for task in tasks]
     if rates := [rate for rate in by_task if rate is not None]:
         figures |= _estimate(f"{name}/turn_error_rate", rates)
-    versions = [(r.version_min, r.version_max) for r in rollouts if r.version_min is not None]
+    versions = [(rollout.version_min, rollout.version_max) for rollout in rollouts if rollout.version_min is not None]
     if versions:
         figures[f"{name}/version_min"] = min(low for low, _ in versions)
         figures[f"{name}/version_max"] = max(high for _, high in versions)

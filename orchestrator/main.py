@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from composer_prime.config import Config, load
-from composer_prime.console import EXIT_USAGE, columns, fail
+from composer_prime.console import EXIT_USAGE, columns, exit_on_version_flag, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.process import end_with_parent
@@ -31,6 +31,7 @@ _USAGE = "usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--sectio
 
 def main() -> int:
     words = sys.argv[1:]
+    exit_on_version_flag(words)
     try:
         if words[:1] == ["--run-dir"]:
             run_dir = _given(words)

@@ -1,28 +1,32 @@
-"""The orchestrator, wired: read this file first.
+"""The orchestrator's wiring and its loop: read this file first.
 
     sources ──plan──> dispatch ──> environment workers <──HTTP──> gateway <──ZMQ──> inference nodes
        ^                 │ (permits)                                │ records: token ids, logprobs, versions
        │ observe         v                                          v
-    curriculum <── group ended <── advantages, filter <── compile (token ids -> samples)
+    curriculum <── group ended <── advantages, filter <── samples (token ids)
                          v
     journal <── buffer ──> batch N ──> step server <──ZMQ── trainer ranks
                  (staleness)                └── StepDone(N): publish its version, evaluate, checkpoint
 
-Who waits on whom: trainer ranks wait for a batch (batch_timeout_s); the batch for groups; a group for its rollouts
-(source.timeout_s each); rollouts for a permit, a worker and a node (no_node_timeout_s); new groups for the trainer's
-next version (trainer_timeout_s). One event loop; packing, compiling and all file work are in threads.
+Who waits for whom: trainer ranks wait for a batch (batch_timeout_s). The batch waits for groups, a group for its
+rollouts (source.timeout_s each), rollouts for a permit, a worker and a node (no_node_timeout_s). New groups wait for
+the trainer's next version (trainer_timeout_s). There is one event loop; packing, compiling and files are in threads.
+
+A run has three stages. `__init__` builds what needs only the configuration. `_open` binds the addresses, so that nodes
+and the trainer can connect. `_load` starts the environments and builds `Training`, which needs their numbers of tasks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any
 
 from composer_prime.config import Config
 from composer_prime.config.orchestrator import SourceConfig
@@ -33,192 +37,222 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.run.weights import WeightStore
 from composer_prime.traces.replay.online import OnlineReplay
+from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.step import StepDone
 from orchestrator.batching.batches import Batches
 from orchestrator.batching.scheduler import BatchScheduler
 from orchestrator.chat_renderer import chat_folder
-from orchestrator.durability import checkpoint
+from orchestrator.durability.checkpoint import load_state, resume
 from orchestrator.durability.journal import Entry, Journal
-from orchestrator.durability.resume import resume
 from orchestrator.evals import Evaluator
 from orchestrator.event_loop import Notifier
 from orchestrator.gateway import Gateway
 from orchestrator.gateway.gateway import TOKEN_VARIABLE
 from orchestrator.hints.stage import HintStage, build_hints
-from orchestrator.preferences.mixer import PairMixer, build_mixer
-from orchestrator.rollouts.behaviour import Behaviour, build_behaviour
+from orchestrator.preferences.mixer import build_mixer
+from orchestrator.rollouts.behavior import build_behavior
 from orchestrator.rollouts.dispatch import Dispatcher
-from orchestrator.rollouts.rollout import Permits, Pool, RequestFactory, RolloutRunner
-from orchestrator.step_server import StepServer
+from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
+from orchestrator.step_server import POLL_S, StepServer
 from orchestrator.tasks.sources import WHOLE, Sources, eval_sources, source_spec
-from orchestrator.watchdog import RunWatchdog, Workers
+from orchestrator.watchdog import Completion, RunWatchdog, StartupStatus
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import EVAL, TRAIN, SourceSpec
+from orchestrator.workers.protocol import EVAL, SourceSpec
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.25
-"""How often limits and node versions, which change without a beat, are looked at."""
-_FAREWELL_S = 2.0
-"""After a failure: how long ranks that ask are still told why."""
+MakePool = Callable[[SourceConfig, SourceSpec], WorkerPool]
 
 
-class SourcePool(Pool, Workers, Protocol):
-    """A source's workers over their whole life (orchestrator/workers/pool.py)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intervals:
+    tick_s: float = 0.25
+    """How often limits and node versions, which change without a notification, are checked."""
+    report_s: float = 5.0
+    """How often a status line is logged."""
+    poll_s: float = POLL_S
+    """How long a trainer rank's request waits for its batch before the answer BatchNotReady."""
+    farewell_s: float = 2.0
+    """How long ranks that ask are still told the reason after a failure."""
 
-    async def start(self) -> None: ...
-    async def close(self) -> None: ...
-    def num_tasks(self, taskset: str = TRAIN) -> int | None: ...
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What exists once the environments are loaded."""
 
-MakePool = Callable[[SourceConfig, SourceSpec], SourcePool]
-
-
-class Method(NamedTuple):
-    """What a group and a batch get beside rewards; None where it is not configured."""
-
-    hints: HintStage | None
-    behaviour: Behaviour | None
-    pairs: PairMixer | None
+    permits: Permits
+    scheduler: BatchScheduler
+    evaluator: Evaluator
+    watchdog: RunWatchdog
 
 
 class Pipeline:
     def __init__(
-        self, config: Config, run_dir: RunDir, run_id: str, model_dir: Path, make_pool: MakePool | None = None
+        self,
+        config: Config,
+        run_dir: RunDir,
+        run_id: str,
+        model_dir: Path,
+        make_pool: MakePool | None = None,
+        intervals: Intervals = Intervals(),
     ) -> None:
-        """`make_pool` gives a source its workers; processes of their own by default.
+        """`make_pool` builds a source's workers; None gives worker processes. Needs a running event loop.
 
-        Raises CheckpointError when the checkpoint to resume is unusable.
+        Raises CheckpointError when the checkpoint to resume from is unusable, ConfigError for an unreadable template.
         """
-        self.config, self.run_dir, self.run_id, self.model_dir = config, run_dir, run_id, model_dir
-        self._make_pool = make_pool or self._worker_pool
+        self.config = config
+        self.run_dir = run_dir
+        self.run_id = run_id
+        self.intervals = intervals
         self.changed = Notifier()
         self.metrics = MetricsFile(run_dir.metrics, "orchestrator")
         self.keys = RunKeys(run_dir.keys)
         self.store = WeightStore(run_dir.weights)
-        self.state: checkpoint.OrchestratorState | None = None
-        if config.run.resume:
-            self.state = checkpoint.load_state(run_dir, run_dir.newest_checkpoint(), run_id)
-        per_token, per_pair = _flops(model_dir)
-        self.batches = Batches(
-            run_id,
-            flops_per_token=per_token,
-            flops_per_pair=per_pair,
-            distils=lambda step: config.channels.sdpo.weight_at(step) > 0,
-            steps_per_version=config.diloco.sync_every if config.diloco else 1,
-        )
+        self.state = load_state(run_dir, run_dir.newest_checkpoint(), run_id) if config.run.resume else None
+        """The checkpoint to resume from; None for a new run."""
+        self.batches = _build_batches(config, run_id, model_dir)
         if self.state is not None:
             versions = self.batches.versions.at(self.state.step, self.state.versions)
             self.batches.restore(versions=versions, formed=self.state.step, batches=[])
-        self.scheduler: BatchScheduler | None = None
-        """None until the environments are loaded."""
-        self.evaluator: Evaluator | None = None
-        self.pools: dict[str, SourcePool] = {}
-        self._replay: OnlineReplay | None = None
-        self._replaying: asyncio.Task[None] | None = None
-        self._loaded = asyncio.Event()
+        self.completion = Completion(self.batches, config.run.max_steps)
+        self.model_dir = chat_folder(model_dir, config.model.chat_template, run_dir.root)
+        self.gateway = Gateway(config, self.keys, run_id, self.store, model_dir=self.model_dir)
+        self.pools = {source.name: self._pool(source, make_pool) for source in config.orchestrator.source}
+        self.startup = StartupStatus(config=config, gateway=self.gateway, pools=self.pools)
+        self.replay: OnlineReplay | None = None
+        """None unless teachers replay traces during training."""
+        if config.teachers.online:
+            self.replay = OnlineReplay(config, run_dir, self.metrics, lambda: self.batches.trained)
+        self._loaded: asyncio.Future[Training] = asyncio.get_running_loop().create_future()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
-        self._stack = contextlib.AsyncExitStack()
+
+    @property
+    def training(self) -> Training | None:
+        """None until the environments are loaded."""
+        return self._loaded.result() if self._loaded.done() else None
 
     async def run(self) -> None:
-        """From the first bind to the last evaluation. Raises what ended the run early."""
-        async with self._stack:
-            await self._open()
+        """Run from the first bind to the last evaluation. Raises what ended the run early."""
+        # What `outer` closes comes last: the answers of teachers may take a while.
+        async with AsyncExitStack() as outer, AsyncExitStack() as stack:
+            server = await self._open(stack)
             try:
-                await self._load()
-                await self._until_finished()
+                training = await self._load(stack, server)
+                await self._until_finished(training, outer)
             except Exception as error:
                 error = root_cause(error)
                 logger.error("the run failed: %s", error)
-                self.server.finish(f"the orchestrator failed: {error}", failed=True)
-                if self.batches.trained < self.config.run.max_steps and self.server.last_heard is not None:
-                    await asyncio.sleep(_FAREWELL_S)
+                server.finish(f"the orchestrator failed: {error}", failed=True)
+                if not self.completion.all_trained and server.last_heard is not None:
+                    await asyncio.sleep(self.intervals.farewell_s)
                 raise error from None
             finally:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
-            self.server.finish(f"all {self.config.run.max_steps} steps are done", failed=False)
-            self.watchdog.log(self.server)
+            server.finish(f"all {self.config.run.max_steps} steps are done", failed=False)
+            self._log_status(server)
 
-    # -- life ----------------------------------------------------------------------------------------------------
+    # -- stages --------------------------------------------------------------------------------------------------
 
-    async def _open(self) -> None:
+    async def _open(self, stack: AsyncExitStack) -> StepServer:
         """Bind every address and publish them."""
-        config = self.config
-        self._stack.push_async_callback(self._end_replay)  # the last to end: answers may take their time
-        folder = await asyncio.to_thread(chat_folder, self.model_dir, config.model.chat_template, self.run_dir.root)
-        self.gateway = Gateway(config, self.keys, self.run_id, self.store, model_dir=folder)
-        self.watchdog = RunWatchdog(
-            config=config, batches=self.batches, gateway=self.gateway, pools=self.pools, metrics=self.metrics
-        )
         await self.gateway.start()
-        self._stack.push_async_callback(self._close_gateway)
-        self.server = StepServer(
+        stack.push_async_callback(self._close_gateway)
+        server = StepServer(
+            socket=bind_router(
+                self.config.orchestrator.step_address, self.keys.curve("server"), [self.keys.curve("trainer").public]
+            ),
             run_id=self.run_id,
             batches=self.batches,
             changed=self.changed,
-            waiting_for=self.watchdog.waiting_for,
+            waiting_for=self._waiting_for_batch,
             on_step_done=self._step_done,
             on_checkpoint=self._checkpoint,
             on_error=self.fail,
-            max_steps=config.run.max_steps,
+            max_steps=self.config.run.max_steps,
+            poll_s=self.intervals.poll_s,
         )
-        endpoint = self.server.bind(config.orchestrator.step_address, self.keys)
-        self._stack.push_async_callback(self.server.close)
+        stack.push_async_callback(server.close)
         addresses = {
-            "step": reachable(endpoint),
+            "step": reachable(server.endpoint),
             "node": reachable(self.gateway.node_endpoint),
             "http": self.gateway.http_url,
         }
         write_atomic(self.run_dir.endpoints, json.dumps(addresses).encode() + b"\n")
         logger.info("run %s: %s", self.run_id, addresses)
         self._spawn(self.gateway.watch())
-        self._spawn(self.watchdog.report(self.server))
+        self._spawn(self._report(server))
         if self.state is not None:
             # Without a state the trainer publishes the first version when it attaches.
             await self._publish(self.batches.versions.newest, required=False)
-        self._folder = folder
+        return server
 
-    async def _close_gateway(self) -> None:
-        finished = self.watchdog.all_trained and not self._failure.done()
-        await self.gateway.close(finished=finished)
-
-    async def _load(self) -> None:
-        """Start the environments, then everything that needs to know their tasks."""
-        config, orchestrator = self.config, self.config.orchestrator
-        self._stack.push_async_callback(self._close_pools)
-        for source in orchestrator.source:
-            spec = source_spec(
-                source,
-                model_path=str(self._folder),
-                renderer=config.model.renderer,
-                max_context=config.model.max_context,
-            )
-            self.pools[source.name] = self._make_pool(source, spec)
+    async def _load(self, stack: AsyncExitStack, server: StepServer) -> Training:
+        """Start the environments, then build everything that depends on their tasks."""
+        config = self.config
+        stack.push_async_callback(self._close_pools)
         await asyncio.gather(*(pool.start() for pool in self.pools.values()))
         num_tasks = {name: pool.num_tasks() for name, pool in self.pools.items()}
         shard = (config.diloco and config.diloco.task_shard) or WHOLE
-        sources = Sources(orchestrator, seed=config.run.seed, num_tasks=num_tasks, shard=shard)
-        journal, entries = await asyncio.to_thread(self._journal)
-        self._stack.push_async_callback(journal.close)
-        self._wire(sources, journal, await self._method())
+        sources = Sources(config.orchestrator, seed=config.run.seed, num_tasks=num_tasks, shard=shard)
+        journal, entries = await asyncio.to_thread(self._open_journal)
+        stack.push_async_callback(journal.close)
+        training = await self._build_training(stack, sources, journal, server)
         if self.state is not None:
             resumed = resume(self.state, entries, sources)
-            self.scheduler.restore(self.state, resumed)
-            self.evaluator.forget_after(self.state.step)
+            training.scheduler.restore(self.state, resumed)
+            training.evaluator.forget_after(self.state.step)
             logger.info(
                 "resumed after step %d: %d batches formed, %d groups ready, %d dispatched again",
                 self.state.step, len(resumed.batches), len(resumed.ready), len(resumed.in_flight),
             )  # fmt: skip
-        self.watchdog.loaded(self.scheduler, self.evaluator, self.permits)
-        self._loaded.set()
-        if self.evaluator.due(self.batches.trained, config.run.max_steps):
-            self.evaluator.request(self.batches.trained, self.batches.versions.newest)
+        self._loaded.set_result(training)
+        if training.evaluator.due(self.batches.trained, config.run.max_steps):
+            training.evaluator.request(self.batches.trained, self.batches.versions.newest)
         self.changed.notify()
+        return training
 
-    def _worker_pool(self, source: SourceConfig, spec: SourceSpec) -> WorkerPool:
+    async def _until_finished(self, training: Training, outer: AsyncExitStack) -> None:
+        self._spawn(training.evaluator.run())
+        self._spawn(self._advance(training))
+        if self.replay is not None:
+            outer.push_async_callback(self._end_replay, self.replay, self._watched(self.replay.run()))
+        self._spawn(training.watchdog.watch())
+        finished = asyncio.create_task(self._finished(training.watchdog))
+        try:
+            await asyncio.wait({finished, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
+        finally:
+            finished.cancel()
+            if self.replay is not None:
+                self.replay.stop()
+
+    async def _close_gateway(self) -> None:
+        await self.gateway.close(finished=self.completion.all_trained and not self._failure.done())
+
+    async def _close_pools(self) -> None:
+        await asyncio.gather(*(pool.close() for pool in self.pools.values()))
+        self.batches.close()
+
+    async def _end_replay(self, replay: OnlineReplay, task: asyncio.Task[None]) -> None:
+        """Wait for calls to teachers, which may be charged, but not while others wait to hear of a failure."""
+        if not self._failure.done():
+            await replay.end()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def _pool(self, source: SourceConfig, make_pool: MakePool | None) -> WorkerPool:
+        model = self.config.model
+        spec = source_spec(
+            source, model_path=str(self.model_dir), renderer=model.renderer, max_context=model.max_context
+        )
+        if make_pool is not None:
+            return make_pool(source, spec)
         return WorkerPool(
             spec,
             workers=source.workers,
@@ -226,34 +260,21 @@ class Pipeline:
             log_dir=self.run_dir.root / "logs",
         )
 
-    def _journal(self) -> tuple[Journal, list[Entry]]:
+    def _open_journal(self) -> tuple[Journal, list[Entry]]:
         if self.state is None:
             return Journal.create(self.run_dir.journal), []
-        return continued(self.run_dir.journal, self.state.journal_seq)
+        return Journal.resume(self.run_dir.journal, min_seq=self.state.journal_seq)
 
-    async def _method(self) -> Method:
-        """What the second and third channel and behaviour rewards need; their tokenizers load in threads."""
-        config = self.config
-        hints = await asyncio.to_thread(
-            build_hints,
-            config,
-            chat_folder=self._folder,
-            gateway_url=f"{self.gateway.http_url}/v1",
-            gateway_token=os.environ.get(TOKEN_VARIABLE),
-            run_root=self.run_dir.root,
-            distil=config.channels.sdpo.weight > 0,
-        )
-        if hints is not None:
-            self._stack.push_async_callback(hints.close)
-        behaviour = await asyncio.to_thread(build_behaviour, config.orchestrator.behaviour, self._folder)
-        return Method(hints, behaviour, await asyncio.to_thread(build_mixer, config, self._folder, self.run_dir.root))
-
-    def _wire(self, sources: Sources, journal: Journal, method: Method) -> None:
+    async def _build_training(
+        self, stack: AsyncExitStack, sources: Sources, journal: Journal, server: StepServer
+    ) -> Training:
         config, orchestrator = self.config, self.config.orchestrator
-        self.permits = Permits(self.gateway.adaptive.limit, orchestrator.eval.share)
-        runner = RolloutRunner(self.pools, self.gateway.records, self.permits)
-        requests = RequestFactory(config=orchestrator, gateway_url=f"{self.gateway.http_url}/v1", seed=config.run.seed)
-        self.scheduler = BatchScheduler(
+        url = f"{self.gateway.http_url}/v1"
+        permits = Permits(self.gateway.adaptive.limit, orchestrator.eval.share)
+        runner = RolloutRunner(self.pools, self.gateway.records, permits)
+        requests = RequestFactory(config=orchestrator, gateway_url=url, seed=config.run.seed)
+        dispatcher = await self._build_dispatcher(stack, runner, requests)
+        scheduler = BatchScheduler(
             config=orchestrator,
             run_id=self.run_id,
             seed=config.run.seed,
@@ -262,121 +283,156 @@ class Pipeline:
             sources=sources,
             batches=self.batches,
             journal=journal,
+            dispatcher=dispatcher,
             changed=self.changed,
             serving_version=self._serving_version,
             on_error=self.fail,
-            pairs=method.pairs,
+            pairs=await asyncio.to_thread(build_mixer, config, self.model_dir, self.run_dir.root),
         )
-        self.scheduler.dispatcher = Dispatcher(
+        with_held_out = eval_sources(orchestrator)
+        evaluator = Evaluator(
+            config=orchestrator,
+            sources=with_held_out,
+            num_tasks={source.name: self.pools[source.name].num_tasks(EVAL) for source in with_held_out},
+            runner=runner,
+            permits=permits,
+            requests=requests,
+            run_dir=self.run_dir,
+            metrics=self.metrics,
+            serving_version=self._oldest_served,
+            changed=self.changed,
+        )
+        watchdog = RunWatchdog(
+            config=config,
+            startup=self.startup,
+            completion=self.completion,
+            batches=self.batches,
+            scheduler=scheduler,
+            evaluator=evaluator,
+            permits=permits,
+            server=server,
+            replay_waiting_for=self.replay.waiting_for if self.replay is not None else lambda: None,
+        )
+        return Training(permits=permits, scheduler=scheduler, evaluator=evaluator, watchdog=watchdog)
+
+    async def _build_dispatcher(
+        self, stack: AsyncExitStack, runner: RolloutRunner, requests: RequestFactory
+    ) -> Dispatcher:
+        config, orchestrator = self.config, self.config.orchestrator
+        hints = await self._build_hints()
+        if hints is not None:
+            stack.push_async_callback(hints.close)
+        dispatcher = Dispatcher(
             config=orchestrator,
             scaling=config.channels.policy.advantage_scaling,
             runner=runner,
             requests=requests,
             serving_version=self._serving_version,
-            on_end=self.scheduler.group_ended,
             on_error=self.fail,
-            behaviour=method.behaviour,
-            hints=method.hints,
-            wants_hints=self.scheduler.distils_soon if config.channels.sdpo.weight > 0 else lambda: True,
+            behavior=await asyncio.to_thread(build_behavior, orchestrator.behaviour, self.model_dir),
+            hints=hints,
+            wants_hints=self._wants_hints if config.channels.sdpo.weight > 0 else lambda: True,
         )
-        self._stack.push_async_callback(self.scheduler.dispatcher.close)
-        evaluated = eval_sources(orchestrator)
-        self.evaluator = Evaluator(
-            config=orchestrator,
-            sources=evaluated,
-            num_tasks={source.name: self.pools[source.name].num_tasks(EVAL) for source in evaluated},
-            runner=runner,
-            permits=self.permits,
-            requests=requests,
-            run_dir=self.run_dir,
-            metrics=self.metrics,
-            serving_version=self._evaluated_version,
-            changed=self.changed,
+        stack.push_async_callback(dispatcher.close)
+        return dispatcher
+
+    async def _build_hints(self) -> HintStage | None:
+        """Its tokenizer loads in a thread."""
+        return await asyncio.to_thread(
+            build_hints,
+            self.config,
+            chat_folder=self.model_dir,
+            gateway_url=f"{self.gateway.http_url}/v1",
+            gateway_token=os.environ.get(TOKEN_VARIABLE),
+            run_root=self.run_dir.root,
+            distil=self.config.channels.sdpo.weight > 0,
         )
 
-    async def _close_pools(self) -> None:
-        await asyncio.gather(*(pool.close() for pool in self.pools.values()))
-        self.batches.close()
+    def _wants_hints(self) -> bool:
+        return self.batches.sdpo_ahead(self.config.orchestrator.max_staleness, self.config.run.max_steps)
 
-    async def _until_finished(self) -> None:
-        self._spawn(self.evaluator.run())
-        self._spawn(self._advance())
-        if self.config.teachers.online:
-            self._replay = OnlineReplay(self.config, self.run_dir, self.metrics, lambda: self.batches.trained)
-            self.watchdog.ending = self._replay.waiting_for
-            self._replaying = self._watched(self._replay.run())
-        self._spawn(self.watchdog.watch(self.server))
-        finished = asyncio.create_task(self._finished())
-        try:
-            await asyncio.wait({finished, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-            if self._failure.done():
-                self._failure.result()
-        finally:
-            finished.cancel()
-            if self._replay is not None:
-                self._replay.stop()
+    # -- loops ---------------------------------------------------------------------------------------------------
 
-    async def _end_replay(self) -> None:
-        """Calls to teachers may be charged: they are waited for, but not while others wait to hear of a failure."""
-        if self._replay is None or self._replaying is None:
-            return
-        if not self._failure.done():
-            await self._replay.end()
-        self._replaying.cancel()
-        await asyncio.gather(self._replaying, return_exceptions=True)
+    async def _advance(self, training: Training) -> None:
+        while True:
+            training.permits.grant()
+            await training.scheduler.advance()
+            self._require_version(training.scheduler.oldest_version)
+            await self.changed.wait(self.intervals.tick_s)
 
-    async def _finished(self) -> None:
-        while not self.watchdog.finished:
+    def _require_version(self, oldest: int) -> None:
+        """Give nodes whose weights no future batch accepts no more work until they have caught up."""
+        router = self.gateway.router
+        if router.oldest_version != min(oldest, router.newest_version):
+            self.gateway.require_version(oldest)
+
+    async def _report(self, server: StepServer) -> None:
+        """Log a line every few seconds, and at once when the environments are loaded; until cancelled."""
+        while True:
+            self._log_status(server)
+            if self._loaded.done():
+                await asyncio.sleep(self.intervals.report_s)
+            else:
+                await asyncio.wait({self._loaded}, timeout=self.intervals.report_s)
+
+    def _log_status(self, server: StepServer) -> None:
+        training = self.training
+        figures: dict[str, float | str | None] = {
+            "waiting_for": self._waiting_for() or "",
+            "step_server/garbage": server.garbage,
+            "step_server/refused": server.refused,
+            "workers/restarts": sum(pool.restarts for pool in self.pools.values()),
+        }
+        figures |= training.watchdog.metrics() if training is not None else {}
+        self.metrics.log(self.batches.trained, {**self.gateway.metrics(), **figures})
+
+    def _waiting_for(self) -> str | None:
+        if self.training is not None:
+            return self.training.watchdog.waiting_for()
+        return f"the environments: {self.startup.waiting_for()}"
+
+    def _waiting_for_batch(self, step: int) -> str:
+        if self.training is not None:
+            return self.training.watchdog.waiting_for_batch(step)
+        return f"batch {step}: {self.startup.waiting_for()}"
+
+    async def _finished(self, watchdog: RunWatchdog) -> None:
+        while not watchdog.finished:
             await self.changed.wait(3600)
 
-    def _spawn(self, work) -> None:
-        """Do `work` until the run ends."""
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` until the run ends."""
         self._tasks.append(self._watched(work))
 
-    def _watched(self, work) -> asyncio.Task[None]:
-        """`work`, whose failure is the run's."""
+    def _watched(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work`; its failure ends the run."""
         task = asyncio.create_task(work)
         task.add_done_callback(lambda done: done.cancelled() or (done.exception() and self.fail(done.exception())))
         return task
 
     def fail(self, error: BaseException) -> None:
-        """The run can't go on. Only the first error counts."""
+        """End the run with `error`. Only the first error counts."""
         if not self._failure.done():
             self._failure.set_exception(error)
 
-    # -- loops ---------------------------------------------------------------------------------------------------
-
-    async def _advance(self) -> None:
-        while True:
-            self.permits.grant()
-            await self.scheduler.advance()
-            self._require_version()
-            await self.changed.wait(_TICK_S)
-
-    def _require_version(self) -> None:
-        """Nodes whose weights no future batch accepts get no more work until they have caught up."""
-        router = self.gateway.router
-        if router.oldest_version != min(self.scheduler.oldest_version, router.newest_version):
-            self.gateway.require_version(self.scheduler.oldest_version)
-
-    # -- what the trainer says -----------------------------------------------------------------------------------
+    # -- messages of the trainer ---------------------------------------------------------------------------------
 
     async def _step_done(self, message: StepDone) -> None:
-        await self._loaded.wait()
+        training = await asyncio.shield(self._loaded)
         went_back = message.step < self.batches.trained
-        await self.scheduler.step_done(message.step, message.version, message.sample_ids)
+        await training.scheduler.step_done(message.step, message.version, message.sample_ids)
         if went_back:
-            self.evaluator.forget_after(message.step)
+            training.evaluator.forget_after(message.step)
         if not message.sample_ids or message.version != self.gateway.version:
             await self._publish(message.version)
-        if message.sample_ids and self.evaluator.due(message.step, self.config.run.max_steps):
-            self.evaluator.request(message.step, message.version)
-        if self.watchdog.all_trained and message.step in self.run_dir.complete_checkpoints():
-            self.watchdog.final_checkpoint = True
+        if message.sample_ids and training.evaluator.due(message.step, self.config.run.max_steps):
+            training.evaluator.request(message.step, message.version)
+        if self.completion.all_trained and message.step in self.run_dir.complete_checkpoints():
+            self.completion.note_checkpoint(message.step)
         self.changed.notify()
 
     async def _publish(self, version: int, *, required: bool = True) -> None:
-        """Pass policy version `version` on to the nodes. Raises CheckpointError when `required` and not there."""
+        """Announce policy version `version` to the nodes. Raises CheckpointError when `required` and missing."""
         try:
             signed = await asyncio.to_thread(self.store.manifest, version)
         except FileNotFoundError:
@@ -388,30 +444,41 @@ class Pipeline:
         self.gateway.publish(signed)
 
     async def _checkpoint(self, step: int) -> None:
-        await self._loaded.wait()
+        training = await asyncio.shield(self._loaded)
         try:
-            await self.scheduler.checkpoint(step)
+            await training.scheduler.checkpoint(step)
         except (ComposerError, OSError) as error:
-            if self.watchdog.all_trained:
+            if self.completion.all_trained:
                 self.fail(error)
             raise
-        if step >= self.config.run.max_steps:
-            self.watchdog.final_checkpoint = True
+        self.completion.note_checkpoint(step)
         self.changed.notify()
 
     # -- versions ------------------------------------------------------------------------------------------------
 
-    def _serving_version(self) -> int:
-        """Oldest policy version that a rollout begun now can be sampled with."""
-        required = self.gateway.router.oldest_version
-        return min((node.version for node in self.gateway.router.serving()), default=required)
-
-    def _evaluated_version(self) -> int | None:
+    def _oldest_served(self) -> int | None:
+        """Return the oldest policy version of the serving nodes; None while no node serves."""
         return min((node.version for node in self.gateway.router.serving()), default=None)
+
+    def _serving_version(self) -> int:
+        """Return the oldest policy version that a rollout begun now can be sampled with."""
+        served = self._oldest_served()
+        return self.gateway.router.oldest_version if served is None else served
+
+
+def _build_batches(config: Config, run_id: str, model_dir: Path) -> Batches:
+    per_token, per_pair = _flops(model_dir)
+    return Batches(
+        run_id,
+        flops_per_token=per_token,
+        flops_per_pair=per_pair,
+        sdpo_active=lambda step: config.channels.sdpo.weight_at(step) > 0,
+        steps_per_version=config.diloco.sync_every if config.diloco else 1,
+    )
 
 
 def _flops(model_dir: Path) -> tuple[float, float]:
-    """What packing balances by; every token alike where the model's shape is not described in the usual words."""
+    """Return what packing balances by. Every token weighs the same where config.json lacks the usual keys."""
     values = json.loads((model_dir / "config.json").read_text())
     try:
         return model_flops(values.get("text_config") or values)
@@ -421,22 +488,12 @@ def _flops(model_dir: Path) -> tuple[float, float]:
 
 
 def reachable(endpoint: str) -> str:
-    """`endpoint` as a process on this machine can connect to it, also when it is bound to every interface."""
+    """Return an address at which a process on this machine reaches `endpoint`, even one bound to all interfaces."""
     return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first error inside nested exception groups."""
+    """Return the first error inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def continued(folder: Path, journal_seq: int) -> tuple[Journal, list[Entry]]:
-    """The journal that a checkpoint of entry number `journal_seq` left, and its entries.
-
-    Compaction may have emptied it; numbers go on from the checkpoint's, or new entries would count as old ones.
-    """
-    journal, entries = Journal.resume(folder)
-    journal.seq = max(journal.seq, journal_seq)
-    return journal, entries

@@ -1,11 +1,11 @@
-"""The trainer's side door: one ROUTER (CURVE) that answers composer_prime/wire/step.py.
+"""The trainer's door: one ROUTER socket (CURVE) that answers composer_prime/wire/step.py.
 
     rank --StepRequest--> poll task: batch there?  yes -> StepReply (packed once, in a thread)
-                                                   no  -> waits at most POLL_S -> NotReady{waiting_for}
+                                                   no  -> waits at most POLL_S -> BatchNotReady{waiting_for}
     rank 0 --StepDone / CheckpointRequest--> handled one after another, in order of arrival; a repeated one once
 
-A rank's newer request replaces its older one. What is no message of the protocol is counted and dropped; a message of
-another run, layout or an impossible step is refused with its reason.
+A rank's newer request replaces its older one. Messages that are not of the protocol are counted and dropped. A message
+of another run, another layout or an impossible step is refused with its reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import msgspec
 import zmq
 
 from composer_prime.errors import ComposerError, WireError
-from composer_prime.run.keys import RunKeys
-from composer_prime.wire.sockets import SecureServer, bind_router
+from composer_prime.wire.sockets import SecureServer
 from composer_prime.wire.step import (
     BatchNotReady,
     CheckpointRequest,
@@ -39,18 +38,17 @@ from orchestrator.event_loop import Notifier
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.5
-"""How long a request waits here for its batch before NotReady; the protocol allows 2 s."""
-
-
+"""How long a request waits here for its batch before BatchNotReady; the protocol allows 2 s."""
 _CLOSE_S = 10.0
 _PAST_S = 20.0
-"""How long ranks may ask for a step in the past before rank 0 announces the restart."""
+"""How long ranks may ask for a trained step before rank 0 announces the restart."""
 
 
 class StepServer:
     def __init__(
         self,
         *,
+        socket: SecureServer,
         run_id: str,
         batches: Batches,
         changed: Notifier,
@@ -59,49 +57,60 @@ class StepServer:
         on_checkpoint: Callable[[int], Awaitable[None]],
         on_error: Callable[[BaseException], None],
         max_steps: int,
+        poll_s: float = POLL_S,
     ) -> None:
-        """`waiting_for(step)`: what the batch of `step` still lacks. `changed` beats when a batch was formed."""
-        self._run_id, self._batches, self._changed, self._max_steps = run_id, batches, changed, max_steps
-        self._waiting_for, self._on_error = waiting_for, on_error
-        self._on_step_done, self._on_checkpoint = on_step_done, on_checkpoint
-        self._decoder = msgspec.msgpack.Decoder(FromTrainer)
-        self._server: SecureServer | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._polls: dict[bytes, asyncio.Task[None]] = {}
-        self._orders: asyncio.Queue[tuple[bytes, StepDone | CheckpointRequest]] = asyncio.Queue()
-        self._finished: RunFinished | None = None
-        self._noted: tuple[str, int] | None = None
-        """Session and step of the newest StepDone that was acted on."""
-        self._past_since: dict[bytes, float] = {}
-        """Since when a rank asks for trained steps, monotonic seconds."""
+        """Answer at `socket` from now on; needs a running event loop. `close` closes the socket too.
+
+        `waiting_for(step)`: what the batch of `step` still lacks. `changed` notifies when a batch is formed.
+        """
         self.garbage = 0
-        """Messages dropped because they were none."""
+        """Dropped messages that are not of the protocol."""
         self.refused = 0
         self.last_heard: float | None = None
         """Monotonic seconds of the last valid message of any rank; None before the first."""
-
-    def bind(self, address: str, keys: RunKeys) -> str:
-        """The endpoint really bound. Raises PortInUseError."""
-        self._server = bind_router(address, keys.curve("server"), [keys.curve("trainer").public])
+        self._server = socket
+        self._run_id = run_id
+        self._batches = batches
+        self._changed = changed
+        self._waiting_for = waiting_for
+        self._on_step_done = on_step_done
+        self._on_checkpoint = on_checkpoint
+        self._on_error = on_error
+        self._max_steps = max_steps
+        self._poll_s = poll_s
+        self._decoder = msgspec.msgpack.Decoder(FromTrainer)
+        self._polls: dict[bytes, asyncio.Task[None]] = {}
+        """The task that answers a rank's newest StepRequest, by the rank's identity."""
+        self._orders: asyncio.Queue[tuple[bytes, StepDone | CheckpointRequest]] = asyncio.Queue()
+        self._finished: RunFinished | None = None
+        """The answer to every StepRequest once the run is over; None before that."""
+        self._last_done: tuple[str, int] | None = None
+        """Session and step of the newest StepDone that was acted on; None before the first."""
+        self._past_since: dict[bytes, float] = {}
+        """Since when a rank asks for trained steps, monotonic seconds."""
+        self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._receive())
         self._spawn(self._in_order())
+
+    @property
+    def endpoint(self) -> str:
+        """The address really bound, with its port."""
         return self._server.endpoint
 
     def finish(self, reason: str, *, failed: bool) -> None:
-        """From now on every StepRequest is answered with RunFinished."""
+        """Answer every StepRequest with RunFinished from now on."""
         self._finished = RunFinished(reason=reason, failed=failed)
         self._changed.notify()
 
     async def close(self) -> None:
-        """Stop, once the order at hand is answered (a checkpoint that is being saved gets its CheckpointSaved)."""
+        """Answer the orders received, such as a checkpoint that is being saved, then stop."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await self._orders.join()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._server is not None:
-            await asyncio.to_thread(self._server.close)
+        await asyncio.to_thread(self._server.close)
 
     def _spawn(self, work) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -151,7 +160,7 @@ class StepServer:
             finished = RunFinished(reason=f"run.max_steps = {self._max_steps} steps are done", failed=False)
             await self._send(identity, finished)
             return
-        await self._changed.wait_for(lambda: self._batches.get(request.step) or self._finished, POLL_S)
+        await self._changed.wait_for(lambda: self._batches.get(request.step) or self._finished, self._poll_s)
         if self._finished is not None:
             await self._send(identity, self._finished)
         elif self._batches.get(request.step) is None:
@@ -166,22 +175,22 @@ class StepServer:
             await self._send_bytes(identity, payload)
 
     async def _is_past(self, identity: bytes, step: int) -> bool:
-        """Whether `step` is trained, and answered so: rank 0's word that its trainer restarted may be under way."""
+        """Whether `step` is trained already; if so, answer. Rank 0's message of a restart may still be on its way."""
         if step > self._batches.trained:
             self._past_since.pop(identity, None)
             return False
-        came_at = self._past_since.setdefault(identity, time.monotonic())
-        if await self._changed.wait_for(lambda: step > self._batches.trained, POLL_S):
+        since = self._past_since.setdefault(identity, time.monotonic())
+        if await self._changed.wait_for(lambda: step > self._batches.trained, self._poll_s):
             return False
         text = f"steps up to {self._batches.trained} are trained; rank 0 has not said that it restarts before {step}"
-        if time.monotonic() - came_at < _PAST_S:
+        if time.monotonic() - since < _PAST_S:
             await self._send(identity, BatchNotReady(step=step, waiting_for=text))
         else:
             await self._refuse(identity, f"step {step} was asked for, but {text}")
         return True
 
     async def _in_order(self) -> None:
-        """StepDone and CheckpointRequest, one after another: a checkpoint sees the step before it."""
+        """Handle StepDone and CheckpointRequest one after another: a checkpoint sees the step before it."""
         while True:
             identity, message = await self._orders.get()
             try:
@@ -195,11 +204,12 @@ class StepServer:
                 self._orders.task_done()
 
     async def _note(self, identity: bytes, message: StepDone) -> None:
-        """Act on a step's end, unless this is a repetition because our answer was lost."""
-        repeated = self._noted is not None and self._noted[0] == message.session and message.step <= self._noted[1]
-        if not repeated:
+        """Act on a StepDone, unless it is repeated because the answer was lost."""
+        last = self._last_done
+        is_repeated = last is not None and last[0] == message.session and message.step <= last[1]
+        if not is_repeated:
             await self._on_step_done(message)
-            self._noted = (message.session, message.step)
+            self._last_done = (message.session, message.step)
         await self._send(identity, StepNoted(step=message.step))
 
     async def _save(self, identity: bytes, step: int) -> None:

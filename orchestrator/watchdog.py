@@ -1,7 +1,9 @@
-"""Who waits for what, and since when: in words for people, as deadlines for the run.
+"""What the run waits for, and since when: in words for people, and as deadlines.
 
-report   every few seconds a line in metrics.jsonl: queues, gateway, loop lag, what is waited for
-watch    deadlines that no single wait owns: a batch that doesn't fill, a trainer that falls silent
+StartupStatus   until the environments are loaded
+Completion      how far the run is from its end
+RunWatchdog     afterwards: what is waited for now, and the deadlines that no single wait owns
+                (a batch that does not fill, a trainer that falls silent)
 """
 
 from __future__ import annotations
@@ -9,33 +11,73 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from dataclasses import dataclass
 
 from composer_prime.config import Config
 from composer_prime.console import pluralize
 from composer_prime.errors import DeadlineError
-from composer_prime.monitor.metrics_file import MetricsFile
 from orchestrator.batching.batches import Batches
 from orchestrator.batching.scheduler import BatchScheduler
 from orchestrator.evals import Evaluator
-from orchestrator.event_loop import Notifier
 from orchestrator.gateway import Gateway
 from orchestrator.rollouts.rollout import Lane, Permits
 from orchestrator.step_server import StepServer
+from orchestrator.workers.pool import WorkerPool
 
 _WATCH_S = 0.25
-_REPORT_S = 5.0
 
 
-class Workers(Protocol):
-    """What is shown of a source's pool."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartupStatus:
+    """What a starting run waits for."""
 
-    restarts: int
+    config: Config
+    gateway: Gateway
+    pools: Mapping[str, WorkerPool]
+    """Environment workers by source."""
+
+    def waiting_for(self) -> str:
+        loading = [name for name, pool in self.pools.items() if not pool.pids]
+        if loading:
+            return f"the environment workers of {', '.join(loading)} are loading; {self.nodes()}"
+        return f"tasks and tokenizers are loading; {self.nodes()}"
+
+    def nodes(self) -> str:
+        """Say which nodes serve, or why none does."""
+        router = self.gateway.router
+        if serving := len(router.serving()):
+            return f"served by {pluralize(serving, 'node')}"
+        if self.config.inference.nodes and not list(router.nodes):
+            return "no inference node has connected yet: it loads its model first (logs/node-*.log)"
+        return f"no node serves: {router.why_no_node()}"
+
+
+class Completion:
+    """How far the run is from its end."""
+
+    def __init__(self, batches: Batches, max_steps: int) -> None:
+        self._batches = batches
+        self._max_steps = max_steps
+        self._last_checkpoint = 0
 
     @property
-    def pids(self) -> list[int]:
-        """Workers that are ready."""
-        ...
+    def all_trained(self) -> bool:
+        return self._batches.trained >= self._max_steps
+
+    @property
+    def checkpoint_saved(self) -> bool:
+        """Whether the last checkpoint is written, or none is due."""
+        return self._last_checkpoint >= self._max_steps
+
+    def note_checkpoint(self, step: int) -> None:
+        """Record that the checkpoint of `step` is written."""
+        self._last_checkpoint = max(self._last_checkpoint, step)
+
+    def next_order(self) -> str:
+        """Say what the trainer does next."""
+        if self.all_trained:
+            return f"ask for checkpoint {self._batches.trained}"
+        return f"train step {self._batches.trained + 1}"
 
 
 class RunWatchdog:
@@ -43,120 +85,75 @@ class RunWatchdog:
         self,
         *,
         config: Config,
+        startup: StartupStatus,
+        completion: Completion,
         batches: Batches,
-        gateway: Gateway,
-        pools: Mapping[str, Workers],
-        metrics: MetricsFile,
+        scheduler: BatchScheduler,
+        evaluator: Evaluator,
+        permits: Permits,
+        server: StepServer,
+        replay_waiting_for: Callable[[], str | None],
     ) -> None:
-        self._config, self._batches, self._gateway = config, batches, gateway
-        self._pools, self._metrics = pools, metrics
-        self._scheduler: BatchScheduler | None = None
-        self._evaluator: Evaluator | None = None
-        self._permits: Permits | None = None
-        self._news = Notifier()
-        self.ending: Callable[[], str | None] = lambda: None
-        """What the end of the run waits for."""
-        self.final_checkpoint = config.run.max_steps == 0
-        """Whether the last checkpoint is written (or none is to be expected)."""
-
-    def loaded(self, scheduler: BatchScheduler, evaluator: Evaluator, permits: Permits) -> None:
-        """From now on there is more to tell than that the environments are loading."""
-        self._scheduler, self._evaluator, self._permits = scheduler, evaluator, permits
-        self._news.notify()
-
-    @property
-    def all_trained(self) -> bool:
-        return self._batches.trained >= self._config.run.max_steps
+        """`replay_waiting_for()`: what the end of the run waits for in the replay of traces, or None."""
+        self._config = config
+        self._startup = startup
+        self._completion = completion
+        self._batches = batches
+        self._scheduler = scheduler
+        self._evaluator = evaluator
+        self._permits = permits
+        self._server = server
+        self._replay_waiting_for = replay_waiting_for
 
     @property
     def finished(self) -> bool:
-        """All steps are trained, the last checkpoint is saved and the last evaluation is written."""
-        done = self.all_trained and self.final_checkpoint
-        return bool(done and self._evaluator is not None and self._evaluator.idle)
+        """Whether all steps are trained, the last checkpoint is saved and the last evaluation is written."""
+        return self._completion.all_trained and self._completion.checkpoint_saved and self._evaluator.idle
 
-    # -- in words ------------------------------------------------------------------------------------------------
+    def waiting_for_batch(self, step: int) -> str:
+        """Say why batch `step` is not there yet."""
+        reasons = [self._scheduler.waiting_for(step), self._startup.nodes(), self._evaluator.waiting_for()]
+        return "; ".join(reason for reason in reasons if reason)
 
-    def waiting_for(self, step: int) -> str:
-        """Why batch `step` is not there yet."""
-        if self._scheduler is None:
-            return f"batch {step}: {'; '.join([self._environments(), self._nodes()])}"
-        evaluation = self._evaluator.waiting_for() if self._evaluator else None
-        return "; ".join([self._scheduler.waiting_for(step), self._nodes(), *([evaluation] if evaluation else [])])
-
-    def _environments(self) -> str:
-        loading = [name for name, pool in self._pools.items() if not pool.pids]
-        if loading:
-            return f"the environment workers of {', '.join(loading)} are loading"
-        return "tasks and tokenizers are loading" if self._pools else "the orchestrator is starting"
-
-    def _nodes(self) -> str:
-        router = self._gateway.router
-        if serving := len(router.serving()):
-            return f"served by {pluralize(serving, 'node')}"
-        if self._config.inference.nodes and not list(router.nodes):
-            return "no inference node has connected yet: it loads its model first (logs/node-*.log)"
-        return f"no node serves: {router.why_no_node()}"
-
-    def _trainer_owes(self) -> str:
-        if self.all_trained:
-            return f"ask for checkpoint {self._batches.trained}"
-        return f"train step {self._batches.trained + 1}"
-
-    def _now(self) -> str | None:
-        """What the orchestrator itself waits for at this moment, `subject: how far that is`; None while all work."""
-        if (ending := self.ending()) is not None:
-            return ending
-        if self._scheduler is None or self._evaluator is None:
-            return f"the environments: {self._environments()}; {self._nodes()}"
-        batches, evaluation = self._batches, self._evaluator.waiting_for()
-        if evaluation is not None and (self.all_trained or self._evaluator.step == 0):  # training waits for step 0's
-            return f"{evaluation}; {self._nodes()}"
-        if batches.formed == batches.trained and not self.all_trained:
-            return self.waiting_for(batches.formed + 1)
-        if not self._scheduler.dispatcher.flights and not (self.all_trained and self.final_checkpoint):
-            return f"the trainer to {self._trainer_owes()}"
+    def waiting_for(self) -> str | None:
+        """Return what the orchestrator waits for now, as `subject: how far that is`; None while everything works."""
+        if (replay := self._replay_waiting_for()) is not None:
+            return replay
+        all_trained = self._completion.all_trained
+        evaluation = self._evaluator.waiting_for()
+        if evaluation is not None and (all_trained or self._evaluator.step == 0):  # Training waits for that of step 0.
+            return f"{evaluation}; {self._startup.nodes()}"
+        if self._batches.formed == self._batches.trained and not all_trained:
+            return self.waiting_for_batch(self._batches.formed + 1)
+        if not self._scheduler.dispatcher.in_flight and not (all_trained and self._completion.checkpoint_saved):
+            return f"the trainer to {self._completion.next_order()}"
         return None
 
-    # -- as lines ------------------------------------------------------------------------------------------------
-
-    async def report(self, server: StepServer) -> None:
-        """A line every few seconds, and at once when the environments are loaded; until cancelled."""
-        while True:
-            self.log(server)
-            await self._news.wait(_REPORT_S)
-
-    def log(self, server: StepServer) -> None:
-        figures: dict[str, float | str | None] = {
-            "waiting_for": self._now() or "",
-            "step_server/garbage": server.garbage,
-            "step_server/refused": server.refused,
-            "workers/restarts": sum(pool.restarts for pool in self._pools.values()),
+    def metrics(self) -> dict[str, float | None]:
+        """Return the figures that the orchestrator's own lines have once the environments are loaded."""
+        return {
+            **self._scheduler.metrics(),
+            "queue/rollouts_waiting": self._permits.waiting(Lane.TRAIN),
+            "eval/skipped": self._evaluator.skipped or None,
         }
-        if self._scheduler and self._permits and self._evaluator:
-            figures |= self._scheduler.metrics()
-            figures["queue/rollouts_waiting"] = self._permits.waiting(Lane.TRAIN)
-            figures["eval/skipped"] = self._evaluator.skipped or None
-        self._metrics.log(self._batches.trained, {**self._gateway.metrics(), **figures})
 
-    # -- as deadlines --------------------------------------------------------------------------------------------
-
-    async def watch(self, server: StepServer) -> None:
-        """Until cancelled. Raises DeadlineError when the run can't be expected to go on."""
-        settings, scheduler = self._config.orchestrator, self._scheduler
-        assert scheduler is not None, "loaded() comes first"
+    async def watch(self) -> None:
+        """Watch until cancelled. Raises DeadlineError when the run cannot be expected to go on."""
+        settings = self._config.orchestrator
         while True:
             await asyncio.sleep(_WATCH_S)
             now = time.monotonic()
-            starved_since = None if self.all_trained else scheduler.starved_since
+            all_trained = self._completion.all_trained
+            starved_since = None if all_trained else self._scheduler.starved_since
             if starved_since is not None and now - starved_since > settings.batch_timeout_s:
                 raise DeadlineError(
                     f"waited {settings.batch_timeout_s:.0f} s (orchestrator.batch_timeout_s) for "
-                    f"{self.waiting_for(self._batches.formed + 1)}"
+                    f"{self.waiting_for_batch(self._batches.formed + 1)}"
                 )
-            silent_s = now - max(server.last_heard or 0.0, scheduler.last_supplied)
-            owed = starved_since is None and not (self.all_trained and self.final_checkpoint)
-            if owed and silent_s > settings.trainer_timeout_s:
+            silent_s = now - max(self._server.last_heard or 0.0, self._scheduler.last_supplied)
+            trainer_is_due = starved_since is None and not (all_trained and self._completion.checkpoint_saved)
+            if trainer_is_due and silent_s > settings.trainer_timeout_s:
                 raise DeadlineError(
                     f"no word from the trainer for {silent_s:.0f} s (orchestrator.trainer_timeout_s), which should "
-                    f"{self._trainer_owes()}"
+                    f"{self._completion.next_order()}"
                 )

@@ -1,12 +1,11 @@
-"""Formed batches: which groups each optimizer step trains, from their formation until the trainer has taken the step.
+"""Formed batches: which groups each optimizer step trains, from formation until the trainer has taken the step.
 
 A batch never changes once it is formed and journaled. Its micro-batches are packed and encoded once for each layout
 (world size, row length), in a thread, and kept for the ranks that ask later.
 
-A batch's figures, for the trainer's line in metrics.jsonl.
-
-Rewards are those of every rollout that ended since the batch before, filtered groups included: the groups without
-advantage are the ones where all siblings passed or all failed, and a mean without them would hide both.
+`batch_metrics` computes a batch's figures for the trainer's line in metrics.jsonl. Rewards are those of every rollout
+that ended since the batch before, filtered groups included. In those all siblings passed or all failed: a mean without
+them would hide both.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from composer_prime.errors import RunMismatchError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.step import StepReply
 from composer_prime.wire.types import Preference, Sample
-from orchestrator.batching.buffer import Versions
-from orchestrator.rollouts.groups import BEHAVIOUR_PART, FinishedGroup, FinishedRollout, GroupOutcome, turn_error_rate
+from orchestrator.batching.buffer import Versions, last_batch
+from orchestrator.rollouts.groups import BEHAVIOR_PART, FinishedGroup, FinishedRollout, GroupOutcome, turn_error_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,7 @@ class Batch:
     metrics: dict[str, float]
     """For the trainer's line of this step."""
     preferences: list[Preference] = field(default_factory=list)
-    """Channel 3's pairs."""
+    """Pairs for replay-DPO."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -53,6 +52,7 @@ class BatchLayout:
 
     world_size: int
     max_tokens: int
+    """Token budget of one row."""
 
 
 class Batches:
@@ -62,19 +62,23 @@ class Batches:
         *,
         flops_per_token: float = 1.0,
         flops_per_pair: float = 0.0,
-        distils: Callable[[int], bool] = lambda step: False,
+        sdpo_active: Callable[[int], bool] = lambda step: False,
         steps_per_version: int = 1,
     ) -> None:
-        """`distils(step)`: whether channel 2 has a weight at that step, so that teacher documents are needed."""
+        """`sdpo_active(step)`: whether SDPO has a weight at that step, so that teacher documents are needed."""
         self.versions = Versions(period=steps_per_version)
-        self._run_id, self._flops, self.distils = run_id, (flops_per_token, flops_per_pair), distils
-        self._batches: dict[int, Batch] = {}
-        self._packed: dict[int, tuple[BatchLayout, asyncio.Task[list[bytes]]]] = {}
-        self._asked: dict[int, BatchLayout] = {}
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="pack")
-        self._last_layout: BatchLayout | None = None
+        self.sdpo_active = sdpo_active
         self.formed = 0
         """Newest batch that has its groups."""
+        self._run_id = run_id
+        self._flops_per_token = flops_per_token
+        self._flops_per_pair = flops_per_pair
+        self._batches: dict[int, Batch] = {}
+        self._packed: dict[int, tuple[BatchLayout, asyncio.Task[list[bytes]]]] = {}
+        self._layouts: dict[int, BatchLayout] = {}
+        """By step: the layout that its first request named."""
+        self._last_layout: BatchLayout | None = None
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="pack")
 
     @property
     def trained(self) -> int:
@@ -82,13 +86,14 @@ class Batches:
         return self.versions.trained
 
     def restore(self, *, versions: Versions, formed: int, batches: list[Batch]) -> None:
-        """Take up after step `versions.trained` with the batches from the next one to `formed`."""
-        self.versions, self.formed = versions, formed
+        """Continue after step `versions.trained` with the batches from the next one to `formed`."""
+        self.versions = versions
+        self.formed = formed
         self._batches = {batch.step: batch for batch in batches}
         self.forget_layouts()
 
     def add(self, batch: Batch) -> None:
-        """The next batch. Its packing starts at once when the layout is known from the step before."""
+        """Take in the next batch. Its packing starts at once when the layout is known from the step before."""
         assert batch.step == self.formed + 1, f"batch {batch.step} after batch {self.formed}"
         self._batches[batch.step] = batch
         self.formed = batch.step
@@ -96,32 +101,38 @@ class Batches:
             self._pack(batch, self._last_layout)
 
     def held(self) -> list[Batch]:
-        """Batches that are not trained yet, by step."""
+        """Return the batches that are not trained yet, by step."""
         return [self._batches[step] for step in sorted(self._batches)]
 
     def get(self, step: int) -> Batch | None:
         return self._batches.get(step)
 
     def done(self, step: int, version: int) -> None:
-        """The trainer took `step` and stands at `version`: nothing asks for batches up to it any more."""
+        """Drop the batches up to `step`: the trainer took it, and `version` is its newest policy version."""
         self.versions = self.versions.after(step, version)
         for old in [held for held in self._batches if held <= step]:
             del self._batches[old]
             self._packed.pop(old, None)
-            self._asked.pop(old, None)
+            self._layouts.pop(old, None)
+
+    def sdpo_ahead(self, max_staleness: int, max_steps: int) -> bool:
+        """Whether SDPO has a weight at a step that a group ending now may be trained in."""
+        first = self.formed + 1
+        last = max(first, last_batch(self.versions.newest, max_staleness, max_steps, self.versions))
+        return any(self.sdpo_active(step) for step in range(first, last + 1))
 
     def forget_layouts(self) -> None:
-        """A trainer attached anew, perhaps with another number of ranks."""
+        """Forget how batches were packed: a trainer attached anew, perhaps with another number of ranks."""
         self._packed.clear()
-        self._asked.clear()
+        self._layouts.clear()
         self._last_layout = None
 
     async def reply(self, step: int, rank: int, layout: BatchLayout) -> bytes:
-        """The encoded StepReply of `rank`. The first rank that asks fixes the step's layout.
+        """Return the encoded StepReply of `rank`. The first rank that asks fixes the step's layout.
 
         Raises RunMismatchError when another rank named another layout, ConfigError when a sample does not fit a row.
         """
-        fixed = self._asked.setdefault(step, layout)
+        fixed = self._layouts.setdefault(step, layout)
         if fixed != layout:
             raise RunMismatchError(
                 f"rank {rank} asks for step {step} as one of {layout.world_size} ranks with {layout.max_tokens} tokens "
@@ -146,31 +157,33 @@ class Batches:
         return task
 
     def _encode(self, batch: Batch, layout: BatchLayout) -> list[bytes]:
-        samples, distil = batch.samples, self.distils(batch.step)
-        ranks = pack(
+        samples, sdpo = batch.samples, self.sdpo_active(batch.step)
+        rows_by_rank = pack(
             samples,
             batch.preferences,
-            distil=distil,
+            distil=sdpo,
             run_id=self._run_id,
             step=batch.step,
             world_size=layout.world_size,
             max_tokens=layout.max_tokens,
-            flops_per_token=self._flops[0],
-            flops_per_pair=self._flops[1],
+            flops_per_token=self._flops_per_token,
+            flops_per_pair=self._flops_per_pair,
         )
-        trained = sum(1 in row.loss_mask for own in ranks for row in own)
-        shared = totals(samples, batch.preferences, distil=distil, micro_batches=trained)
+        trained_rows = sum(1 in row.loss_mask for rows in rows_by_rank for row in rows)
+        step_totals = totals(samples, batch.preferences, distil=sdpo, micro_batches=trained_rows)
         return [
             msgspec.msgpack.encode(
-                StepReply(step=batch.step, rank=rank, totals=shared, micro_batches=own, metrics=batch.metrics)
+                StepReply(step=batch.step, rank=rank, totals=step_totals, micro_batches=rows, metrics=batch.metrics)
             )
-            for rank, own in enumerate(ranks)
+            for rank, rows in enumerate(rows_by_rank)
         ]
 
 
 def batch_metrics(version: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup]) -> dict[str, float]:
-    """Figures of a batch: `groups` are trained (some perhaps for channel 2 alone) from policy version `version` on,
-    `dropped` ended otherwise since the last batch."""
+    """Return the figures of a batch that is trained from policy version `version` on.
+
+    `groups` are trained, some perhaps for SDPO alone; `dropped` ended otherwise since the batch before.
+    """
     scored = [*groups, *(group for group in dropped if group.outcome is GroupOutcome.FILTERED)]
     everything = [*groups, *dropped]
     rollouts = [rollout for group in scored for rollout in group.rollouts if rollout.failure is None]
@@ -202,7 +215,7 @@ def _rewards(scored: Sequence[FinishedGroup]) -> dict[str, float]:
         for rollout in group.rollouts:
             for name, value in rollout.parts.items() if rollout.failure is None else ():
                 parts[name].append(value)
-    if any(name.startswith(BEHAVIOUR_PART) for name in parts):
+    if any(name.startswith(BEHAVIOR_PART) for name in parts):
         metrics["reward/task_mean"] = fmean(reward for group in scored for reward in group.task_rewards)
     metrics |= {f"reward/{source}/mean": fmean(values) for source, values in by_source.items() if values}
     return metrics | {f"reward/part/{name}": fmean(values) for name, values in parts.items()}
@@ -232,25 +245,26 @@ def _shapes(groups: Sequence[FinishedGroup], rollouts: Sequence[FinishedRollout]
         metrics["rollout/turns_mean"] = fmean(turns)
         metrics["rollout/sampled_tokens_mean"] = fmean(rollout.sampled_tokens for rollout in rollouts)
         metrics["rollout/truncated_share"] = fmean(rollout.truncated for rollout in rollouts)
-        walls = [rollout.wall_s for rollout in rollouts if rollout.wall_s is not None]
-        if walls:
-            metrics["rollout/wall_s_mean"], metrics["rollout/wall_s_max"] = fmean(walls), max(walls)
+        walls_s = [rollout.wall_s for rollout in rollouts if rollout.wall_s is not None]
+        if walls_s:
+            metrics["rollout/wall_s_mean"] = fmean(walls_s)
+            metrics["rollout/wall_s_max"] = max(walls_s)
     return metrics
 
 
 def _tools(rollouts: Sequence[FinishedRollout]) -> dict[str, float]:
-    """Errors by tool message, and by assistant turn: what hints are to bring down."""
+    """Return the share of tool messages and of assistant turns with an error, which hints should lower."""
     metrics: dict[str, float] = {}
-    answers = [turn for rollout in rollouts for turn in rollout.turns if turn.role == "tool"]
-    if answers:
-        metrics["rollout/tool_error_rate"] = fmean(turn.error is not None for turn in answers)
+    tool_messages = [turn for rollout in rollouts for turn in rollout.turns if turn.role == "tool"]
+    if tool_messages:
+        metrics["rollout/tool_error_rate"] = fmean(turn.error is not None for turn in tool_messages)
     if (rate := turn_error_rate(rollouts)) is not None:
         metrics["rollout/turn_error_rate"] = rate
     return metrics
 
 
 def _hints(rollouts: Iterable[FinishedRollout]) -> dict[str, float]:
-    """hints/found, hints/hinted, hints/skipped/<reason>, hints/kind/<kind of error>, hints/layer/<generator> …"""
+    """Return hints/found, hints/hinted, hints/skipped/<reason>, hints/kind/<error>, hints/layer/<generator>."""
     counts: Counter[str] = Counter()
     for rollout in rollouts:
         counts.update(rollout.hints)
@@ -260,7 +274,7 @@ def _hints(rollouts: Iterable[FinishedRollout]) -> dict[str, float]:
 
 
 def _failures(rollouts: Iterable[FinishedRollout]) -> dict[str, float]:
-    """Failed tries by kind, retried ones included."""
+    """Count failed tries by kind, retried ones included."""
     counts: dict[str, int] = defaultdict(int)
     for rollout in rollouts:
         for failure in [*rollout.failed_attempts, *([rollout.failure] if rollout.failure else [])]:

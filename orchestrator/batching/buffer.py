@@ -1,19 +1,19 @@
-"""Finished groups that wait for a batch.
+"""Finished groups that wait for a batch, and the staleness rule as arithmetic.
 
-Taken in order of group number, so that data order depends on which groups are ready and on nothing else. What no future
-batch accepts is swept out. Groups without advantage are counted here; those with hinted turns (DISTILLED) wait for a
-batch to go along with, all others never enter.
+Groups are taken in order of group number: data order depends on which groups are ready and on nothing else. Groups that
+no future batch accepts are swept out. Groups without advantage are counted here. Those with hinted turns (DISTILLED)
+wait for a batch to join; all others never enter.
 
-The staleness rule as arithmetic, in one place.
+The staleness rule:
 
     version v     weights after v optimizer steps; in a joint run ([diloco]) the global model after v full sweeps
     batch N       is trained on the newest version after step N-1, call it n: a token of version v is n-v versions old;
                   accepted: v >= n-max_staleness
 
-A rollout that starts while the nodes serve version V can therefore go into batches up to V+1+max_staleness; where a
-version stands for several steps, into all of theirs. `places` lets exactly so many groups be under way that all of them
-fit into those batches; with max_staleness 0 batch N is made of groups that began on version N-1, and nothing starts
-between that batch's last group and the next version.
+A rollout that starts while the nodes serve version V can therefore go into batches up to V+1+max_staleness. Where a
+version stands for several steps, it can go into all of theirs. `free_slots` lets exactly as many groups run as fit into
+those batches. With max_staleness 0, batch N holds groups that began on version N-1, and nothing starts between that
+batch's last group and the next version.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 
 _SHARE_WINDOW = 64
+"""Scored groups that `filtered_share` looks back on."""
 
 
 class Buffer:
@@ -32,7 +33,7 @@ class Buffer:
         self._recent: deque[bool] = deque(maxlen=_SHARE_WINDOW)
 
     def __len__(self) -> int:
-        """Groups that a batch can be made of; those that only go along are not counted."""
+        """Return the number of groups that a batch can be made of; DISTILLED groups do not count."""
         return sum(group.outcome is GroupOutcome.READY for group in self._ready.values())
 
     @property
@@ -64,28 +65,28 @@ class Buffer:
         return stale
 
     def usable(self, oldest: int, newest: int, outcome: GroupOutcome = GroupOutcome.READY) -> list[int]:
-        """Numbers, ascending, of the groups whose tokens are all of versions `oldest`..`newest`."""
+        """Return the numbers, ascending, of the groups whose tokens are all of versions `oldest` to `newest`."""
         return [
             number
             for number, group in sorted(self._ready.items())
             if group.outcome is outcome and oldest <= group.version_min and group.version_max <= newest
         ]
 
-    def take(self, count: int, oldest: int, newest: int, *, distilled: bool = True) -> list[FinishedGroup] | None:
-        """The `count` lowest-numbered usable groups, removed from here; None while there are fewer.
+    def take(self, count: int, oldest: int, newest: int, *, with_distilled: bool = True) -> list[FinishedGroup] | None:
+        """Remove and return the `count` lowest-numbered usable groups; None while there are fewer.
 
-        With them go at most as many DISTILLED groups, where `distilled`. All in order of group number.
+        With them go at most as many DISTILLED groups if `with_distilled`. All are in order of group number.
         """
         numbers = self.usable(oldest, newest)[:count]
         if len(numbers) < count:
             return None
-        numbers += self.usable(oldest, newest, GroupOutcome.DISTILLED)[: count if distilled else 0]
+        numbers += self.usable(oldest, newest, GroupOutcome.DISTILLED)[: count if with_distilled else 0]
         return [self._ready.pop(number) for number in sorted(numbers)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """What is known of policy versions once step `trained` is taken, and what is planned."""
+    """The policy versions known once step `trained` is taken, and those planned."""
 
     trained: int = 0
     newest: int = 0
@@ -93,23 +94,23 @@ class Versions:
     since: int = 0
     """The step that it was published after."""
     period: int = 1
-    """Steps from one version to the next, as planned: 1, or diloco.sync_every."""
+    """Planned steps from one version to the next: 1, or diloco.sync_every."""
 
     def after(self, step: int, version: int) -> Versions:
-        """Once `step` is taken and `version` is the newest."""
+        """Return the versions once `step` is taken and `version` is the newest."""
         return replace(self, trained=step, newest=version, since=self.since if version == self.newest else step)
 
     def at(self, step: int, saved: Versions | None) -> Versions:
-        """As a checkpoint of `step` has them; None where version = step."""
-        known = saved or Versions(trained=step, newest=step, since=step)
-        return replace(known, period=self.period)
+        """Return the versions of a checkpoint of `step`; `saved` is None where version = step."""
+        versions = saved or Versions(trained=step, newest=step, since=step)
+        return replace(versions, period=self.period)
 
     def before(self, batch: int) -> int:
-        """Newest version when `batch` (from trained + 1) begins; one that is overdue is not counted on."""
+        """Return the newest version when `batch` (from trained + 1) begins; an overdue version does not count."""
         return self.newest + self._planned(batch - 1) - self._planned(self.trained)
 
     def last_batch(self, version: int) -> int:
-        """Last batch that begins with `version` or an older one as the newest."""
+        """Return the last batch that begins with `version` or an older one as the newest."""
         periods = version - self.newest + self._planned(self.trained)
         return self.since + (periods + 1) * self.period
 
@@ -118,16 +119,16 @@ class Versions:
 
 
 EVERY_STEP = Versions()
-"""A run of its own: version v after step v."""
+"""A run without [diloco]: version v after step v."""
 
 
 def oldest_accepted(step: int, max_staleness: int, versions: Versions = EVERY_STEP) -> int:
-    """Oldest policy version that batch `step` may hold."""
+    """Return the oldest policy version that batch `step` may hold."""
     return max(0, versions.before(step) - max_staleness)
 
 
 def last_batch(version: int, max_staleness: int, max_steps: int, versions: Versions = EVERY_STEP) -> int:
-    """Last batch that a rollout begun on `version` may go into."""
+    """Return the last batch that a rollout begun on `version` may go into."""
     return min(versions.last_batch(version + max_staleness), max_steps)
 
 
@@ -141,9 +142,9 @@ def free_slots(
     max_steps: int,
     versions: Versions = EVERY_STEP,
 ) -> int:
-    """How many more groups may start now (>= 0).
+    """Return how many more groups may start now, at least 0.
 
-    `version`: what the nodes serve; `formed`: the newest batch that has its groups; `under_way`: groups in flight or in
+    `version`: what the nodes serve. `formed`: the newest batch that has its groups. `under_way`: groups in flight or in
     the buffer that are not part of a batch yet.
     """
     batches = last_batch(version, max_staleness, max_steps, versions) - formed

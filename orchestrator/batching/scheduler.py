@@ -1,11 +1,11 @@
-"""What starts, what is formed, what is dropped: every decision on groups and batches, and the state they leave.
+"""Every decision on groups and batches: what starts, what is formed, what is dropped.
 
-    advance():  sweep   what no future batch accepts leaves buffer and flight
+    advance():  sweep   what no future batch accepts leaves the buffer and the groups in flight
                 form    batch F+1 from the lowest-numbered usable groups, at most one ahead of the step in training
-                start   as many groups as the staleness rule has places for
+                start   as many groups as the staleness rule has room for
 
-All state changes in single steps of the event loop, each with its journal entry queued in the same step; only `form`
-and `checkpoint` wait (for the disk), and they exclude one another.
+State changes in single steps of the event loop, each with its journal entry queued in the same step. Only `form` and
+`checkpoint` wait for the disk, and they exclude one another.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import RolloutError, RunMismatchError
 from composer_prime.run.run_dir import RunDir
 from orchestrator.batching.batches import Batch, Batches, batch_metrics
-from orchestrator.batching.buffer import Buffer, free_slots, last_batch, oldest_accepted
-from orchestrator.durability import checkpoint
-from orchestrator.durability.checkpoint import OrchestratorState
+from orchestrator.batching.buffer import Buffer, free_slots, oldest_accepted
+from orchestrator.durability.checkpoint import OrchestratorState, ResumedRun, formed_batches, load_state, save_state
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Journal, Started
-from orchestrator.durability.resume import Resumed, formed_batches
 from orchestrator.event_loop import Notifier
 from orchestrator.preferences.mixer import PairMixer
-from orchestrator.preferences.order import Cursor
+from orchestrator.preferences.order import PairCursor
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.dispatch import Dispatcher
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan
@@ -37,9 +35,8 @@ from orchestrator.tasks.sources import Sources
 
 logger = logging.getLogger(__name__)
 
-
 _DROPPED_WHOLE = 1024
-"""Groups dropped since the last batch that are held with their texts; a batch that never fills must not fill memory."""
+"""Groups dropped since the last batch that are held with their texts. A batch that never fills must not fill memory."""
 
 
 class BatchScheduler:
@@ -54,46 +51,55 @@ class BatchScheduler:
         sources: Sources,
         batches: Batches,
         journal: Journal,
+        dispatcher: Dispatcher,
         changed: Notifier,
         serving_version: Callable[[], int],
         on_error: Callable[[BaseException], None],
         pairs: PairMixer | None = None,
     ) -> None:
-        """`serving_version`: oldest policy version that a rollout begun now may be sampled with."""
-        self._pairs = pairs
-        self._cursor: Cursor | None = None
-        """Where the pairs go on after the newest formed batch."""
-        self._config, self._run_id, self._seed, self._max_steps = config, run_id, seed, max_steps
-        self._run_dir, self._sources, self._journal = run_dir, sources, journal
-        self._changed, self._serving_version, self._on_error = changed, serving_version, on_error
-        self.batches, self.buffer = batches, Buffer()
-        self.dispatcher: Dispatcher | None = None
-        """Set once by the pipeline, which wires `group_ended` into it."""
-        self._next_group = 0
-        self._again: list[GroupPlan] = []
-        """Groups of the run before a crash that are still to be dispatched again."""
-        self._dropped: list[FinishedGroup] = []
-        """Since the last batch was formed."""
-        self._unlogged: list[tuple[int, list[FinishedGroup]]] = []
-        self._failed_in_row = 0
-        self._saved: int | None = None
-        """Newest checkpoint written here since a trainer attached."""
-        self._disk = asyncio.Lock()
+        """`serving_version()`: the oldest policy version that a rollout begun now may be sampled with."""
+        self.batches = batches
+        self.dispatcher = dispatcher
+        self.buffer = Buffer()
         self.counters: Counter[str] = Counter()
-        """Groups by outcome and batches, over the whole run."""
+        """Groups by outcome, and batches, over the whole run."""
         self.starved_since: float | None = time.monotonic()
         """Since when no formed batch waits for the trainer, monotonic seconds; None while one does."""
         self.last_supplied = self.starved_since
         """When a batch was last formed or trained, monotonic seconds."""
+        self._config = config
+        self._run_id = run_id
+        self._seed = seed
+        self._max_steps = max_steps
+        self._run_dir = run_dir
+        self._sources = sources
+        self._journal = journal
+        self._changed = changed
+        self._serving_version = serving_version
+        self._on_error = on_error
+        self._pairs = pairs
+        self._pair_cursor: PairCursor | None = None
+        """Where the pairs continue after the newest formed batch; None where no pairs are mixed in."""
+        self._next_group = 0
+        self._redispatch: list[GroupPlan] = []
+        """Groups that a crash cut short and that are still to be dispatched again."""
+        self._dropped: list[FinishedGroup] = []
+        """Since the last batch was formed."""
+        self._unlogged: list[tuple[int, list[FinishedGroup]]] = []
+        """(step, groups) of batches whose rollouts are still to be written to the rollout log."""
+        self._failed_in_row = 0
+        self._saved_step: int | None = None
+        """Newest checkpoint written here since a trainer attached."""
+        self._disk = asyncio.Lock()
 
-    def restore(self, state: OrchestratorState, resumed: Resumed) -> None:
-        """Take up where checkpoint `state` and the journal left off."""
+    def restore(self, state: OrchestratorState, resumed: ResumedRun) -> None:
+        """Continue where checkpoint `state` and the journal end."""
         self._next_group = resumed.next_group
-        self._again = list(resumed.in_flight.values())
+        self._redispatch = list(resumed.in_flight.values())
         self._dropped = resumed.dropped
         if self._pairs is not None and resumed.pairs is not None:
             self._pairs.restore(resumed.pairs)
-            self._cursor = resumed.pairs
+            self._pair_cursor = resumed.pairs
         self.counters = Counter(state.counters)
         for group in resumed.ready.values():
             self.buffer.add(group)
@@ -103,7 +109,7 @@ class BatchScheduler:
         for step, batch in resumed.batches.items():
             if not self._run_dir.rollouts(step).exists():
                 self._unlogged.append((step, batch.groups))
-        self._note_hunger()
+        self._note_supply()
 
     # -- decisions -----------------------------------------------------------------------------------------------
 
@@ -124,31 +130,25 @@ class BatchScheduler:
 
     @property
     def _newest_version(self) -> int:
-        """What the next batch is trained from, as far as it is known."""
+        """The version that the next batch is trained from, as far as it is known."""
         return self.batches.versions.before(self.batches.formed + 1)
-
-    def distils_soon(self) -> bool:
-        """Whether channel 2 has a weight at a step that a group ending now may be trained in."""
-        first = self.batches.formed + 1
-        versions, staleness = self.batches.versions, self._config.max_staleness
-        last = max(first, last_batch(versions.newest, staleness, self._max_steps, versions))
-        return any(self.batches.distils(step) for step in range(first, last + 1))
 
     def _sweep(self) -> None:
         for group in self.buffer.sweep(self.oldest_version):
-            filtered = group.outcome is GroupOutcome.DISTILLED
-            self._drop(group.without_samples(GroupOutcome.FILTERED if filtered else GroupOutcome.STALE))
+            was_filtered = group.outcome is GroupOutcome.DISTILLED
+            self._drop(group.without_samples(GroupOutcome.FILTERED if was_filtered else GroupOutcome.STALE))
         for number in self.dispatcher.cancel_stale(self.oldest_version):
             logger.info("group %d is cancelled: it began before version %d", number, self.oldest_version)
 
     async def _form(self) -> bool:
+        """Form the next batch if its groups are there. Returns whether it did."""
         step = self.batches.formed + 1
         if step > min(self.batches.trained + 2, self._max_steps):
             return False
         async with self._disk:
-            distilled = self.batches.distils(step)
+            with_distilled = self.batches.sdpo_active(step)
             groups = self.buffer.take(
-                self._config.groups_per_step, self.oldest_version, self._newest_version, distilled=distilled
+                self._config.groups_per_step, self.oldest_version, self._newest_version, with_distilled=with_distilled
             )
             if groups is None:
                 return False
@@ -159,9 +159,10 @@ class BatchScheduler:
                 metrics["groups/filtered_too_many"] = float(share > self._config.max_filtered_share)
             preferences = []
             if self._pairs is not None:
-                drawn = await asyncio.to_thread(self._pairs.draw, step)
-                preferences, self._cursor = drawn.preferences, drawn.cursor
-                metrics |= drawn.metrics
+                draw = await asyncio.to_thread(self._pairs.draw, step)
+                preferences = draw.preferences
+                self._pair_cursor = draw.cursor
+                metrics |= draw.metrics
             batch = Batch(step=step, groups=groups, metrics=metrics, preferences=preferences)
             entry = Formed(
                 seq=self._journal.next_seq(),
@@ -170,44 +171,40 @@ class BatchScheduler:
                 dropped=[group.plan.group for group in dropped],
                 metrics=metrics,
                 preferences=preferences,
-                pairs=self._cursor,
+                pairs=self._pair_cursor,
             )
             await self._journal.append(entry)
             self.batches.add(batch)
         self.counters["batches"] += 1
-        self._note_hunger()
+        self._note_supply()
         self._warn_filtered(metrics)
         self._unlogged.append((step, [*groups, *dropped]))
         self._changed.notify()
         return True
 
     def _start(self) -> None:
-        under_way = len(self.dispatcher.flights) + len(self.buffer)
-        room = free_slots(
+        slots = free_slots(
             version=self._serving_version(),
             formed=self.batches.formed,
-            under_way=under_way,
+            under_way=len(self.dispatcher.in_flight) + len(self.buffer),
             groups_per_step=self._config.groups_per_step,
             max_staleness=self._config.max_staleness,
             max_steps=self._max_steps,
             versions=self.batches.versions,
         )
-        for _ in range(room):
-            if self._again:
-                plan = self._again.pop(0)
+        for _ in range(slots):
+            if self._redispatch:
+                plan = self._redispatch.pop(0)
             else:
                 plan = self._sources.plan(self._next_group)
                 self._next_group += 1
                 self._write(Started(seq=self._journal.next_seq(), plan=plan))
-            self.dispatcher.start(plan)
+            self.dispatcher.start(plan, self._group_ended)
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    async def group_ended(self, group: FinishedGroup) -> None:
-        """From the dispatcher: `group` is READY, DISTILLED, FILTERED, FAILED or STALE.
-
-        Raises RolloutError when too many fail.
-        """
+    def _group_ended(self, group: FinishedGroup) -> None:
+        """Take in a group from the dispatcher. Raises RolloutError when too many groups fail."""
         self.buffer.note(group.outcome)
         self._sources.observe(group)
         if group.outcome in (GroupOutcome.READY, GroupOutcome.DISTILLED):
@@ -220,9 +217,10 @@ class BatchScheduler:
         self._changed.notify()
 
     async def step_done(self, step: int, version: int, sample_ids: list[str]) -> None:
-        """The trainer took `step`, or (no sample ids) says at attach that it stands there; `version` is its newest.
+        """Take in the trainer's StepDone: `step` is taken and `version` is its newest.
 
-        Raises RunMismatchError when that contradicts what was served.
+        Without sample ids a trainer attaches after `step`. Raises RunMismatchError when the message contradicts what
+        was served.
         """
         if not sample_ids and step <= self.batches.trained:
             await self._attach(step, version)
@@ -240,11 +238,11 @@ class BatchScheduler:
                 f"differing: {sorted(served ^ set(sample_ids))[:4]}"
             )
         self.batches.done(step, version)
-        self._note_hunger()
+        self._note_supply()
         self._changed.notify()
 
     async def _attach(self, step: int, version: int) -> None:
-        """A trainer starts after `step`. Batches that it lost with its steps are served again as they were."""
+        """Accept a trainer that starts after `step`. Batches of steps that it lost are served again unchanged."""
         self.batches.forget_layouts()
         if step < self.batches.trained:
             async with self._disk:
@@ -259,18 +257,20 @@ class BatchScheduler:
             self.batches.restore(versions=versions, formed=self.batches.formed, batches=batches)
         else:
             self.batches.done(step, version)
-        self._saved = None
-        self._note_hunger()
+        self._saved_step = None
+        self._note_supply()
         self._changed.notify()
 
-    async def checkpoint(self, step: int) -> None:
-        """Write the orchestrator's part of checkpoint `step`, and drop journal segments that no checkpoint needs.
+    # -- state ---------------------------------------------------------------------------------------------------
 
-        Asked again for the checkpoint it wrote last (the answer was lost), it has nothing to do.
+    async def checkpoint(self, step: int) -> None:
+        """Write the orchestrator's part of checkpoint `step`; drop journal segments that no checkpoint needs.
+
+        Does nothing when it wrote this checkpoint last: the answer was lost and the trainer asks again.
 
         Raises RunMismatchError when the trainer is at another step, CheckpointError when the disk refuses.
         """
-        if step == self._saved:
+        if step == self._saved_step:
             return
         async with self._disk:
             if step != self.batches.trained:
@@ -278,45 +278,46 @@ class BatchScheduler:
                     f"checkpoint {step} was asked for, the orchestrator stands after step {self.batches.trained}"
                 )
             state = self.state()
-            await asyncio.to_thread(checkpoint.save_state, self._run_dir, state)
-        kept = await asyncio.to_thread(self._oldest_state, state)
-        groups = {*kept.ready, *kept.dropped, *(number for numbers in kept.batches.values() for number in numbers)}
-        await self._journal.compact(oldest_seq=kept.journal_seq, groups=groups, steps=set(kept.batches))
-        self._saved = step
-
-    # -- state ---------------------------------------------------------------------------------------------------
+            await asyncio.to_thread(save_state, self._run_dir, state)
+        oldest = await asyncio.to_thread(self._oldest_state, state)
+        groups = {
+            *oldest.ready,
+            *oldest.dropped,
+            *(number for numbers in oldest.batches.values() for number in numbers),
+        }
+        await self._journal.compact(oldest_seq=oldest.journal_seq, groups=groups, steps=set(oldest.batches))
+        self._saved_step = step
 
     def state(self) -> OrchestratorState:
-        """After step `trained`, in this very moment."""
-        flights = [flight.plan for flight in self.dispatcher.flights.values()]
+        """Return the state after step `trained`, at this moment."""
+        in_flight = [group.plan for group in self.dispatcher.in_flight.values()]
         return OrchestratorState(
             run_id=self._run_id,
             step=self.batches.trained,
             seed=self._seed,
             journal_seq=self._journal.seq,
             next_group=self._next_group,
-            in_flight=sorted([*flights, *self._again], key=lambda plan: plan.group),
+            in_flight=sorted([*in_flight, *self._redispatch], key=lambda plan: plan.group),
             ready=self.buffer.group_numbers,
             dropped=[group.plan.group for group in self._dropped],
             batches={batch.step: batch.group_numbers for batch in self.batches.held()},
             curricula=self._sources.state(),
             counters=dict(self.counters),
-            pairs=self._cursor,
+            pairs=self._pair_cursor,
             versions=self.batches.versions,
         )
 
     def waiting_for(self, step: int) -> str:
-        """What batch `step` lacks, in one line."""
-        wanted = self._config.groups_per_step
-        following = step == self.batches.formed + 1
-        usable = len(self.buffer.usable(self.oldest_version, self._newest_version)) if following else 0
-        parts = [f"batch {step}: {usable} of {wanted} groups"]
+        """Say in one line what batch `step` lacks."""
+        is_next = step == self.batches.formed + 1
+        usable = len(self.buffer.usable(self.oldest_version, self._newest_version)) if is_next else 0
+        parts = [f"batch {step}: {usable} of {self._config.groups_per_step} groups"]
         oldest_s = self.dispatcher.oldest_s()
         if oldest_s is None:
             parts.append("no rollout under way")
         else:
             parts.append(
-                f"{self.dispatcher.running} rollouts of {len(self.dispatcher.flights)} groups running, "
+                f"{self.dispatcher.running} rollouts of {len(self.dispatcher.in_flight)} groups running, "
                 f"oldest {oldest_s:.0f} s"
             )
         filtered = sum(group.outcome is GroupOutcome.FILTERED for group in self._dropped)
@@ -326,15 +327,13 @@ class BatchScheduler:
         return "; ".join(parts)
 
     def metrics(self) -> dict[str, float]:
-        """The queues, for the orchestrator's own line."""
+        """Return the queues' figures for the orchestrator's own line."""
         return {
-            "queue/groups_in_flight": len(self.dispatcher.flights),
+            "queue/groups_in_flight": len(self.dispatcher.in_flight),
             "queue/rollouts_running": self.dispatcher.running,
             "queue/groups_ready": len(self.buffer),
             "queue/batches_ahead": self.batches.formed - self.batches.trained,
-            "rollouts/retries": self.dispatcher.retries,
-            **self.dispatcher.hint_metrics(),
-            **{f"rollouts/failed/{kind}": count for kind, count in sorted(self.dispatcher.failures.items())},
+            **self.dispatcher.metrics(),
             **{f"groups/total/{name}": count for name, count in sorted(self.counters.items())},
         }
 
@@ -354,7 +353,8 @@ class BatchScheduler:
 
         self._journal.append(entry).add_done_callback(written)
 
-    def _note_hunger(self) -> None:
+    def _note_supply(self) -> None:
+        """Record whether a batch waits for the trainer, for the watchdog's deadlines."""
         self.last_supplied = time.monotonic()
         self.starved_since = self.last_supplied if self.batches.formed == self.batches.trained else None
 
@@ -379,14 +379,14 @@ class BatchScheduler:
             )  # fmt: skip
 
     def _oldest_state(self, newest: OrchestratorState) -> OrchestratorState:
-        """Of the checkpoints that a resume may choose, the oldest one's state."""
+        """Return the state of the oldest checkpoint that a resume may choose."""
         complete = self._run_dir.complete_checkpoints()
         oldest = min(complete, default=newest.step)
-        return newest if oldest >= newest.step else checkpoint.load_state(self._run_dir, oldest, self._run_id)
+        return newest if oldest >= newest.step else load_state(self._run_dir, oldest, self._run_id)
 
 
 def without_text(group: FinishedGroup) -> FinishedGroup:
-    """`group` with its figures only."""
+    """Return `group` with its figures only."""
     return msgspec.structs.replace(
         group, rollouts=[msgspec.structs.replace(rollout, turns=[], sessions=[]) for rollout in group.rollouts]
     )

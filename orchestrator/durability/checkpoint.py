@@ -1,11 +1,20 @@
-"""The orchestrator's part of a checkpoint: checkpoints/step_N/orchestrator/state.json.
+"""The orchestrator's part of a checkpoint (checkpoints/step_N/orchestrator/state.json) and the way back from it.
 
-Small on purpose: the groups themselves lie in the journal, the state says which of them counted at that moment. It is
-taken in one step of the event loop, together with the journal's sequence number, so the two never disagree.
+The state is small: the groups themselves are in the journal, and the state says which of them counted at that moment.
+It is taken in one step of the event loop together with the journal's sequence number, so the two never disagree.
+
+`resume` replays the journal on top of a state. It touches no file and no clock:
+
+    entries up to state.journal_seq    only the groups and batches that the state names still count
+    entries after it, in order         Started -> planned      Finished -> ready       Dropped -> gone
+                                       Formed  -> its groups leave the buffer
+
+Every batch that was formed is served again unchanged. Groups in flight keep their number, task and seeds.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +22,23 @@ import msgspec
 
 from composer_prime.errors import CheckpointError
 from composer_prime.run.run_dir import RunDir, write_atomic
+from orchestrator.batching.batches import Batch
 from orchestrator.batching.buffer import Versions
-from orchestrator.preferences.order import Cursor
-from orchestrator.rollouts.groups import GroupPlan
+from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Started
+from orchestrator.preferences.order import PairCursor
+from orchestrator.rollouts.groups import FinishedGroup, GroupPlan
+from orchestrator.tasks.sources import Sources
 
 FORMAT = 1
 
 
 class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about step `step` that can't be derived from the configuration."""
+    """Everything about step `step` that cannot be derived from the configuration."""
 
     run_id: str
     step: int
     seed: int
-    """run.seed; every random draw derives from it and from group numbers, so there is no other generator to save."""
+    """run.seed. Every random draw derives from it and from group numbers: there is no generator state to save."""
     journal_seq: int
     """Journal entries after this one happened after the checkpoint."""
     next_group: int
@@ -41,10 +53,10 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
     curricula: dict[str, Any]
     """By source."""
     counters: dict[str, int]
-    pairs: Cursor | None = None
-    """Where channel 3's pairs go on; None where none are mixed in."""
+    pairs: PairCursor | None = None
+    """Where the replay-DPO pairs continue; None where none are mixed in."""
     versions: Versions | None = None
-    """None: written before versions could stand for several steps; version = step."""
+    """None in checkpoints from before a version could stand for several steps: version = step."""
     format: int = FORMAT
 
 
@@ -53,7 +65,7 @@ def state_path(run_dir: RunDir, step: int) -> Path:
 
 
 def save_state(run_dir: RunDir, state: OrchestratorState) -> None:
-    """Write atomically. Raises CheckpointError, for example when the disk is full."""
+    """Write the state atomically. Raises CheckpointError, for example when the disk is full."""
     path = state_path(run_dir, state.step)
     try:
         write_atomic(path, msgspec.json.format(msgspec.json.encode(state), indent=1) + b"\n")
@@ -62,14 +74,14 @@ def save_state(run_dir: RunDir, state: OrchestratorState) -> None:
 
 
 def load_state(run_dir: RunDir, step: int, run_id: str) -> OrchestratorState:
-    """Raises CheckpointError when the state is missing, unreadable or of another run."""
+    """Read the state of checkpoint `step`. Raises CheckpointError when it is missing, unreadable or of another run."""
     path = state_path(run_dir, step)
     try:
         state = msgspec.json.decode(path.read_bytes(), type=OrchestratorState)
     except FileNotFoundError:
         raise CheckpointError(
             f"checkpoint {run_dir.checkpoint(step)} has a COMPLETE marker but no orchestrator state: "
-            "remove that folder to go on from the one before it"
+            "remove that folder to resume from the checkpoint before it"
         ) from None
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{path} is not an orchestrator state: {error}") from None
@@ -78,3 +90,105 @@ def load_state(run_dir: RunDir, step: int, run_id: str) -> OrchestratorState:
     if state.format != FORMAT:
         raise CheckpointError(f"{path} has format {state.format}, not {FORMAT}: use the release that wrote it")
     return state
+
+
+@dataclass(slots=True, kw_only=True)
+class ResumedRun:
+    """What was going on when the run broke off."""
+
+    next_group: int
+    in_flight: dict[int, GroupPlan]
+    """Groups to dispatch again, by number."""
+    ready: dict[int, FinishedGroup] = field(default_factory=dict)
+    batches: dict[int, Batch] = field(default_factory=dict)
+    """Formed batches after the checkpoint's step."""
+    dropped: list[FinishedGroup] = field(default_factory=list)
+    """Dropped since the last formed batch."""
+    pairs: PairCursor | None = None
+    """Where the replay-DPO pairs continue."""
+
+
+def resume(state: OrchestratorState, entries: list[Entry], sources: Sources) -> ResumedRun:
+    """Replay the journal's `entries` on top of `state`; brings the curricula of `sources` up to date as well.
+
+    Raises CheckpointError when the journal lacks a group that the checkpoint or a formed batch names.
+    """
+    sources.load_state(state.curricula)
+    groups = {entry.group.plan.group: entry.group for entry in entries if isinstance(entry, Finished | Dropped)}
+    finished = {entry.group.plan.group: entry.group for entry in entries if isinstance(entry, Finished)}
+    formed = {entry.step: entry for entry in entries if isinstance(entry, Formed)}
+    in_flight = {plan.group: plan for plan in state.in_flight}
+    next_group = state.next_group
+    ready = set(state.ready)
+    dropped = list(state.dropped)
+    batches = dict(state.batches)
+    pairs = state.pairs
+    for entry in entries:
+        if entry.seq <= state.journal_seq:
+            continue
+        if isinstance(entry, Started):
+            sources.curricula[entry.plan.source].next_task()
+            in_flight[entry.plan.group] = entry.plan
+            next_group = entry.plan.group + 1
+        elif isinstance(entry, Finished):
+            sources.observe(entry.group)
+            in_flight.pop(entry.group.plan.group, None)
+            ready.add(entry.group.plan.group)
+        elif isinstance(entry, Dropped):
+            number = entry.group.plan.group
+            if number not in ready:
+                sources.observe(entry.group)
+            in_flight.pop(number, None)
+            ready.discard(number)
+            dropped.append(number)
+        else:
+            batches[entry.step] = entry.groups
+            pairs = entry.pairs or pairs
+            ready -= set(entry.groups)
+            dropped = [number for number in dropped if number not in entry.dropped]
+    _check_complete(state, batches, ready, finished)
+    return ResumedRun(
+        next_group=next_group,
+        in_flight=dict(sorted(in_flight.items())),
+        ready={number: finished[number] for number in sorted(ready)},
+        batches={
+            step: _batch(step, [finished[number] for number in numbers], formed.get(step))
+            for step, numbers in sorted(batches.items())
+        },
+        dropped=[groups[number] for number in dropped if number in groups],
+        pairs=pairs,
+    )
+
+
+def formed_batches(entries: list[Entry], after: int) -> list[Batch]:
+    """Return the batches of steps > `after` whose groups `entries` hold, by step."""
+    finished = {entry.group.plan.group: entry.group for entry in entries if isinstance(entry, Finished)}
+    formed = {entry.step: entry for entry in entries if isinstance(entry, Formed) and entry.step > after}
+    return [
+        _batch(step, [finished[number] for number in entry.groups], entry)
+        for step, entry in sorted(formed.items())
+        if finished.keys() >= set(entry.groups)
+    ]
+
+
+def _batch(step: int, groups: list[FinishedGroup], entry: Formed | None) -> Batch:
+    if entry is None:
+        return Batch(step=step, groups=groups, metrics={})
+    return Batch(step=step, groups=groups, metrics=entry.metrics, preferences=entry.preferences)
+
+
+def _check_complete(
+    state: OrchestratorState, batches: dict[int, list[int]], ready: set[int], finished: dict[int, FinishedGroup]
+) -> None:
+    required = ready | {number for numbers in batches.values() for number in numbers}
+    missing = sorted(required - finished.keys())
+    if missing:
+        raise CheckpointError(
+            f"the journal lacks groups {missing[:8]} ({len(missing)} in all), which checkpoint {state.step} or a batch "
+            "after it names: restore the run directory's journal/ folder, or start a new run"
+        )
+    expected = list(range(state.step + 1, state.step + 1 + len(batches)))
+    if sorted(batches) != expected:
+        raise CheckpointError(
+            f"the journal holds batches {sorted(batches)} after checkpoint {state.step}, expected {expected}"
+        )

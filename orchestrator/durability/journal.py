@@ -7,10 +7,11 @@
     Dropped    a group was filtered, failed or is stale
     Formed     a batch has its groups                           (fsynced before a trainer sees it)
 
-One writer thread does all file work, in the order of the calls. A written entry is with the operating system (it
-survives kill -9); a Formed entry is on the disk (it survives a power cut, with everything before it).
-A segment whose tail is torn is cut back to its last whole frame. Segments are deleted whole, once no checkpoint on disk
-needs an entry of theirs.
+One writer thread does all file work, in the order of the calls. A written entry is in the operating system's hands and
+survives kill -9. A Formed entry is on the disk: it survives a power cut, with everything before it.
+
+A segment whose tail is torn is cut back to its last whole frame. A segment is deleted once no checkpoint on disk needs
+one of its entries.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import msgspec
 
 from composer_prime.errors import CheckpointError
 from composer_prime.wire.types import Preference
-from orchestrator.preferences.order import Cursor
+from orchestrator.preferences.order import PairCursor
 from orchestrator.rollouts.groups import FinishedGroup, GroupPlan
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
 class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag="dropped"):
     seq: int
     group: FinishedGroup
-    """Without samples; its outcome says why."""
+    """Without samples; its outcome is the reason."""
 
 
 class Formed(msgspec.Struct, frozen=True, kw_only=True, tag="formed"):
@@ -64,12 +65,12 @@ class Formed(msgspec.Struct, frozen=True, kw_only=True, tag="formed"):
     groups: list[int]
     """Numbers of the batch's groups, in order."""
     dropped: list[int]
-    """Groups dropped since the last batch: they are logged and counted with this one."""
+    """Groups dropped since the last batch; they are logged and counted with this one."""
     metrics: dict[str, float]
     preferences: list[Preference] = []
-    """Channel 3's pairs of the batch."""
-    pairs: Cursor | None = None
-    """Where the pairs go on after this batch; None where none are mixed in."""
+    """The batch's pairs for replay-DPO."""
+    pairs: PairCursor | None = None
+    """Where the pairs continue after this batch; None where none are mixed in."""
 
 
 Entry = Started | Finished | Dropped | Formed
@@ -93,32 +94,40 @@ class _Segment:
 
 
 class Journal:
-    """Open it with `Journal.create` or `Journal.resume`; from then on this process alone writes it."""
+    """Open it with `Journal.create` or `Journal.resume`; from then on only this process may write it."""
 
-    def __init__(self, folder: Path, segments: list[_Segment], segment_bytes: int = SEGMENT_BYTES) -> None:
-        self._folder, self._closed, self._segment_bytes = folder, segments, segment_bytes
-        self._encoder = msgspec.msgpack.Encoder()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
+    def __init__(
+        self, folder: Path, segments: list[_Segment], segment_bytes: int = SEGMENT_BYTES, min_seq: int = 0
+    ) -> None:
+        self.seq = max([segment.last_seq for segment in segments] + [min_seq])
+        """Sequence number of the newest entry; each new entry takes the next."""
+        self._folder = folder
+        self._segment_bytes = segment_bytes
+        self._closed = segments
         self._file: BinaryIO | None = None
+        """The segment being written; None between segments."""
         self._current: _Segment | None = None
         numbers = [int(_NAME.search(segment.path.name)[1]) for segment in segments]
         self._next_number = max(numbers, default=0) + 1
-        self.seq = max((segment.last_seq for segment in segments), default=0)
-        """Sequence number of the newest entry; each new entry takes the next."""
+        self._encoder = msgspec.msgpack.Encoder()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
     @classmethod
     def create(cls, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> Journal:
-        """An empty journal; what lies in `folder` belongs to an earlier run and is removed."""
+        """Create an empty journal. Removes what an earlier run left in `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         for path in _segment_paths(folder):
             path.unlink()
         return cls(folder, [], segment_bytes)
 
     @classmethod
-    def resume(cls, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> tuple[Journal, list[Entry]]:
-        """The journal and all its entries in order; a torn tail of the newest segment is cut off.
+    def resume(
+        cls, folder: Path, segment_bytes: int = SEGMENT_BYTES, *, min_seq: int = 0
+    ) -> tuple[Journal, list[Entry]]:
+        """Return the journal and all its entries in order. Cuts off a torn tail of the newest segment.
 
-        Raises CheckpointError when an older segment is damaged.
+        Entry numbers continue after the checkpoint's `min_seq`: compaction may have emptied the journal, and new
+        entries must not count as old ones. Raises CheckpointError when an older segment is damaged.
         """
         folder.mkdir(parents=True, exist_ok=True)
         entries, segments = [], []
@@ -129,21 +138,21 @@ class Journal:
                 segment.note(entry)
                 entries.append(entry)
             segments.append(segment)
-        return cls(folder, segments, segment_bytes), entries
+        return cls(folder, segments, segment_bytes, min_seq), entries
 
     def next_seq(self) -> int:
         self.seq += 1
         return self.seq
 
     def append(self, entry: Entry) -> asyncio.Future[None]:
-        """Queue `entry` (its seq from `next_seq`) for writing; entries are written in the order of these calls.
+        """Queue `entry`, with its seq from `next_seq`. Entries are written in the order of these calls.
 
-        The future ends once the entry is written. It raises CheckpointError when that fails (a full disk).
+        The future is done once the entry is written. It raises CheckpointError when that fails (a full disk).
         """
         return asyncio.get_running_loop().run_in_executor(self._writer, self._append, entry)
 
     async def read(self) -> list[Entry]:
-        """All entries on disk, in order. Raises CheckpointError when a segment is damaged."""
+        """Return all entries on disk, in order. Raises CheckpointError when a segment is damaged."""
         return await asyncio.get_running_loop().run_in_executor(self._writer, self._read_all)
 
     async def compact(self, *, oldest_seq: int, groups: set[int], steps: set[int]) -> int:
@@ -199,15 +208,15 @@ class Journal:
 
     def _compact(self, oldest_seq: int, groups: set[int], steps: set[int]) -> int:
         self._rotate()
-        kept, dropped = [], 0
+        needed, deleted = [], 0
         for segment in self._closed:
             if segment.last_seq > oldest_seq or segment.groups & groups or segment.steps & steps:
-                kept.append(segment)
+                needed.append(segment)
             else:
                 segment.path.unlink(missing_ok=True)
-                dropped += 1
-        self._closed = kept
-        return dropped
+                deleted += 1
+        self._closed = needed
+        return deleted
 
 
 def _segment_paths(folder: Path) -> list[Path]:
@@ -215,7 +224,7 @@ def _segment_paths(folder: Path) -> list[Path]:
 
 
 def _read(path: Path, *, newest: bool) -> Iterator[Entry]:
-    """Entries of a segment; the newest one's torn tail is cut off in place."""
+    """Yield a segment's entries. Cuts off the newest segment's torn tail in place."""
     raw = path.read_bytes()
     decoder = msgspec.msgpack.Decoder(Entry)
     at = len(_MAGIC) if raw.startswith(_MAGIC) else 0

@@ -1,14 +1,10 @@
-"""Pairs for the next batch.
+"""Replay-DPO's pairs for the next batch. How pairs are made: composer_prime/traces/replay.
 
-    pairs.jsonl --order (cursor)--> pair --gate, tokenise--> Preference   refused: counted by reason, the next is drawn
+    pairs.jsonl -> PairOrder (cursor) -> pair -> ReleasedPairs (density gate) -> PairTokenizer -> Preference
 
-A pair waits until the density gate has measured it (released.py), and is refused where it missed the gate. A batch's
-pairs and the cursor after them are journaled with the batch, so a batch that is served again has the same pairs and a
-resumed run goes on where it stopped.
-
-Which pairs of a growing file the density gate lets through (composer_prime/traces/pairs.py), as its verdicts come.
-
-A pair's messages to the token ids that the policy would see and write.
+A pair waits until the density gate has measured it, and is refused where it missed the gate. A refused pair is counted
+by reason and the next one is drawn. A batch's pairs and the cursor after them are journaled with the batch. So a batch
+that is served again has the same pairs, and a resumed run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -26,41 +22,151 @@ from composer_prime.config import Config
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.traces.pairs import Gate, Pair, PairFile, check_binding, gate_file, read_gate, resolve_pairs
 from composer_prime.wire.types import Preference, pack_ints
-from orchestrator.chat_renderer import RENDER_ERRORS
-from orchestrator.preferences.order import Cursor, PairOrder
+from orchestrator.chat_renderer import RENDER_ERRORS, build_renderer
+from orchestrator.preferences.order import PairCursor, PairOrder
 
 logger = logging.getLogger(__name__)
 
 
-class Released:
-    """Not thread-safe."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairDraw:
+    preferences: list[Preference]
+    cursor: PairCursor
+    metrics: dict[str, float]
+
+
+class PairMixer:
+    """Not thread-safe: one caller at a time. It reads a file and tokenizes, so call it from a thread."""
+
+    def __init__(
+        self,
+        file: PairFile,
+        tokenizer: PairTokenizer,
+        *,
+        per_step: int,
+        seed: int,
+        active: Callable[[int], bool] = lambda step: True,
+    ) -> None:
+        """`active(step)`: whether replay-DPO has a weight at that step; where it has none, no pair is drawn."""
+        self._file = file
+        self._tokenizer = tokenizer
+        self._per_step = per_step
+        self._active = active
+        self._order = PairOrder(seed)
+        self._released = ReleasedPairs(file)
+        self._refused: dict[int, str] = {}
+        """Why a pair of the file cannot be trained, by number."""
+        self._digest: tuple[int, str] = (0, "")
+        """A number of pairs from the file's start, and their digest."""
+        self._warned_at = 0
+        """Pairs in the file when it was last reported that none can be trained."""
+
+    def restore(self, cursor: PairCursor) -> None:
+        """Continue from `cursor`. Raises CheckpointError when the file has fewer pairs than it had, or others."""
+        available = self._file.refresh()
+        if cursor.known <= available and self._file.digest(cursor.known) != cursor.digest:
+            raise CheckpointError(
+                f"{self._file.path} does not begin with the {cursor.known} pairs of the checkpoint's pass: give the "
+                "run the file it was started with (it may have grown since), or start a new run"
+            )
+        self._order.seek(cursor, available)
+
+    def draw(self, step: int) -> PairDraw:
+        """Return the next `per_step` pairs that can be trained, none twice; fewer where the file has fewer."""
+        available = self._measured() if self._active(step) else 0
+        preferences: dict[str, Preference] = {}
+        for _ in range(2 * available):
+            if len(preferences) == self._per_step or len(self._refused) + len(preferences) >= available:
+                break
+            index = self._order.next(available)
+            preference = None if index in self._refused else self._preference(index)
+            if preference is not None:
+                preferences.setdefault(preference.pair_id, preference)
+        self._warn_refused(available, len(preferences))
+        metrics = self._metrics(len(preferences))
+        return PairDraw(preferences=list(preferences.values()), cursor=self._cursor(), metrics=metrics)
+
+    def _measured(self) -> int:
+        """Return how many of the file's first pairs have a verdict. A new verdict gives withheld pairs another try."""
+        self._file.refresh()
+        if self._released.refresh():
+            self._refused = {index: reason for index, reason in self._refused.items() if reason != "gate"}
+        return self._released.measured
+
+    def _cursor(self) -> PairCursor:
+        """Return the order's cursor with the digest of the pairs that its pass covers."""
+        cursor = self._order.cursor
+        if cursor.known != self._digest[0]:
+            self._digest = (cursor.known, self._file.digest(cursor.known))
+        return msgspec.structs.replace(cursor, digest=self._digest[1])
+
+    def _warn_refused(self, available: int, served: int) -> None:
+        """Warn once for each state of the file that no pair of it can be trained."""
+        if served or available in (0, self._warned_at):
+            return
+        self._warned_at = available
+        reasons = ", ".join(f"{reason} {count}" for reason, count in Counter(self._refused.values()).most_common())
+        path = self._file.path
+        logger.warning("replay-DPO trains nothing: all %d pairs of %s are refused (%s)", available, path, reasons)
+
+    def _preference(self, index: int) -> Preference | None:
+        if not self._released.allows(index):
+            self._refused[index] = "gate"
+            return None
+        try:
+            preference = self._tokenizer.preference(self._file.read(index))
+        except ConfigError as error:
+            if not self._file.path.exists():
+                raise
+            logger.warning("a pair is left out: %s", error)
+            preference = "no_pair"
+        if isinstance(preference, str):
+            self._refused[index] = preference
+            return None
+        return preference
+
+    def _metrics(self, served: int) -> dict[str, float]:
+        """Return pairs/…: what the file holds, what was served, and refused pairs by reason, so far."""
+        refused = Counter(self._refused.values())
+        return {
+            "pairs/in_file": float(len(self._file)),
+            "pairs/measured": float(self._released.measured),
+            "pairs/served": float(served),
+            "pairs/pass": float(self._order.cursor.number),
+            "pairs/refused": float(len(self._refused)),
+            **{f"pairs/refused/{reason}": float(count) for reason, count in sorted(refused.items())},
+        }
+
+
+class ReleasedPairs:
+    """Which pairs of a growing file the density gate released (composer_prime/traces/pairs.py). Not thread-safe."""
 
     def __init__(self, file: PairFile) -> None:
         self._file = file
-        self._seen: tuple[int, int] | None = None
-        """Time and size of the verdicts' file when it was last read."""
         self._gate = Gate(verdicts=[])
+        self._last_read: tuple[int, int] | None = None
+        """Modification time (ns) and size of the verdicts' file when it was last read; None without a file."""
 
     @property
     def measured(self) -> int:
-        """The first so many pairs have a verdict."""
+        """How many of the file's first pairs have a verdict."""
         return self._gate.measured
 
     def refresh(self) -> bool:
-        """Take in what verdicts there are now; whether they changed. Verdicts on other pairs release none."""
+        """Read the verdicts again and return whether they changed. Verdicts on other pairs release none."""
         try:
             status = gate_file(self._file.path).stat()
-            seen = (status.st_mtime_ns, status.st_size)
+            current = (status.st_mtime_ns, status.st_size)
         except FileNotFoundError:
-            seen = None
-        if seen == self._seen:
+            current = None
+        if current == self._last_read:
             return False
-        self._seen = seen
+        self._last_read = current
         try:
             gate = read_gate(self._file.path) or Gate(verdicts=[])
             check_binding(gate, self._file)
         except ConfigError as error:
-            logger.warning("channel 3 trains no pair: %s", error)
+            logger.warning("replay-DPO trains no pair: %s", error)
             gate = Gate(verdicts=[])
         self._gate = gate
         return True
@@ -79,22 +185,24 @@ class PairLimits:
     row_tokens: int
     """trainer.micro_batch_tokens: both sides share one row."""
     max_epsilon: float
+    """Largest probability of a wrong label."""
 
 
-class PairTokeniser:
-    """Not thread-safe, as renderers are not."""
+class PairTokenizer:
+    """Turns a pair's messages into the token ids that the policy would see and write. Not thread-safe."""
 
     def __init__(self, renderer: Any, limits: PairLimits) -> None:
         """`renderer`: the one that rollouts are rendered with."""
-        self._renderer, self._limits = renderer, limits
+        self._renderer = renderer
+        self._limits = limits
         self._stops = set(renderer.get_stop_token_ids())
 
     def preference(self, pair: Pair) -> Preference | str:
-        """The pair as ids, or why it can't be trained: truncated, doubtful (epsilon), unrenderable, context_differs,
-        no_end, same (both answers), too_long (for the context) or row_full.
+        """Return the pair as ids, or why it cannot be trained.
 
-        context_differs: the template writes the messages before an answer in other tokens than the answer would have
-        been sampled after, so its ids would not be those of a rollout.
+        Reasons: truncated, doubtful (epsilon), unrenderable, context_differs, no_end, same (both answers), too_long
+        (for the context), row_full. context_differs: the template writes the messages before an answer in other tokens
+        than the answer would be sampled after, so the ids would not be those of a rollout.
         """
         if pair.truncated:
             return "truncated"
@@ -130,125 +238,18 @@ class PairTokeniser:
         return list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=opening))
 
     def _end(self, ids: list[int], start: int) -> int | None:
-        """Position after the token that ends the answer."""
+        """Return the position after the token that ends the answer."""
         return next((at + 1 for at in range(start, len(ids)) if ids[at] in self._stops), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    preferences: list[Preference]
-    cursor: Cursor
-    metrics: dict[str, float]
-
-
-class PairMixer:
-    """Not thread-safe: one caller at a time. Its work reads a file and tokenises, so call it from a thread."""
-
-    def __init__(
-        self,
-        file: PairFile,
-        tokeniser: PairTokeniser,
-        *,
-        per_step: int,
-        seed: int,
-        active: Callable[[int], bool] = lambda step: True,
-    ) -> None:
-        """`active(step)`: whether channel 3 has a weight at that step; where it has none, no pair is drawn."""
-        self._active = active
-        self._file, self._tokeniser, self._per_step = file, tokeniser, per_step
-        self._order, self._released = PairOrder(seed), Released(file)
-        self._refused: dict[int, str] = {}
-        """Why a pair of the file can't be trained, by number."""
-        self._digest: tuple[int, str] = (0, "")
-        """Of how many pairs, and their digest."""
-        self._warned_at = 0
-
-    def restore(self, cursor: Cursor) -> None:
-        """Raises CheckpointError when the file has fewer pairs than it had, or others."""
-        available = self._file.refresh()
-        if cursor.known <= available and self._file.digest(cursor.known) != cursor.digest:
-            raise CheckpointError(
-                f"{self._file.path} does not begin with the {cursor.known} pairs of the checkpoint's pass: give the "
-                "run the file it was started with (it may have grown since), or start a new run"
-            )
-        self._order.seek(cursor, available)
-
-    def draw(self, step: int) -> Drawn:
-        """The next `per_step` pairs that can be trained, fewer where the file has fewer; none twice."""
-        available = self._measured() if self._active(step) else 0
-        drawn: dict[str, Preference] = {}
-        for _ in range(2 * available):
-            if len(drawn) == self._per_step or len(self._refused) + len(drawn) >= available:
-                break
-            index = self._order.next(available)
-            made = None if index in self._refused else self._preference(index)
-            if made is not None:
-                drawn.setdefault(made.pair_id, made)
-        self._warn_refused(available, len(drawn))
-        return Drawn(preferences=list(drawn.values()), cursor=self._cursor(), metrics=self._metrics(len(drawn)))
-
-    def _measured(self) -> int:
-        """The first so many pairs of the file have a verdict; a new one gives those that were withheld another try."""
-        self._file.refresh()
-        if self._released.refresh():
-            self._refused = {index: reason for index, reason in self._refused.items() if reason != "gate"}
-        return self._released.measured
-
-    def _cursor(self) -> Cursor:
-        """The order's, with the digest of the pairs that its pass knows."""
-        cursor = self._order.cursor
-        if cursor.known != self._digest[0]:
-            self._digest = (cursor.known, self._file.digest(cursor.known))
-        return msgspec.structs.replace(cursor, digest=self._digest[1])
-
-    def _warn_refused(self, available: int, served: int) -> None:
-        """Once for each state of the file: no pair of it can be trained."""
-        if served or available in (0, self._warned_at):
-            return
-        self._warned_at = available
-        reasons = ", ".join(f"{reason} {count}" for reason, count in Counter(self._refused.values()).most_common())
-        path = self._file.path
-        logger.warning("channel 3 trains nothing: all %d pairs of %s are refused (%s)", available, path, reasons)
-
-    def _preference(self, index: int) -> Preference | None:
-        if not self._released.allows(index):
-            self._refused[index] = "gate"
-            return None
-        try:
-            made = self._tokeniser.preference(self._file.read(index))
-        except ConfigError as error:
-            if not self._file.path.exists():
-                raise
-            logger.warning("a pair is left out: %s", error)
-            made = "no_pair"
-        if isinstance(made, str):
-            self._refused[index] = made
-            return None
-        return made
-
-    def _metrics(self, served: int) -> dict[str, float]:
-        """pairs/…: what the file holds, what was served, and refused pairs by reason, so far."""
-        refused = Counter(self._refused.values())
-        return {
-            "pairs/in_file": float(len(self._file)),
-            "pairs/measured": float(self._released.measured),
-            "pairs/served": float(served),
-            "pairs/pass": float(self._order.cursor.number),
-            "pairs/refused": float(len(self._refused)),
-            **{f"pairs/refused/{reason}": float(count) for reason, count in sorted(refused.items())},
-        }
-
-
 def build_mixer(config: Config, chat_folder: Path, run_root: Path) -> PairMixer | None:
-    """None where no pairs are mixed in. Loads the renderer: call it from a thread.
+    """Return None where no pairs are mixed in. Loads the renderer: call it from a thread.
 
-    Raises ConfigError when a file that the configuration names is not there; the run directory's own may come later.
+    Raises ConfigError when a file that the configuration names is missing; the run directory's own may come later.
     """
     preferences = config.orchestrator.preferences
     if not preferences.pairs_per_step:
         return None
-    from orchestrator.chat_renderer import build_renderer
-
     path = resolve_pairs(preferences.pairs, run_root)
     if preferences.pairs is not None and not path.is_file():
         raise ConfigError(
@@ -261,10 +262,9 @@ def build_mixer(config: Config, chat_folder: Path, run_root: Path) -> PairMixer 
         row_tokens=config.trainer.micro_batch_tokens,
         max_epsilon=preferences.max_epsilon,
     )
-    tokeniser = PairTokeniser(renderer, limits)
     return PairMixer(
         PairFile(path),
-        tokeniser,
+        PairTokenizer(renderer, limits),
         per_step=preferences.pairs_per_step,
         seed=config.run.seed,
         active=lambda step: config.channels.replay_dpo.weight_at(step) > 0,

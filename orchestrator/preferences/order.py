@@ -1,4 +1,4 @@
-"""Which pair comes next: every pass over the file in an order of its own, from a cursor that a checkpoint can hold."""
+"""Which pair comes next: each pass over the file in its own order, from a cursor that a checkpoint can hold."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from composer_prime.errors import CheckpointError
 from orchestrator.rollouts.groups import derive_seed
 
 
-class Cursor(msgspec.Struct, frozen=True, kw_only=True):
-    """Where in which pass. Pairs that the file gained since the pass began wait for the next one."""
+class PairCursor(msgspec.Struct, frozen=True, kw_only=True):
+    """A position in a pass. Pairs that the file gained since the pass began wait for the next one."""
 
     number: int = 0
     """Pass, from 0."""
@@ -20,18 +20,17 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True):
     known: int = 0
     """Pairs that the file held when the pass began."""
     digest: str = ""
-    """Of those pairs' lines; a resumed run's file must begin with the same."""
+    """Digest of those pairs' lines; a resumed run's file must begin with the same lines."""
 
 
 class PairOrder:
-    def __init__(self, seed: int, cursor: Cursor | None = None) -> None:
+    def __init__(self, seed: int) -> None:
+        self.cursor = PairCursor()
         self._seed = seed
-        self.cursor = cursor or Cursor()
         self._pass: list[int] = []
-        self._shuffle()
 
-    def seek(self, cursor: Cursor, available: int) -> None:
-        """Go on from `cursor`. Raises CheckpointError when the file lost pairs since."""
+    def seek(self, cursor: PairCursor, available: int) -> None:
+        """Continue from `cursor`. Raises CheckpointError when the file lost pairs since."""
         if cursor.known > available:
             raise CheckpointError(
                 f"the checkpoint's pass over the pairs file had {cursor.known} pairs, the file has {available}: give "
@@ -41,12 +40,12 @@ class PairOrder:
         self._shuffle()
 
     def next(self, available: int) -> int | None:
-        """The next pair's number; None while the file holds none. `available`: pairs in the file now."""
+        """Return the next pair's number; None while the file holds none. `available`: pairs in the file now."""
         if self.cursor.position == self.cursor.known:
             if not available:
                 return None
             number = self.cursor.number + (self.cursor.known > 0)
-            self.cursor = Cursor(number=number, known=available)
+            self.cursor = PairCursor(number=number, known=available)
             self._shuffle()
         index = self._pass[self.cursor.position]
         self.cursor = msgspec.structs.replace(self.cursor, position=self.cursor.position + 1)

@@ -1,9 +1,9 @@
-"""The nouns of the pipeline: a plan of a group, its finished rollouts, the group as it leaves dispatch.
+"""The nouns of the pipeline: a group's plan, its finished rollouts, and the group as it leaves dispatch.
 
-Structs rather than dataclasses: the journal writes them to disk. Everything derives from (run seed, group number), so a
-group that a crash cut short is dispatched again with the same task and the same seeds.
+They are structs because the journal writes them to disk. Everything derives from (run seed, group number): a group that
+a crash cut short is dispatched again with the same task and the same seeds.
 
-Reading a rollout's messages as a tree: which answers belong to which assistant turn, and what stood before it.
+The functions at the end read a rollout's messages as a tree.
 """
 
 from __future__ import annotations
@@ -17,45 +17,21 @@ import msgspec
 from composer_prime.wire.types import Sample
 from orchestrator.workers.protocol import MessageRecord, RolloutFailure, SessionRecord
 
+BEHAVIOR_PART = "behaviour/"
+"""Prefix of the reward parts that orchestrator/rollouts/behavior.py adds."""
 _ODD = 0x9E3779B1
 _SEED_MASK = (1 << 31) - 1
-BEHAVIOUR_PART = "behaviour/"
-"""Prefix of the reward parts that orchestrator/rollouts/behaviour.py adds."""
 _REWARD_DIGITS = 9
 
 
 def derive_seed(*parts: object) -> int:
-    """A 31-bit seed from the parts' text: the same on every machine and in every process."""
+    """Return a 31-bit seed from the parts' text: the same on every machine and in every process."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & _SEED_MASK
 
 
-def task_reward(reward: float, parts: Mapping[str, float]) -> float:
-    """What the environment gave, of a reward with behaviour parts.
-
-    Rounded where there are any: a sum that is taken apart again is off by a last bit, and 1.0 decides who passed.
-    """
-    added = [value for name, value in parts.items() if name.startswith(BEHAVIOUR_PART)]
-    return round(reward - sum(added), _REWARD_DIGITS) if added else reward
-
-
-class GroupOutcome(StrEnum):
-    """What became of a group."""
-
-    READY = "ready"
-    """Waits in the buffer for a batch, or is in one."""
-    DISTILLED = "distilled"
-    """All rewards equal, but turns of it were hinted: it goes along with a batch, for channel 2 alone."""
-    FILTERED = "filtered"
-    """All rewards equal: no advantage, nothing to learn."""
-    FAILED = "failed"
-    """Fewer than min_group rollouts finished."""
-    STALE = "stale"
-    """Older than any future batch accepts."""
-
-
 class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Group number `group`: which task its G siblings play, and with which seeds."""
+    """Which task the G siblings of group number `group` play, and with which seeds."""
 
     group: int
     """From 0, in order of dispatch; unique within the run, kept over resumes."""
@@ -70,7 +46,7 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
         return f"g{self.group:06d}"
 
     def rollout_id(self, sibling: int, attempt: int) -> str:
-        """Unique for each attempt: what an abandoned attempt still generates can't get into the next one's record."""
+        """Unique for each attempt: what an abandoned attempt still generates cannot reach the next one's record."""
         return f"{self.group_id}-{sibling}" + (f"r{attempt}" if attempt else "")
 
     def rollout_seed(self, sibling: int, attempt: int) -> int:
@@ -78,8 +54,21 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
         return (self.seed + (attempt * self.size + sibling) * _ODD) & _SEED_MASK
 
 
+class GroupOutcome(StrEnum):
+    READY = "ready"
+    """Waits in the buffer for a batch, or is in one."""
+    DISTILLED = "distilled"
+    """All rewards equal, but some turns were hinted: it joins a batch for SDPO alone."""
+    FILTERED = "filtered"
+    """All rewards equal: no advantage, nothing to learn."""
+    FAILED = "failed"
+    """Fewer than min_group rollouts finished."""
+    STALE = "stale"
+    """Older than any future batch accepts."""
+
+
 class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout's last attempt, with or without a reward; what the rollout log shows."""
+    """One rollout's last attempt, with or without a reward; the rollout log shows it."""
 
     rollout_id: str
     sibling: int
@@ -91,7 +80,7 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, float] = {}
     metrics: dict[str, float] = {}
     hints: dict[str, int] = {}
-    """What channel 2 did with it, counted (orchestrator/hints/stage.py)."""
+    """Counts of what the hint stage did with it (orchestrator/hints/stage.py)."""
     turns: list[MessageRecord] = []
     sessions: list[SessionRecord] = []
     stop_reason: str | None = None
@@ -111,7 +100,7 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def task_reward(self) -> float | None:
-        """`reward` without behaviour parts: whether the task was done, whatever that cost."""
+        """`reward` without behavior parts: whether the task was done, whatever that cost."""
         return None if self.reward is None else task_reward(self.reward, self.parts)
 
 
@@ -126,12 +115,12 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rewards(self) -> list[float]:
-        """Of the rollouts that finished; between 0 and G of them."""
+        """Rewards of the rollouts that finished; between 0 and G of them."""
         return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
 
     @property
     def task_rewards(self) -> list[float]:
-        """As `rewards`, without behaviour parts."""
+        """`rewards` without behavior parts."""
         return [rollout.task_reward for rollout in self.rollouts if rollout.task_reward is not None]
 
     @property
@@ -147,18 +136,27 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, outcome=outcome, samples=[])
 
 
+def task_reward(reward: float, parts: Mapping[str, float]) -> float:
+    """Return what the environment gave, from a reward with behavior parts.
+
+    Rounded if there are such parts: taking a sum apart is off by a last bit, and exactly 1.0 decides who passed.
+    """
+    behavior = [value for name, value in parts.items() if name.startswith(BEHAVIOR_PART)]
+    return round(reward - sum(behavior), _REWARD_DIGITS) if behavior else reward
+
+
 def answers(turns: Sequence[MessageRecord]) -> dict[int, list[int]]:
-    """Positions of the tool messages that answer each assistant message, by the position of that message."""
-    found: dict[int, list[int]] = {index: [] for index, turn in enumerate(turns) if turn.role == "assistant"}
+    """Return the positions of the tool messages that answer each assistant message, by its position."""
+    answers_at: dict[int, list[int]] = {index: [] for index, turn in enumerate(turns) if turn.role == "assistant"}
     for index, turn in enumerate(turns):
-        asked = _asked_by(turns, index) if turn.role == "tool" else None
-        if asked is not None:
-            found[asked].append(index)
-    return found
+        caller = _caller(turns, index) if turn.role == "tool" else None
+        if caller is not None:
+            answers_at[caller].append(index)
+    return answers_at
 
 
-def _asked_by(turns: Sequence[MessageRecord], index: int) -> int | None:
-    """The assistant message that the tool message at `index` answers: the one before it and its fellow answers."""
+def _caller(turns: Sequence[MessageRecord], index: int) -> int | None:
+    """Return the assistant message that the tool message at `index` answers, past other answers to the same message."""
     at = turns[index].parent
     while at is not None and turns[at].role == "tool":
         at = turns[at].parent
@@ -166,7 +164,7 @@ def _asked_by(turns: Sequence[MessageRecord], index: int) -> int | None:
 
 
 def messages_before(turns: Sequence[MessageRecord], index: int) -> list[MessageRecord]:
-    """The messages that the one at `index` continues, oldest first, without it."""
+    """Return the messages that the one at `index` continues, oldest first, without it."""
     path = []
     at = turns[index].parent
     while at is not None:
@@ -176,12 +174,12 @@ def messages_before(turns: Sequence[MessageRecord], index: int) -> list[MessageR
 
 
 def failed_turns(turns: Sequence[MessageRecord]) -> int:
-    """Assistant messages that a tool answered with an error, by the environment's own word."""
-    return sum(any(turns[index].error is not None for index in told) for told in answers(turns).values())
+    """Count the assistant messages that a tool answered with an error, as the environment marks it."""
+    return sum(any(turns[index].error is not None for index in indices) for indices in answers(turns).values())
 
 
 def turn_error_rate(rollouts: Iterable[FinishedRollout]) -> float | None:
-    """Share of assistant messages that a tool answered with an error; None without assistant messages."""
+    """Return the share of assistant messages that a tool answered with an error; None without such messages."""
     failed = total = 0
     for rollout in rollouts:
         failed += failed_turns(rollout.turns)

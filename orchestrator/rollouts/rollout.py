@@ -1,15 +1,14 @@
-"""One rollout from request to reply: its permit, its deadline, its token record.
+"""One rollout: its request, its permit, its deadline, and the result with its token record.
 
-The one place that opens and takes a gateway record, so that none is left behind however the rollout ends.
+    RequestFactory -> RunRollout -> RolloutRunner.run: [permit] -> worker -> RolloutResult -> finished_rollout
 
-What a worker is asked to play, in training and in evaluation: sampling settings, seeds, deadlines in one place.
+`RolloutRunner` is the only place that opens and takes a gateway record, so no record is left behind, however the
+rollout ends. `Permits` bounds concurrency for training and evaluation together:
 
-Bounded concurrency of rollouts, shared by training and evaluation.
+    hold(lane, order) -> waits -> granted, lowest order first within its lane -> released
 
-    acquire(lane, order) -> waits -> granted lowest order first within its lane -> release
-
-The limit moves (the gateway raises and lowers it with the nodes' load), so it is asked for at each grant. While both
-lanes wait, evaluation gets at most `eval_share` of the limit; a lane that waits alone may take all of it.
+The limit moves with the nodes' load, so the gateway is asked for it at each grant. While both lanes wait, evaluation
+gets at most `eval_share` of the limit; a lane that waits alone may take all of it.
 """
 
 from __future__ import annotations
@@ -18,22 +17,29 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import DeadlineError
-from orchestrator.rollouts.groups import GroupPlan, derive_seed
-from orchestrator.rollouts.samples import Generation
+from composer_prime.run.retry import backoff_s
+from composer_prime.wire.types import Sample
+from orchestrator.gateway.records import GenerationRecord, RolloutRecords
+from orchestrator.rollouts.groups import FinishedRollout, GroupPlan, derive_seed
+from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL, TRAIN, RolloutFailure, RolloutReply, RunRollout
 
 MODEL_NAME = "policy"
+_RETRY_S = 0.5
+_LONGEST_RETRY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFactory:
+    """Builds what a worker is asked to do: sampling settings, seeds and deadlines."""
+
     config: OrchestratorConfig
     gateway_url: str
     """http://host:port/v1"""
@@ -89,15 +95,16 @@ class Lane(Enum):
 
 class Permits:
     def __init__(self, limit: Callable[[], int], eval_share: float) -> None:
-        self._limit = limit
         self.eval_share = eval_share
         self.running = {lane: 0 for lane in Lane}
+        self._limit = limit
         self._waiting: dict[Lane, list[tuple[int, int, asyncio.Future[None]]]] = {lane: [] for lane in Lane}
+        """Heaps of (order, ticket, future)."""
         self._ticket = itertools.count()
 
     @contextlib.asynccontextmanager
     async def hold(self, lane: Lane, order: int) -> AsyncIterator[None]:
-        """A place for one rollout; lower `order` goes first."""
+        """Hold a permit for one rollout; lower `order` goes first."""
         await self._acquire(lane, order)
         try:
             yield
@@ -109,7 +116,7 @@ class Permits:
         return sum(not future.done() for _, _, future in self._waiting[lane])
 
     def grant(self) -> None:
-        """Hand out what the limit allows now. Called at each release; call it also when the limit may have risen."""
+        """Grant what the limit allows now. Called at each release; call it also when the limit may have risen."""
         limit = max(1, self._limit())
         while sum(self.running.values()) < limit and (lane := self._next_lane(limit)) is not None:
             future = heapq.heappop(self._waiting[lane])[2]
@@ -138,43 +145,32 @@ class Permits:
         return Lane.TRAIN if train else Lane.EVAL if evaluation else None
 
 
-_GRACE_S = 5.0
-"""What a worker gets on top of a rollout's own limit to report that the limit was reached."""
-_RETRY_S, _LONGEST_RETRY_S = 0.5, 30.0
-
-
-class Pool(Protocol):
-    """What is needed of a source's workers (orchestrator/workers/pool.py)."""
-
-    async def run(self, request: RunRollout) -> RolloutReply:
-        """Cancelling the awaiting task cancels the rollout. Raises EnvironmentWorkerError when no worker is left."""
-        ...
-
-
-class RecordSource(Protocol):
-    """What is needed of the gateway's records (orchestrator/gateway/records.py)."""
-
-    def open(self, rollout_id: str) -> None: ...
-    def take(self, rollout_id: str) -> Sequence[Generation]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:
-    """A rollout that came to an end, well or not."""
+    """A rollout that ended, with or without success."""
 
     reply: RolloutReply
-    records: Sequence[Generation]
+    records: Sequence[GenerationRecord]
 
     @property
     def versions(self) -> tuple[int, int] | None:
         """Oldest and newest policy version that sampled a token; None when nothing was sampled."""
-        found = [span.version for record in self.records for span in record.version_spans]
-        return (min(found), max(found)) if found else None
+        versions = [span.version for record in self.records for span in record.version_spans]
+        return (min(versions), max(versions)) if versions else None
 
 
 class RolloutRunner:
-    def __init__(self, pools: Mapping[str, Pool], records: RecordSource, permits: Permits) -> None:
-        self._pools, self._records, self._permits = pools, records, permits
+    def __init__(
+        self, pools: Mapping[str, WorkerPool], records: RolloutRecords, permits: Permits, grace_s: float = 5.0
+    ) -> None:
+        """`pools`: environment workers by source.
+
+        `grace_s`: what a worker gets beyond a rollout's own limit to report that the limit was reached.
+        """
+        self._pools = pools
+        self._records = records
+        self._permits = permits
+        self._grace_s = grace_s
 
     async def run(
         self,
@@ -185,9 +181,9 @@ class RolloutRunner:
         order: int,
         on_begin: Callable[[], None] = lambda: None,
     ) -> RolloutResult:
-        """Play `request` on a worker of `source`. A rollout past its deadline is a failed reply, not an exception.
+        """Run `request` on a worker of `source`. A rollout past its deadline is a failed reply, not an exception.
 
-        `on_begin` is called once the rollout has its place among the running ones. Raises EnvironmentWorkerError.
+        Calls `on_begin` once the rollout holds its permit. Raises EnvironmentWorkerError when no worker is left.
         """
         async with self._permits.hold(lane, order):
             on_begin()
@@ -199,7 +195,7 @@ class RolloutRunner:
         return RolloutResult(reply=reply, records=records)
 
     async def _within_deadline(self, source: str, request: RunRollout) -> RolloutReply:
-        deadline_s = request.timeout_s + _GRACE_S
+        deadline_s = request.timeout_s + self._grace_s
         try:
             async with asyncio.timeout(deadline_s):
                 return await self._pools[source].run(request)
@@ -209,15 +205,63 @@ class RolloutRunner:
             return _failed(request, "timeout", f"the worker gave no reply within {deadline_s:.0f} s")
 
 
-def retry_pause_s(attempt: int) -> float:
-    """Seconds from the end of failed try number `attempt` (from 0) to the next: what broke may need them to mend."""
-    return min(_RETRY_S * 2**attempt, _LONGEST_RETRY_S)
-
-
 def _failed(request: RunRollout, kind: str, message: str) -> RolloutReply:
     return RolloutReply(
         rollout_id=request.rollout_id,
         task_id=f"task-{request.task_index}",
         reward=None,
         error=RolloutFailure(kind=kind, message=message, retryable=True),
+    )
+
+
+def retry_pause_s(attempt: int) -> float:
+    """Return the seconds from the end of failed try number `attempt` (from 0) to the next try."""
+    return backoff_s(attempt, first_s=_RETRY_S, longest_s=_LONGEST_RETRY_S)
+
+
+def score_failure(result: RolloutResult) -> RolloutFailure | None:
+    """Return why a rollout has no usable reward; None when it has one. A reward of NaN is a failed verifier."""
+    reply = result.reply
+    if reply.error is not None:
+        return reply.error
+    if reply.reward is None or not math.isfinite(reply.reward):
+        message = f"the environment gave the reward {reply.reward}; a finite number is needed"
+        return RolloutFailure(kind="no_reward", message=message, retryable=True)
+    return None
+
+
+def finished_rollout(
+    result: RolloutResult,
+    *,
+    sibling: int,
+    seed: int,
+    samples: list[Sample],
+    failure: RolloutFailure | None,
+    earlier: list[RolloutFailure],
+) -> FinishedRollout:
+    """Return the rollout as data. `failure`, from the reply or from compiling its tokens, leaves it without a reward.
+
+    `earlier`: failures of this sibling's tries before this one.
+    """
+    reply, versions = result.reply, result.versions
+    return FinishedRollout(
+        rollout_id=reply.rollout_id,
+        sibling=sibling,
+        task_id=reply.task_id,
+        seed=seed,
+        reward=None if failure is not None else reply.reward,
+        parts=reply.parts,
+        metrics=reply.metrics,
+        turns=reply.turns,
+        sessions=reply.sessions,
+        stop_reason=reply.stop_reason,
+        truncated=reply.truncated,
+        failure=failure,
+        failed_attempts=list(earlier),
+        version_min=versions[0] if versions else None,
+        version_max=versions[1] if versions else None,
+        prompt_tokens=sum(sample.num_tokens - sample.num_trained for sample in samples) if samples else None,
+        sampled_tokens=sum(len(record.completion_ids) for record in result.records),
+        cpu_s=reply.cpu_s,
+        wall_s=reply.wall_s,
     )

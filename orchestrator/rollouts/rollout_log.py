@@ -1,8 +1,8 @@
-"""rollouts/*.jsonl: one object a rollout, for people and for `composer rollouts`.
+"""rollouts/*.jsonl: one object per rollout, for people and for `composer rollouts`.
 
-A training step's file holds the rollouts of its batch and, with another `status`, those of groups that were dropped
-since the batch before. Files are written whole and atomically, so a batch that is served again after a crash does not
-double its lines.
+A training step's file holds the rollouts of its batch. It also holds, with another `status`, those of groups that were
+dropped since the batch before. Files are written whole and atomically: a batch that is served again after a crash does
+not double its lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from orchestrator.workers.protocol import MessageRecord, RolloutFailure
 
 
 def group_lines(step: int, group: FinishedGroup) -> list[dict[str, Any]]:
-    """The lines of a group's rollouts."""
+    """Return the lines of a group's rollouts."""
     status = "trained" if group.outcome is GroupOutcome.READY else group.outcome.value
     return [rollout_line(step, group.plan.source, rollout, status, group.plan.group) for rollout in group.rollouts]
 
@@ -27,7 +27,7 @@ def group_lines(step: int, group: FinishedGroup) -> list[dict[str, Any]]:
 def rollout_line(
     step: int, source: str, rollout: FinishedRollout, status: str, group: int | None = None
 ) -> dict[str, Any]:
-    """One rollout as plain JSON values; what is not known is null."""
+    """Return one rollout as plain JSON values; unknown values are null."""
     versions = None if rollout.version_min is None else [rollout.version_min, rollout.version_max]
     return {
         "step": step,
@@ -59,7 +59,7 @@ def rollout_line(
 
 
 def write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Replace `path` by `lines`. Raises OSError."""
+    """Replace the content of `path` by `lines`. Raises OSError."""
     encoder = msgspec.json.Encoder()
     write_atomic(path, b"".join(encoder.encode(line) + b"\n" for line in lines))
 

@@ -1,10 +1,10 @@
-"""From what the gateway recorded to what the trainer learns from, by token ids alone.
+"""From the gateway's records to the trainer's samples, by token ids alone.
 
     record k:  prompt_k | completion_k          one answered generate request
     merge:     prompt_{k+1} extends prompt_k + completion_k exactly  ->  same sample, the new prompt tokens masked
-    break:     it does not (history rewritten, sub-agent, re-tokenised)  ->  a new branch, one sample each
+    break:     it does not (history rewritten, sub-agent, re-tokenized)  ->  a new branch, one sample each
 
-Nothing is tokenised here. Each record's completion is appended to exactly one branch with mask 1; wherever its tokens
+Nothing is tokenized here. Each record's completion is appended to exactly one branch with mask 1. Wherever its tokens
 recur they stand in a prompt, with mask 0. So every sampled token is trained exactly once, whatever branches share it.
 """
 
@@ -12,49 +12,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from composer_prime.errors import RolloutError
-from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, pack_flags, pack_floats, pack_ints
+from orchestrator.gateway.records import GenerationRecord
 from orchestrator.rollouts.groups import GroupPlan
 from orchestrator.workers.protocol import MessageRecord, RolloutReply
 
 
-class Generation(Protocol):
-    """What is read of a gateway record (orchestrator/gateway/records.py, GenerationRecord)."""
+def compile_rollout(plan: GroupPlan, reply: RolloutReply, records: Sequence[GenerationRecord]) -> list[Sample]:
+    """Return the samples of one rollout, advantages still zero. Branches without a sampled token give none.
 
-    @property
-    def session(self) -> str: ...
-    @property
-    def prompt_ids(self) -> np.ndarray:
-        """int32 [T_prompt]."""
-        ...
+    Leaves out sessions that the environment marks as not trainable (a user simulator, a judge). A rollout that a limit
+    cut short keeps what it sampled.
 
-    @property
-    def completion_ids(self) -> np.ndarray:
-        """int32 [T_new]."""
-        ...
-
-    @property
-    def logprobs(self) -> np.ndarray:
-        """float32 [T_new]."""
-        ...
-
-    @property
-    def version_spans(self) -> Sequence[VersionSpan]:
-        """Cover [0, T_new)."""
-        ...
-
-    @property
-    def sampling(self) -> Sampling: ...
-    @property
-    def finish_reason(self) -> str:
-        """stop | length."""
-        ...
+    Raises RolloutError when the records contradict themselves or the worker's turns.
+    """
+    trainable = {session.session_id for session in reply.sessions if session.trainable}
+    branches: list[Branch] = []
+    num_turns = 0
+    for session, session_records in matched_records(reply, _by_session(records)).items():
+        if session in trainable or not reply.sessions:
+            branches += merge(session_records, first_turn=num_turns)
+        num_turns += len(session_records)
+    sampled = [branch for branch in branches if branch.turns]
+    return [_sample(branch, f"{reply.rollout_id}/{number}", plan, reply) for number, branch in enumerate(sampled)]
 
 
 @dataclass(slots=True)
@@ -70,13 +55,13 @@ class Branch:
     turns: list[TurnSpan] = field(default_factory=list)
 
     @classmethod
-    def starting_with(cls, record: Generation) -> Branch:
+    def starting_with(cls, record: GenerationRecord) -> Branch:
         branch = cls(tokens=np.empty(0, np.int32), temperature=record.sampling.temperature)
-        branch._unsampled(record.prompt_ids)
+        branch._add_prompt(record.prompt_ids)
         return branch
 
-    def continues_in(self, record: Generation) -> bool:
-        """Whether the record's prompt begins with all of this branch, sampled alike."""
+    def continues_in(self, record: GenerationRecord) -> bool:
+        """Whether the record's prompt begins with all of this branch and was sampled at its temperature."""
         length = len(self.tokens)
         return (
             self.temperature == record.sampling.temperature
@@ -84,9 +69,9 @@ class Branch:
             and np.array_equal(self.tokens, record.prompt_ids[:length])
         )
 
-    def extend(self, record: Generation, turn: int) -> None:
+    def extend(self, record: GenerationRecord, turn: int) -> None:
         """Append what the record's prompt adds to this branch (mask 0) and its completion (mask 1)."""
-        self._unsampled(record.prompt_ids[len(self.tokens) :])
+        self._add_prompt(record.prompt_ids[len(self.tokens) :])
         start, count = len(self.tokens), len(record.completion_ids)
         self.tokens = np.concatenate([self.tokens, record.completion_ids])
         self.mask.append(np.ones(count, np.uint8))
@@ -96,7 +81,7 @@ class Branch:
         if count:
             self.turns.append(TurnSpan(start, start + count, turn))
 
-    def _unsampled(self, token_ids: np.ndarray) -> None:
+    def _add_prompt(self, token_ids: np.ndarray) -> None:
         self.tokens = np.concatenate([self.tokens, np.asarray(token_ids, np.int32)])
         self.mask.append(np.zeros(len(token_ids), np.uint8))
         self.logprobs.append(np.zeros(len(token_ids), np.float32))
@@ -109,19 +94,18 @@ class Branch:
             self.spans.append(span)
 
 
-def merge(records: Iterable[Generation], first_turn: int = 0) -> list[Branch]:
-    """Branches of one conversation, in the order in which they began.
+def merge(records: Iterable[GenerationRecord], first_turn: int = 0) -> list[Branch]:
+    """Return the branches of one conversation, in the order in which they began.
 
-    A record goes to the longest branch that its prompt extends exactly; the turn number is its place in the order.
-    Raises RolloutError for a record whose logprobs or version spans do not match its tokens, or that was sampled from
-    another distribution than the trainer's softmax.
+    A record joins the longest branch that its prompt extends exactly. Its turn number is its place in the order.
+    Raises what `check_record` raises.
     """
     branches: list[Branch] = []
     for turn, record in enumerate(records, start=first_turn):
-        check_records(record)
-        fitting = [branch for branch in branches if branch.continues_in(record)]
-        if fitting:
-            branch = max(fitting, key=lambda branch: len(branch.tokens))
+        check_record(record)
+        continued = [branch for branch in branches if branch.continues_in(record)]
+        if continued:
+            branch = max(continued, key=lambda branch: len(branch.tokens))
         else:
             branch = Branch.starting_with(record)
             branches.append(branch)
@@ -129,8 +113,12 @@ def merge(records: Iterable[Generation], first_turn: int = 0) -> list[Branch]:
     return branches
 
 
-def check_records(record: Generation) -> None:
-    """Raises RolloutError when the record contradicts itself: such tokens must not reach the loss."""
+def check_record(record: GenerationRecord) -> None:
+    """Refuse a record whose tokens must not reach the loss.
+
+    Raises RolloutError when logprobs or version spans do not match its tokens, or when it was sampled from another
+    distribution than the trainer's softmax.
+    """
     count = len(record.completion_ids)
     where = f"session {record.session!r}, a turn of {count} sampled tokens"
     if len(record.prompt_ids) == 0:
@@ -139,12 +127,12 @@ def check_records(record: Generation) -> None:
         raise RolloutError(f"{where} came with {len(record.logprobs)} log-probabilities")
     if not np.isfinite(record.logprobs).all():
         raise RolloutError(f"{where} holds a log-probability that is not finite")
-    how = record.sampling
-    if how.temperature <= 0 or how.top_p < 1 or how.top_k > 0:
+    sampling = record.sampling
+    if sampling.temperature <= 0 or sampling.top_p < 1 or sampling.top_k > 0:
         raise RolloutError(
-            f"{where} was sampled with temperature {how.temperature:g}, top_p {how.top_p:g}, top_k {how.top_k}: the "
-            "trainer's policy is the full softmax at a temperature above 0; mark this agent as not trainable or let it "
-            "sample as the orchestrator asks"
+            f"{where} was sampled with temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, "
+            f"top_k {sampling.top_k}: the trainer's policy is the full softmax at a temperature above 0; mark this "
+            "agent as not trainable or let it sample as the orchestrator asks"
         )
     end = 0
     for span in record.version_spans:
@@ -153,104 +141,6 @@ def check_records(record: Generation) -> None:
         end = span.end
     if end != count or (record.version_spans and record.version_spans[-1].end != count):
         raise RolloutError(f"{where} has version spans {list(record.version_spans)}, which do not cover it")
-
-
-def compile_rollout(plan: GroupPlan, reply: RolloutReply, records: Sequence[Generation]) -> list[Sample]:
-    """The samples of one rollout, advantages still zero. Branches without a sampled token give none.
-
-    Sessions that the environment marks as not trainable (a user simulator, a judge) are left out. A rollout that a
-    limit cut short keeps what it sampled.
-
-    Raises RolloutError when the records contradict themselves or the worker's account of its turns.
-    """
-    trainable = {session.session_id for session in reply.sessions if session.trainable}
-    branches, turns = [], 0
-    for session, kept in played_records(reply, _by_session(records)).items():
-        if session in trainable or not reply.sessions:
-            branches += merge(kept, first_turn=turns)
-        turns += len(kept)
-    sampled = [branch for branch in branches if branch.turns]
-    return [_sample(branch, f"{reply.rollout_id}/{number}", plan, reply) for number, branch in enumerate(sampled)]
-
-
-def numbered_turns(reply: RolloutReply, records: Sequence[Generation]) -> list[MessageRecord]:
-    """The worker's messages; those that the policy sampled with the number that TurnSpan knows them by, their finish
-    reason and their surprisal.
-
-    Raises RolloutError as `compile_rollout` does.
-    """
-    turns, first = list(reply.turns), 0
-    played = played_records(reply, _by_session(records))
-    names = dict(enumerate([session.session_id for session in reply.sessions] or list(played)))
-    for session, kept in played.items():
-        shown = [
-            index
-            for index, turn in enumerate(turns)
-            if turn.role == "assistant" and turn.call is not None and names.get(turn.session) == session
-        ]
-        shown.sort(key=lambda index: turns[index].call or 0)
-        for number, (index, record) in enumerate(zip(shown, kept, strict=False), start=first):
-            turns[index] = msgspec.structs.replace(
-                turns[index], turn=number, finish_reason=record.finish_reason, surprisal=_surprisal(record)
-            )
-        first += len(kept)
-    return turns
-
-
-def _surprisal(record: Generation) -> float | None:
-    """Mean of -log p over the record's tokens, nats; None where it has none, or a logprob that is no number."""
-    mean = -float(np.mean(record.logprobs)) if len(record.logprobs) else float("nan")
-    return round(max(mean, 0.0), 4) if np.isfinite(mean) else None
-
-
-def _by_session(records: Iterable[Generation]) -> dict[str, list[Generation]]:
-    by_session: dict[str, list[Generation]] = {}
-    for record in records:
-        by_session.setdefault(record.session, []).append(record)
-    return by_session
-
-
-def played_records(reply: RolloutReply, by_session: dict[str, list[Generation]]) -> dict[str, list[Generation]]:
-    """Of each session, the records that became turns of the rollout, checked against the worker's account of them.
-
-    A reply that was lost on its way to the worker was recorded and then asked for again: the rollout never saw it, so
-    its tokens have no part in the reward. Raises RolloutError when the two accounts cannot be brought together.
-    """
-    if not reply.sessions or not reply.turns:
-        return by_session
-    shown: dict[str, list[MessageRecord]] = {session.session_id: [] for session in reply.sessions}
-    for turn in reply.turns:
-        if turn.role == "assistant" and turn.call is not None and turn.session < len(reply.sessions):
-            shown[reply.sessions[turn.session].session_id].append(turn)
-    played = {session: _played(session, kept, shown.get(session, [])) for session, kept in by_session.items()}
-    missing = [session for session, turns in shown.items() if turns and session not in played]
-    if missing:
-        raise RolloutError(f"the worker shows turns of sessions {missing}, the gateway recorded nothing of them")
-    return played
-
-
-def _played(session: str, records: list[Generation], turns: list[MessageRecord]) -> list[Generation]:
-    """Without replies that were asked for again (same prompt) and without the last ones, which came too late."""
-    surplus = len(records) - len(turns)
-    again = [
-        any(np.array_equal(record.prompt_ids, later.prompt_ids) for later in records[number + 1 :])
-        for number, record in enumerate(records if surplus > 0 else [])
-    ]
-    dropped = set(np.flatnonzero(again)[: max(surplus, 0)].tolist())
-    kept = [record for number, record in enumerate(records) if number not in dropped][: len(turns)]
-    if len(kept) < len(turns):
-        raise RolloutError(
-            f"the worker shows {len(turns)} turns of session {session!r}, the gateway recorded {len(records)}: the "
-            "rollout's tokens are incomplete"
-        )
-    for record, turn in zip(kept, sorted(turns, key=lambda turn: turn.call or 0), strict=True):
-        count = len(record.completion_ids)
-        if turn.num_tokens is not None and turn.num_tokens != count:
-            raise RolloutError(
-                f"turn {turn.call} of session {session!r} has {turn.num_tokens} tokens at the worker, "
-                f"{count} at the gateway"
-            )
-    return kept
 
 
 def _sample(branch: Branch, sample_id: str, plan: GroupPlan, reply: RolloutReply) -> Sample:
@@ -272,12 +162,101 @@ def _sample(branch: Branch, sample_id: str, plan: GroupPlan, reply: RolloutReply
 
 
 def with_advantage(sample: Sample, advantage: float) -> Sample:
-    """`sample` with `advantage` on each trained token."""
+    """Return `sample` with `advantage` on each trained token."""
     return msgspec.structs.replace(sample, advantages=pack_floats(flags(sample.loss_mask) * np.float32(advantage)))
 
 
-def untrained(sample: Sample) -> Sample:
-    """`sample` with mask and advantage 0 on every token: for channel 2 alone. Log-probabilities stay, as the importance
-    weights of its distilled turns need them."""
+def sdpo_only(sample: Sample) -> Sample:
+    """Return `sample` with mask and advantage 0 on every token, so that only SDPO trains on it.
+
+    Log-probabilities stay: the importance weights of its hinted turns need them.
+    """
     zeros = np.zeros(sample.num_tokens)
     return msgspec.structs.replace(sample, loss_mask=pack_flags(zeros), advantages=pack_floats(zeros))
+
+
+# -- matching records with the worker's turns ---------------------------------------------------------------------
+
+
+def numbered_turns(reply: RolloutReply, records: Sequence[GenerationRecord]) -> list[MessageRecord]:
+    """Return the worker's messages; those that the policy sampled get turn number, finish reason and surprisal.
+
+    The turn number is the one in TurnSpan. Raises RolloutError as `compile_rollout` does.
+    """
+    turns, first = list(reply.turns), 0
+    by_session = matched_records(reply, _by_session(records))
+    names = dict(enumerate([session.session_id for session in reply.sessions] or list(by_session)))
+    for session, session_records in by_session.items():
+        sampled = [
+            index
+            for index, turn in enumerate(turns)
+            if turn.role == "assistant" and turn.call is not None and names.get(turn.session) == session
+        ]
+        sampled.sort(key=lambda index: turns[index].call or 0)
+        for number, (index, record) in enumerate(zip(sampled, session_records, strict=False), start=first):
+            turns[index] = msgspec.structs.replace(
+                turns[index], turn=number, finish_reason=record.finish_reason, surprisal=_surprisal(record)
+            )
+        first += len(session_records)
+    return turns
+
+
+def _surprisal(record: GenerationRecord) -> float | None:
+    """Return the mean of -log p over the record's tokens, in nats; None without tokens or with a NaN log-prob."""
+    mean = -float(np.mean(record.logprobs)) if len(record.logprobs) else float("nan")
+    return round(max(mean, 0.0), 4) if np.isfinite(mean) else None
+
+
+def _by_session(records: Iterable[GenerationRecord]) -> dict[str, list[GenerationRecord]]:
+    by_session: dict[str, list[GenerationRecord]] = {}
+    for record in records:
+        by_session.setdefault(record.session, []).append(record)
+    return by_session
+
+
+def matched_records(
+    reply: RolloutReply, by_session: dict[str, list[GenerationRecord]]
+) -> dict[str, list[GenerationRecord]]:
+    """Return of each session the records that became turns of the rollout.
+
+    A reply that was lost on its way to the worker is recorded and then asked for again. The rollout never saw it, so
+    its tokens have no part in the reward. Raises RolloutError when records and the worker's turns cannot be matched.
+    """
+    if not reply.sessions or not reply.turns:
+        return by_session
+    turns_by_session: dict[str, list[MessageRecord]] = {session.session_id: [] for session in reply.sessions}
+    for turn in reply.turns:
+        if turn.role == "assistant" and turn.call is not None and turn.session < len(reply.sessions):
+            turns_by_session[reply.sessions[turn.session].session_id].append(turn)
+    matched = {
+        session: _match_session(session, records, turns_by_session.get(session, []))
+        for session, records in by_session.items()
+    }
+    missing = [session for session, turns in turns_by_session.items() if turns and session not in matched]
+    if missing:
+        raise RolloutError(f"the worker shows turns of sessions {missing}, the gateway recorded nothing of them")
+    return matched
+
+
+def _match_session(session: str, records: list[GenerationRecord], turns: list[MessageRecord]) -> list[GenerationRecord]:
+    """Drop replies that were asked for again (same prompt) and the last ones, which came too late."""
+    surplus = len(records) - len(turns)
+    repeated = [
+        any(np.array_equal(record.prompt_ids, later.prompt_ids) for later in records[number + 1 :])
+        for number, record in enumerate(records if surplus > 0 else [])
+    ]
+    dropped = set(np.flatnonzero(repeated)[: max(surplus, 0)].tolist())
+    matched = [record for number, record in enumerate(records) if number not in dropped][: len(turns)]
+    if len(matched) < len(turns):
+        raise RolloutError(
+            f"the worker shows {len(turns)} turns of session {session!r}, the gateway recorded {len(records)}: the "
+            "rollout's tokens are incomplete"
+        )
+    for record, turn in zip(matched, sorted(turns, key=lambda turn: turn.call or 0), strict=True):
+        count = len(record.completion_ids)
+        if turn.num_tokens is not None and turn.num_tokens != count:
+            raise RolloutError(
+                f"turn {turn.call} of session {session!r} has {turn.num_tokens} tokens at the worker, "
+                f"{count} at the gateway"
+            )
+    return matched

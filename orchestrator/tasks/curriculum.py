@@ -1,8 +1,8 @@
 """Which task of a source comes next: the hook, a default and an adaptive one.
 
-A curriculum is named by `orchestrator.curriculum.import_path` (`module:Class`) and made once a source as
-`Class(num_tasks=…, seed=…, **kwargs)`. Its state goes into every checkpoint; after a crash the journal replays the
-calls since then in their order, so a curriculum that draws no randomness of its own goes on exactly.
+`orchestrator.curriculum.import_path` names a curriculum (`module:Class`). Each source gets one, built as
+`Class(num_tasks=…, seed=…, **kwargs)`. Its state is part of every checkpoint. After a crash the journal replays the
+calls since then in their order, so a curriculum without randomness of its own continues exactly.
 """
 
 from __future__ import annotations
@@ -19,44 +19,49 @@ from orchestrator.rollouts.groups import FinishedGroup, derive_seed
 
 
 class Curriculum(Protocol):
-    """Called from the event loop, so each call must be quick."""
+    """Called from the event loop: each call must be quick."""
 
     def next_task(self) -> int:
-        """Index of the task that the next group plays, in [0, num_tasks)."""
+        """Return the index of the task that the next group plays, in [0, num_tasks)."""
         ...
 
     def observe(self, group: FinishedGroup) -> None:
-        """A group of this source ended, whatever its outcome; `group.plan.task_index` says which task it was."""
+        """Take in a group of this source that ended, with any outcome; `group.plan.task_index` is its task."""
 
     def state(self) -> dict[str, Any]:
-        """Everything `load_state` needs, as plain JSON values."""
+        """Return everything that `load_state` needs, as plain JSON values."""
         ...
 
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 class Shuffled:
-    """Every task once an epoch, each epoch in an order of its own.
+    """Every task once per epoch, each epoch in its own order.
 
-    The draw number alone decides, so its state is one integer. An endless task set (`num_tasks` None) goes in order.
+    Only the draw number decides, so the state is one integer. An endless task set (`num_tasks` None) goes in order.
     """
 
     def __init__(self, *, num_tasks: int | None, seed: int) -> None:
-        self._num_tasks, self._seed, self._drawn = num_tasks, seed, 0
-        self._epoch, self._order = -1, []
+        self._num_tasks = num_tasks
+        self._seed = seed
+        self._drawn = 0
+        self._epoch = -1
+        self._order: list[int] = []
 
     def next_task(self) -> int:
-        drawn, self._drawn = self._drawn, self._drawn + 1
+        draw = self._drawn
+        self._drawn += 1
         if self._num_tasks is None:
-            return drawn
-        epoch, position = divmod(drawn, self._num_tasks)
+            return draw
+        epoch, position = divmod(draw, self._num_tasks)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(self._num_tasks))
+            self._epoch = epoch
+            self._order = list(range(self._num_tasks))
             random.Random(derive_seed(self._seed, "epoch", epoch)).shuffle(self._order)
         return self._order[position]
 
     def observe(self, group: FinishedGroup) -> None:
-        """A fixed order learns nothing from results."""
+        """Do nothing: a fixed order learns nothing from results."""
 
     def state(self) -> dict[str, Any]:
         return {"drawn": self._drawn}
@@ -66,11 +71,11 @@ class Shuffled:
 
 
 class Frontier:
-    """Prefers tasks whose recent pass rate is intermediate: p(1-p) is largest where a group carries most signal.
+    """Prefers tasks with an intermediate recent pass rate: p(1-p) is largest where a group carries most signal.
 
-    A task's weight is 4 p (1 - p), with p the mean of its last `window` group pass rates; a task not played yet counts
-    as p = 1/2. Of `candidates` tasks drawn uniformly the heaviest is played (ties: the first drawn), so a draw costs
-    the same for ten tasks and ten million. With probability `explore` it is any task: what was hard may now be easy.
+    A task's weight is 4 p (1 - p), with p the mean of its last `window` group pass rates; an unplayed task counts as
+    p = 1/2. Of `candidates` tasks drawn uniformly the heaviest is played (ties: the first drawn). So a draw costs the
+    same for ten tasks and ten million. With probability `explore` it is any task: what was hard may now be easy.
     """
 
     def __init__(
@@ -93,18 +98,22 @@ class Frontier:
                 f"orchestrator.curriculum.kwargs: candidates = {candidates}, window = {window}, explore = {explore}; "
                 "candidates and window must be at least 1, explore between 0 and 1"
             )
-        self._num_tasks, self._seed, self._drawn = num_tasks, seed, 0
-        self._window, self._candidates, self._explore = window, candidates, explore
+        self._num_tasks = num_tasks
+        self._seed = seed
+        self._drawn = 0
+        self._window = window
+        self._candidates = candidates
+        self._explore = explore
         self._pass_threshold = pass_threshold
         self._rates: dict[int, deque[float]] = {}
 
     def next_task(self) -> int:
         rng = random.Random(derive_seed(self._seed, "frontier", self._drawn))
         self._drawn += 1
-        drawn = [rng.randrange(self._num_tasks) for _ in range(self._candidates)]
+        candidates = [rng.randrange(self._num_tasks) for _ in range(self._candidates)]
         if rng.random() < self._explore:
-            return drawn[0]
-        return max(drawn, key=self._signal)
+            return candidates[0]
+        return max(candidates, key=self._signal)
 
     def observe(self, group: FinishedGroup) -> None:
         rewards = group.task_rewards
@@ -126,7 +135,10 @@ class Frontier:
 
 
 def build_curriculum(config: CurriculumConfig, *, num_tasks: int | None, seed: int) -> Curriculum:
-    """Raises ConfigError when `import_path` names no class, or the class does not take `kwargs`."""
+    """Build the curriculum of one source.
+
+    Raises ConfigError when `import_path` names no class, or the class does not take `kwargs`.
+    """
     module_name, _, class_name = config.import_path.partition(":")
     where = f"orchestrator.curriculum.import_path is {config.import_path!r}"
     try:

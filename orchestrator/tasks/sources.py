@@ -1,12 +1,11 @@
 """Weighted sources of tasks: group number -> (source, task, seed).
 
-The source of group i depends on i and run.seed alone: point i of a golden-ratio sequence falls into the source's share
-of [0, 1), so that every stretch of groups holds the sources in proportion to their weights. The task is the
-curriculum's choice; the seed is a hash of (run.seed, i).
+The source of group i depends only on i and run.seed: point i of a golden-ratio sequence falls into the source's share
+of [0, 1). So every stretch of groups holds the sources in proportion to their weights. The curriculum chooses the task;
+the seed is a hash of (run.seed, i).
 
-One cluster's part of a source's tasks: i, i + n, i + 2n, ... where diloco.task_shard is [i, n].
-
-The curriculum inside knows its part alone, numbered from 0, so any curriculum can be cut.
+In a joint run each cluster plays its own part of a source's tasks: i, i + n, i + 2n, ... where diloco.task_shard is
+[i, n]. The curriculum inside knows only its part, numbered from 0, so any curriculum can be sharded.
 """
 
 from __future__ import annotations
@@ -28,50 +27,9 @@ from orchestrator.workers.protocol import EVAL, TRAIN, SourceSpec
 
 logger = logging.getLogger(__name__)
 
-
 WHOLE = (0, 1)
-_KEY = "task_shard"
-
-
-class Shard:
-    """A curriculum over one part of the tasks, or over all of them where it is WHOLE (curriculum.py: the protocol)."""
-
-    def __init__(
-        self, source: str, make: Callable[..., Curriculum], num_tasks: int | None, shard: tuple[int, int]
-    ) -> None:
-        """`make(num_tasks=...)` gives the curriculum of the part.
-
-        Raises EmptyTaskSetError when the part has no task.
-        """
-        self._source, (self._first, self._every) = source, shard
-        if num_tasks is not None and num_tasks <= self._first:
-            raise EmptyTaskSetError(
-                f"source {source!r} has {num_tasks} training task(s), so part {self._first} of {self._every} "
-                f"(diloco.task_shard) has none: use task_shard = [i, n] with n <= {num_tasks}, or more tasks"
-            )
-        own = None if num_tasks is None else len(range(self._first, num_tasks, self._every))
-        self._inner = make(num_tasks=own)
-
-    def next_task(self) -> int:
-        return self._first + self._every * self._inner.next_task()
-
-    def observe(self, group: FinishedGroup) -> None:
-        own = (group.plan.task_index - self._first) // self._every
-        plan = msgspec.structs.replace(group.plan, task_index=own)
-        self._inner.observe(msgspec.structs.replace(group, plan=plan))
-
-    def state(self) -> dict[str, Any]:
-        whole = (self._first, self._every) == WHOLE
-        return self._inner.state() | ({} if whole else {_KEY: [self._first, self._every]})
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The state of another part, as after a change of task_shard, is left: this part starts anew."""
-        if tuple(state.get(_KEY, WHOLE)) != (self._first, self._every):
-            logger.warning("source %s: diloco.task_shard has changed, its tasks start anew", self._source)
-            return
-        self._inner.load_state({name: value for name, value in state.items() if name != _KEY})
-
-
+"""The shard that holds all tasks."""
+_SHARD_KEY = "task_shard"
 _GOLDEN = 0.6180339887498949
 
 
@@ -88,27 +46,28 @@ class Sources:
 
         Raises EmptyTaskSetError for a source without a task.
         """
-        self._seed, self._group_size = seed, config.group_size
+        self._seed = seed
+        self._group_size = config.group_size
         self._names = [source.name for source in config.source]
         total = sum(source.weight for source in config.source)
         self._shares = list(itertools.accumulate(source.weight / total for source in config.source))
         self._offset = derive_seed(seed, "source") / (1 << 31)
-        self.curricula: dict[str, Curriculum] = {}
+        self.curricula: dict[str, TaskShard] = {}
         for name in self._names:
             if num_tasks[name] == 0:
                 raise EmptyTaskSetError(
                     f"source {name!r} has an empty task set: check its taskset's settings in [[orchestrator.source]]"
                 )
-            make = functools.partial(build_curriculum, config.curriculum, seed=derive_seed(seed, "curriculum", name))
-            self.curricula[name] = Shard(name, make, num_tasks[name], shard)
+            build = functools.partial(build_curriculum, config.curriculum, seed=derive_seed(seed, "curriculum", name))
+            self.curricula[name] = TaskShard(name, build, num_tasks[name], shard)
 
     def source_of(self, group: int) -> str:
-        """The source that group number `group` draws its task from."""
+        """Return the source that group number `group` draws its task from."""
         point = (self._offset + group * _GOLDEN) % 1.0
         return self._names[min(bisect.bisect_right(self._shares, point), len(self._names) - 1)]
 
     def plan(self, group: int) -> GroupPlan:
-        """The plan of the next group; call it once for each number, in order."""
+        """Return the plan of the next group. Call it once for each number, in order."""
         source = self.source_of(group)
         return GroupPlan(
             group=group,
@@ -125,19 +84,56 @@ class Sources:
         return {name: curriculum.state() for name, curriculum in self.curricula.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Sources that the checkpoint does not know start anew."""
+        """Load a checkpoint's state. Sources that it does not know start anew."""
         for name, curriculum in self.curricula.items():
             if name in state:
                 curriculum.load_state(state[name])
 
 
+class TaskShard:
+    """A curriculum over one part of the tasks, or over all of them with WHOLE. Has the methods of Curriculum."""
+
+    def __init__(
+        self, source: str, build: Callable[..., Curriculum], num_tasks: int | None, shard: tuple[int, int]
+    ) -> None:
+        """`build(num_tasks=...)` returns the part's curriculum. Raises EmptyTaskSetError when the part has no task."""
+        self._source = source
+        self._first, self._every = shard
+        if num_tasks is not None and num_tasks <= self._first:
+            raise EmptyTaskSetError(
+                f"source {source!r} has {num_tasks} training task(s), so part {self._first} of {self._every} "
+                f"(diloco.task_shard) has none: use task_shard = [i, n] with n <= {num_tasks}, or more tasks"
+            )
+        part = None if num_tasks is None else len(range(self._first, num_tasks, self._every))
+        self._inner = build(num_tasks=part)
+
+    def next_task(self) -> int:
+        return self._first + self._every * self._inner.next_task()
+
+    def observe(self, group: FinishedGroup) -> None:
+        index_in_part = (group.plan.task_index - self._first) // self._every
+        plan = msgspec.structs.replace(group.plan, task_index=index_in_part)
+        self._inner.observe(msgspec.structs.replace(group, plan=plan))
+
+    def state(self) -> dict[str, Any]:
+        is_whole = (self._first, self._every) == WHOLE
+        return self._inner.state() | ({} if is_whole else {_SHARD_KEY: [self._first, self._every]})
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Load the part's state. The state of another part, after a change of task_shard, is ignored."""
+        if tuple(state.get(_SHARD_KEY, WHOLE)) != (self._first, self._every):
+            logger.warning("source %s: diloco.task_shard has changed, its tasks start anew", self._source)
+            return
+        self._inner.load_state({name: value for name, value in state.items() if name != _SHARD_KEY})
+
+
 def eval_sources(config: OrchestratorConfig) -> list[SourceConfig]:
-    """Sources with held-out tasks, when evaluation is on at all."""
+    """Return the sources with held-out tasks; none when evaluation is off."""
     return [source for source in config.source if source.eval_taskset] if config.eval.every_steps else []
 
 
 def source_spec(source: SourceConfig, *, model_path: str, renderer: str | None, max_context: int) -> SourceSpec:
-    """What the source's worker processes load: the training task set and, merged over it, the held-out one."""
+    """Return what the source's worker processes load: the training task set and, merged over it, the held-out one."""
     tasksets = {TRAIN: source.taskset}
     if source.eval_taskset:
         tasksets[EVAL] = {**source.taskset, **source.eval_taskset}

@@ -11,9 +11,8 @@ from chat_models import chat
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import Sample, VersionSpan
 from orchestrator.gateway.records import GenerationRecord
-from orchestrator.rollouts.group_scoring import finished_rollout
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan
-from orchestrator.rollouts.rollout import RolloutResult
+from orchestrator.rollouts.rollout import RolloutResult, finished_rollout
 from orchestrator.rollouts.samples import compile_rollout, numbered_turns
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, SessionRecord, ToolCall
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from composer_prime.config.orchestrator import BehaviourConfig
 from composer_prime.errors import ConfigError, RolloutError
 from orchestrator.batching.batches import batch_metrics
-from orchestrator.rollouts.behaviour import Behaviour, Effort, effort_cost
+from orchestrator.rollouts.behavior import BehaviorRewards, Effort, effort_cost
 from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome, GroupPlan, task_reward
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, ToolCall
 
@@ -67,8 +67,8 @@ REPLY = RolloutReply(
 )  # fmt: skip
 
 
-def behaviour(**settings) -> Behaviour:
-    return Behaviour(BehaviourConfig(**settings), lambda text: len(text.split()))
+def behaviour(**settings) -> BehaviorRewards:
+    return BehaviorRewards(BehaviourConfig(**settings), lambda text: len(text.split()))
 
 
 def test_effort_is_counted_by_what_it_was_spent_on():
@@ -85,7 +85,7 @@ def test_parts_add_up_to_the_reward_and_can_be_told_apart():
         {"name": "errors", "scalar": "tool_errors", "weight": -0.1},
         {"name": "short", "scalar": "lines", "weight": 0.01},
     ]
-    shaped = behaviour(penalty=0.01, q=0.0, k=0.5, effort=effort, auxiliary=scalars).shaped(REPLY)
+    shaped = behaviour(penalty=0.01, q=0.0, k=0.5, effort=effort, auxiliary=scalars).add_to(REPLY)
     assert shaped.parts == pytest.approx(
         {"correct": 1.0, "behaviour/effort": -0.815, "behaviour/errors": -0.2, "behaviour/short": 0.12}
     )
@@ -96,18 +96,18 @@ def test_parts_add_up_to_the_reward_and_can_be_told_apart():
 def test_failed_rollouts_may_be_spared():
     only_passed = behaviour(penalty=1.0, applies_to="passed")
     lost = RolloutReply(rollout_id="r", task_id="t", reward=0.0, turns=REPLY.turns)
-    assert only_passed.shaped(lost).reward == 0.0 and only_passed.shaped(REPLY).reward < 1.0
+    assert only_passed.add_to(lost).reward == 0.0 and only_passed.add_to(REPLY).reward < 1.0
     unscored = RolloutReply(rollout_id="r", task_id="t", reward=None)
-    assert only_passed.shaped(unscored) is unscored
+    assert only_passed.add_to(unscored) is unscored
 
 
 def test_a_scalar_that_no_rollout_has_is_named_with_those_there_are():
     wrong = behaviour(auxiliary=[{"name": "a", "scalar": "lins", "weight": 1.0}])
     for _ in range(7):
         with pytest.raises(RolloutError, match="'lins'"):
-            wrong.shaped(REPLY)
+            wrong.add_to(REPLY)
     with pytest.raises(ConfigError, match=r"'lins', but rollout r has only .*lines.*turn_error_rate"):
-        wrong.shaped(REPLY)
+        wrong.add_to(REPLY)
 
 
 def test_a_rollout_without_a_metric_that_others_have_fails_alone():
@@ -115,29 +115,29 @@ def test_a_rollout_without_a_metric_that_others_have_fails_alone():
     shaping = behaviour(auxiliary=[{"name": "a", "scalar": "lines", "weight": 0.5}])
     without = msgspec.structs.replace(REPLY, metrics={})
     with pytest.raises(RolloutError, match="'lines'"):
-        shaping.shaped(without)
-    assert shaping.shaped(REPLY).reward == 7.0
+        shaping.add_to(without)
+    assert shaping.add_to(REPLY).reward == 7.0
     for _ in range(20):
         with pytest.raises(RolloutError, match="'lines'"):
-            shaping.shaped(without)
+            shaping.add_to(without)
 
 
 @given(st.floats(0.0, 3.0), st.floats(1e-4, 1.0))
 def test_the_tasks_own_reward_comes_back_exactly(penalty, k):
     # 1.0 is the threshold of passing: a last bit of rounding must not fail anybody.
-    shaped = behaviour(penalty=penalty, k=k).shaped(REPLY)
+    shaped = behaviour(penalty=penalty, k=k).add_to(REPLY)
     assert task_reward(shaped.reward, shaped.parts) == 1.0
 
 
 def test_off_by_default_and_names_are_unique():
     assert not BehaviourConfig().active
-    assert behaviour().shaped(REPLY).reward == REPLY.reward
+    assert behaviour().add_to(REPLY).reward == REPLY.reward
     with pytest.raises(ValidationError, match="'effort'"):
         BehaviourConfig(auxiliary=[{"name": "effort", "scalar": "turns", "weight": 1.0}])
 
 
 def test_metrics_show_the_reward_with_and_without():
-    shaped = behaviour(penalty=0.001).shaped(REPLY)
+    shaped = behaviour(penalty=0.001).add_to(REPLY)
     rollout = FinishedRollout(rollout_id="r", sibling=0, task_id="t", seed=1, reward=shaped.reward, parts=shaped.parts)
     plan = GroupPlan(group=0, source="s", task_index=0, seed=0, size=1)
     group = FinishedGroup(plan=plan, outcome=GroupOutcome.FILTERED, rollouts=[rollout])

@@ -17,8 +17,8 @@ from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.packing.pack import pack
 from composer_prime.traces.pairs import Pair, PairFile, PairState, gate_file, read_gate, resolve_pairs
 from composer_prime.wire.types import Preference, ints
-from orchestrator.preferences.mixer import PairLimits, PairMixer, PairTokeniser
-from orchestrator.preferences.order import Cursor, PairOrder
+from orchestrator.preferences.mixer import PairLimits, PairMixer, PairTokenizer
+from orchestrator.preferences.order import PairCursor, PairOrder
 from tests.verdicts import release
 
 ROOMY = PairLimits(max_context=384, row_tokens=4096, max_epsilon=0.5)
@@ -48,7 +48,7 @@ def write(path: Path, pairs: list[Pair], *, more: bytes = b"") -> Path:
 
 
 def mixer(path: Path, *, per_step: int = 4, seed: int = 0, limits: PairLimits = ROOMY) -> PairMixer:
-    return PairMixer(PairFile(path), PairTokeniser(chat("tiny")[0], limits), per_step=per_step, seed=seed)
+    return PairMixer(PairFile(path), PairTokenizer(chat("tiny")[0], limits), per_step=per_step, seed=seed)
 
 
 def ids(drawn: list[Preference]) -> list[str]:
@@ -62,7 +62,7 @@ def ids(drawn: list[Preference]) -> list[str]:
 def test_both_sides_are_what_a_rollout_would_hold(model):
     # The common context is a rollout's prompt, token by token; each answer ends with the token that ends a turn.
     renderer, tokenizer = chat(model)
-    made = PairTokeniser(renderer, PairLimits(max_context=2000, row_tokens=4096, max_epsilon=0.5)).preference(pair())
+    made = PairTokenizer(renderer, PairLimits(max_context=2000, row_tokens=4096, max_epsilon=0.5)).preference(pair())
     assert isinstance(made, Preference)
     prompt = list(renderer.render_ids(pair().state.messages, tools=TOOLS, add_generation_prompt=True))
     chosen, rejected = ints(made.chosen_ids).tolist(), ints(made.rejected_ids).tolist()
@@ -87,7 +87,7 @@ def test_both_sides_are_what_a_rollout_would_hold(model):
     ],
 )
 def test_a_pair_that_cannot_be_trained_is_refused_with_its_reason(reason, changes, limits):
-    assert PairTokeniser(chat("tiny")[0], limits).preference(pair(**changes)) == reason
+    assert PairTokenizer(chat("tiny")[0], limits).preference(pair(**changes)) == reason
 
 
 # -- order -----------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def test_a_resumed_order_goes_on_as_if_it_had_not_stopped(seed, size, before, gr
     for _ in range(before):
         whole.next(size)
     stopped = PairOrder(seed)
-    stopped.seek(msgspec.json.decode(msgspec.json.encode(whole.cursor), type=Cursor), size)
+    stopped.seek(msgspec.json.decode(msgspec.json.encode(whole.cursor), type=PairCursor), size)
     assert [whole.next(size + grown) for _ in range(30)] == [stopped.next(size + grown) for _ in range(30)]
 
 
@@ -159,13 +159,13 @@ def test_refused_pairs_are_counted_and_others_drawn_in_their_place(tmp_path):
 
 
 def test_a_file_of_refused_pairs_is_told_once(tmp_path, caplog):
-    # Else channel 3 trains nothing and only a metric knows. Told again when the file has grown and it is still so.
+    # Else replay-DPO trains nothing and only a metric knows. Told again when the file has grown and it is still so.
     path = write(tmp_path / "bad.jsonl", [pair(n, truncated=True) for n in range(3)])
     mixing = mixer(path)
     for step in range(1, 4):
         mixing.draw(step)
     told = [record.getMessage() for record in caplog.records]
-    assert told == [f"channel 3 trains nothing: all 3 pairs of {path} are refused (truncated 3)"]
+    assert told == [f"replay-DPO trains nothing: all 3 pairs of {path} are refused (truncated 3)"]
     write(path, [pair(3, truncated=True)])
     mixing.draw(4)
     assert "all 4 pairs" in caplog.records[-1].getMessage() and len(caplog.records) == 2
@@ -189,7 +189,7 @@ def test_a_file_that_disappears_is_named_with_the_remedy(tmp_path, drawn_before)
     path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(5)])
     file = PairFile(path)
     file.refresh()
-    mixing = PairMixer(file, PairTokeniser(chat("tiny")[0], ROOMY), per_step=2, seed=0)
+    mixing = PairMixer(file, PairTokenizer(chat("tiny")[0], ROOMY), per_step=2, seed=0)
     for step in range(drawn_before):
         mixing.draw(step)
     path.unlink()
@@ -201,10 +201,10 @@ def test_a_file_that_disappears_is_named_with_the_remedy(tmp_path, drawn_before)
 
 def test_steps_without_weight_draw_nothing(tmp_path):
     path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(4)])
-    tokeniser = PairTokeniser(chat("tiny")[0], ROOMY)
-    mixing = PairMixer(PairFile(path), tokeniser, per_step=2, seed=0, active=lambda step: step > 5)
+    tokenizer = PairTokenizer(chat("tiny")[0], ROOMY)
+    mixing = PairMixer(PairFile(path), tokenizer, per_step=2, seed=0, active=lambda step: step > 5)
     before = mixing.draw(5)
-    assert before.preferences == [] and before.cursor == Cursor()
+    assert before.preferences == [] and before.cursor == PairCursor()
     assert len(mixing.draw(6).preferences) == 2
 
 
@@ -254,8 +254,8 @@ def test_the_shipped_pairs_can_all_be_trained():
     # Real votes of the tiny teachers: every pair fits configs/a3.toml's context, none is refused, labels are doubted.
     path = resolve_pairs(Path("tiny"), Path())
     assert path.stat().st_size < 1_000_000
-    file, tokeniser = PairFile(path), PairTokeniser(chat("tiny")[0], ROOMY)
-    made = [tokeniser.preference(file.read(index)) for index in range(file.refresh())]
+    file, tokenizer = PairFile(path), PairTokenizer(chat("tiny")[0], ROOMY)
+    made = [tokenizer.preference(file.read(index)) for index in range(file.refresh())]
     assert len(made) >= 300 and all(isinstance(each, Preference) for each in made)
     assert {each.epsilon for each in made} == {0.125, 0.375}
     assert len({each.pair_id for each in made}) == len(made)

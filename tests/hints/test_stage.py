@@ -17,16 +17,15 @@ from rollouts_made import PLAN, TOOLS, PlayedRollout, Step, call, play
 from composer_prime.config.hints import HintsConfig
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import ConfigError, EmptyMaskError
-from composer_prime.llm.endpoint import ChatEndpoint
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import Sample, flags, floats, ints
-from orchestrator.hints.detect import RuleDetector
+from orchestrator.hints.detect import JudgeDetector, RuleDetector
+from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.generate import Introspection, ModelHint, RawError, SiblingDemonstration, WrongHints
-from orchestrator.hints.judge import JudgeDetector
 from orchestrator.hints.placement import DocumentLimits, HintPlacer
 from orchestrator.hints.stage import HintStage, check_kinds
 from orchestrator.hints.templates import Templates
-from orchestrator.rollouts.group_scoring import finish_group
+from orchestrator.rollouts.group_scoring import score_group
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.rollouts.rollout_log import rollout_line
 from orchestrator.workers.protocol import SessionRecord
@@ -103,7 +102,7 @@ def test_distillations_survive_the_journal():
 
 
 def test_switched_off_it_only_looks():
-    # With channel 2's weight 0 the sample is the one of channel 1, byte for byte; the hint is in the log.
+    # With SDPO's weight 0 the sample is the policy loss's own, byte for byte. The hint is only in the log.
     played = play("tiny", "Add 1 and 2.", [WRONG, LAST])
     [done] = attached(stage(distil=False), played)
     assert done.samples == played.samples
@@ -168,7 +167,7 @@ def test_weights_name_kinds_that_there_are(tmp_path):
 
 
 def test_empty_masks_without_end_are_an_error_that_names_the_traces():
-    # Every error turn without a token: channel 2 would train nothing and nobody would know.
+    # No error turn holds a token: SDPO would train nothing, and nobody would know.
     rollouts = [
         PlayedRollout(play("tiny", "Add.", [WRONG, LAST]).rollout, play("tiny", "Add.", [LAST]).samples, [])
         for _ in range(32)
@@ -181,7 +180,7 @@ def test_empty_masks_without_end_are_an_error_that_names_the_traces():
 
 
 def test_empty_masks_beside_good_ones_are_logged_so_often_and_counted_all(caplog):
-    # One turn was placed, so channel 2 trains; a long run with many that hold no token fills neither log nor memory.
+    # One turn was placed, so SDPO trains. A long run with many turns without tokens fills neither log nor memory.
     good = play("tiny", "Add.", [WRONG, LAST])
     empty = PlayedRollout(good.rollout, [_without_turns(good.samples[0])], [])
 
@@ -361,11 +360,11 @@ def finished(filtered_groups: bool, *rewards: float, cut: tuple[int, ...] = (), 
         (msgspec.structs.replace(each.rollout, truncated=number in cut), each.samples)
         for number, each in enumerate(done)
     ]
-    return finish_group(PLAN, ended, config, "none")
+    return score_group(PLAN, ended, config, "none")
 
 
 def test_a_group_without_advantage_still_serves_channel_2():
-    # All failed: channel 1 has nothing to learn and counts none of its tokens; the wrong turn is distilled.
+    # All failed: the policy loss has nothing to learn and counts none of its tokens; the wrong turn is distilled.
     group = finished(True, 0.0, 0.0)
     assert group.outcome is GroupOutcome.DISTILLED
     [sample] = group.samples
@@ -383,7 +382,7 @@ def test_the_setting_drops_them_whole():
 
 
 def test_rollouts_that_were_cut_short_may_be_left_out_of_channel_1():
-    # They still count for the advantages of their siblings, and their hinted turns for channel 2; by default they are
+    # They still count for the advantages of their siblings, and their hinted turns for SDPO; by default they are
     # trained like all others.
     group = finished(True, 0.0, 1.0, 0.0, cut=(0, 2), train_truncated=False)
     hinted, whole = group.samples
@@ -395,7 +394,7 @@ def test_rollouts_that_were_cut_short_may_be_left_out_of_channel_1():
 
 
 def test_a_group_of_rollouts_that_were_cut_short_is_one_without_advantage():
-    # Its rewards differ, and yet there is nothing for channel 1: no place of a batch is filled with it.
+    # Its rewards differ, and yet there is nothing for the policy loss: no place of a batch is filled with it.
     cut = {"cut": (0, 1), "train_truncated": False}
     assert finished(True, 0.0, 1.0, **cut).outcome is GroupOutcome.DISTILLED
     assert finished(False, 0.0, 1.0, **cut).outcome is GroupOutcome.FILTERED

@@ -15,7 +15,7 @@ from orch_peers import MODEL, RUN_ID, PeerNode, ScriptedPool
 from composer_prime.config import Config
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
-from orchestrator.pipeline import Pipeline
+from orchestrator.pipeline import Intervals, Pipeline
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,11 +58,17 @@ def run_dir(tmp_path: Path) -> RunDir:
 def open_run(run_dir: RunDir) -> OpenRun:
     @asynccontextmanager
     async def opened(
-        config: Config, pool: ScriptedPool | None = None, *, node: bool = True, **node_options: float
+        config: Config,
+        pool: ScriptedPool | None = None,
+        *,
+        node: bool = True,
+        report_s: float = 0.5,
+        **node_options: float,
     ) -> AsyncIterator[Running]:
         run_dir.endpoints.unlink(missing_ok=True)
         pool = pool or ScriptedPool()
-        pipeline = Pipeline(config, run_dir, RUN_ID, MODEL, make_pool=lambda source, spec: pool)
+        intervals = Intervals(tick_s=0.05, report_s=report_s, poll_s=0.3, farewell_s=0.3)
+        pipeline = Pipeline(config, run_dir, RUN_ID, MODEL, make_pool=lambda source, spec: pool, intervals=intervals)
         task = asyncio.create_task(pipeline.run())
         async with asyncio.timeout(10):
             while not run_dir.endpoints.exists():

@@ -1,4 +1,4 @@
-"""What channels 2 and 3 add to buffer, batches, journal and resume, and a whole orchestrator with both."""
+"""What SDPO and replay-DPO add to buffer, batches, journal and resume, and a whole orchestrator with both."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from composer_prime.wire.types import Preference, ints, pack_ints
 from orchestrator.batching.batches import batch_metrics
 from orchestrator.batching.buffer import Buffer
 from orchestrator.chat_renderer import build_renderer
-from orchestrator.durability import checkpoint
+from orchestrator.durability.checkpoint import OrchestratorState, resume
 from orchestrator.durability.journal import Finished, Formed, Started
-from orchestrator.durability.resume import resume
-from orchestrator.preferences.order import Cursor
+from orchestrator.preferences.order import PairCursor
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.tasks.sources import Sources
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, RunRollout, SessionRecord, ToolCall
@@ -45,7 +44,7 @@ def test_distilled_groups_go_along_with_a_batch_and_make_none():
     assert [group.plan.group for group in buffer.take(1, oldest=0, newest=0)] == [1, 4]
     assert buffer.group_numbers == [3, 5]
     buffer.add(ready(6, 0))
-    assert [group.plan.group for group in buffer.take(1, oldest=0, newest=0, distilled=False)] == [6]
+    assert [group.plan.group for group in buffer.take(1, oldest=0, newest=0, with_distilled=False)] == [6]
     assert [group.plan.group for group in buffer.sweep(1)] == [3, 5]
 
 
@@ -66,11 +65,11 @@ def test_a_distilled_group_counts_as_filtered():
 
 def test_a_resumed_batch_has_its_pairs_and_the_cursor_moves_on():
     """Pairs are served again as they were; the next batch draws after the newest one that was formed."""
-    state = checkpoint.OrchestratorState(
+    state = OrchestratorState(
         run_id="run", step=1, seed=3, journal_seq=3, next_group=2, in_flight=[], ready=[], dropped=[], batches={2: [0]},
-        curricula={}, counters={}, pairs=Cursor(position=2, known=9),
+        curricula={}, counters={}, pairs=PairCursor(position=2, known=9),
     )  # fmt: skip
-    later = Cursor(position=4, known=9)
+    later = PairCursor(position=4, known=9)
     entries = [
         Started(seq=1, plan=plan(0)),
         Finished(seq=2, group=ready(0)),
@@ -117,7 +116,7 @@ class ToolPool(ScriptedPool):
                             parts={"correct": reward}, turns=turns, sessions=[session])  # fmt: skip
 
 
-def both_channels(root, *, max_steps: int, resume_: bool = False, **orchestrator: Any) -> Config:
+def both_losses(root, *, max_steps: int, resume_: bool = False, **orchestrator: Any) -> Config:
     pairs = root / "pairs.jsonl"
     if not pairs.exists():
         states = [PairState(state_id=str(n), messages=[{"role": "user", "content": f"Say {n}."}]) for n in range(5)]
@@ -137,7 +136,7 @@ def both_channels(root, *, max_steps: int, resume_: bool = False, **orchestrator
 
 async def test_batches_carry_hinted_turns_and_pairs(open_run, run_dir, tmp_path):
     """Each row's turns match id by id, every step has its pairs, the log shows the hints, and a resume goes on."""
-    config = both_channels(tmp_path, max_steps=3)
+    config = both_losses(tmp_path, max_steps=3)
     async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
         for step in (1, 2):
@@ -156,7 +155,7 @@ async def test_batches_carry_hinted_turns_and_pairs(open_run, run_dir, tmp_path)
         assert hints == {"Reminder: Available tools are: add"}
         assert {line["status"] for line in lines} <= {"trained", "distilled", "filtered"}
         before = [pair.pair_id for reply in trainer.steps[2] for row in reply.micro_batches for pair in row.pairs]
-    config = both_channels(tmp_path, max_steps=3, resume_=True)
+    config = both_losses(tmp_path, max_steps=3, resume_=True)
     async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(2)
         [reply] = await trainer.train(3)
@@ -164,7 +163,7 @@ async def test_batches_carry_hinted_turns_and_pairs(open_run, run_dir, tmp_path)
         assert len(after) == 2 and not set(after) & set(before)
 
 
-async def test_with_weights_0_the_rows_are_those_of_channel_1(open_run, run_dir, tmp_path):
+async def test_with_weights_0_the_rows_are_those_of_the_policy_loss(open_run, run_dir, tmp_path):
     """Hints may be looked for all the same; the trainer sees nothing of them."""
     config = make_config(tmp_path, max_steps=1, hints={})
     async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
@@ -182,7 +181,7 @@ def scheduled(root, schedule: dict[str, int], **orchestrator: Any) -> Config:
 
 
 async def test_hints_are_made_for_steps_with_a_weight(open_run, run_dir, tmp_path):
-    """Channel 2 begins with step 4: groups of the first batches are not hinted, and none goes along with a batch."""
+    """SDPO begins with step 4: groups of the first batches are not hinted, and none goes along with a batch."""
     config = scheduled(tmp_path, {"start_step": 4}, hints={}, max_staleness=0)
     async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)

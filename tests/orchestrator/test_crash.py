@@ -56,6 +56,7 @@ async def trainer(run_dir: RunDir, step: int) -> AsyncIterator[PeerTrainer]:
         yield peer
 
 
+@pytest.mark.process
 async def test_a_killed_orchestrator_loses_and_repeats_nothing(run_dir, tmp_path):
     """Killed after step 5 with a checkpoint at 2, and again later: batches come back as they were, groups too.
 

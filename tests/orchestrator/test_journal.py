@@ -126,9 +126,7 @@ async def test_many_writers_keep_the_order_of_their_calls(tmp_path):
 
 async def test_numbers_go_on_from_the_checkpoint_when_compaction_emptied_the_journal(tmp_path):
     # Entries of the new life must not carry numbers that the checkpoint has already accounted for.
-    from orchestrator.pipeline import continued
-
     Journal.create(tmp_path)
-    journal, entries = continued(tmp_path, journal_seq=41)
+    journal, entries = Journal.resume(tmp_path, min_seq=41)
     assert entries == []
     assert journal.next_seq() == 42

@@ -22,6 +22,7 @@ from composer_prime.config import load
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 
+pytestmark = pytest.mark.process
 COMMAND = [sys.executable, "-m", "orchestrator.main"]
 TOOLSMITH = {
     "name": "toolsmith",

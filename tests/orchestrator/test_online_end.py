@@ -56,7 +56,7 @@ async def test_answers_in_flight_are_kept(open_run, run_dir, tmp_path, monkeypat
                 else:
                     await trainer.train(1)
                     assert (await trainer.checkpoint(1)).error is None
-                while run.pipeline.watchdog.ending() is None:
+                while run.pipeline.replay.waiting_for() is None:
                     await asyncio.sleep(0.01)
                 _, waiting = await asyncio.wait({run.task}, timeout=0.5)
                 assert waiting and endpoint.in_flight == 2

@@ -11,10 +11,8 @@ from orch_groups import ended, plan, ready
 from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig
 from composer_prime.errors import CheckpointError
 from composer_prime.run.run_dir import RunDir
-from orchestrator.durability import checkpoint
-from orchestrator.durability.checkpoint import OrchestratorState
+from orchestrator.durability.checkpoint import OrchestratorState, load_state, resume, save_state, state_path
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Started
-from orchestrator.durability.resume import resume
 from orchestrator.rollouts.groups import GroupOutcome
 from orchestrator.tasks.sources import Sources
 
@@ -118,13 +116,13 @@ def test_a_missing_group_is_named():
 def test_the_state_file_survives_a_round_trip_and_refuses_another_run(tmp_path):
     """state.json reads back equal; a state of another run, a torn one and a missing one are refused by name."""
     run_dir = RunDir(tmp_path)
-    checkpoint.save_state(run_dir, state())
-    assert checkpoint.load_state(run_dir, 1, "run") == state()
+    save_state(run_dir, state())
+    assert load_state(run_dir, 1, "run") == state()
     with pytest.raises(CheckpointError, match="belongs to run 'run', this is run 'other'"):
-        checkpoint.load_state(run_dir, 1, "other")
-    path = checkpoint.state_path(run_dir, 1)
+        load_state(run_dir, 1, "other")
+    path = state_path(run_dir, 1)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(CheckpointError, match="not an orchestrator state"):
-        checkpoint.load_state(run_dir, 1, "run")
+        load_state(run_dir, 1, "run")
     with pytest.raises(CheckpointError, match="no orchestrator state"):
-        checkpoint.load_state(run_dir, 2, "run")
+        load_state(run_dir, 2, "run")

@@ -15,7 +15,7 @@ from orch_peers import RUN_ID, PeerTrainer
 
 from composer_prime.errors import CheckpointError, PortInUseError, RunMismatchError
 from composer_prime.run.keys import ClientKeys, RunKeys
-from composer_prime.wire.sockets import dealer
+from composer_prime.wire.sockets import SecureServer, bind_router, dealer
 from composer_prime.wire.step import (
     BatchNotReady,
     CheckpointRequest,
@@ -27,16 +27,21 @@ from composer_prime.wire.step import (
 )
 from orchestrator.batching.batches import Batch, Batches
 from orchestrator.event_loop import Notifier
-from orchestrator.step_server import StepServer
+from orchestrator.step_server import POLL_S, StepServer
+
+
+def bound(address: str, keys: RunKeys) -> SecureServer:
+    return bind_router(address, keys.curve("server"), [keys.curve("trainer").public])
 
 
 class Served:
     """A step server around two formed batches, and what it was told."""
 
-    def __init__(self, keys: RunKeys) -> None:
+    def __init__(self, keys: RunKeys, poll_s: float) -> None:
         self.batches, self.changed = Batches(RUN_ID), Notifier()
         self.orders: list[str] = []
         self.server = StepServer(
+            socket=bound("tcp://127.0.0.1:0", keys),
             run_id=RUN_ID,
             batches=self.batches,
             changed=self.changed,
@@ -45,8 +50,9 @@ class Served:
             on_checkpoint=self._checkpoint,
             on_error=lambda error: self.orders.append(repr(error)),
             max_steps=9,
+            poll_s=poll_s,
         )
-        self.endpoint = self.server.bind("tcp://127.0.0.1:0", keys)
+        self.endpoint = self.server.endpoint
 
     def form(self, step: int) -> None:
         groups = [ready(2 * step, step - 1), ready(2 * step + 1, step - 1)]
@@ -69,8 +75,8 @@ class Served:
 @pytest.fixture
 def serve(run_dir):
     @asynccontextmanager
-    async def opened(world_size: int = 1) -> AsyncIterator[tuple[Served, PeerTrainer]]:
-        served = Served(RunKeys(run_dir.keys))
+    async def opened(world_size: int = 1, poll_s: float = 0.3) -> AsyncIterator[tuple[Served, PeerTrainer]]:
+        served = Served(RunKeys(run_dir.keys), poll_s)
         async with PeerTrainer(run_dir, served.endpoint, world_size=world_size) as trainer:
             yield served, trainer
         await served.server.close()
@@ -101,7 +107,7 @@ async def test_every_rank_gets_its_share_once_it_is_there(serve):
 
 async def test_a_waiting_rank_hears_every_two_seconds_what_for(serve):
     """NotReady comes within two seconds and says what the batch lacks."""
-    async with serve() as (_, trainer):
+    async with serve(poll_s=POLL_S) as (_, trainer):
         await trainer.send(request())
         assert await trainer.receive(0, 2.0) == BatchNotReady(step=1, waiting_for="batch 1: 1 of 2 groups")
 
@@ -259,15 +265,8 @@ async def test_the_next_batch_is_packed_before_it_is_asked_for(serve):
         assert packed[1][1] is first
 
 
-def test_a_port_in_use_is_named(run_dir):
+async def test_a_port_in_use_is_named(serve, run_dir):
     """Two orchestrators on one address: the second says which address is taken."""
-
-    async def scenario() -> None:
-        first = Served(RunKeys(run_dir.keys))
-        second = Served(RunKeys(run_dir.keys))
-        with pytest.raises(PortInUseError, match=first.endpoint):
-            second.server.bind(first.endpoint, RunKeys(run_dir.keys))
-        await first.server.close()
-        await second.server.close()
-
-    asyncio.run(scenario())
+    async with serve() as (served, _):
+        with pytest.raises(PortInUseError, match=served.endpoint):
+            bound(served.endpoint, RunKeys(run_dir.keys))
