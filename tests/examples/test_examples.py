@@ -1,0 +1,134 @@
+"""The files of examples/ do what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from composer_prime.channels import make_po_config
+from composer_prime.channels.policy import policy_loss
+from composer_prime.channels.tokens import PolicyTokens
+from composer_prime.wire.types import StepTotals
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture
+def examples(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+# Compiler output becomes an error turn with a hint that names what is wrong; output without an error does not.
+def test_own_hint(examples):
+    import own_hint
+
+    templates = own_hint.Templates.load(own_hint.TEMPLATES)
+    hints = [own_hint.hint_for(answer, templates) for answer in own_hint.ANSWERS]
+    assert [hint and hint[0] for hint in hints] == ["undefined_name", "compiler_error", "undefined_name", None]
+    assert "total is not defined" in hints[0][1] and "src/lib.rs:3: expected `;`, found `}`" in hints[1][1]
+
+
+def policy_tokens(logprobs_T: torch.Tensor, gap: float) -> PolicyTokens:
+    return PolicyTokens(
+        logprobs_T=logprobs_T,
+        sampler_logprobs_T=logprobs_T.detach() + gap,
+        advantages_T=torch.tensor([1.0, 1.0, -1.0, -1.0]),
+        entropy_T=torch.zeros(4),
+        sequence_T=torch.tensor([0, 0, 1, 1]),
+        sequences=2,
+    )
+
+
+# On-policy and with negative rollouts in full, the own objective has dr_grpo's gradient; off-policy it unlearns less.
+def test_own_loss(examples):
+    from own_loss import tapered_loss
+
+    logprobs_T = torch.tensor([-0.5, -1.0, -2.0, -0.1], requires_grad=True)
+    totals = StepTotals(samples=2, tokens=4)
+    config = make_po_config("dr_grpo", correction="none")
+    expected = policy_loss(policy_tokens(logprobs_T, 0.0), totals, config, 8)[0]
+    loss = tapered_loss(policy_tokens(logprobs_T, 0.0), totals, 8, negative_share=1.0)[0]
+    gradients = [torch.autograd.grad(value, logprobs_T)[0] for value in (loss, expected)]
+    assert torch.allclose(*gradients)
+    off_policy, sums = tapered_loss(policy_tokens(logprobs_T, 0.7), totals, 8, negative_share=1.0)
+    gradient = torch.autograd.grad(off_policy, logprobs_T)[0]
+    assert torch.equal(gradient[:2], gradients[0][:2]) and (gradient[2:] < gradients[0][2:]).all()
+    assert sums["tokens"] == 4 and sums["tapered"] == 2
+
+
+# Padding and company in a batch change no log-probability; the loss counts exactly the sampled ids.
+def test_grpo_in_one_file_masks(examples):
+    import grpo_in_one_file as grpo
+
+    tokenizer = grpo.AutoTokenizer.from_pretrained(grpo.MODEL, padding_side="left")
+    model = grpo.AutoModelForCausalLM.from_pretrained(grpo.MODEL, dtype=torch.float32)
+    draw = random.Random(0)
+    rollouts = []
+    for length in (5, 9):
+        episode = grpo.generate(seed=draw.getrandbits(53), difficulty=length // 4, split="train")
+        rollouts.append(grpo.open_rollout(tokenizer, episode))
+        grpo.append(rollouts[-1], list(range(10, 10 + length)), sampled=True)
+    with torch.no_grad():
+        logprobs_BT, mask_BT = grpo.sampled_logprobs(model, tokenizer, rollouts)
+        for row, rollout in enumerate(rollouts):
+            alone_BT, alone_mask_BT = grpo.sampled_logprobs(model, tokenizer, [rollout])
+            assert torch.allclose(logprobs_BT[row][mask_BT[row]], alone_BT[alone_mask_BT], atol=1e-4)
+    assert mask_BT.sum(1).tolist() == [5, 9]
+    assert grpo.dr_grpo_loss(torch.ones_like(logprobs_BT), mask_BT, torch.tensor([1.0, -1.0])) == 4 / grpo.MAX_CONTEXT
+
+
+# A turn's call gets the tool's reply or an error text; a turn without a call ends the rollout.
+def test_grpo_in_one_file_tools(examples):
+    import grpo_in_one_file as grpo
+
+    episode = grpo.generate(seed=7, difficulty=1, split="train")
+    step = episode.steps[0]
+    tool = episode.tool_for(step.operation)
+    call = json.dumps({"name": tool.name, "arguments": tool.encode(step.operands)})
+    assert grpo.answer_tool_call(episode, f"<tool_call>\n{call}\n</tool_call>") == episode.answer
+    assert grpo.answer_tool_call(episode, "<tool_call>\n{nonsense") == grpo.INVALID_JSON
+    assert grpo.answer_tool_call(episode, episode.answer) is None
+
+
+# The whole loop runs: the rewards of each step come back, and the own loss fits in the place of dr_grpo's.
+@pytest.mark.slow
+def test_grpo_in_one_file_runs(examples, capsys):
+    import grpo_in_one_file as grpo
+    from own_loss import on_a_batch
+
+    few = ["--steps", "1", "--groups", "2", "--group-size", "4"]
+    for loss in (grpo.dr_grpo_loss, on_a_batch):
+        rewards = grpo.main(few, loss=loss)
+        assert len(rewards) == 1 and 0 <= rewards[0] <= 1
+    assert capsys.readouterr().out.count("step 1/1  reward") == 2
+
+
+# The task set has a tool that answers, an error that hints can repair, and a reward for the exact price.
+def test_own_environment():
+    from examples.own_environment import UNKNOWN, PricesConfig, PricesTaskset
+
+    task = next(iter(PricesTaskset(PricesConfig(id="examples.own_environment")).load()))
+    executor = task.data.tool_executor()
+    item = task.data.prompt.split()[2]
+    assert asyncio.run(executor.call("price", json.dumps({"item": item}))) == task.data.answer
+    assert task.data.is_tool_error(asyncio.run(executor.call("price", json.dumps({"item": "nothing"}))))
+    assert asyncio.run(executor.call("cost", json.dumps({"item": item}))) == UNKNOWN
+
+
+# The command of the page trains a step on it.
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_own_environment_trains(tmp_path):
+    settings = ["--run.output_dir", str(tmp_path), "--run.max_steps", "1", "--orchestrator.eval.tasks", "4"]
+    command = [sys.executable, "-m", "trainer.main", "@", str(EXAMPLES / "own_environment/own.toml"), *settings]
+    finished = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=540)
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
+    lines = [json.loads(line) for line in (tmp_path / "own/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["role"] == "trainer" and "loss/total" in line] == [1]
