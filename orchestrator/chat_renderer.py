@@ -1,22 +1,7 @@
-"""Which renderer turns a model folder's conversations into token ids.
+"""Choose the renderer that turns a model folder's conversations into token ids.
 
-Imported by environment workers only: renderers and transformers come with it.
-
-A renderer for any model whose folder has a chat template, SmolLM2 among them.
-
-It is renderers' DefaultRenderer with three differences:
-
-1. A message without content renders as an empty one; SmolLM2's own template cannot print None.
-2. The next turn's prompt extends the tokens of the last one, wherever the template keeps history as it was written.
-   Re-tokenising what was sampled could give other ids than were sampled, and so another conversation to train on.
-3. Tool calls written as `<tool_call>{"name": …, "arguments": {…}}</tool_call>` are read.
-
-What renderers and chat templates raise for messages that they can't write.
-
-The folder that environment workers and the gateway read tokenizer and chat template from.
-
-The model's own, unless model.chat_template replaces the template: then a folder in the run directory, made of copies of
-the model's small files and a template file of its own. Weights are not needed there.
+Importing this module imports renderers. Environment workers do it; the orchestrator only inside the threads that need a
+renderer. chat_template.py has what is light.
 """
 
 from __future__ import annotations
@@ -25,7 +10,6 @@ import itertools
 import json
 import logging
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +33,13 @@ from renderers.configs import CustomRendererConfig, DefaultRendererConfig
 from renderers.default import DefaultRenderer, _decode_tool_call_arguments
 
 from composer_prime.errors import ConfigError, ModelNotFoundError
+from composer_prime.llm.tagged_text import TOOL_CALL, read_tool_call
 
 logger = logging.getLogger(__name__)
 
-
 _OURS = re.compile(r"orchestrator(\.\w+)+")
 _VISIBLE_CALLS = {"qwen3": "orchestrator.environments.tool_loop.renderer.VisibleCallsQwen3Renderer"}
-"""Stock renderers for which we have one that keeps broken tool calls in sight."""
+"""Stock renderers, and our own that keep broken tool calls visible."""
 _PROBES: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "What is 2 + 2?"}],
     [
@@ -76,12 +60,15 @@ _PROBE_TOOL = {
 
 
 def build_renderer(model_path: str, choice: str | dict[str, Any] | None) -> tuple[RendererConfig, Renderer]:
-    """The configuration and the renderer of a model folder.
+    """Return the configuration and the renderer of a model folder.
 
-    `choice` (a renderer's name or configuration) wins; else the folder's own renderer.json, which may name renderers of
-    this package only, for a model folder must not bring code; else the folder's published name in renderers' own map;
-    else a model-specific renderer of its architecture, if it renders the folder's chat template token for token; else
-    the folder's chat template itself (`ChatTemplateRenderer`).
+    The first of these decides:
+
+    1. `choice`, a renderer's name or configuration;
+    2. the folder's own renderer.json, which may only name renderers of this package: a model must not bring code;
+    3. the folder's published name in renderers' own map;
+    4. a renderer for its architecture, if it renders like the folder's chat template, token for token;
+    5. the folder's chat template itself (`ChatTemplateRenderer`).
 
     Raises ModelNotFoundError for a folder without a tokenizer, ConfigError for an unknown renderer or a folder without
     a chat template.
@@ -97,14 +84,14 @@ def build_renderer(model_path: str, choice: str | dict[str, Any] | None) -> tupl
 def _choose(model_path: str, tokenizer: Any, choice: str | dict[str, Any] | None) -> RendererConfig:
     if choice not in (None, "auto"):
         return _explicit(choice)
-    shipped = _read_json(Path(model_path) / "renderer.json")
-    if shipped:
-        path = shipped.get("import_path")
+    folders_choice = _read_json(Path(model_path) / "renderer.json")
+    if folders_choice:
+        path = folders_choice.get("import_path")
         if path is not None and not _OURS.fullmatch(str(path)):
             raise ConfigError(
                 f"{model_path}/renderer.json names {path}: a model folder may only name orchestrator's own"
             )
-        return _explicit(shipped)
+        return _explicit(folders_choice)
     name = MODEL_RENDERER_MAP.get(published_name(model_path) or "") or _by_architecture(model_path, tokenizer)
     if name is not None:
         visible = _VISIBLE_CALLS.get(name)
@@ -118,7 +105,7 @@ def _choose(model_path: str, tokenizer: Any, choice: str | dict[str, Any] | None
 
 
 def read_tokenizer(model_path: str) -> Any:
-    """The folder's tokenizer. From tokenizer.json where it has one: AutoTokenizer would import torch.
+    """Return the folder's tokenizer, from tokenizer.json where it has one: AutoTokenizer would import torch.
 
     Raises ModelNotFoundError.
     """
@@ -135,7 +122,7 @@ def read_tokenizer(model_path: str) -> Any:
 
 
 def published_name(model_path: str) -> str | None:
-    """`org/name` of a model folder: from its configuration, or from its place in a Hugging Face cache."""
+    """Return `org/name` of a model folder: from its configuration, or from its path in a Hugging Face cache."""
     folder = Path(model_path)
     for parent in folder.resolve().parents:
         if parent.name.startswith("models--"):
@@ -150,8 +137,8 @@ def _explicit(choice: str | dict[str, Any] | None) -> RendererConfig:
             return config_from_name(choice)
         return pydantic.TypeAdapter(RendererConfig).validate_python(choice)
     except (pydantic.ValidationError, ValueError, KeyError) as error:
-        known = ", ".join(sorted(set(MODEL_RENDERER_MAP.values())))
-        message = f"renderer {choice!r} is none that renderers knows ({known}, default, custom): {error}"
+        names = ", ".join(sorted(set(MODEL_RENDERER_MAP.values())))
+        message = f"renderer {choice!r} is not one of renderers' own ({names}, default, custom): {error}"
         raise ConfigError(message) from error
 
 
@@ -160,7 +147,7 @@ def _custom(import_path: str) -> RendererConfig:
 
 
 def _by_architecture(model_path: str, tokenizer: Any) -> str | None:
-    """A model-specific renderer that agrees with the folder's own template on every probe conversation."""
+    """Return a model-specific renderer that agrees with the folder's template on every probe conversation."""
     model_type = str(_read_json(Path(model_path) / "config.json").get("model_type") or "")
     name = "qwen3" if model_type in ("qwen3", "qwen3_moe") else None
     if name is None or not getattr(tokenizer, "chat_template", None):
@@ -183,29 +170,34 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-
-
 class ChatTemplateRenderer(DefaultRenderer):
-    """renderers' DefaultRenderer, made fit for training on conversations (the three differences are above)."""
+    """A renderer for any model whose folder has a chat template, SmolLM2 among them.
+
+    It is renderers' DefaultRenderer with three differences:
+
+    1. A message without content renders as an empty one; SmolLM2's own template cannot print None.
+    2. The next turn's prompt extends the tokens of the last one, wherever the template keeps history as it was written.
+       Tokenizing sampled text again could give other ids, and so another conversation to train on.
+    3. Tool calls written as `<tool_call>{"name": …, "arguments": {…}}</tool_call>` are parsed.
+    """
 
     config_class = DefaultRendererConfig
     _MARK = "\u2063<think>\nabc\n</think>\n\nxyz\u2063"
 
     @property
     def supports_tools(self) -> bool:
-        """Whether the template knows of tools."""
+        """Tell whether the template mentions tools."""
         return self._tool_parser is not None or "tools" in (self._tokenizer.chat_template or "")
 
     def parse_response(self, token_ids: list[int], **options: Any) -> ParsedResponse:
-        """Content and tool calls of a completion; what is no well-formed call stays in the content."""
+        """Return content and tool calls of a completion; a malformed call stays in the content."""
         parsed = super().parse_response(token_ids, **options)
         if options.get("tools") and self._tool_parser is None:
-            calls = [(block, _read_call(block[1])) for block in _CALL.finditer(parsed.content)]
+            calls = [(block, _read_call(block[1])) for block in TOOL_CALL.finditer(parsed.content)]
             parsed.tool_calls = [call for _, call in calls if call is not None]
             if parsed.tool_calls:
                 broken = "".join(block[0] for block, call in calls if call is None)
-                parsed.content = _CALL.sub("", parsed.content) + broken
+                parsed.content = TOOL_CALL.sub("", parsed.content) + broken
         return parsed
 
     def _apply(self, messages: list[Message], **options: Any) -> list[int]:
@@ -219,7 +211,7 @@ class ChatTemplateRenderer(DefaultRenderer):
         *,
         tools: list[ToolSpec] | None = None,
     ) -> RenderedTokens | None:
-        """The next prompt: the previous ids, then the template's text for `new_messages`. None means render anew."""
+        """Return the previous ids, then the template's text for `new_messages`. None means render anew."""
         if not previous_prompt_ids or not new_messages or reject_assistant_in_extension(new_messages):
             return None
         stop = self._tokenizer.eos_token_id
@@ -240,8 +232,10 @@ class ChatTemplateRenderer(DefaultRenderer):
         )
 
     def _pieces(self, new_messages: list[Message], tools: list[ToolSpec] | None) -> list[str] | None:
-        """The template's text after an assistant turn's stop token: one piece a new message, then the opening of the
-        answer. None where the template does not simply append."""
+        """Return the template's text after an assistant turn's stop token.
+
+        One piece for each new message, then the opening of the answer. None where the template does not simply append.
+        """
         opening = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": self._MARK}]
         messages = opening + [_with_content(message) for message in new_messages]
         try:
@@ -270,41 +264,12 @@ def _with_content(message: Message) -> Message:
 
 
 def _read_call(text: str) -> ParsedToolCall | None:
-    """The call in the text between the tags, None where it is no JSON object with a name and arguments."""
+    call = read_tool_call(text)
+    if call is None:
+        return None
     try:
-        call = json.loads(text)
-        name, arguments = call["name"], call.get("arguments", {})
-        json.dumps([name, arguments], ensure_ascii=False).encode()
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        json.dumps(call, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # Half a character, which JSON can escape and UTF-8 cannot hold.
         return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
+    name, arguments = call
     return ParsedToolCall(raw=text, name=name, arguments=arguments)
-
-
-RENDER_ERRORS = (jinja2.TemplateError, LookupError, NotImplementedError, TypeError, ValueError, AssertionError)
-
-
-_SMALL_FILES = ("*.json", "*.model", "*.txt")
-
-
-def chat_folder(model_dir: Path, template: Path | None, run_root: Path) -> Path:
-    """Raises ConfigError when the template file cannot be read."""
-    if template is None:
-        return model_dir
-    try:
-        text = template.expanduser().read_text()
-    except OSError as error:
-        raise ConfigError(f"model.chat_template is {template}, which cannot be read: {error.strerror}") from None
-    folder = run_root / "chat"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for pattern in _SMALL_FILES:
-        for path in model_dir.glob(pattern):
-            shutil.copyfile(path, folder / path.name)
-    settings = folder / "tokenizer_config.json"
-    values = json.loads(settings.read_text()) if settings.exists() else {}
-    values.pop("chat_template", None)
-    settings.write_text(json.dumps(values, indent=2))
-    (folder / "chat_template.jinja").write_text(text)
-    return folder

@@ -41,7 +41,7 @@ from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.step import StepDone
 from orchestrator.batching.batches import Batches
 from orchestrator.batching.scheduler import BatchScheduler
-from orchestrator.chat_renderer import chat_folder
+from orchestrator.chat_template import chat_folder
 from orchestrator.durability.checkpoint import load_state, resume
 from orchestrator.durability.journal import Entry, Journal
 from orchestrator.evals import Evaluator

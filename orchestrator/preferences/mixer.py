@@ -22,7 +22,7 @@ from composer_prime.config import Config
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.traces.pairs import Gate, Pair, PairFile, check_binding, gate_file, read_gate, resolve_pairs
 from composer_prime.wire.types import Preference, pack_ints
-from orchestrator.chat_renderer import RENDER_ERRORS, build_renderer
+from orchestrator.chat_template import RENDER_ERRORS
 from orchestrator.preferences.order import PairCursor, PairOrder
 
 logger = logging.getLogger(__name__)
@@ -256,6 +256,8 @@ def build_mixer(config: Config, chat_folder: Path, run_root: Path) -> PairMixer 
             f"orchestrator.preferences.pairs is {preferences.pairs}, but there is no such file: name a pairs.jsonl, "
             "or leave it out to read the run directory's own"
         )
+    from orchestrator.chat_renderer import build_renderer
+
     _, renderer = build_renderer(str(chat_folder), config.model.renderer)
     limits = PairLimits(
         max_context=config.model.max_context,

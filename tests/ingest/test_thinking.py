@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_prime.llm.thinking import split_thinking
+from composer_prime.llm.tagged_text import split_thinking
 
 
 # Blocks, blocks whose first tag stands in the prompt, answers that were cut, and tags that are only spoken of.

@@ -27,8 +27,9 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.errors import MODEL_TRANSPORT_ERROR_EXIT_CODE, HarnessError
 from verifiers.v1.runtimes import ProgramResult
 
+from composer_prime.llm.tagged_text import TOOL_CALL_OR_REST
+
 INVALID_CALL = "Invalid JSON in tool call"
-_BROKEN_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|$)", re.DOTALL)
 
 
 class ToolExecutor(Protocol):
@@ -70,7 +71,7 @@ async def answer_calls(executor: ToolExecutor, message: dict[str, Any]) -> list[
         function = call["function"]
         reply = await executor.call(function["name"], function["arguments"])
         answers.append(_tool_message(call["id"], function["name"], reply))
-    broken = _BROKEN_CALL.findall(message.get("content") or "")
+    broken = TOOL_CALL_OR_REST.findall(message.get("content") or "")
     answers += [_tool_message(f"broken_{index}", None, INVALID_CALL) for index in range(len(broken))]
     return answers
 
