@@ -1,29 +1,160 @@
-"""Error turns by rule: what the tools answered, and what the calls' schemas say.
-
-Whether a tool call keeps to what its tool asks for.
-"""
+"""Find error turns: by rule in the tools' answers and the calls' schemas, and with a model as judge."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Collection, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
+import msgspec
+
+from composer_prime.errors import EndpointError
+from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.error_turn import ErrorTurn
+from orchestrator.hints.generate import transcript
 from orchestrator.hints.templates import OTHER, Templates, json_type
 from orchestrator.rollouts.groups import FinishedRollout, answers
 from orchestrator.workers.protocol import ToolCall
 
+FAILED = "failed"
+JUDGED = "judged"
 SCHEMA_KINDS = frozenset({"tool_not_found", "bad_json", "argument_name", "argument_type"})
 _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_JUDGE_PROMPT = (
+    "You review the work of a software agent. Below is one conversation; the agent's turns are numbered. Name the "
+    "turns that were wasteful (repeated work, needless calls, circling) or in bad style (unclear, careless, against "
+    "what was asked). Most turns are fine; an empty list is a good answer. Reply with JSON only:\n"
+    '{"turns": [{"turn": 3, "reason": "one short sentence that tells the agent what to do instead"}]}'
+)
+_OBJECT = re.compile(r"\{.*\}", re.DOTALL)
+_REASON_CHARS = 300
+
+
+class RuleDetector:
+    """Finds failed calls, exceptions and failed tests in tools' answers, and calls that break their schema."""
+
+    name = "rules"
+
+    def __init__(self, templates: Templates, detect: Collection[str], threads: Executor) -> None:
+        """`detect`: as orchestrator.hints.detect. The work is done in `threads`."""
+        self._templates = templates
+        self._detect = set(detect)
+        self._threads = threads
+
+    async def find(self, rollout: FinishedRollout) -> list[ErrorTurn]:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.error_turns, rollout)
+
+    def error_turns(self, rollout: FinishedRollout) -> list[ErrorTurn]:
+        """Return the first error of each turn, in the order of the turns."""
+        turns = rollout.turns
+        replies_to = {index: replies for index, replies in answers(turns).items() if turns[index].turn is not None}
+        last = max(replies_to, default=None)
+        errors = [
+            self._in_answers(rollout, index, replies)
+            or self._in_calls(rollout, index)
+            or self._of_failed_task(rollout, index, last)
+            for index, replies in replies_to.items()
+        ]
+        return [error for error in errors if error is not None]
+
+    def _in_answers(self, rollout: FinishedRollout, index: int, replies: list[int]) -> ErrorTurn | None:
+        calls = rollout.turns[index].tool_calls
+        for number, reply in enumerate(replies):
+            text, kind = rollout.turns[reply].text, None
+            if rollout.turns[reply].error is not None and "tool_error" in self._detect:
+                kind = self._templates.kind_of(text)
+            kind = kind or self._templates.detected(text, self._detect)
+            if kind == OTHER and (call_error := self._in_calls(rollout, index)) is not None:
+                return call_error  # No template knows the tool's words, but the call itself shows what is wrong.
+            if kind is not None:
+                tool = calls[number].name if number < len(calls) else None
+                return _error(rollout, index, kind, text, tool)
+        return None
+
+    def _in_calls(self, rollout: FinishedRollout, index: int) -> ErrorTurn | None:
+        if "schema" not in self._detect:
+            return None
+        for call in rollout.turns[index].tool_calls:
+            broken_rule = violation(call, tools_of(rollout, index))
+            if broken_rule is not None:
+                return _error(rollout, index, *broken_rule, call.name)
+        return None
+
+    def _of_failed_task(self, rollout: FinishedRollout, index: int, last: int | None) -> ErrorTurn | None:
+        """Blame the last turn of a rollout that got no reward from its environment."""
+        reward = rollout.task_reward
+        if "failed" not in self._detect or index != last or reward is None or reward > 0:
+            return None
+        return _error(rollout, index, FAILED, "The task was not solved.", None)
+
+
+class _Flag(msgspec.Struct, frozen=True):
+    turn: int
+    reason: str
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    turns: list[_Flag]
+
+
+class JudgeDetector:
+    """Asks a model to flag wasteful turns and bad style, which no rule sees."""
+
+    name = "judge"
+
+    def __init__(self, endpoint: ChatEndpoint) -> None:
+        self._endpoint = endpoint
+
+    async def find(self, rollout: FinishedRollout) -> list[ErrorTurn]:
+        """Return the flagged turns. Raises EndpointError, also for an answer that is not the requested JSON."""
+        position_of = {turn.turn: index for index, turn in enumerate(rollout.turns) if turn.turn is not None}
+        if not position_of:
+            return []
+        messages = [
+            {"role": "system", "content": _JUDGE_PROMPT},
+            {"role": "user", "content": transcript(rollout.turns, numbered=True)},
+        ]
+        verdict = _verdict(await self._endpoint.ask(messages, check=_verdict))
+        return [
+            ErrorTurn(
+                message=position_of[flag.turn],
+                turn=flag.turn,
+                kind=JUDGED,
+                text=flag.reason[:_REASON_CHARS],
+                tools=tools_of(rollout, position_of[flag.turn]),
+            )
+            for flag in {flag.turn: flag for flag in verdict.turns}.values()
+            if flag.turn in position_of and flag.reason.strip()
+        ]
+
+
+def _verdict(text: str) -> _Verdict:
+    match = _OBJECT.search(text)
+    try:
+        return msgspec.json.decode(match[0] if match else text, type=_Verdict)
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        raise EndpointError(f"the judge's answer is not the JSON it was asked for ({error}): {text[:120]!r}") from None
+
+
+def _error(rollout: FinishedRollout, index: int, kind: str, text: str, tool: str | None) -> ErrorTurn:
+    return ErrorTurn(
+        message=index, turn=rollout.turns[index].turn, kind=kind, text=text, tool=tool, tools=tools_of(rollout, index)
+    )
+
+
+def tools_of(rollout: FinishedRollout, index: int) -> list[dict]:
+    """Return the tools on offer in the conversation of message `index`."""
+    session = rollout.turns[index].session
+    return rollout.sessions[session].tools if session < len(rollout.sessions) else []
 
 
 def violation(call: ToolCall, tools: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
-    """(kind, text) of the first rule that the call breaks: its name, its JSON, its argument names, their types.
+    """Return (kind, text) of the first rule that the call breaks: its name, its JSON, its argument names, their types.
 
-    None for a good call, and where `tools` is empty. Deeper rules of JSON schema are the tool's own to check.
+    None for a good call, and where `tools` is empty. Deeper rules of JSON schema are left to the tool.
     """
     if not tools:
         return None
@@ -47,8 +178,8 @@ def _arguments(arguments: dict[str, Any], parameters: dict[str, Any]) -> tuple[s
     for name, value in arguments.items():
         if name in properties:
             if not _fits(value, properties[name]):
-                wanted = json_type(properties[name])
-                return "argument_type", f"Wrong type for argument {name}: expected {wanted}, got {_name(value)}"
+                expected = json_type(properties[name])
+                return "argument_type", f"Wrong type for argument {name}: expected {expected}, got {_name(value)}"
         elif properties and parameters.get("additionalProperties") in (None, False):
             return "argument_name", f"Unknown argument: {name}"
     return None
@@ -59,84 +190,12 @@ def _fits(value: Any, rule: Any) -> bool:
     if kinds is None:
         return True
     name = _name(value)
-    wanted = kinds if isinstance(kinds, list) else [kinds]
-    return name in wanted or ("number" in wanted and name == "integer") or _whole(value, wanted)
-
-
-def _whole(value: Any, wanted: list[Any]) -> bool:
-    """JSON schema takes 3.0 for an integer."""
-    return "integer" in wanted and isinstance(value, float) and value.is_integer()
+    allowed = kinds if isinstance(kinds, list) else [kinds]
+    if name in allowed or ("number" in allowed and name == "integer"):
+        return True
+    # JSON schema takes 3.0 for an integer.
+    return "integer" in allowed and isinstance(value, float) and value.is_integer()
 
 
 def _name(value: Any) -> str:
     return _NAMES.get(type(value), "null")
-
-
-FAILED = "failed"
-
-
-class RuleDetector:
-    """Failed calls, exceptions and failed tests in tools' answers, calls that break their schema. No model involved."""
-
-    name = "rules"
-
-    def __init__(self, templates: Templates, detect: Collection[str], threads: Executor) -> None:
-        """`detect`: as orchestrator.hints.detect. The work is done in `threads`."""
-        self._templates, self._detect, self._threads = templates, set(detect), threads
-
-    async def find(self, rollout: FinishedRollout) -> list[ErrorTurn]:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.error_turns, rollout)
-
-    def error_turns(self, rollout: FinishedRollout) -> list[ErrorTurn]:
-        """In the order of the turns, the first error of each."""
-        told = {
-            index: found for index, found in answers(rollout.turns).items() if rollout.turns[index].turn is not None
-        }
-        last = max(told, default=None)
-        errors = [
-            self._answered(rollout, index, found) or self._called(rollout, index) or self._failed(rollout, index, last)
-            for index, found in told.items()
-        ]
-        return [error for error in errors if error is not None]
-
-    def _answered(self, rollout: FinishedRollout, index: int, told: list[int]) -> ErrorTurn | None:
-        calls = rollout.turns[index].tool_calls
-        for number, answer in enumerate(told):
-            text, kind = rollout.turns[answer].text, None
-            if rollout.turns[answer].error is not None and "tool_error" in self._detect:
-                kind = self._templates.kind_of(text)
-            kind = kind or self._templates.detected(text, self._detect)
-            if kind == OTHER and (broken := self._called(rollout, index)) is not None:
-                return broken  # no template knows the tool's words, but the call itself shows what is wrong
-            if kind is not None:
-                tool = calls[number].name if number < len(calls) else None
-                return _error(rollout, index, kind, text, tool)
-        return None
-
-    def _called(self, rollout: FinishedRollout, index: int) -> ErrorTurn | None:
-        if "schema" not in self._detect:
-            return None
-        for call in rollout.turns[index].tool_calls:
-            broken = violation(call, tools_of(rollout, index))
-            if broken is not None:
-                return _error(rollout, index, broken[0], broken[1], call.name)
-        return None
-
-    def _failed(self, rollout: FinishedRollout, index: int, last: int | None) -> ErrorTurn | None:
-        """The last turn of a rollout that got no reward from its environment."""
-        reward = rollout.task_reward
-        if "failed" not in self._detect or index != last or reward is None or reward > 0:
-            return None
-        return _error(rollout, index, FAILED, "The task was not solved.", None)
-
-
-def _error(rollout: FinishedRollout, index: int, kind: str, text: str, tool: str | None) -> ErrorTurn:
-    return ErrorTurn(
-        message=index, turn=rollout.turns[index].turn, kind=kind, text=text, tool=tool, tools=tools_of(rollout, index)
-    )
-
-
-def tools_of(rollout: FinishedRollout, index: int) -> list[dict]:
-    """The tools on offer in the conversation of message `index`."""
-    session = rollout.turns[index].session
-    return rollout.sessions[session].tools if session < len(rollout.sessions) else []

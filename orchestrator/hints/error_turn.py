@@ -1,4 +1,4 @@
-"""The nouns of this package: a turn that went wrong, and the two protocols around it."""
+"""A turn that went wrong, and the two protocols around it: who finds it and who writes its hint."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class ErrorTurn:
     """tool_not_found, bad_json, argument_name, argument_type, test_failure, exception, tool_error, failed, judged, or
     a kind of the user's templates."""
     text: str
-    """What was said about it: the tool's answer, the broken rule of the schema, the judge's reason."""
+    """Describes the error: the tool's answer, the broken rule of the schema, or the judge's reason."""
     tool: str | None = None
     """The tool that was called."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """What was on offer, as OpenAI function definitions; empty where that is not known."""
+    """The tools on offer, as OpenAI function definitions; empty where unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintRequest:
-    """What a generator may look at."""
+    """The input of a generator."""
 
     error: ErrorTurn
     rollout: FinishedRollout
@@ -39,7 +39,7 @@ class HintRequest:
 
 
 class ErrorDetector(Protocol):
-    """Finds turns that went wrong. At most one ErrorTurn a turn; raises EndpointError where it asks a model."""
+    """Finds turns that went wrong, at most one error a turn. Raises EndpointError where it asks a model."""
 
     name: str
 
@@ -47,7 +47,7 @@ class ErrorDetector(Protocol):
 
 
 class HintGenerator(Protocol):
-    """Makes the text of a hint, or None where it has none. Raises EndpointError where it asks a model."""
+    """Writes the text of a hint, or returns None. Raises EndpointError where it asks a model."""
 
     name: str
 

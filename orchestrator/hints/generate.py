@@ -1,7 +1,4 @@
-"""The layers that make a hint, beside templates: the raw error, a model, the policy itself, a successful sibling.
-
-A rollout's conversation as text for a model that judges it or writes a hint.
-"""
+"""The layers that write a hint, besides templates: the raw error, a model, the policy itself, a successful sibling."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from composer_prime.llm.endpoint import ChatEndpoint
+from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.error_turn import HintRequest
 from orchestrator.hints.templates import excerpt
 from orchestrator.rollouts.groups import FinishedRollout, answers, derive_seed, messages_before
@@ -17,49 +14,18 @@ from orchestrator.workers.protocol import MessageRecord
 
 _MESSAGE_CHARS = 1_500
 _TOTAL_CHARS = 12_000
-
-
-def transcript(turns: Sequence[MessageRecord], *, numbered: bool = False) -> str:
-    """One paragraph a message; the middle of long messages and of a long conversation is left out."""
-    parts = [message_text(turn, numbered) for turn in turns]
-    return shortened("\n\n".join(parts), _TOTAL_CHARS)
-
-
-def message_text(turn: MessageRecord, numbered: bool = False) -> str:
-    """Role, text and calls of a message; with `numbered` its turn number too, where the policy sampled it."""
-    number = f" turn {turn.turn}" if numbered and turn.turn is not None else ""
-    lines = [f"[{turn.role}{number}]"]
-    lines += [shortened(turn.text.strip(), _MESSAGE_CHARS)] if turn.text.strip() else []
-    lines += [shortened(f"calls {call.name} {call.arguments}", _MESSAGE_CHARS) for call in turn.tool_calls]
-    return "\n".join(lines)
-
-
-def shortened(text: str, limit: int) -> str:
-    """`text` with its middle left out where it is longer than `limit` characters."""
-    if len(text) <= limit:
-        return text
-    half = (limit - 5) // 2
-    return f"{text[:half]} ... {text[-half:]}"
-
-
-def cut(text: str, limit: int) -> str:
-    """The beginning of `text`, at most `limit` characters, ending at a word."""
-    if len(text) <= limit:
-        return text
-    return text[: limit - 3].rsplit(" ", 1)[0] + "..."
-
-
 _WRITE = (
     "You coach a software agent. It is about to take the turn shown last, which will go wrong as shown. Write one "
     "short reminder that it should have read just before that turn: the fact or rule that it missed. Do not solve the "
     "task, do not write the turn for it, do not mention this conversation. Reply with the reminder only."
 )
 _INTROSPECT = "Your last turn went wrong: {error}\nIn one sentence: what should you have kept in mind before it?"
-_ERROR_CHARS, _POOL = 400, 256
+_ERROR_CHARS = 400
+_POOL = 256
 
 
 class RawError:
-    """What the tool said, as it said it."""
+    """Quotes the tool's error."""
 
     name = "raw_error"
 
@@ -69,7 +35,7 @@ class RawError:
 
 
 class ModelHint:
-    """A model behind an endpoint reads the conversation, the turn and the error."""
+    """Asks a model, which reads the conversation, the turn and the error."""
 
     name = "llm"
 
@@ -77,17 +43,17 @@ class ModelHint:
         self._endpoint = endpoint
 
     async def hint(self, request: HintRequest) -> str | None:
-        turns, at = request.rollout.turns, request.error.message
-        story = transcript(messages_before(turns, at))
-        turn = message_text(turns[at])
+        turns, position = request.rollout.turns, request.error.message
+        conversation = transcript(messages_before(turns, position))
+        turn = message_text(turns[position])
         error = f"What went wrong ({request.error.kind}):\n{request.error.text[:1000]}"
-        content = f"{story}\n\nThe turn:\n{turn}\n\n{error}"
+        content = f"{conversation}\n\nThe turn:\n{turn}\n\n{error}"
         text = await self._endpoint.ask([{"role": "system", "content": _WRITE}, {"role": "user", "content": content}])
         return _one_paragraph(text)
 
 
 class Introspection:
-    """The policy, through the run's own gateway, asked after the fact what it should have kept in mind."""
+    """Asks the policy, through the run's own gateway, what it should have kept in mind."""
 
     name = "introspection"
 
@@ -95,32 +61,31 @@ class Introspection:
         self._endpoint = endpoint
 
     async def hint(self, request: HintRequest) -> str | None:
-        turns, at = request.rollout.turns, request.error.message
-        told = {"role": "user", "content": transcript([*messages_before(turns, at), turns[at]])}
-        asked = {"role": "user", "content": _INTROSPECT.format(error=request.error.text[:1000])}
+        turns, position = request.rollout.turns, request.error.message
+        conversation = {"role": "user", "content": transcript([*messages_before(turns, position), turns[position]])}
+        question = {"role": "user", "content": _INTROSPECT.format(error=request.error.text[:1000])}
         # The policy changes from step to step, so its answers are not shared between rollouts.
         variant = f"{request.rollout.rollout_id}/{request.error.turn}"
-        return _one_paragraph(await self._endpoint.ask([told, asked], variant=variant))
+        return _one_paragraph(await self._endpoint.ask([conversation, question], variant=variant))
 
 
 class SiblingDemonstration:
-    """How the group's best rollout did it, where it did better than this one."""
+    """Shows the calls of the group's best rollout, where its reward is above this one's."""
 
     name = "sibling"
 
     async def hint(self, request: HintRequest) -> str | None:
-        own = max(request.rollout.task_reward or 0.0, 0.0)
-        better = [sibling for sibling in request.siblings if (sibling.task_reward or 0.0) > own]
+        reward = max(request.rollout.task_reward or 0.0, 0.0)
+        better = [sibling for sibling in request.siblings if (sibling.task_reward or 0.0) > reward]
         best = max(better, key=lambda sibling: (sibling.task_reward, -sibling.sibling), default=None)
         return None if best is None else f"Reminder: This worked before: {_steps(best)}"
 
 
 def _steps(rollout: FinishedRollout) -> str:
-    """Calls that were answered without an error, and the last reply."""
-    told = answers(rollout.turns)
+    """Return the calls that were answered without an error, and the last reply."""
     steps = [
         f"{call.name} {call.arguments}"
-        for index, replies in told.items()
+        for index, replies in answers(rollout.turns).items()
         for call in rollout.turns[index].tool_calls
         if not any(rollout.turns[reply].error for reply in replies)
     ]
@@ -129,18 +94,19 @@ def _steps(rollout: FinishedRollout) -> str:
 
 
 class WrongHints:
-    """A control arm: the hint that another error got stands in for the right one.
+    """A control arm: replaces the right hint by one that another error turn got.
 
-    `other_error` takes one that answers another kind of error, `other_episode` one of another task. Both draw from the
+    `other_error` takes a hint for another kind of error, `other_episode` one of another task. Both draw from the
     newest right hints, so the first turns of a run find none.
     """
 
     def __init__(self, mode: str, seed: int) -> None:
-        self._mode, self._seed = mode, seed
+        self._mode = mode
+        self._seed = seed
         self._pool: deque[tuple[str, str, str]] = deque(maxlen=_POOL)
 
-    def instead_of(self, right: str, request: HintRequest) -> str | None:
-        """A wrong hint for the turn; `right` joins those that other turns draw from."""
+    def replace(self, right: str, request: HintRequest) -> str | None:
+        """Return a wrong hint for the turn, and add `right` to those that other turns draw from."""
         kind, task = request.error.kind, request.rollout.task_id
         others = [
             text
@@ -154,3 +120,32 @@ class WrongHints:
 
 def _one_paragraph(text: str) -> str | None:
     return " ".join(text.split()) or None
+
+
+def transcript(turns: Sequence[MessageRecord], *, numbered: bool = False) -> str:
+    """Return one paragraph a message, without the middle of long messages and of a long conversation."""
+    return without_middle("\n\n".join(message_text(turn, numbered) for turn in turns), _TOTAL_CHARS)
+
+
+def message_text(turn: MessageRecord, numbered: bool = False) -> str:
+    """Return role, text and calls of a message; with `numbered` also the turn number of a sampled one."""
+    number = f" turn {turn.turn}" if numbered and turn.turn is not None else ""
+    lines = [f"[{turn.role}{number}]"]
+    lines += [without_middle(turn.text.strip(), _MESSAGE_CHARS)] if turn.text.strip() else []
+    lines += [without_middle(f"calls {call.name} {call.arguments}", _MESSAGE_CHARS) for call in turn.tool_calls]
+    return "\n".join(lines)
+
+
+def without_middle(text: str, limit: int) -> str:
+    """Return `text`, without its middle where it is longer than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    half = (limit - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+def cut(text: str, limit: int) -> str:
+    """Return the beginning of `text`, at most `limit` characters, ending at a word."""
+    if len(text) <= limit:
+        return text
+    return text[: limit - 3].rsplit(" ", 1)[0] + "..."

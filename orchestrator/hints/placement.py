@@ -1,14 +1,14 @@
-"""Where a hint goes: between two token ids of the context that the turn was sampled from.
+"""Place a hint between two token ids of the context from which the turn was sampled.
 
     message_end   … <|im_start|>user question [\n hint] <|im_end|> <|im_start|>assistant  turn
     user, system  … <|im_start|>user question <|im_end|> [<|im_start|>user hint <|im_end|>] <|im_start|>assistant  turn
 
-The context is never rendered again: what the template would strip (earlier thinking) or tokenise otherwise stays as it
-was sampled from, and so do the turn's own ids. Only two things are asked of the renderer, on conversations made up for
-it: the text that closes a message before the assistant's turn begins, and the ids of a message that holds the hint. The
-closing is looked for at the end of the context's own ids; where it does not stand there, there is no place for a hint.
+The context is never rendered again. What the template would strip (earlier thinking) or tokenize otherwise stays as it
+was, and so do the turn's own ids. The renderer is used for two things only, on made-up conversations: the text that
+closes a message before the assistant's turn begins, and the ids of a message that holds the hint. That closing must
+stand at the end of the context's own ids; otherwise there is no place for a hint.
 
-From a hint's text to a Distillation: hinted context, then the turn's own ids. Pure; runs in a thread.
+The result is a HintedTurn: hinted context, then the turn's own ids. Everything here is pure and runs in a thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from composer_prime.errors import ConfigError, EmptyMaskError
 from composer_prime.wire.types import HintedTurn, Sample, TurnSpan, ints, pack_ints
-from orchestrator.chat_renderer import RENDER_ERRORS
+from orchestrator.chat_template import RENDER_ERRORS
 from orchestrator.hints.error_turn import ErrorTurn
 
 Placement = Literal["message_end", "user", "system"]
@@ -45,33 +45,32 @@ _SLACK = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Closing:
-    """What follows a message's content, up to where the assistant's turn begins."""
+    """The text after a message's content, up to where the assistant's turn begins."""
 
     text: str
     space: str
-    """White space that it begins with."""
+    """White space at its beginning."""
 
 
 class HintPlacer:
-    """Not thread-safe, as renderers are not: use it from one thread."""
+    """Puts hints into contexts. Not thread-safe, because renderers are not."""
 
     def __init__(self, renderer: Any, tokenizer: Any, placement: Placement) -> None:
-        """`renderer`: the one that rollouts are rendered with.
-
-        Raises ConfigError when the chat template has no such place.
-        """
-        self._renderer, self._tokenizer, self._placement = renderer, tokenizer, placement
+        """`renderer`: the one that renders rollouts. Raises ConfigError when the chat template has no such place."""
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._placement = placement
         self._reserved = _special_texts(tokenizer)
-        self._known: dict[str, np.ndarray] = {}
-        """The ids that an ending was last found as: most contexts end in the same ones, and decoding is slow."""
+        self._ids_of_ending: dict[str, np.ndarray] = {}
+        """The last ids of each ending: most contexts end in the same ones, and decoding is slow."""
         self._opening = self._find_opening()
         self._closings = {role: self._closing(role) for role in _CONVERSATIONS}
         context = np.array(self._render(_CONVERSATIONS["user"], opening=True), np.int32)
         if self.hinted(context, "user", "probe") is None:
-            raise ConfigError(_no_place(placement, "a user message's end is not to be found in what it renders"))
+            raise ConfigError(_no_place(placement, "the end of a user message cannot be found in its rendering"))
 
     def hinted(self, context_ids: np.ndarray, role: str, hint: str) -> np.ndarray | None:
-        """`context_ids` [T] with the hint's ids in it: int32 [T + hint]. None where the place is not to be found.
+        """Return `context_ids` [T] with the hint's ids in it: int32 [T + hint]. None where there is no place.
 
         `role`: of the last message before the turn. Taking the hint's ids out again gives `context_ids`.
         """
@@ -95,27 +94,27 @@ class HintPlacer:
         return _inserted(context_ids, at, self._encode(hint + closing.space))
 
     def _find(self, ids: np.ndarray, ending: str) -> int | None:
-        """Where the tail of `ids` begins whose text is exactly `ending`."""
-        known = self._known.get(ending)
-        if known is not None and np.array_equal(ids[-len(known) :], known):
-            return len(ids) - len(known)
+        """Return where the tail of `ids` begins whose text is exactly `ending`."""
+        remembered = self._ids_of_ending.get(ending)
+        if remembered is not None and np.array_equal(ids[-len(remembered) :], remembered):
+            return len(ids) - len(remembered)
         for at in range(len(ids) - 1, max(-1, len(ids) - 2 - len(ending.encode())), -1):
             text = self._decode(ids[at:])
             if text == ending:
-                self._known[ending] = np.array(ids[at:])
+                self._ids_of_ending[ending] = np.array(ids[at:])
                 return at
             if not ending.endswith(text) and "\ufffd" not in text:
                 return None
         return None
 
-    # -- what the renderer is asked ------------------------------------------------------------------------------
+    # -- renderings of made-up conversations ---------------------------------------------------------------------
 
     def _render(self, messages: list[dict[str, Any]], *, opening: bool) -> list[int]:
         tools = _TOOLS if any(message["role"] == "tool" for message in messages) else None
         return list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=opening))
 
     def _find_opening(self) -> str:
-        """The text that opens the assistant's turn."""
+        """Return the text that opens the assistant's turn."""
         probe = _CONVERSATIONS["user"]
         try:
             without, opened = self._render(probe, opening=False), self._render(probe, opening=True)
@@ -136,7 +135,7 @@ class HintPlacer:
         return _Closing(text=closing, space=re.match(r"\s*", closing)[0])
 
     def _message_ids(self, hint: str) -> list[int]:
-        """The ids of a message with the hint, after another message. Raises ConfigError."""
+        """Return the ids of a message with the hint, after another message. Raises ConfigError."""
         before = [{"role": "user", "content": "question"}]
         try:
             shorter = self._render(before, opening=False)
@@ -156,7 +155,7 @@ class HintPlacer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _harmless(self, hint: str) -> str:
-        """Special tokens spelt out in a hint (an error text may quote them) must not end a message."""
+        """Break up special tokens in a hint, which an error text may quote: they must not end a message."""
         for text in self._reserved:
             hint = hint.replace(text, f"{text[0]} {text[1:]}")
         return hint
@@ -181,27 +180,27 @@ def _no_place(placement: str, reason: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentLimits:
-    """What a teacher document must fit into, in tokens."""
+    """Limits of a teacher document, in tokens."""
 
     max_context: int
-    """model.max_context: what the policy can see."""
+    """model.max_context, the policy's context."""
     row_tokens: int
     """trainer.micro_batch_tokens: a sample and its teacher documents share one row."""
 
 
 def span_of(samples: Sequence[Sample], turn: int) -> tuple[Sample, TurnSpan] | None:
-    """The sample that turn number `turn` is trained in, and where."""
+    """Return the sample in which turn number `turn` is trained, and where."""
     spans = ((sample, span) for sample in samples for span in sample.turns)
     return next(((sample, span) for sample, span in spans if span.turn == turn), None)
 
 
-def distillation(sample: Sample, span: TurnSpan, hinted_ids: np.ndarray, error: ErrorTurn, weight: float) -> HintedTurn:
-    """`hinted_ids` int32 [U_context]. Raises EmptyMaskError for a turn without tokens."""
+def hinted_turn(sample: Sample, span: TurnSpan, hinted_ids: np.ndarray, error: ErrorTurn, weight: float) -> HintedTurn:
+    """Join `hinted_ids`, int32 [U_context], and the turn's ids. Raises EmptyMaskError for a turn without tokens."""
     turn_ids = ints(sample.input_ids)[span.start : span.end]
     if len(turn_ids) == 0:
         raise EmptyMaskError(
             f"sample {sample.sample_id}, turn {span.turn} ({error.kind}): tokens [{span.start}, {span.end}) are none, "
-            "so channel 2 has nothing to learn there"
+            "so SDPO has nothing to learn there"
         )
     return HintedTurn(
         start=span.start,
@@ -218,7 +217,7 @@ def place_hint(
     sample: Sample, span: TurnSpan, *, placer: HintPlacer, role: str, hint: str, error: ErrorTurn, weight: float,
     limits: DocumentLimits,
 ) -> HintedTurn | str:  # fmt: skip
-    """The distillation, or why there is none: no_place, too_long (for the context) or row_full.
+    """Return the hinted turn, or why there is none: no_place, too_long (for the context) or row_full.
 
     Raises EmptyMaskError.
     """
@@ -226,7 +225,7 @@ def place_hint(
     hinted_ids = placer.hinted(context_ids, role, hint)
     if hinted_ids is None:
         return "no_place"
-    made = distillation(sample, span, hinted_ids, error, weight)
+    made = hinted_turn(sample, span, hinted_ids, error, weight)
     length = len(ints(made.teacher_ids))
     if length > limits.max_context:
         return "too_long"

@@ -1,13 +1,11 @@
-"""Hints for a finished group: read this file first.
+"""Attach hints to a finished group. Read this file first.
 
-    rollouts --detectors--> error turns --layers--> texts --placer (thread)--> Sample.distillations
+    rollouts --detectors--> error turns --layers--> hints --placer (thread)--> Sample.distillations
                   |             |             |             |
-                  +-------------+-------------+-------------+--> counted by reason, never raised
+                  +-------------+-------------+-------------+--> failures are counted by reason, never raised
 
-The group waits here at most orchestrator.hints.timeout_s; the event loop never does: rules and tokens are worked on in
+The group waits here at most orchestrator.hints.timeout_s. The event loop never waits: rules and tokens are handled in
 one thread, models are asked over HTTP. A turn is hinted at most once.
-
-A HintStage from the configuration.
 """
 
 from __future__ import annotations
@@ -26,13 +24,12 @@ import msgspec
 from composer_prime.config import Config
 from composer_prime.config.hints import EndpointConfig, HintsConfig
 from composer_prime.errors import BudgetError, ComposerError, ConfigError, EmptyMaskError
-from composer_prime.llm.endpoint import ChatEndpoint
 from composer_prime.run.costs import CostLedger
 from composer_prime.wire.types import HintedTurn, Sample
-from orchestrator.hints.detect import FAILED, SCHEMA_KINDS, RuleDetector
+from orchestrator.hints.detect import FAILED, JUDGED, SCHEMA_KINDS, JudgeDetector, RuleDetector
+from orchestrator.hints.endpoint import ChatEndpoint
 from orchestrator.hints.error_turn import ErrorDetector, ErrorTurn, HintGenerator, HintRequest
 from orchestrator.hints.generate import Introspection, ModelHint, RawError, SiblingDemonstration, WrongHints, cut
-from orchestrator.hints.judge import JUDGED, JudgeDetector
 from orchestrator.hints.placement import DocumentLimits, HintPlacer, place_hint, span_of
 from orchestrator.hints.templates import Templates
 from orchestrator.rollouts.groups import FinishedRollout
@@ -40,15 +37,17 @@ from orchestrator.workers.protocol import MessageRecord
 
 logger = logging.getLogger(__name__)
 
-
-Ended = tuple[FinishedRollout, list[Sample]]
+CompiledRollout = tuple[FinishedRollout, list[Sample]]
+"""A rollout and its training samples."""
 _LOGGED_FIRST = 20
 _EMPTY_LIMIT = 32
+_POLICY_CALLS = 4
+"""Introspection's calls in flight: they share the nodes with rollouts."""
 
 
 @dataclass(slots=True)
-class _Work:
-    """What is known of one rollout so far."""
+class _HintedRollout:
+    """One rollout while its turns get their hints."""
 
     rollout: FinishedRollout
     samples: list[Sample]
@@ -57,22 +56,29 @@ class _Work:
     """Messages that changed, by position."""
 
     def mark(self, error: ErrorTurn, hint: str | None) -> None:
+        """Write the error and its hint into the turn's message."""
         turn = self.rollout.turns[error.message]
         self.turns[error.message] = msgspec.structs.replace(turn, error=error.kind, hint=hint)
 
-    def attach(self, made: HintedTurn) -> None:
-        at = next(at for at, sample in enumerate(self.samples) if any(span.turn == made.turn for span in sample.turns))
-        sample = self.samples[at]
-        distillations = sorted([*sample.distillations, made], key=lambda each: each.start)
-        self.samples[at] = msgspec.structs.replace(sample, distillations=distillations)
+    def attach(self, hinted: HintedTurn) -> None:
+        """Add the hinted turn to the sample that trains the turn."""
+        index, sample = next(
+            (index, sample)
+            for index, sample in enumerate(self.samples)
+            if any(span.turn == hinted.turn for span in sample.turns)
+        )
+        distillations = sorted([*sample.distillations, hinted], key=lambda each: each.start)
+        self.samples[index] = msgspec.structs.replace(sample, distillations=distillations)
 
-    def ended(self) -> Ended:
+    def result(self) -> CompiledRollout:
         turns = [self.turns.get(index, turn) for index, turn in enumerate(self.rollout.turns)]
         counts = {name: count for name, count in sorted(self.counts.items()) if count}
         return msgspec.structs.replace(self.rollout, turns=turns, hints=counts), self.samples
 
 
 class HintStage:
+    """Finds the error turns of a group's rollouts, and attaches a hinted turn to the samples of each."""
+
     def __init__(
         self,
         config: HintsConfig,
@@ -86,34 +92,46 @@ class HintStage:
         endpoints: Sequence[ChatEndpoint] = (),
         distil: bool = True,
     ) -> None:
-        """`threads`: one thread, the renderer's. `distil`: off, hints are logged, but nothing learns from them."""
-        self._config, self._detectors, self._layers, self._wrong = config, detectors, layers, wrong
-        self._placer, self._limits, self._threads, self._endpoints = placer, limits, threads, endpoints
+        """`wrong`: the control arm that replaces hints. `threads`: one thread, the renderer's.
+
+        `distil`: when False, hints are logged, but nothing learns from them.
+        """
+        self._config = config
+        self._detectors = detectors
+        self._layers = layers
+        self._wrong = wrong
+        self._placer = placer
+        self._limits = limits
+        self._threads = threads
+        self._endpoints = endpoints
         self._distil = distil
-        self._empty: list[str] = []
-        """What is told of the first error turns without a token."""
-        self._placed = self._logged = self._empties = 0
+        self._num_placed = 0
+        self._num_empty = 0
+        """Error turns without a token."""
+        self._first_empty: list[str] = []
+        """Descriptions of the first of them."""
+        self._num_failures = 0
 
     async def close(self) -> None:
         await asyncio.gather(*(endpoint.close() for endpoint in self._endpoints))
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def metrics(self) -> dict[str, float]:
-        """What the endpoints cost so far."""
+        """Return what the endpoints cost so far."""
         return {
             "hints/cost_usd": sum(endpoint.cost_usd for endpoint in self._endpoints),
             "hints/calls": float(sum(endpoint.calls for endpoint in self._endpoints)),
             "hints/cached": float(sum(endpoint.cached for endpoint in self._endpoints)),
         }
 
-    async def attach(self, ended: Sequence[Ended]) -> list[Ended]:
-        """The group with its hints, in the same order. What is not done in time is left out and counted.
+    async def attach(self, group: Sequence[CompiledRollout]) -> list[CompiledRollout]:
+        """Return the group with its hints, in the same order. What is not done in time is left out and counted.
 
-        Raises EmptyMaskError when error turn after error turn holds no token: channel 2 would silently train nothing.
+        Raises EmptyMaskError when error turn after error turn holds no token: SDPO would silently train nothing.
         """
-        works = [_Work(rollout, list(samples)) for rollout, samples in ended]
-        rollouts = [rollout for rollout, _ in ended]
-        tasks = [asyncio.create_task(self._rollout(work, rollouts)) for work in works if work.samples]
+        works = [_HintedRollout(rollout, list(samples)) for rollout, samples in group]
+        rollouts = [rollout for rollout, _ in group]
+        tasks = [asyncio.create_task(self._hint_rollout(work, rollouts)) for work in works if work.samples]
         late: set[asyncio.Task[None]] = set()
         try:
             if tasks:
@@ -121,41 +139,41 @@ class HintStage:
         finally:
             for task in tasks:
                 task.cancel()
-            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         if late:
             logger.warning("hints of %d rollouts were not done in %g s", len(late), self._config.timeout_s)
-        for error in ends:
-            if isinstance(error, Exception):
-                raise error
-        return [work.ended() for work in works]
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return [work.result() for work in works]
 
-    async def _rollout(self, work: _Work, rollouts: list[FinishedRollout]) -> None:
+    async def _hint_rollout(self, work: _HintedRollout, rollouts: list[FinishedRollout]) -> None:
         siblings = [other for other in rollouts if other is not work.rollout]
-        errors = await self._errors(work)
+        errors = await self._find_errors(work)
         for error in errors:
             work.mark(error, None)
             work.counts.update(("found", f"kind/{error.kind}", "skipped/late"))
         for error in errors:
-            reason = await self._turn(work, error, siblings)
+            reason = await self._hint_turn(work, error, siblings)
             work.counts["skipped/late"] -= 1
             work.counts["hinted" if reason is None else f"skipped/{reason}"] += 1
 
-    async def _errors(self, work: _Work) -> list[ErrorTurn]:
-        """In the order of turns; a turn that two detectors name counts once, as the first says."""
-        found: dict[int, ErrorTurn] = {}
+    async def _find_errors(self, work: _HintedRollout) -> list[ErrorTurn]:
+        """Return the errors in the order of their turns. Of two detectors that name one turn, the first one counts."""
+        error_of_turn: dict[int, ErrorTurn] = {}
         for detector in self._detectors:
             try:
                 errors = await detector.find(work.rollout)
             except Exception as error:
-                self._note(work, f"failed/{detector.name}", error)
+                self._count_failure(work, f"failed/{detector.name}", error)
                 continue
             for error in errors:
                 if _trained(work.rollout, error):
-                    found.setdefault(error.turn, error)
-        return [found[turn] for turn in sorted(found)]
+                    error_of_turn.setdefault(error.turn, error)
+        return [error_of_turn[turn] for turn in sorted(error_of_turn)]
 
-    async def _turn(self, work: _Work, error: ErrorTurn, siblings: list[FinishedRollout]) -> str | None:
-        """Hint one turn. None when that worked, else the reason why not."""
+    async def _hint_turn(self, work: _HintedRollout, error: ErrorTurn, siblings: list[FinishedRollout]) -> str | None:
+        """Hint one turn. Return None when that worked, else the reason why not."""
         if work.rollout.turns[error.message].finish_reason == "length":
             return "cut"
         if self._config.weights.get(error.kind, 1.0) == 0:
@@ -166,42 +184,43 @@ class HintStage:
         right = await self._right_hint(work, request)
         if right is None:
             return "no_hint"
-        hint = right if self._wrong is None else self._wrong.instead_of(right, request)
+        hint = right if self._wrong is None else self._wrong.replace(right, request)
         if hint is None:
             return "no_wrong_hint"
         loop = asyncio.get_running_loop()
-        made = await loop.run_in_executor(self._threads, self._place, work, error, hint)
-        if isinstance(made, str):
-            return made
+        hinted = await loop.run_in_executor(self._threads, self._place, work, error, hint)
+        if isinstance(hinted, str):
+            return hinted
         work.mark(error, hint)
         if self._distil:
-            work.attach(made)
+            work.attach(hinted)
         return None
 
-    async def _right_hint(self, work: _Work, request: HintRequest) -> str | None:
+    async def _right_hint(self, work: _HintedRollout, request: HintRequest) -> str | None:
+        """Return the hint of the first layer that has one."""
         for layer in self._layers:
             try:
                 hint = await layer.hint(request)
             except Exception as error:
-                self._note(work, f"failed/{layer.name}", error)
+                self._count_failure(work, f"failed/{layer.name}", error)
                 continue
             if hint is not None and hint.strip():
                 work.counts[f"layer/{layer.name}"] += 1
                 return cut(hint.strip(), self._config.max_hint_chars)
         return None
 
-    def _place(self, work: _Work, error: ErrorTurn, hint: str) -> HintedTurn | str:
-        """The turn after a context with the hint, or the reason why there is none."""
-        found = span_of(work.samples, error.turn)
+    def _place(self, work: _HintedRollout, error: ErrorTurn, hint: str) -> HintedTurn | str:
+        """Return the turn after a context with the hint, or the reason why there is none."""
+        sample_and_span = span_of(work.samples, error.turn)
         turn = work.rollout.turns[error.message]
-        if found is None:
-            self._note_empty(
+        if sample_and_span is None:
+            self._count_empty(
                 f"rollout {work.rollout.rollout_id}, turn {error.turn} ({error.kind}): no token of it is in a sample "
                 f"({turn.num_tokens} at the worker)"
             )
             return "empty_mask"
-        made = place_hint(
-            *found,
+        hinted = place_hint(
+            *sample_and_span,
             placer=self._placer,
             role=_role_before(work.rollout, error.message),
             hint=hint,
@@ -209,32 +228,32 @@ class HintStage:
             weight=self._config.weights.get(error.kind, 1.0),
             limits=self._limits,
         )
-        self._placed += not isinstance(made, str)
-        return made
+        self._num_placed += not isinstance(hinted, str)
+        return hinted
 
-    def _note_empty(self, what: str) -> None:
-        self._empties += 1
-        if self._empties <= _LOGGED_FIRST:
-            self._empty.append(what)
-            logger.error("channel 2: %s", what)
-        if self._placed == 0 and self._empties >= _EMPTY_LIMIT:
+    def _count_empty(self, description: str) -> None:
+        self._num_empty += 1
+        if self._num_empty <= _LOGGED_FIRST:
+            self._first_empty.append(description)
+            logger.error("SDPO: %s", description)
+        if self._num_placed == 0 and self._num_empty >= _EMPTY_LIMIT:
             raise EmptyMaskError(
-                f"none of {self._empties} error turns holds a token for channel 2, so it would train nothing: "
-                f"{'; '.join(self._empty[:3])}. Every token of a turn belongs to it, thinking included: look at the "
-                "environment's turns, or remove orchestrator.hints"
+                f"none of {self._num_empty} error turns holds a token for SDPO, so it would train nothing: "
+                f"{'; '.join(self._first_empty[:3])}. Every token of a turn belongs to it, thinking included: look "
+                "at the environment's turns, or remove orchestrator.hints"
             )
 
-    def _note(self, work: _Work, name: str, error: Exception) -> None:
-        """A detector or generator failed: counted, and in the log the first times."""
+    def _count_failure(self, work: _HintedRollout, name: str, error: Exception) -> None:
+        """Count the failure of a detector or generator, and log the first ones."""
         work.counts["over_budget" if isinstance(error, BudgetError) else name] += 1
-        self._logged += 1
-        if self._logged <= _LOGGED_FIRST:
-            known = isinstance(error, ComposerError)
-            logger.warning("hints, %s: %s", name, error if known else repr(error), exc_info=None if known else error)
+        self._num_failures += 1
+        if self._num_failures <= _LOGGED_FIRST:
+            ours = isinstance(error, ComposerError)
+            logger.warning("hints, %s: %s", name, error if ours else repr(error), exc_info=None if ours else error)
 
 
 def _trained(rollout: FinishedRollout, error: ErrorTurn) -> bool:
-    """Whether the turn is the policy's to learn: not that of a simulated user or a judge."""
+    """Tell whether the policy trains on the turn: not when a simulated user or a judge wrote it."""
     session = rollout.turns[error.message].session
     return session >= len(rollout.sessions) or rollout.sessions[session].trainable
 
@@ -244,17 +263,13 @@ def _role_before(rollout: FinishedRollout, message: int) -> str:
     return "user" if parent is None else rollout.turns[parent].role
 
 
-_POLICY_CALLS = 4
-"""Introspection's calls in flight: they share the nodes with rollouts."""
-
-
 def build_hints(
     config: Config, *, chat_folder: Path, gateway_url: str, gateway_token: str | None, run_root: Path, distil: bool
 ) -> HintStage | None:
-    """None without [orchestrator.hints]. Loads the renderer, so call it from a thread.
+    """Build the stage, or return None without [orchestrator.hints]. Loads the renderer, so call it from a thread.
 
     `chat_folder`: tokenizer and chat template. `gateway_url`: http://host:port/v1. `run_root`: the run
-    directory, for answers that were paid for and what they cost. Raises ConfigError.
+    directory, for paid answers and their cost. Raises ConfigError.
     """
     hints = config.orchestrator.hints
     if hints is None:
@@ -283,7 +298,7 @@ def build_hints(
 
 
 def check_kinds(hints: HintsConfig, templates: Templates) -> None:
-    """Raises ConfigError when orchestrator.hints.weights names a kind of error that nothing finds."""
+    """Raise ConfigError when orchestrator.hints.weights names a kind of error that nothing finds."""
     known = templates.kinds | SCHEMA_KINDS | {FAILED, JUDGED}
     unknown = sorted(set(hints.weights) - known)
     if unknown:
@@ -301,7 +316,7 @@ def _endpoints(
     for name, config in (("judge", hints.judge), ("llm", hints.llm if "llm" in hints.layers else None)):
         if config is not None:
             built[name] = ChatEndpoint(
-                config, name=f"orchestrator.hints.{name}", cache=cache / f"{name}.jsonl", ledger=ledger
+                config, name=f"orchestrator.hints.{name}", cache=cache / f"{name}.sqlite", ledger=ledger
             )
     if "introspection" in hints.layers:
         policy = EndpointConfig(

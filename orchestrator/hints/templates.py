@@ -1,4 +1,4 @@
-"""Templates as data: patterns that name an error, and hints with fields (templates.toml says how they are written)."""
+"""Hint templates: patterns that name an error, and hints with fields. templates.toml documents the format."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from composer_prime.errors import ConfigError
 from orchestrator.hints.error_turn import ErrorTurn, HintRequest
 
 OTHER = "tool_error"
-"""The kind of an error that no pattern names."""
+"""The kind of an error that matches no pattern."""
 _HEAD, _TAIL = 2_000, 6_000
 _SEARCH_S = 0.25
-"""Longest search of one pattern in one answer."""
+"""Longest search of one pattern in one answer, in seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,9 @@ class HintTemplate:
     """The setting of orchestrator.hints.detect under which the pattern alone makes an answer an error."""
 
     def search(self, text: str) -> regex.Match[str] | None:
-        """The pattern's match; None without one, and where the search takes longer than a quarter of a second.
+        """Return the pattern's match, or None, also where the search takes longer than a quarter of a second.
 
-        `re` would hold the interpreter, and with it the event loop, for as long as a pattern that backtracks takes.
+        `re` would hold the interpreter, and with it the event loop, for as long as a pattern backtracks.
         """
         if self.pattern is None:
             return None
@@ -64,7 +64,7 @@ class HintTemplate:
 
 
 class Templates:
-    """All templates in the order in which they are tried. As a HintGenerator: the layer `template`."""
+    """All templates, in the order in which they are tried. This is the layer `template`."""
 
     name = "template"
 
@@ -73,23 +73,23 @@ class Templates:
 
     @property
     def kinds(self) -> set[str]:
-        """Those that a template names, and that of errors without one."""
+        """The kinds that templates name, and the kind of all other errors."""
         return {OTHER, *(template.kind for template in self._templates)}
 
     @classmethod
     def load(cls, extra: Path | None = None) -> Templates:
-        """The shipped ones, those of the file `extra` before them. Raises ConfigError."""
+        """Load the user's file `extra`, then the shipped templates. Raises ConfigError."""
         shipped = resources.files("orchestrator.hints").joinpath("templates.toml").read_text()
-        own = _parse(_read(extra), str(extra)) if extra is not None else []
-        return cls(own + _parse(shipped, "orchestrator/hints/templates.toml"))
+        users = _parse(_read(extra), str(extra)) if extra is not None else []
+        return cls(users + _parse(shipped, "orchestrator/hints/templates.toml"))
 
     def kind_of(self, text: str) -> str:
-        """The kind of error that `text` reports."""
+        """Return the kind of error that `text` reports."""
         part = excerpt(text)
         return next((template.kind for template in self._templates if template.search(part)), OTHER)
 
     def detected(self, text: str, allowed: set[str]) -> str | None:
-        """The kind of error in a tool's answer that the environment takes for a good one; None for none."""
+        """Return the kind of error in an answer that the environment does not call an error, or None."""
         part = excerpt(text)
         detecting = (template for template in self._templates if template.detects in allowed)
         return next((template.kind for template in detecting if template.search(part)), None)
@@ -98,7 +98,7 @@ class Templates:
         return await asyncio.to_thread(self.fill, request.error)
 
     def fill(self, error: ErrorTurn) -> str | None:
-        """The hint of the first template of the error's kind that can be filled in."""
+        """Return the hint of the first template of the error's kind that can be filled in."""
         part, fields = excerpt(error.text), _fields(error)
         for template in self._templates:
             if template.kind != error.kind:
@@ -115,7 +115,7 @@ class Templates:
 
 
 def excerpt(text: str) -> str:
-    """Beginning and end of a long answer: errors stand there, and searching stays cheap."""
+    """Return beginning and end of a long answer: errors stand there, and searching stays cheap."""
     return text if len(text) <= _HEAD + _TAIL else text[:_HEAD] + "\n" + text[-_TAIL:]
 
 
@@ -123,21 +123,18 @@ def _fields(error: ErrorTurn) -> dict[str, str]:
     functions = [tool.get("function", {}) for tool in error.tools]
     called = next((function for function in functions if function.get("name") == error.tool), None)
     parameters = (called or {}).get("parameters") or {}
+    properties = parameters.get("properties") or {}
     return {
         "tool_names": ", ".join(str(function.get("name")) for function in functions),
         "tool": error.tool or "",
-        "arguments": ", ".join(f"{name} ({json_type(rule)})" for name, rule in _properties(parameters)),
+        "arguments": ", ".join(f"{name} ({json_type(rule)})" for name, rule in properties.items()),
         "schema": json.dumps(parameters) if parameters else "",
         "error": next((line.strip() for line in error.text.splitlines() if line.strip()), "")[:300],
     }
 
 
-def _properties(parameters: dict[str, Any]) -> list[tuple[str, Any]]:
-    return list((parameters.get("properties") or {}).items())
-
-
 def json_type(rule: Any) -> str:
-    """The type that a property's schema asks for, in words."""
+    """Return the type in a property's schema, in words."""
     kind = rule.get("type") if isinstance(rule, dict) else None
     return " or ".join(map(str, kind)) if isinstance(kind, list) else str(kind or "any")
 

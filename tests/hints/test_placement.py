@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from composer_prime.errors import ConfigError, EmptyMaskError
 from composer_prime.wire.types import TurnSpan, ints
 from orchestrator.hints.error_turn import ErrorTurn
-from orchestrator.hints.placement import DocumentLimits, HintPlacer, distillation, place_hint, span_of
+from orchestrator.hints.placement import DocumentLimits, HintPlacer, hinted_turn, place_hint, span_of
 
 PLACEMENTS = ("message_end", "user", "system")
 HINT = "Reminder: Available tools are: add, minus"
@@ -92,7 +92,7 @@ def test_the_hint_is_all_that_is_new(name, placement, question, replies, thought
             assert placement == "message_end"
             continue
         assert inserted(context, hinted)
-        made = distillation(sample, span, hinted, error(turn), 1.0)
+        made = hinted_turn(sample, span, hinted, error(turn), 1.0)
         own = ints(sample.input_ids)[made.start : made.end]
         assert ints(made.teacher_ids)[made.teacher_start :].tolist() == own.tolist()
         assert own.tolist() == played.records[turn].completion_ids.tolist()
@@ -184,14 +184,14 @@ def test_a_tokenizer_that_hides_the_place_is_refused():
     # The end of a message, " [/INST]", is one token that decodes to "[/INST]" where it comes first, so it is not found
     # at the end of a context. Unless that is seen at the start, every turn is left out as no_place.
     HintPlacer(Instruct(chat("tiny")[1]), chat("tiny")[1], "message_end")
-    with pytest.raises(ConfigError, match=r"placement is 'message_end'.*a user message's end is not to be found"):
+    with pytest.raises(ConfigError, match=r"placement is 'message_end'.*the end of a user message cannot be found"):
         HintPlacer(Instruct(sentence_piece()), sentence_piece(), "message_end")
 
 
 def test_a_turn_without_tokens_is_an_error_that_names_it():
     played = play("tiny", "Add 1 and 2.", [Step("3")])
     with pytest.raises(EmptyMaskError, match=r"g000003-0/0, turn 4 \(tool_not_found\): tokens \[9, 9\) are none"):
-        distillation(played.samples[0], TurnSpan(9, 9, 4), np.array([1], np.int32), error(4), 1.0)
+        hinted_turn(played.samples[0], TurnSpan(9, 9, 4), np.array([1], np.int32), error(4), 1.0)
 
 
 def test_what_does_not_fit_is_said_not_cut():
