@@ -1,4 +1,4 @@
-"""A task set with a tool: the model must look up the price of an item.
+"""A task set with one tool: the model must add two numbers by calling `sum_up`.
 
     uv run trainer @ examples/own_environment/own.toml
 
@@ -7,6 +7,7 @@ Task data with a `tool_executor()` gets the chat loop with tools; `is_tool_error
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -14,52 +15,51 @@ from typing import Any
 import verifiers.v1 as vf
 from pydantic import Field
 
-__all__ = ["PricesTaskset"]
+__all__ = ["SumsTaskset"]
 
-UNKNOWN = "No such item"
+WRONG_CALL = "Wrong call"
+NUMBER = {"type": "integer"}
+PARAMETERS = {"type": "object", "properties": {"left": NUMBER, "right": NUMBER}, "required": ["left", "right"]}
+FUNCTION = {"name": "sum_up", "description": "Adds two numbers.", "parameters": PARAMETERS}
 
 
-class PriceList:
+class Adder:
     """The tools of one rollout."""
 
-    def __init__(self, prices: dict[str, int]) -> None:
-        self._prices = prices
-        parameters = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}
-        function = {"name": "price", "description": "Returns the price of an item.", "parameters": parameters}
-        self.schemas: list[dict[str, Any]] = [{"type": "function", "function": function}]
+    schemas: list[dict[str, Any]] = [{"type": "function", "function": FUNCTION}]  # noqa: RUF012
 
     async def call(self, name: str, arguments_json: str) -> str:
-        found = [price for item, price in self._prices.items() if f'"{item}"' in arguments_json]
-        return str(found[0]) if name == "price" and found else UNKNOWN
+        try:
+            arguments = json.loads(arguments_json)
+            return str(arguments["left"] + arguments["right"]) if name == "sum_up" else WRONG_CALL
+        except (ValueError, KeyError, TypeError):
+            return WRONG_CALL
 
 
-class PriceData(vf.TaskData):
-    prices: dict[str, int]
+class SumData(vf.TaskData):
     answer: str
 
-    def tool_executor(self) -> PriceList:
-        return PriceList(self.prices)
+    def tool_executor(self) -> Adder:
+        return Adder()
 
     def is_tool_error(self, text: str) -> bool:
-        return text == UNKNOWN
+        return text == WRONG_CALL
 
 
-class PriceTask(vf.Task[PriceData]):
+class SumTask(vf.Task[SumData]):
     @vf.reward(weight=1.0)
     async def correct(self, trace: vf.Trace) -> float:
         return float(trace.last_reply.strip() == self.data.answer)
 
 
-class PricesConfig(vf.TasksetConfig):
+class SumsConfig(vf.TasksetConfig):
     split: str = "train"
     num_tasks: int = Field(512, ge=1)
 
 
-class PricesTaskset(vf.Taskset[PriceTask, PricesConfig]):
-    def load(self) -> Iterator[PriceTask]:
+class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
+    def load(self) -> Iterator[SumTask]:
         draw = random.Random(self.config.split)
         for _ in range(self.config.num_tasks):
-            prices = {str(item): draw.randint(11, 99) for item in draw.sample(range(11, 99), 3)}
-            item, price = draw.choice(list(prices.items()))
-            data = PriceData(prompt=f"What does {item} cost?", prices=prices, answer=str(price))
-            yield PriceTask(data, self.config.task)
+            left, right = draw.randint(11, 99), draw.randint(2, 99)
+            yield SumTask(SumData(prompt=f"Add {left} and {right}.", answer=str(left + right)), self.config.task)

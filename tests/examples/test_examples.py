@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,16 +111,16 @@ def test_grpo_in_one_file_runs(examples, capsys):
     assert capsys.readouterr().out.count("step 1/1  reward") == 2
 
 
-# The task set has a tool that answers, an error that hints can repair, and a reward for the exact price.
+# The task set has a tool that answers, an error that hints can repair, and the right answer beside each question.
 def test_own_environment():
-    from examples.own_environment import UNKNOWN, PricesConfig, PricesTaskset
+    from examples.own_environment import SumsConfig, SumsTaskset
 
-    task = next(iter(PricesTaskset(PricesConfig(id="examples.own_environment")).load()))
+    task = next(iter(SumsTaskset(SumsConfig(id="examples.own_environment")).load()))
     executor = task.data.tool_executor()
-    item = task.data.prompt.split()[2]
-    assert asyncio.run(executor.call("price", json.dumps({"item": item}))) == task.data.answer
-    assert task.data.is_tool_error(asyncio.run(executor.call("price", json.dumps({"item": "nothing"}))))
-    assert asyncio.run(executor.call("cost", json.dumps({"item": item}))) == UNKNOWN
+    left, right = (int(word) for word in re.findall(r"\d+", task.data.prompt))
+    assert asyncio.run(executor.call("sum_up", json.dumps({"left": left, "right": right}))) == task.data.answer
+    wrong = [("sum_up", "{"), ("sum_up", "[]"), ("sum_up", json.dumps({"left": "1", "right": 2})), ("add", "{}")]
+    assert all(task.data.is_tool_error(asyncio.run(executor.call(*call))) for call in wrong)
 
 
 # The command of the page trains a step on it.

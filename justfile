@@ -1,0 +1,26 @@
+# Shortcuts for what .ci/run and the README call: just --list
+
+# install everything that development needs
+setup:
+    uv sync
+
+# the fast tests; pass further arguments to pytest
+test *ARGUMENTS:
+    uv run pytest {{ARGUMENTS}}
+
+# ruff, import contracts, structure, types
+lint:
+    bash .ci/run static
+
+# format the code in place
+format:
+    uv run ruff check --fix .
+    uv run ruff format .
+
+# build the documentation into build/site
+docs:
+    uv run --group docs mkdocs build --strict
+
+# everything that must hold, or the named lanes: just ci static fast
+ci *LANES:
+    bash .ci/run {{LANES}}
