@@ -25,7 +25,7 @@ class Address(NamedTuple):
 
 
 def tcp_address(text: str, key: str, *, bind: bool = False) -> Address:
-    """The address in tcp://HOST:PORT. `bind`: one to listen on, so port 0 takes a free one and `*` every interface.
+    """Parse tcp://HOST:PORT. With `bind`, port 0 (a free one) and host `*` (every interface) are allowed.
 
     Raises ConfigError, which names `key`, for anything else.
     """
@@ -33,7 +33,7 @@ def tcp_address(text: str, key: str, *, bind: bool = False) -> Address:
 
 
 def host_port(text: str, key: str, *, bind: bool = False, scheme: str = "") -> Address:
-    """The address in HOST:PORT, with `scheme` before it; otherwise as `tcp_address`."""
+    """Parse HOST:PORT after `scheme`, otherwise as `tcp_address`."""
     host, colon, port = text.removeprefix(scheme).rpartition(":")
     if not text.startswith(scheme) or not colon or not host:
         raise ConfigError(f"{key} is {text!r}; expected {scheme}HOST:PORT")

@@ -1,7 +1,7 @@
-"""The one error tree.
+"""The tree of all errors that composer-prime raises on purpose.
 
     ComposerError
-    ├── ConfigError (ValueError)               a configuration that cannot work: both values and the remedy are named
+    ├── ConfigError (ValueError)               a configuration that cannot work
     │   ├── ModelNotFoundError                 a model folder that is missing or incomplete
     │   ├── EnvironmentNotInstalledError       a task set or harness id that cannot be imported
     │   ├── EmptyTaskSetError                  a source without tasks
@@ -18,18 +18,18 @@
     ├── EngineError (RuntimeError)             an inference engine failed
     │   └── BadRequestError (ValueError)       a request that no engine could serve
     │       └── ContextOverflowError           a prompt that does not fit the model's context
-    ├── RequestError (ValueError)              an HTTP request that the gateway does not serve; it has a status
+    ├── RequestError (ValueError)              an HTTP request that the gateway does not serve; has a status
     ├── RolloutError (RuntimeError)            a rollout failed; data, not a crash
     │   └── EnvironmentWorkerError             the worker process of a source failed for good
-    ├── EmptyMaskError (ValueError)             turns to distil without a single token
+    ├── EmptyMaskError (ValueError)             turns to distill without a single token
     ├── EndpointError (ConnectionError)        a model endpoint outside gave no usable answer in time
     │   ├── TeacherError                       a teacher gave no usable answer; data, not a crash
     │   └── BudgetError                        a call to it could cost more than is left of its budget
-    │       └── CapError                       a teacher call that would pass a cap; it says which
+    │       └── CapError                       a teacher call that would pass a cap; has the cap's scope
     ├── CheckpointError (RuntimeError)         a checkpoint could not be written or read
     ├── NonFiniteError (ArithmeticError)       NaN or infinity in loss or gradients
     ├── RoleFailedError (RuntimeError)         a process of the run ended with an error
-    └── DeadlineError (TimeoutError)           a wait went past its deadline; it says what it waited for
+    └── DeadlineError (TimeoutError)           a wait went past its deadline
 
 Each class is also the standard-library error that a caller without this module would expect.
 """
@@ -58,7 +58,7 @@ class EmptyTaskSetError(ConfigError):
 
 
 class PortInUseError(ConfigError, OSError):
-    """Another process holds the address that this role was told to bind."""
+    """Another process holds the address that this role should bind."""
 
 
 class LedgerError(ConfigError):
@@ -102,7 +102,7 @@ class EngineError(ComposerError, RuntimeError):
 
 
 class BadRequestError(EngineError, ValueError):
-    """A request that no engine could serve: trying it elsewhere is pointless."""
+    """A request that no engine could serve, so another node would not help."""
 
 
 class ContextOverflowError(BadRequestError):
@@ -114,11 +114,13 @@ class RequestError(ComposerError, ValueError):
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
         super().__init__(message)
-        self.status, self.code, self.param = status, code, param
+        self.status = status
+        self.code = code
+        self.param = param
 
 
 class RolloutError(ComposerError, RuntimeError):
-    """A rollout failed. The orchestrator records it and retries; it never becomes a zero reward."""
+    """A rollout failed. The orchestrator records it and retries; the failure never becomes a zero reward."""
 
 
 class EnvironmentWorkerError(RolloutError):
@@ -126,7 +128,7 @@ class EnvironmentWorkerError(RolloutError):
 
 
 class EmptyMaskError(ComposerError, ValueError):
-    """Turns that channel 2 was to learn from hold no token. The message names the traces and the reason."""
+    """Turns that SDPO should learn from hold no token. The message names the traces and the reason."""
 
 
 class EndpointError(ComposerError, ConnectionError):
@@ -134,15 +136,15 @@ class EndpointError(ComposerError, ConnectionError):
 
 
 class BudgetError(EndpointError):
-    """The worst case of a call does not fit into what is left of the endpoint's budget, so it was not made."""
+    """A call was not made, because its worst case does not fit into the rest of the endpoint's budget."""
 
 
 class TeacherError(EndpointError):
-    """A teacher gave no usable answer after all retries, or may not judge a trace. Replay records it and goes on."""
+    """A teacher gave no usable answer after all retries, or may not judge a trace. Replay records it and continues."""
 
 
 class CapError(BudgetError):
-    """A teacher call that would pass a cap of cost: it was not made. `scope` is call, trace or run."""
+    """A teacher call was not made, because it would pass a cap of cost. `scope` is call, trace or run."""
 
     def __init__(self, message: str, *, scope: str):
         super().__init__(message)
@@ -162,4 +164,4 @@ class RoleFailedError(ComposerError, RuntimeError):
 
 
 class DeadlineError(ComposerError, TimeoutError):
-    """A wait went past its deadline. The message says what was waited for and since when."""
+    """A wait went past its deadline. The message names what was waited for and since when."""

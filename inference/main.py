@@ -12,7 +12,7 @@ import sys
 import threading
 
 from composer_prime.config import load
-from composer_prime.console import EXIT_USAGE, fail
+from composer_prime.console import EXIT_USAGE, exit_on_version_flag, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import model_ready, resolve_model
 from inference.assignment import Assignment, describe_assignment, from_config, from_join, from_run_dir, node_usage
@@ -32,6 +32,7 @@ def main() -> int:
 
 def _main() -> int:
     words = sys.argv[1:]
+    exit_on_version_flag(words)
     try:
         assignment, dry_run = _assigned(words)
         if dry_run:

@@ -1,6 +1,6 @@
-"""`composer doctor`: what works on this machine with this installation, what the rest lacks, and what to type next.
+"""`composer doctor`: check this machine and this installation, and name what works and what to type next.
 
-The checks of `composer doctor`, cheap ones first. Each says what was found and, if need be, the remedy.
+The checks come first, cheap ones at the top; `main` is at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Literal
 from composer_prime.console import GIB, pluralize
 from composer_prime.errors import ComposerError
 from composer_prime.model_source import model_ready
-from composer_prime.plan.machine import check_port, free_bytes, this_machine, module_file
+from composer_prime.plan.machine import check_port, free_bytes, module_file, this_machine
 
 Level = Literal["ok", "note", "bad"]
 _NEEDED = ("torch", "transformers", "verifiers", "renderers", "pyzmq", "msgspec")
@@ -46,17 +46,17 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One finding."""
+    """The result of one check."""
 
     level: Level
     """ok; note: something is missing that not every run needs; bad: nothing runs without it."""
     name: str
     text: str
-    """What was found and, where it is not well, the remedy."""
+    """The finding, and the remedy where there is something to repair."""
 
 
 def checks(output_dir: Path, *, quick: bool) -> Iterator[Check]:
-    """Every check; `quick` leaves out the one that loads torch."""
+    """Yield the result of every check; `quick` leaves out the one that loads torch."""
     machine = this_machine()
     text = f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}"
     yield Check(level="ok", name="python", text=text)
@@ -89,15 +89,15 @@ def _gpus(sizes: tuple[int, ...]) -> Check:
 
 
 def _packages() -> Check:
-    found, missing = [], []
+    installed, missing = [], []
     for package in _NEEDED:
         try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
+            installed.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             missing.append(package)
     if missing:
         return Check(level="bad", name="packages", text=f"not installed: {', '.join(missing)}; run `uv sync`")
-    return Check(level="ok", name="packages", text=", ".join(found))
+    return Check(level="ok", name="packages", text=", ".join(installed))
 
 
 def _extras() -> Iterator[Check]:
@@ -106,17 +106,19 @@ def _extras() -> Iterator[Check]:
             yield Check(level="note", name=module, text=f"not installed: {remedy}")
         else:
             yield Check(level="ok", name=module, text="installed")
-    there = [name for name in _TRACKERS if module_file(name) is not None]
-    absent = ", ".join(name for name in _TRACKERS if name not in there)
-    text = f"installed: {', '.join(there) or 'none'}" + (f"; not: {absent} (`uv sync --extra NAME`)" if absent else "")
+    installed = [name for name in _TRACKERS if module_file(name) is not None]
+    absent = ", ".join(name for name in _TRACKERS if name not in installed)
+    text = f"installed: {', '.join(installed) or 'none'}"
+    text += f"; not: {absent} (`uv sync --extra NAME`)" if absent else ""
     yield Check(level="ok", name="trackers", text=text)
 
 
 def _models() -> Iterator[Check]:
     for name in ("tiny", "smollm2"):
         try:
-            todo = model_ready(name)
-            yield Check(level="ok", name=name, text=f"model: {f'its first run will {todo}' if todo else 'ready'}")
+            first_step = model_ready(name)
+            text = f"its first run will {first_step}" if first_step else "ready"
+            yield Check(level="ok", name=name, text=f"model: {text}")
         except ComposerError as error:
             yield Check(level="note" if name != "tiny" else "bad", name=name, text=str(error))
 
@@ -143,16 +145,16 @@ def _loopback() -> Check:
 
 
 def _open_files() -> Check:
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < 4096:
-        wanted = 65536 if most == resource.RLIM_INFINITY else min(65536, most)
-        text = f"{files:,}; many concurrent rollouts need more: ulimit -n {wanted}"
+        suggestion = 65536 if hard_limit == resource.RLIM_INFINITY else min(65536, hard_limit)
+        text = f"{files:,}; many concurrent rollouts need more: ulimit -n {suggestion}"
         return Check(level="note", name="open files", text=text)
     return Check(level="ok", name="open files", text="no limit" if files == resource.RLIM_INFINITY else f"{files:,}")
 
 
 def shared_memory(size: int, gpus: int) -> Check:
-    """`size`: bytes of /dev/shm, which NCCL passes tensors through between processes of one machine."""
+    """Check the `size` in bytes of /dev/shm, which NCCL uses between processes of one machine."""
     if gpus > 1 and size < GIB:
         text = f"/dev/shm has {size / GIB:.2f} GiB; NCCL needs more between {gpus} GPUs: docker run --shm-size 16g"
         return Check(level="note", name="shared mem", text=text)
@@ -160,7 +162,7 @@ def shared_memory(size: int, gpus: int) -> Check:
 
 
 def _torch(gpus: int) -> Check:
-    """In a process of its own, so that a broken CUDA installation cannot take the doctor down."""
+    """Load torch in another process, so that a broken CUDA installation cannot end this one."""
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", _TORCH]
     try:
@@ -173,19 +175,19 @@ def _torch(gpus: int) -> Check:
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         return Check(level="bad", name="torch", text=f"does not run: {last[0]}")
-    return torch_found(json.loads(done.stdout.strip().splitlines()[-1]), gpus)
+    return torch_check(json.loads(done.stdout.strip().splitlines()[-1]), gpus)
 
 
-def torch_found(found: dict[str, Any], gpus: int) -> Check:
-    """`found`: what torch says of itself; `gpus`: how many the CUDA driver shows."""
-    cuda = found["cuda"]
-    text = f"{found['version']} ({f'CUDA {cuda}' if cuda else 'CPU only'})"
-    if gpus > len(found["gpus"]):
-        why = "its CUDA is newer than the driver: update the driver" if cuda else "install its CUDA build"
-        text += f" can use {len(found['gpus'])} of {pluralize(gpus, 'visible GPU')}: {why}"
+def torch_check(report: dict[str, Any], gpus: int) -> Check:
+    """Judge what torch reports of itself; `gpus` is the number of GPUs that the CUDA driver shows."""
+    cuda = report["cuda"]
+    text = f"{report['version']} ({f'CUDA {cuda}' if cuda else 'CPU only'})"
+    if gpus > len(report["gpus"]):
+        remedy = "its CUDA is newer than the driver: update the driver" if cuda else "install its CUDA build"
+        text += f" can use {len(report['gpus'])} of {pluralize(gpus, 'visible GPU')}: {remedy}"
         return Check(level="note", name="torch", text=text)
-    computed = [f"{name} (compute capability {major}.{minor})" for name, major, minor in found["gpus"]]
-    return Check(level="ok", name="torch", text=f"{text} computes on {', '.join(computed) or 'the CPU'}")
+    devices = [f"{name} (compute capability {major}.{minor})" for name, major, minor in report["gpus"]]
+    return Check(level="ok", name="torch", text=f"{text} computes on {', '.join(devices) or 'the CPU'}")
 
 
 _USES = (
@@ -195,11 +197,11 @@ _USES = (
     ("training on GPUs", ("GPUs", "torch"), "uv run composer plan @ configs/qwen3-8b/a1.toml"),
     ("a rendezvous of clusters", ("torchft",), "uv run --extra diloco diloco lighthouse --help"),
 )
-"""What one can do, the checks that must be ok for it, and the command."""
+"""Each use: its name, the checks that must be ok for it, and the command."""
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="composer doctor", description=__doc__)
+    parser = argparse.ArgumentParser(prog="composer doctor", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="where runs would be written")
     parser.add_argument("--quick", action="store_true", help="do not load torch (saves some seconds)")
     options = parser.parse_args(words)
@@ -212,10 +214,10 @@ def main(words: list[str]) -> int:
 
 
 def what_works(levels: dict[str, Level]) -> list[str]:
-    """Lines for a reader who wants to know what to type. `levels`: what was found, by check."""
+    """Return lines that say what to type. `levels`: the results, by name of the check."""
     bad = [name for name, level in levels.items() if level == "bad"]
     if bad:
-        return [f"{pluralize(len(bad), 'problem')} to mend before anything runs: {', '.join(bad)}"]
+        return [f"{pluralize(len(bad), 'problem')} to repair before anything runs: {', '.join(bad)}"]
     lines = ["works here:"]
     for what, needs, command in _USES:
         lacking = [name for name in needs if levels.get(name, "ok") != "ok"]

@@ -1,8 +1,8 @@
 """`composer eval MODEL [MODEL ...] @ file.toml`: held-out scores with confidence intervals.
 
-Each model is evaluated by the same roles as in training: `trainer` with run.max_steps = 0 in a run directory of its own
-below outputs/evals; an earlier evaluation keeps its directory, and the new one gets a number. All models meet the same
-tasks with the same seeds, so two of them are compared task by task.
+The same roles evaluate a model as in training: `trainer` with run.max_steps = 0, in a run directory below
+outputs/evals. An earlier evaluation keeps its directory, and the new one gets a number. All models get the same tasks
+with the same seeds, so two of them are compared task by task.
 """
 
 from __future__ import annotations
@@ -36,29 +36,27 @@ def main(words: list[str]) -> int:
         return 0
     models, rest = split_models(words)
     config = evaluation_config(rest)
-    for model in models:  # all of them, before the first takes its minutes
+    for model in models:  # check all of them before the first one takes minutes
         resolve_model(model_folder(model))
-    found: dict[str, Scores] = {}
-    for model in models:
-        found[model] = evaluate(model, rest, config)
-    print("\n".join(["", *eval_table(found)]))
+    scores_by_model = {model: evaluate(model, rest, config) for model in models}
+    print("\n".join(["", *eval_table(scores_by_model)]))
     return 0
 
 
 def split_models(words: list[str]) -> tuple[list[str], list[str]]:
-    """(models, the configuration's words). Raises ConfigError when either is missing."""
+    """Return (models, the configuration's words). Raises ConfigError when either is missing."""
     start = next((index for index, word in enumerate(words) if word.startswith(("@", "--"))), len(words))
     models, rest = words[:start], [word for word in words[start:] if word not in ("--resume", "--dry-run")]
     if not models or not rest:
         raise ConfigError(f"give one or more models, then a configuration\n{USAGE}")
-    twice = sorted({model for model in models if models.count(model) > 1})
-    if twice:
-        raise ConfigError(f"model {twice[0]!r} is named twice")
+    repeated = sorted({model for model in models if models.count(model) > 1})
+    if repeated:
+        raise ConfigError(f"model {repeated[0]!r} is named twice")
     return models, rest
 
 
 def evaluation_config(words: list[str]) -> Config:
-    """The configuration of an evaluation-only run. Raises ConfigError when no source has held-out tasks."""
+    """Return the configuration of an evaluation-only run. Raises ConfigError when no source has held-out tasks."""
     config = resolve([*words, *_evaluation_only(words)]).config
     if not any(source.eval_taskset for source in config.orchestrator.source):
         names = ", ".join(repr(source.name) for source in config.orchestrator.source)
@@ -70,16 +68,16 @@ def evaluation_config(words: list[str]) -> Config:
 
 
 def evaluate(model: str, words: list[str], config: Config) -> Scores:
-    """Scores of one model by task. Raises RoleFailedError when the evaluation run failed."""
-    folder = model_folder(model)
-    evals, name = config.run.output_dir / "evals", f"{config.run.name}-{_plain(model)}"
+    """Return the scores of one model by task. Raises RoleFailedError when the evaluation run failed."""
+    evals = config.run.output_dir / "evals"
+    name = f"{config.run.name}-{_as_name(model)}"
     if not config.run.overwrite:
-        name = unused(evals, name)
+        name = unused_name(evals, name)
     argv = [
         *console_script("trainer"),
         *words,
         *_evaluation_only(words),
-        *("--model.path", folder, "--run.name", name),
+        *("--model.path", model_folder(model), "--run.name", name),
         *("--run.output_dir", str(evals), "--run.resume", "false", "--monitor.view", "plain"),
     ]
     print(f"evaluating {model} (run directory {evals / name})", flush=True)
@@ -90,18 +88,21 @@ def evaluate(model: str, words: list[str], config: Config) -> Scores:
     path = run_dir.eval_rollouts(0)
     if not path.is_file():
         raise RoleFailedError(f"the evaluation of {model} wrote no {path}")
-    _say_failures(path)
+    failures = [text for rollout in read_rollouts(path) if (text := failure_text(rollout))]
+    if failures:
+        failed = pluralize(len(failures), "rollout")
+        print(f"{failed} failed and left out, the first with: {failures[0]}", flush=True)
     return scores(path)
 
 
-def unused(folder: Path, name: str) -> str:
-    """`name`, or with the first number behind it that no earlier evaluation has: `a0-tiny-2`."""
-    numbered = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    return next(each for each in numbered if not (folder / each).exists())
+def unused_name(folder: Path, name: str) -> str:
+    """Return `name`, or `name` with the first number that no earlier evaluation has: `a0-tiny-2`."""
+    candidates = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(candidate for candidate in candidates if not (folder / candidate).exists())
 
 
 def _follow(process: subprocess.Popen[str]) -> int:
-    """Pass on the launcher's events, not its summary; returns its exit status. Ctrl-C reaches it by itself."""
+    """Print the launcher's events without its summary, and return its exit status. Ctrl-C reaches it by itself."""
     assert process.stdout is not None
     try:
         for line in process.stdout:
@@ -117,25 +118,25 @@ def _follow(process: subprocess.Popen[str]) -> int:
         raise
 
 
-def eval_table(found: dict[str, Scores]) -> list[str]:
-    """Means with intervals by source, and the paired difference when there are two models."""
-    width = max(len(model) for model in found)
-    sources = sorted({task.partition("/")[0] for scored in found.values() for task in scored})
+def eval_table(scores_by_model: dict[str, Scores]) -> list[str]:
+    """Return means with intervals by source, and the paired difference of two models."""
+    width = max(map(len, scores_by_model))
+    sources = sorted({task.partition("/")[0] for scored in scores_by_model.values() for task in scored})
     lines = [f"{'model':<{width}}  {'source':<14} mean reward [95 %]       tasks"]
     for source in sources:
-        for model, scored in found.items():
-            part = _of(scored, source)
+        for model, scored in scores_by_model.items():
+            part = _of_source(scored, source)
             text = mean_interval(part).text() if part else "no scored rollout"
             lines.append(f"{model:<{width}}  {source:<14} {text:<24} {len(part)}")
-        if len(found) == 2:
-            (first, before), (second, after) = found.items()
-            change = difference_interval(_of(before, source), _of(after, source))
+        if len(scores_by_model) == 2:
+            (first, before), (second, after) = scores_by_model.items()
+            change = difference_interval(_of_source(before, source), _of_source(after, source))
             lines.append(f"{source}: {second} - {first} = {change.text(sign=True)}, paired over {change.count} tasks")
     return lines
 
 
 def model_folder(model: str) -> str:
-    """A run directory means its final/ folder."""
+    """Return `model`, or the final/ folder of a run directory. Raises ConfigError for a run that has not finished."""
     final = Path(model) / "final"
     if (Path(model) / "run_id").is_file():
         if not final.is_dir():
@@ -144,22 +145,15 @@ def model_folder(model: str) -> str:
     return model
 
 
-def _of(scored: Scores, source: str) -> Scores:
+def _of_source(scored: Scores, source: str) -> Scores:
     return {task: values for task, values in scored.items() if task.partition("/")[0] == source}
 
 
 def _evaluation_only(words: list[str]) -> list[str]:
-    given = any(word.startswith("--orchestrator.eval.every") for word in words)
-    return ["--run.max_steps", "0", *([] if given else ["--orchestrator.eval.every_steps", "1"])]
+    has_interval = any(word.startswith("--orchestrator.eval.every") for word in words)
+    return ["--run.max_steps", "0", *([] if has_interval else ["--orchestrator.eval.every_steps", "1"])]
 
 
-def _plain(model: str) -> str:
+def _as_name(model: str) -> str:
     parts = [part for part in Path(model).parts if part not in ("/", "..", "outputs")]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts[-3:])).strip("-") or "model"
-
-
-def _say_failures(path: Path) -> None:
-    failures = [text for rollout in read_rollouts(path) if (text := failure_text(rollout))]
-    if failures:
-        failed = pluralize(len(failures), "rollout")
-        print(f"{failed} failed and left out, the first with: {failures[0]}", flush=True)

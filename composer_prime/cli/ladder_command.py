@@ -1,7 +1,7 @@
 """`composer ladder RUN [RUN ...]`: arms side by side at equal steps, paired by seed, with intervals over seeds.
 
-Runs whose configurations differ only in seed and name form an arm; the first run's arm is the base of all comparisons.
-Intervals are 95 % Student t intervals over seeds: with few seeds they are wide, as they should be.
+Runs whose configurations differ only in seed and name form an arm. The first run's arm is the base of all comparisons.
+Intervals are 95 % Student t intervals over seeds, so they are wide when there are few seeds.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from composer_prime.stats.ladder import Arm, arms, differences, differing, level
 
 _METRICS = ("reward/mean", "rollout/turn_error_rate", "sdpo/turns", "sdpo/turn_jsd", "dpo/accuracy")
 _WIDTH = 120
-"""Characters a line where the output is no terminal (and COLUMNS does not say)."""
+"""Characters a line when the output is no terminal and COLUMNS is not set."""
 
 
 def main(words: list[str]) -> int:
-    options = ladder_parser().parse_args(words)
-    found = arms(load_run(open_run(folder)) for folder in dict.fromkeys(options.run))
-    steps = min(one.steps for arm in found for one in arm.runs.values())
+    options = _parser().parse_args(words)
+    all_arms = arms(load_run(open_run(folder)) for folder in dict.fromkeys(options.run))
+    steps = min(run.steps for arm in all_arms for run in arm.runs.values())
     if options.steps is not None:
         if options.steps > steps:
             raise ConfigError(f"--steps {options.steps}: the shortest of the runs has {steps}; give at most that")
         steps = options.steps
     width = columns() or _WIDTH
-    lines = _head(found, steps, width)
+    lines = _head(all_arms, steps, width)
     for metric in options.metric or _METRICS:
-        lines += _training(found, metric, steps, options.bins, width)
-    print("\n".join(lines + _held_out(found, steps, width)))
+        lines += _training(all_arms, metric, steps, options.bins, width)
+    print("\n".join(lines + _held_out(all_arms, steps, width)))
     return 0
 
 
-def ladder_parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer ladder", description=__doc__)
     parser.add_argument("run", nargs="+", help="run directory; those of the base arm first")
     parser.add_argument("--metric", action="append", help=f"figure of metrics.jsonl (default {' '.join(_METRICS)})")
@@ -44,57 +44,61 @@ def ladder_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _head(found: list[Arm], steps: int, width: int) -> list[str]:
-    text = [f"{pluralize(len(found), 'arm')} at {pluralize(steps, 'step')}"]
-    for arm in found:
+def _head(all_arms: list[Arm], steps: int, width: int) -> list[str]:
+    text = [f"{pluralize(len(all_arms), 'arm')} at {pluralize(steps, 'step')}"]
+    for arm in all_arms:
         text.append(f"  {arm.name:<14} seeds {', '.join(map(str, sorted(arm.runs)))}")
-        for line in differing(found[0], arm) if arm is not found[0] else []:
+        for line in differing(all_arms[0], arm) if arm is not all_arms[0] else []:
             text += wrap(line, width, initial_indent=" " * 6, subsequent_indent=" " * 10, break_on_hyphens=False)
     return text
 
 
-def _training(found: list[Arm], metric: str, steps: int, bins: int, width: int) -> list[str]:
-    """One row a window: each arm's mean over seeds, then each arm's difference from the base. None for a figure that
-    no run has, or that is 0 everywhere."""
+def _training(all_arms: list[Arm], metric: str, steps: int, bins: int, width: int) -> list[str]:
+    """Return one row a window: each arm's mean over seeds, then each arm's difference from the base.
+
+    Empty for a figure that no run has, or that is 0 everywhere.
+    """
     parts = [*windows(steps, bins), range(1, steps + 1)]
-    if not any(level(one, metric, parts[-1]) for arm in found for one in arm.runs.values()):
+    if not any(level(run, metric, parts[-1]) for arm in all_arms for run in arm.runs.values()):
         return []
     rows = {}
     for part in parts:
-        figures = [{seed: level(one, metric, part) for seed, one in arm.runs.items()} for arm in found]
+        figures = [{seed: level(run, metric, part) for seed, run in arm.runs.items()} for arm in all_arms]
         rows[f"{part[0]}-{part[-1]}"] = _cells(figures)
-    return ["", metric, *ladder_table(_labels(found), rows, width)]
+    return ["", metric, *ladder_table(_labels(all_arms), rows, width)]
 
 
-def _held_out(found: list[Arm], steps: int, width: int) -> list[str]:
-    """The same for the held-out rewards and turn errors of evaluations that every arm has."""
+def _held_out(all_arms: list[Arm], steps: int, width: int) -> list[str]:
+    """Return such rows for the held-out rewards and turn errors of evaluations that every arm has."""
     text: list[str] = []
-    runs = [one for arm in found for one in arm.runs.values()]
-    shared = set.intersection(*({step for step in one.evaluations if step <= steps} for one in runs))
-    names = sorted({name for one in runs for figures in one.evaluations.values() for name in figures})
+    runs = [run for arm in all_arms for run in arm.runs.values()]
+    shared = set.intersection(*({step for step in run.evaluations if step <= steps} for run in runs))
+    names = sorted({name for run in runs for figures in run.evaluations.values() for name in figures})
     for name in (name for name in names if name.endswith(("/reward_mean", "/turn_error_rate"))):
         rows = {}
         for step in sorted(shared):
-            figures = [{seed: one.evaluations[step].get(name) for seed, one in arm.runs.items()} for arm in found]
+            figures = [{seed: run.evaluations[step].get(name) for seed, run in arm.runs.items()} for arm in all_arms]
             rows[str(step)] = _cells(figures)
-        text += ["", f"held-out {name.removeprefix('eval/')}", *ladder_table(_labels(found), rows, width)]
+        text += ["", f"held-out {name.removeprefix('eval/')}", *ladder_table(_labels(all_arms), rows, width)]
     return text
 
 
-def _labels(found: list[Arm]) -> list[str]:
-    return [*(arm.name for arm in found), *(f"{arm.name} - {found[0].name}" for arm in found[1:])]
+def _labels(all_arms: list[Arm]) -> list[str]:
+    return [*(arm.name for arm in all_arms), *(f"{arm.name} - {all_arms[0].name}" for arm in all_arms[1:])]
 
 
 def _cells(figures: list[dict[int, float | None]]) -> list[str]:
-    """Under `_labels`: figures by seed of each arm, then differences from the first."""
+    """Return the cells below `_labels`: each arm's figures over seeds, then differences from the first."""
     intervals = [(over_seeds(values), False) for values in figures]
     intervals += [(over_seeds(differences(figures[0], values)), True) for values in figures[1:]]
     return [interval.text(sign=sign) if interval else "-" for interval, sign in intervals]
 
 
 def ladder_table(labels: list[str], rows: dict[str, list[str]], width: int) -> list[str]:
-    """Columns under `labels`, as many side by side as `width` characters hold; the others follow below, with the rows'
-    names again. Rows without any figure are left out."""
+    """Return columns under `labels`, as many side by side as fit into `width` characters.
+
+    The others follow below, with the rows' names again. Rows without any figure are left out.
+    """
     rows = {name: cells for name, cells in rows.items() if any(cell != "-" for cell in cells)}
     widths = [max(map(len, column)) for column in zip(labels, *rows.values(), strict=True)]
     first = max(8, *map(len, rows), 0)

@@ -1,60 +1,83 @@
 """The console script `composer`: everything one does around a run.
 
-A command's module loads only when the command is called, so `composer --help` answers at once.
+A command's module is imported only when the command is called, so `composer --help` answers at once.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 
-from composer_prime.console import fail, until_the_reader_leaves
+from composer_prime.console import exit_on_version_flag, fail, until_the_reader_leaves
 from composer_prime.errors import ComposerError
 
 COMMANDS = {
-    "plan": "check a configuration and say what a run of it would be (@ file.toml ...)",
-    "eval": "score one model, or compare two, on a configuration's held-out tasks",
-    "report": "reward curve, evaluations, time, hints, pairs, rounds of a joint run, of one or several runs",
-    "ladder": "several arms and seeds side by side at equal steps, with intervals over seeds",
-    "rollouts": "look at rollouts: list, filter, show one",
-    "ingest": "read real agent sessions into states.jsonl (PATHS... -o states.jsonl)",
-    "replay": "ask teachers what they would have done, and write preference pairs",
-    "pairs": "measure preference pairs: density, agreement, margins, cost (report PAIRS.jsonl)",
-    "doctor": "check this machine: Python, torch, GPUs, engines, memory, ports, disk",
+    "plan": (
+        "composer_prime.cli.plan_command",
+        "check a configuration and describe a run of it (@ file.toml ...)",
+    ),
+    "eval": (
+        "composer_prime.cli.eval_command",
+        "score one model, or compare two, on a configuration's held-out tasks",
+    ),
+    "report": (
+        "composer_prime.cli.report_command",
+        "reward curve, evaluations, time, hints, pairs, rounds of a joint run, of one or several runs",
+    ),
+    "ladder": (
+        "composer_prime.cli.ladder_command",
+        "several arms and seeds side by side at equal steps, with intervals over seeds",
+    ),
+    "rollouts": (
+        "composer_prime.cli.rollouts_command",
+        "look at rollouts: list, filter, show one",
+    ),
+    "ingest": (
+        "composer_prime.traces.ingest.command",
+        "read real agent sessions into states.jsonl (PATHS... -o states.jsonl)",
+    ),
+    "replay": (
+        "composer_prime.traces.replay.command",
+        "let teachers vote on recorded states, and write preference pairs",
+    ),
+    "pairs": (
+        "composer_prime.cli.pairs_command",
+        "measure preference pairs: density, agreement, margins, cost (report PAIRS.jsonl)",
+    ),
+    "doctor": (
+        "composer_prime.cli.doctor_command",
+        "check this machine: Python, torch, GPUs, engines, memory, ports, disk",
+    ),
 }
-
-MODULES = {"ingest": "composer_prime.traces.ingest.command", "replay": "composer_prime.traces.replay.command"}
-"""Commands that live beside what they run; the others are modules of this package."""
+"""Each command's module, which has main(words), and its line in the help."""
 
 
 def main() -> int:
     return until_the_reader_leaves(_main)
 
 
+def composer_usage() -> str:
+    lines = ["usage: composer COMMAND [arguments]   (composer COMMAND --help says more)", ""]
+    return "\n".join(lines + [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()])
+
+
 def _main() -> int:
     words = sys.argv[1:]
+    exit_on_version_flag(words)
     if not words or words[0] in ("-h", "--help", "help"):
         print(composer_usage())
         return 0
-    if words[0] not in COMMANDS:
-        fail(ComposerError(f"unknown command {words[0]!r}{_close(words[0])}\n\n{composer_usage()}"))
-    module = importlib.import_module(MODULES.get(words[0], f"composer_prime.cli.{words[0]}_command"))
+    name, *arguments = words
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+        suggestion = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        fail(ComposerError(f"unknown command {name!r}{suggestion}\n\n{composer_usage()}"))
+    module = importlib.import_module(COMMANDS[name][0])
     try:
-        return module.main(words[1:])
+        return module.main(arguments)
     except ComposerError as error:
         fail(error)
-
-
-def composer_usage() -> str:
-    lines = ["usage: composer COMMAND [arguments]   (composer COMMAND --help says more)", ""]
-    return "\n".join(lines + [f"  {name:<10} {text}" for name, text in COMMANDS.items()])
-
-
-def _close(word: str) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(word, COMMANDS, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 if __name__ == "__main__":

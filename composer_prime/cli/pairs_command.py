@@ -13,6 +13,6 @@ def main(words: list[str]) -> int:
         return 0
     if words[0] != "report":
         raise ConfigError(f"composer pairs has no command {words[0]!r}\n{USAGE}")
-    from composer_prime.traces.replay.gate.report import main as report
+    from composer_prime.traces.replay.density_report import main as report
 
     return report(words[1:])

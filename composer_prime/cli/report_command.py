@@ -1,10 +1,6 @@
 """`composer report RUN [RUN ...]`: how training went, from metrics.jsonl and the evaluations' rollouts.
 
-Channels 2 and 3 and a joint run have lines of their own where they are on.
-
-The lines of `composer report` about channels 2 and 3: which turns were hinted, what pairs were trained on.
-
-The lines of `composer report` about a joint run, as one peer's trainer logged it: rounds, peers, bytes, waiting.
+SDPO, replay-DPO and a joint run have lines of their own where they are on.
 """
 
 from __future__ import annotations
@@ -28,186 +24,6 @@ from composer_prime.stats.intervals import difference_interval, mean_interval
 _INDENT = " " * 15
 
 
-def hint_lines(trained: list[Line]) -> list[str]:
-    """`trained`: the trainer's lines by step. Empty where channel 2 was off."""
-    if not any("loss/sdpo" in line for line in trained):
-        return []
-    found, hinted = _sum(trained, "hints/found"), _sum(trained, "hints/hinted")
-    share = f" ({hinted / found:.0%})" if found else ""
-    turns, steps = _sum(trained, "sdpo/turns"), sum((numeric_field(line, "sdpo/turns") or 0) > 0 for line in trained)
-    text = [
-        f"  hints        {hinted:,.0f} of {pluralize(int(found), 'wrong turn')} got one{share}; "
-        f"{turns:,.0f} distilled, in {steps} of {pluralize(len(trained), 'step')}"
-    ]
-    text += _counts("kinds", trained, "hints/kind/") + _counts("written by", trained, "hints/layer/")
-    text += _counts("left out", trained, "hints/skipped/")
-    text += _moved("jsd", trained, "sdpo/jsd", ".4f", "nats a token, of the steps that had such turns")
-    return text + _moved("turn errors", trained, "rollout/turn_error_rate", ".3f", "of assistant turns")
-
-
-def pair_lines(trained: list[Line], lines: list[Line]) -> list[str]:
-    """`lines`: of all roles, for the replay while training. Empty where channel 3 was off."""
-    text = []
-    if any("loss/replay_dpo" in line for line in trained):
-        last = next((line for line in reversed(trained) if "pairs/in_file" in line), {})
-        held, refused = numeric_field(last, "pairs/in_file") or 0, numeric_field(last, "pairs/refused") or 0
-        passes = f", round {last['pairs/pass'] + 1:.0f} through the file" if "pairs/pass" in last else ""
-        text.append(
-            f"  pairs        {_sum(trained, 'dpo/pairs'):,.0f} trained; {held:,.0f} in the file, "
-            f"{refused:,.0f} of them refused{passes}"
-        )
-        text += _counts("refused", [last], "pairs/refused/")
-        text += _moved("accuracy", trained, "dpo/accuracy", ".3f", "of the pairs preferred as by the teachers")
-        text += _moved("displacement", trained, "dpo/displacement", "+.3f", "of the chosen answers, nats a token")
-    return text + _replay(lines)
-
-
-def _replay(lines: list[Line]) -> list[str]:
-    """What a replay beside the training came to."""
-    newest = next((line for line in reversed(lines) if "replay/states" in line or "replay/failed" in line), {})
-    failed = bool(newest.get("replay/failed"))
-    last = next((line for line in reversed(lines) if "replay/states" in line), None)
-    if last is None:
-        return ["  replay       failed: logs/orchestrator.log says why"] if failed else []
-    figures = {name: numeric_field(last, name) or 0.0 for name in last if name.startswith(("replay/", "gate/"))}
-    early = failed or figures.get("replay/stopped")
-    stopped = f"; {'failed' if failed else 'stopped early'}, logs/orchestrator.log says why" if early else ""
-    text = [
-        f"  replay       {figures['replay/pairs']:,.0f} pairs of {figures['replay/states']:,.0f} states; "
-        f"{figures['replay/calls']:,.0f} calls, {figures['replay/cached']:,.0f} answers from the cache{stopped}"
-    ]
-    if "gate/measured" in figures:
-        text.append(
-            f"{_INDENT}gate: {figures['gate/windows_passed']:.0f} windows passed, "
-            f"{figures['gate/windows_missed']:.0f} missed; {figures['gate/pairs_passed']:,.0f} of "
-            f"{figures['gate/measured']:,.0f} measured pairs may be trained"
-        )
-    return text
-
-
-def _sum(trained: list[Line], name: str) -> float:
-    return sum(numeric_field(line, name) or 0.0 for line in trained)
-
-
-def _counts(label: str, lines: list[Line], prefix: str) -> list[str]:
-    """Totals of all figures below `prefix`, the largest first."""
-    totals: Counter[str] = Counter()
-    for line in lines:
-        totals.update({name.removeprefix(prefix): line[name] for name in line if name.startswith(prefix)})
-    told = ", ".join(f"{name} {count:,.0f}" for name, count in totals.most_common() if count)
-    return [f"{_INDENT}{label}: {told}"] if told else []
-
-
-def _moved(label: str, trained: list[Line], name: str, shape: str, unit: str) -> list[str]:
-    """Means of the first and of the last steps that have the figure."""
-    values = [value for line in trained if (value := numeric_field(line, name)) is not None]
-    first, last = ends(values)
-    if not last:
-        return []
-    before = f"first {len(first)} {format(fmean(first), shape)}, " if first else ""
-    return [f"{_INDENT}{label}: {before}last {len(last)} {format(fmean(last), shape)} ({unit})"]
-
-
-_INDENT = " " * 15
-
-
-@dataclass(slots=True)
-class RoundTotals:
-    """What the lines of a run add up to. Lines between two rounds repeat the last one, so only new ones count."""
-
-    outer_step: int = 0
-    sweep: int = 0
-    ended: int = 0
-    """Rounds whose outcome this peer logged; of several that it caught up with in one step, the last."""
-    by_peer: Counter[str] = field(default_factory=Counter)
-    """Rounds that hold a peer's delta."""
-    sizes: list[int] = field(default_factory=list)
-    """Peers of each round."""
-    rejected: int = 0
-    waited_s: float = 0.0
-    steps_s: float = 0.0
-    sent: float = 0.0
-    """Bytes of rank 0, over all starts of the run."""
-    received: float = 0.0
-
-    @classmethod
-    def of(cls, lines: list[Line]) -> RoundTotals:
-        """`lines`: of all roles, in file order."""
-        found, sent, received = cls(), 0.0, 0.0
-        for line in lines:
-            if line.get("event") == "resume":
-                sent = received = 0.0
-            if line.get("role") != "trainer":
-                continue
-            found.steps_s += numeric_field(line, "time/step_s") or 0.0
-            outer_step = numeric_field(line, "diloco/outer_step")
-            if outer_step is None:
-                continue
-            now = numeric_field(line, "diloco/bytes_sent") or 0.0, numeric_field(line, "diloco/bytes_received") or 0.0
-            found.sent, found.received = found.sent + max(now[0] - sent, 0), found.received + max(now[1] - received, 0)
-            sent, received = now
-            if int(outer_step) != found.outer_step:
-                found._take(line, int(outer_step))
-        return found
-
-    def _take(self, line: Line, outer_step: int) -> None:
-        peers = [name.split("/")[1] for name in line if name.startswith("diloco/") and name.endswith("/inner_steps")]
-        self.outer_step, self.sweep = outer_step, int(numeric_field(line, "diloco/sweep") or 0)
-        self.ended += 1
-        self.by_peer.update(peers)
-        self.sizes.append(len(peers))
-        self.rejected += int(numeric_field(line, "diloco/rejected") or 0)
-        self.waited_s += numeric_field(line, "diloco/sync_s") or 0.0
-
-
-def joint_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
-    """Empty for a run that trained alone, or that has no round behind it."""
-    rounds = RoundTotals.of(lines)
-    if not rounds.ended:
-        return []
-    last = next(line for line in reversed(lines) if "diloco/outer_step" in line)
-    shares = ", ".join(f"{peer} {count}" for peer, count in sorted(rounds.by_peer.items()))
-    alone = sum(size == 1 for size in rounds.sizes)
-    waited = f", {rounds.waited_s / rounds.steps_s:.1%} of the steps' time" if rounds.steps_s else ""
-    return [
-        f"  joint run    outer step {rounds.outer_step}, {pluralize(rounds.sweep, 'full sweep')}; "
-        f"{pluralize(rounds.ended, 'round')} taken, {last.get('diloco/missed_rounds', 0):.0f} missed, "
-        f"{pluralize(rounds.rejected, 'delta')} rejected",
-        f"{_INDENT}peers: rounds with the work of {shares}; {alone} with one peer alone",
-        f"{_INDENT}hashes: equal on all peers of each of these rounds, else they are not averaged",
-        f"{_INDENT}link: {rounds.sent / 1e6:,.1f} MB sent, {rounds.received / 1e6:,.1f} MB received a rank"
-        f"{_bits(run_dir, rounds)}",
-        f"{_INDENT}waiting: {rounds.waited_s:,.1f} s for rounds to end{waited}",
-        f"{_INDENT}tokens: work of {last.get('diloco/carried_tokens', 0):,.0f} was late and carried on, of "
-        f"{last.get('diloco/overwritten_tokens', 0):,.0f} given up (that of the delay's steps too)",
-        *_final(lines),
-    ]
-
-
-def _final(lines: list[Line]) -> list[str]:
-    """The global model that the run ended with; nothing where it has not ended."""
-    progress = RunProgress()
-    progress.update(lines)
-    return [f"{_INDENT}joint model: {progress.ended.text}"] if progress.ended is not None else []
-
-
-def _bits(run_dir: RunDir, rounds: RoundTotals) -> str:
-    """All that was sent over the parameters of the fragments sent; "" where the model cannot be read (yet)."""
-    from composer_prime.config.load import read_config  # a second of CPU time, for joint runs only
-    from composer_prime.plan.footprint import ModelShape, trained_parameters
-
-    try:
-        config = read_config(run_dir.config)
-        shape = ModelShape.read(run_dir.final)
-    except (ComposerError, OSError):
-        return ""
-    if config.diloco is None:
-        return ""
-    own = rounds.by_peer[config.diloco.peer_id] or 1
-    parameters = trained_parameters(config, shape) / config.diloco.fragments / config.trainer.ranks * own
-    return f"; {8 * rounds.sent / parameters:.2f} bits a parameter and sync ({config.diloco.codec.type})"
-
-
 def main(words: list[str]) -> int:
     options = report_parser().parse_args(words)
     for folder in options.run:
@@ -223,7 +39,7 @@ def report_parser() -> argparse.ArgumentParser:
 
 
 def report_run(run_dir: RunDir, bins: int) -> list[str]:
-    """The report of one run, as lines."""
+    """Return the report of one run, as lines."""
     lines = read_history(run_dir.metrics)
     progress = RunProgress()
     progress.update(lines)
@@ -238,44 +54,6 @@ def report_run(run_dir: RunDir, bins: int) -> list[str]:
     if total:
         text.append(f"  memory       {gib(int(max(total)))} at most in all processes")
     return text + _ledger(run_dir) + _costs(run_dir) + _evaluations(run_dir)
-
-
-def _costs(run_dir: RunDir) -> list[str]:
-    """What hints, processes and links cost; what teachers cost, beside what `composer plan` expected."""
-    try:
-        paid = spent(run_dir.root / "costs.jsonl")
-    except LedgerError as error:
-        return [f"  costs        {error}"]
-    text = [f"  hints        ${paid.hint_usd:,.4f} in {paid.hint_calls:,} calls"] if paid.hint_calls else []
-    if paid.process_s:
-        links = "".join(f", {name} {count:,}" for name, count in sorted(paid.link_bytes.items()))
-        text.append(f"  compute      {paid.gpu_s:,.0f} GPU s, {paid.process_s:,.0f} process s{links}")
-    if not paid.calls:
-        return text
-    from composer_prime.config.load import read_config  # a second of CPU time, for runs with teachers only
-    from composer_prime.plan.cost_forecast import forecast_cost
-
-    try:
-        expected = forecast_cost(read_config(run_dir.config))
-    except ConfigError:  # of another release, or its states file is gone
-        expected = None
-    each = ", ".join(f"{name} ${usd:,.4f}" for name, usd in sorted(paid.by_teacher.items()))
-    beside = f"; the forecast was {expected.text()}" if expected else ""
-    state = f"{paid.failed} failed" + (f", {paid.unsettled} without an end" if paid.unsettled else "")
-    if paid.failed or paid.unsettled:
-        state += " (one whose reply was lost counts at what was held: overcharge_factor times its bound)"
-    return [*text, f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({each}), {state}{beside}"]
-
-
-def _ledger(run_dir: RunDir) -> list[str]:
-    """Whether every trained sample was trained exactly once, over all resumes."""
-    if not run_dir.ledger.is_file():
-        return []
-    wrong = check_ledger(run_dir.ledger)
-    if wrong:
-        return [f"  ledger       {line}" for line in wrong]
-    count = sum(len(ids) for ids in effective(run_dir.ledger).values())
-    return [f"  ledger       {count} samples, each trained exactly once"]
 
 
 def _curve(trained: list[Line], progress: RunProgress, bins: int) -> list[str]:
@@ -303,6 +81,12 @@ def _curve(trained: list[Line], progress: RunProgress, bins: int) -> list[str]:
     return text
 
 
+def _mean(part: list[Line], name: str, shape: str) -> str:
+    values = [value for line in part if (value := numeric_field(line, name)) is not None]
+    width = int(shape.strip("+").partition(".")[0])
+    return format(fmean(values), shape) if values else "-".rjust(width)
+
+
 def _speed(trained: list[Line], progress: RunProgress) -> list[str]:
     text = []
     pace = progress.seconds_a_step(window=None)
@@ -316,7 +100,7 @@ def _speed(trained: list[Line], progress: RunProgress) -> list[str]:
 
 
 def _shares(trained: list[Line]) -> list[str]:
-    """Where the time of all steps went, as means a step: unlike medians, they add up."""
+    """Return how the time of all steps was spent. Means a step add up, medians would not."""
     timed = [line for line in trained if numeric_field(line, "time/step_s")]
     whole = sum(line["time/step_s"] for line in timed)
     if not whole:
@@ -329,7 +113,7 @@ def _shares(trained: list[Line]) -> list[str]:
 
 
 def _health(trained: list[Line]) -> list[str]:
-    """What a user would want to be warned of."""
+    """Return warnings: stale, masked or failed rollouts."""
     text = []
     staleness = [value for line in trained if (value := numeric_field(line, "policy/staleness_max")) is not None]
     if staleness:
@@ -341,6 +125,223 @@ def _health(trained: list[Line]) -> list[str]:
     if failed:
         text.append(f"  failures     {failed:.0f} rollout tries failed (composer rollouts RUN --all --failed)")
     return text
+
+
+def hint_lines(trained: list[Line]) -> list[str]:
+    """Describe hints and SDPO from the trainer's lines; empty when SDPO was off."""
+    if not any("loss/sdpo" in line for line in trained):
+        return []
+    wrong_turns, hinted = _sum(trained, "hints/found"), _sum(trained, "hints/hinted")
+    share = f" ({hinted / wrong_turns:.0%})" if wrong_turns else ""
+    turns, steps = _sum(trained, "sdpo/turns"), sum((numeric_field(line, "sdpo/turns") or 0) > 0 for line in trained)
+    text = [
+        f"  hints        {hinted:,.0f} of {pluralize(int(wrong_turns), 'wrong turn')} got one{share}; "
+        f"{turns:,.0f} distilled, in {steps} of {pluralize(len(trained), 'step')}"
+    ]
+    text += _counts("kinds", trained, "hints/kind/") + _counts("written by", trained, "hints/layer/")
+    text += _counts("left out", trained, "hints/skipped/")
+    text += _moved("jsd", trained, "sdpo/jsd", ".4f", "nats a token, of the steps that had such turns")
+    return text + _moved("turn errors", trained, "rollout/turn_error_rate", ".3f", "of assistant turns")
+
+
+def pair_lines(trained: list[Line], lines: list[Line]) -> list[str]:
+    """Describe replay-DPO, and from the `lines` of all roles the online replay; empty when both were off."""
+    text = []
+    if any("loss/replay_dpo" in line for line in trained):
+        last = next((line for line in reversed(trained) if "pairs/in_file" in line), {})
+        held, refused = numeric_field(last, "pairs/in_file") or 0, numeric_field(last, "pairs/refused") or 0
+        passes = f", round {last['pairs/pass'] + 1:.0f} through the file" if "pairs/pass" in last else ""
+        text.append(
+            f"  pairs        {_sum(trained, 'dpo/pairs'):,.0f} trained; {held:,.0f} in the file, "
+            f"{refused:,.0f} of them refused{passes}"
+        )
+        text += _counts("refused", [last], "pairs/refused/")
+        text += _moved("accuracy", trained, "dpo/accuracy", ".3f", "of the pairs preferred as by the teachers")
+        text += _moved("displacement", trained, "dpo/displacement", "+.3f", "of the chosen answers, nats a token")
+    return text + _replay(lines)
+
+
+def _replay(lines: list[Line]) -> list[str]:
+    """Describe the replay that ran during training."""
+    newest = next((line for line in reversed(lines) if "replay/states" in line or "replay/failed" in line), {})
+    failed = bool(newest.get("replay/failed"))
+    last = next((line for line in reversed(lines) if "replay/states" in line), None)
+    if last is None:
+        return ["  replay       failed: logs/orchestrator.log says why"] if failed else []
+    figures = {name: numeric_field(last, name) or 0.0 for name in last if name.startswith(("replay/", "gate/"))}
+    early = failed or figures.get("replay/stopped")
+    stopped = f"; {'failed' if failed else 'stopped early'}, logs/orchestrator.log says why" if early else ""
+    text = [
+        f"  replay       {figures['replay/pairs']:,.0f} pairs of {figures['replay/states']:,.0f} states; "
+        f"{figures['replay/calls']:,.0f} calls, {figures['replay/cached']:,.0f} answers from the cache{stopped}"
+    ]
+    if "gate/measured" in figures:
+        text.append(
+            f"{_INDENT}gate: {figures['gate/windows_passed']:.0f} windows passed, "
+            f"{figures['gate/windows_missed']:.0f} missed; {figures['gate/pairs_passed']:,.0f} of "
+            f"{figures['gate/measured']:,.0f} measured pairs may be trained"
+        )
+    return text
+
+
+def _counts(label: str, lines: list[Line], prefix: str) -> list[str]:
+    """Return totals of all figures below `prefix`, the largest first."""
+    totals: Counter[str] = Counter()
+    for line in lines:
+        totals.update({name.removeprefix(prefix): line[name] for name in line if name.startswith(prefix)})
+    listed = ", ".join(f"{name} {count:,.0f}" for name, count in totals.most_common() if count)
+    return [f"{_INDENT}{label}: {listed}"] if listed else []
+
+
+def _moved(label: str, trained: list[Line], name: str, shape: str, unit: str) -> list[str]:
+    """Return the means of the first and of the last steps that have the figure."""
+    values = [value for line in trained if (value := numeric_field(line, name)) is not None]
+    first, last = ends(values)
+    if not last:
+        return []
+    before = f"first {len(first)} {format(fmean(first), shape)}, " if first else ""
+    return [f"{_INDENT}{label}: {before}last {len(last)} {format(fmean(last), shape)} ({unit})"]
+
+
+def _sum(trained: list[Line], name: str) -> float:
+    return sum(numeric_field(line, name) or 0.0 for line in trained)
+
+
+def joint_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
+    """Describe a joint run as this peer logged it; empty for a run that trained alone, or before its first round."""
+    rounds = RoundTotals.of(lines)
+    if not rounds.ended:
+        return []
+    last = next(line for line in reversed(lines) if "diloco/outer_step" in line)
+    shares = ", ".join(f"{peer} {count}" for peer, count in sorted(rounds.by_peer.items()))
+    alone = sum(size == 1 for size in rounds.sizes)
+    waited = f", {rounds.waited_s / rounds.steps_s:.1%} of the steps' time" if rounds.steps_s else ""
+    return [
+        f"  joint run    outer step {rounds.outer_step}, {pluralize(rounds.sweep, 'full sweep')}; "
+        f"{pluralize(rounds.ended, 'round')} taken, {last.get('diloco/missed_rounds', 0):.0f} missed, "
+        f"{pluralize(rounds.rejected, 'delta')} rejected",
+        f"{_INDENT}peers: rounds with the work of {shares}; {alone} with one peer alone",
+        f"{_INDENT}hashes: equal on all peers of each of these rounds, else they are not averaged",
+        f"{_INDENT}link: {rounds.sent / 1e6:,.1f} MB sent, {rounds.received / 1e6:,.1f} MB received a rank"
+        f"{_bits(run_dir, rounds)}",
+        f"{_INDENT}waiting: {rounds.waited_s:,.1f} s for rounds to end{waited}",
+        f"{_INDENT}tokens: work of {last.get('diloco/carried_tokens', 0):,.0f} was late and carried on, of "
+        f"{last.get('diloco/overwritten_tokens', 0):,.0f} given up (that of the delay's steps too)",
+        *_final(lines),
+    ]
+
+
+@dataclass(slots=True)
+class RoundTotals:
+    """Sums over the lines of a joint run. Lines between two rounds repeat the last round, so only new ones count."""
+
+    outer_step: int = 0
+    sweep: int = 0
+    ended: int = 0
+    """Rounds whose outcome this peer logged; of several in one step, the last."""
+    by_peer: Counter[str] = field(default_factory=Counter)
+    """Rounds that hold a peer's delta."""
+    sizes: list[int] = field(default_factory=list)
+    """Peers of each round."""
+    rejected: int = 0
+    waited_s: float = 0.0
+    steps_s: float = 0.0
+    sent: float = 0.0
+    """Bytes of rank 0, over all starts of the run."""
+    received: float = 0.0
+
+    @classmethod
+    def of(cls, lines: list[Line]) -> RoundTotals:
+        """Add up the lines of all roles, in file order."""
+        totals, sent, received = cls(), 0.0, 0.0
+        for line in lines:
+            if line.get("event") == "resume":
+                sent = received = 0.0
+            if line.get("role") != "trainer":
+                continue
+            totals.steps_s += numeric_field(line, "time/step_s") or 0.0
+            outer_step = numeric_field(line, "diloco/outer_step")
+            if outer_step is None:
+                continue
+            sent_before, received_before = sent, received
+            sent = numeric_field(line, "diloco/bytes_sent") or 0.0
+            received = numeric_field(line, "diloco/bytes_received") or 0.0
+            totals.sent += max(sent - sent_before, 0)
+            totals.received += max(received - received_before, 0)
+            if int(outer_step) != totals.outer_step:
+                totals._add_round(line, int(outer_step))
+        return totals
+
+    def _add_round(self, line: Line, outer_step: int) -> None:
+        peers = [name.split("/")[1] for name in line if name.startswith("diloco/") and name.endswith("/inner_steps")]
+        self.outer_step, self.sweep = outer_step, int(numeric_field(line, "diloco/sweep") or 0)
+        self.ended += 1
+        self.by_peer.update(peers)
+        self.sizes.append(len(peers))
+        self.rejected += int(numeric_field(line, "diloco/rejected") or 0)
+        self.waited_s += numeric_field(line, "diloco/sync_s") or 0.0
+
+
+def _bits(run_dir: RunDir, rounds: RoundTotals) -> str:
+    """Return the bits sent a parameter and sync; "" while the model cannot be read."""
+    from composer_prime.config.load import read_config  # takes a second of CPU time
+    from composer_prime.plan.footprint import ModelShape, trained_parameters
+
+    try:
+        config = read_config(run_dir.config)
+        shape = ModelShape.read(run_dir.final)
+    except (ComposerError, OSError):
+        return ""
+    if config.diloco is None:
+        return ""
+    own_rounds = rounds.by_peer[config.diloco.peer_id] or 1
+    parameters = trained_parameters(config, shape) / config.diloco.fragments / config.trainer.ranks * own_rounds
+    return f"; {8 * rounds.sent / parameters:.2f} bits a parameter and sync ({config.diloco.codec.type})"
+
+
+def _final(lines: list[Line]) -> list[str]:
+    """Name the global model that the run ended with; empty before its end."""
+    progress = RunProgress()
+    progress.update(lines)
+    return [f"{_INDENT}joint model: {progress.ended.text}"] if progress.ended is not None else []
+
+
+def _ledger(run_dir: RunDir) -> list[str]:
+    """Report whether every sample was trained exactly once, over all resumes."""
+    if not run_dir.ledger.is_file():
+        return []
+    errors = check_ledger(run_dir.ledger)
+    if errors:
+        return [f"  ledger       {line}" for line in errors]
+    count = sum(len(ids) for ids in effective(run_dir.ledger).values())
+    return [f"  ledger       {count} samples, each trained exactly once"]
+
+
+def _costs(run_dir: RunDir) -> list[str]:
+    """Return the costs of hints, processes, links and teachers; those of teachers beside the forecast."""
+    try:
+        paid = spent(run_dir.root / "costs.jsonl")
+    except LedgerError as error:
+        return [f"  costs        {error}"]
+    text = [f"  hints        ${paid.hint_usd:,.4f} in {paid.hint_calls:,} calls"] if paid.hint_calls else []
+    if paid.process_s:
+        links = "".join(f", {name} {count:,}" for name, count in sorted(paid.link_bytes.items()))
+        text.append(f"  compute      {paid.gpu_s:,.0f} GPU s, {paid.process_s:,.0f} process s{links}")
+    if not paid.calls:
+        return text
+    from composer_prime.config.load import read_config  # takes a second of CPU time
+    from composer_prime.plan.cost_forecast import forecast_cost
+
+    try:
+        forecast = forecast_cost(read_config(run_dir.config))
+    except ConfigError:  # of another release, or its states file is gone
+        forecast = None
+    by_teacher = ", ".join(f"{name} ${usd:,.4f}" for name, usd in sorted(paid.by_teacher.items()))
+    expected = f"; the forecast was {forecast.text()}" if forecast else ""
+    state = f"{paid.failed} failed" + (f", {paid.unsettled} without an end" if paid.unsettled else "")
+    if paid.failed or paid.unsettled:
+        state += " (one whose reply was lost counts at what was held: overcharge_factor times its bound)"
+    return [*text, f"  teachers     ${paid.usd:,.4f} in {paid.calls:,} calls ({by_teacher}), {state}{expected}"]
 
 
 def _evaluations(run_dir: RunDir) -> list[str]:
@@ -356,9 +357,3 @@ def _evaluations(run_dir: RunDir) -> list[str]:
         interval = mean_interval(scores)
         text.append(f"      after {step:>5} steps  {interval.text()}   {interval.count} tasks{change}")
     return text
-
-
-def _mean(part: list[Line], name: str, shape: str) -> str:
-    values = [value for line in part if (value := numeric_field(line, name)) is not None]
-    width = int(shape.strip("+").partition(".")[0])
-    return format(fmean(values), shape) if values else "-".rjust(width)

@@ -11,19 +11,19 @@ from composer_prime.run.run_dir import RunDir
 
 
 def main(words: list[str]) -> int:
-    options = rollouts_parser().parse_args(words)
+    options = _parser().parse_args(words)
     run_dir = open_run(options.run)
     if options.id:
         print("\n".join(show(find(run_dir, options.id))))
         return 0
-    chosen = [rollout for rollout in select(run_dir, options) if wanted(rollout, options)]
+    chosen = [rollout for rollout in select(run_dir, options) if passes(rollout, options)]
     shown = chosen[-options.limit :] if options.last else chosen[: options.limit]
     print("\n".join(listing(shown)))
     print(f"{len(shown)} of {len(chosen)} rollouts; show one with: composer rollouts {options.run} ROLLOUT_ID")
     return 0
 
 
-def rollouts_parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer rollouts", description=__doc__)
     parser.add_argument("run", help="run directory")
     parser.add_argument("id", nargs="?", help="show this rollout whole")
@@ -43,7 +43,7 @@ def rollouts_parser() -> argparse.ArgumentParser:
 
 
 def select(run_dir: RunDir, options: argparse.Namespace) -> Iterator[Rollout]:
-    """Rollouts of the chosen step or steps. Raises ConfigError when there is no such file."""
+    """Yield the rollouts of the chosen step or steps. Raises ConfigError when there is no such file."""
     kind = "eval" if options.eval else "step"
     files = rollout_files(run_dir, kind)
     if not files:
@@ -56,7 +56,7 @@ def select(run_dir: RunDir, options: argparse.Namespace) -> Iterator[Rollout]:
 
 
 def find(run_dir: RunDir, rollout_id: str) -> Rollout:
-    """The newest rollout with this id. Raises ConfigError when the run has none."""
+    """Return the newest rollout with this id. Raises ConfigError when the run has none."""
     for kind in ("step", "eval"):
         for path in reversed(rollout_files(run_dir, kind).values()):
             for rollout in read_rollouts(path):
@@ -65,8 +65,8 @@ def find(run_dir: RunDir, rollout_id: str) -> Rollout:
     raise ConfigError(f"{run_dir.root} has no rollout {rollout_id!r}: list them with composer rollouts {run_dir.root}")
 
 
-def wanted(rollout: Rollout, options: argparse.Namespace) -> bool:
-    """Whether `rollout` passes every filter."""
+def passes(rollout: Rollout, options: argparse.Namespace) -> bool:
+    """Return whether `rollout` passes every filter."""
     reward = rollout.get("reward")
     checks = [
         options.source is None or rollout.get("source") == options.source,
@@ -81,7 +81,7 @@ def wanted(rollout: Rollout, options: argparse.Namespace) -> bool:
 
 
 def listing(rollouts: list[Rollout]) -> list[str]:
-    """One line a rollout."""
+    """Return a table with one line a rollout."""
     lines = [f"{'step':>5} {'rollout':<16} {'reward':>7} {'adv':>7} {'turns':>5} {'tokens':>6} {'versions':<9} task"]
     for rollout in rollouts:
         turns = sum(turn.get("role") == "assistant" for turn in rollout.get("turns", []))
@@ -98,7 +98,7 @@ def listing(rollouts: list[Rollout]) -> list[str]:
 
 
 def show(rollout: Rollout) -> list[str]:
-    """Everything about one rollout, turn by turn."""
+    """Return everything about one rollout, turn by turn."""
     lines = [f"rollout {rollout.get('rollout_id')}  ({_task(rollout)})"]
     for name in ("step", "status", "reward", "advantage", "parts", "metrics", "policy_versions", "stop_reason", "cost"):
         value = rollout.get(name)

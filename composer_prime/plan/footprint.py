@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from composer_prime.config import Config
 from composer_prime.config.channels import AVERAGES, weight_sets
 from composer_prime.console import GIB
 from composer_prime.errors import ModelNotFoundError
+from composer_prime.model_source import tensor_shapes, weight_files
 
 _RUNTIME_BYTES = {"rank": int(0.55 * GIB), "node": int(0.55 * GIB), "orchestrator": int(0.15 * GIB)}
 """Resident size of a process with torch, transformers and its libraries loaded, before any tensor."""
@@ -53,8 +53,10 @@ class ModelShape:
             shape = cls.of(text)
         except KeyError as error:
             raise ModelNotFoundError(f"{folder}/config.json names no {error}: is it a decoder's?") from None
-        parameters = _count_stored(folder)
-        return shape if parameters is None else replace(shape, parameters=parameters)
+        files = weight_files(folder)
+        if not files or not all(file.is_file() for file in files):
+            return shape
+        return replace(shape, parameters=sum(math.prod(sizes) for sizes in tensor_shapes(folder).values()))
 
     @classmethod
     def of(cls, text: dict[str, Any]) -> ModelShape:
@@ -78,18 +80,6 @@ class ModelShape:
             vocabulary=vocabulary,
             tied=tied,
         )
-
-
-def _count_stored(folder: Path) -> int | None:
-    """Count parameters by the safetensors headers; None when the folder has no weights."""
-    files = sorted(folder.glob("model*.safetensors"))
-    total = 0
-    for file in files:
-        with file.open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(size))
-        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return total if files else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

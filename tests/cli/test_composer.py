@@ -190,7 +190,7 @@ def test_an_evaluation_never_replaces_an_earlier_one(tmp_path):
     # The second and third evaluation of one name get numbers.
     names = []
     for _ in range(3):
-        names.append(eval_command.unused(tmp_path, "a0-tiny"))
+        names.append(eval_command.unused_name(tmp_path, "a0-tiny"))
         (tmp_path / names[-1]).mkdir()
     assert names == ["a0-tiny", "a0-tiny-2", "a0-tiny-3"]
 
@@ -205,6 +205,5 @@ def test_unknown_command_gets_a_suggestion():
 
 def test_every_listed_command_has_its_module():
     # The help lists only commands that work.
-    for name in main.COMMANDS:
-        module = main.MODULES.get(name, f"composer_prime.cli.{name}_command")
+    for module, _ in main.COMMANDS.values():
         assert callable(importlib.import_module(module).main)

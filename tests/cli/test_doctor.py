@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer_prime.cli.doctor_command import main, shared_memory, torch_found, what_works
+from composer_prime.cli.doctor_command import main, shared_memory, torch_check, what_works
 
 
 def test_doctor_reports_each_part_and_says_what_works(capsys, tmp_path):
@@ -20,15 +20,15 @@ def test_doctor_names_what_each_use_lacks():
     assert "no   SmolLM2-135M, on a CPU    see smollm2 above" in lines
     assert "no   training on GPUs          see torch above" in lines and "yes  vLLM as the engine" in lines
     (line,) = what_works({"tiny": "bad", "disk": "bad", "GPUs": "note"})
-    assert line == "2 problems to mend before anything runs: tiny, disk"
+    assert line == "2 problems to repair before anything runs: tiny, disk"
 
 
 def test_doctor_knows_a_torch_that_cannot_use_the_gpus():
     # A rented box with a CPU build, or with a driver that is too old, is told apart from one that is well.
     gpu = ["NVIDIA H100", 9, 0]
-    assert torch_found({"version": "2.13.0", "cuda": "13.0", "gpus": [gpu]}, 1).level == "ok"
+    assert torch_check({"version": "2.13.0", "cuda": "13.0", "gpus": [gpu]}, 1).level == "ok"
     for cuda, said in ((None, "install its CUDA build"), ("13.0", "update the driver")):
-        check = torch_found({"version": "2.13.0", "cuda": cuda, "gpus": []}, 2)
+        check = torch_check({"version": "2.13.0", "cuda": cuda, "gpus": []}, 2)
         assert check.level == "note" and "can use 0 of 2 visible GPUs" in check.text and said in check.text
 
 
