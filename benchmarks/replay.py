@@ -1,18 +1,18 @@
-"""Replay: how many calls a second, and what sequential voting and the value of information save.
+"""Measure replay: calls a second, and the savings of sequential voting and of the value of information.
 
     python benchmarks/replay.py calls
     python benchmarks/replay.py savings STATES.jsonl --states 300
 
 `calls` replays made-up states against an endpoint on loopback that answers after a fixed delay, with 1, 8 and 64 calls
-in flight, beside the floor that the delay alone allows (calls in flight / delay).
+in flight, beside the rate that the delay alone allows (calls in flight / delay).
 
-`savings` replays real states (`composer ingest` of toolsmith rollouts) with the three tiny teachers, priced as if they
-were cheap, middling and dear, under four policies: all three vote; votes in sequence; votes in sequence that are worth
-their price, by the default settings of teachers.voi, which are printed; the same where a pair is worth less.
-Greedy answers are the same under each. What a policy loses is told by its recall: the share of the pairs of the vote of
-all three that it finds too, with the same two answers; `others` are pairs that only the policy has. Beside it the mean
-epsilon of its pairs (how sure the votes were) and their mean margin: log p(chosen) - log p(rejected), a token, under
-the student that made the traces. The lower, the more there is to learn of a pair.
+`savings` replays real states (`composer ingest` of toolsmith rollouts) with the three tiny teachers, at a cheap, a
+middling and an expensive price. It compares four policies: all three vote; votes in sequence; votes in sequence that
+are worth their price, by the default settings of teachers.voi, which are printed; the same when a pair is worth less.
+Greedy answers are the same under each. A policy's recall is the share of the pairs of the vote of all three that it
+finds too, with the same two answers. `others` are pairs that only the policy has. Beside it stand the mean epsilon of
+its pairs (how sure the votes were) and their mean margin: log p(chosen) - log p(rejected), a token, under the student
+that made the traces. The lower the margin, the more there is to learn from a pair.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ from aiohttp import web
 
 from composer_prime.config.teachers import TeachersConfig, VoiConfig
 from composer_prime.errors import ConfigError
-from composer_prime.llm.budget import Budget
+from composer_prime.llm.budget import teacher_budget
 from composer_prime.traces.pairs import Pair
-from composer_prime.traces.replay.gate.margins import base_margins
+from composer_prime.traces.replay.density import base_margins
+from composer_prime.traces.replay.local_models import ServedScorer, local_models
 from composer_prime.traces.replay.records import ReplayRecords, read_pairs, read_records
 from composer_prime.traces.replay.replay import Replay, ReplayProgress
-from composer_prime.traces.replay.teachers.local import LocalModels
-from composer_prime.traces.replay.teachers.pool import TeacherPool
-from composer_prime.traces.replay.teachers.scoring import ServedScorer
+from composer_prime.traces.replay.teachers import TeacherPool
 from composer_prime.traces.state import TraceState, read_states
 
 ROOMY = {"usd_per_call": 1e6, "usd_per_trace": 1e6, "usd_per_run": 1e6}
@@ -82,7 +81,7 @@ async def delayed(delay_s: float):
 async def replay(
     folder: Path, config: TeachersConfig, states: list[TraceState], addresses: dict[str, str] | None = None
 ) -> ReplayProgress:
-    budget = Budget(config.budget, folder / "costs.jsonl")
+    budget = teacher_budget(config.budget, folder / "costs.jsonl")
     pool = TeacherPool(config, budget, addresses)
     try:
         return await Replay(config, pool, budget, ReplayRecords(folder / "pairs.jsonl", folder / "votes.jsonl")).run(
@@ -186,7 +185,7 @@ async def savings(path: Path, count: int) -> None:
     states = list(islice(read_states(path), count))
     models = list(USD_PER_MTOK)
     with tempfile.TemporaryDirectory() as folder:
-        async with LocalModels([*models, STUDENT], threads=1, start_timeout_s=LOAD_S) as url:
+        async with local_models([*models, STUDENT], threads=1, start_timeout_s=LOAD_S) as url:
             teachers = [
                 {"name": model[-1], "model": model, "local": True, "tier": tier}
                 | dict(zip(("input_usd_per_mtok", "output_usd_per_mtok"), USD_PER_MTOK[model], strict=True))

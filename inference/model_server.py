@@ -6,8 +6,8 @@
     POST /v1/score              messages, tools, answer -> mean logprob of the answer's tokens
     GET  /v1/models
 
-Each model has the local engine and its own chat template. Ends when its standard input is closed, so that it never
-outlives whoever started it; with --supervised, whoever started it ends it (the launcher).
+Each model has the local engine and its own chat template. The server runs until a signal ends it, or the end of the
+process that started it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from aiohttp import web
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.errors import BadRequestError, ComposerError, EngineError
+from composer_prime.llm.tagged_text import TOOL_CALL, read_tool_call
 from composer_prime.model_source import resolve_model
+from composer_prime.run.process import end_with_parent
 from composer_prime.wire.node import Sampling
 from inference.engines.local.engine import LocalEngine
 
 FAILED = 1
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _THINK = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _MAX_BODY_BYTES = 64 << 20
 
@@ -141,8 +142,8 @@ class ModelServer:
         return self._served[name]
 
 
-async def serve_models(models: list[str], threads: int, port: int, *, supervised: bool) -> None:
-    """Serve until standard input ends, or until killed where `supervised`. Raises what loading a model raises."""
+async def serve_models(models: list[str], threads: int, port: int) -> None:
+    """Serve until cancelled. Raises what loading a model raises."""
     import torch
 
     torch.set_num_threads(threads)
@@ -157,7 +158,7 @@ async def serve_models(models: list[str], threads: int, port: int, *, supervised
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", port).start()
         print(json.dumps({"url": f"http://127.0.0.1:{runner.addresses[0][1]}/v1"}), flush=True)
-        await (asyncio.Event().wait() if supervised else asyncio.to_thread(sys.stdin.read))
+        await asyncio.Event().wait()
 
 
 async def _load(name: str, config: InferenceConfig) -> _Served:
@@ -173,7 +174,7 @@ async def _load(name: str, config: InferenceConfig) -> _Served:
 def _message(text: str) -> dict[str, Any]:
     """The answer in OpenAI's form; a broken call stays in the text."""
     text = _THINK.sub("", text)
-    calls = [(block, _call(block[1])) for block in _CALL.finditer(text)]
+    calls = [(block, read_tool_call(block[1])) for block in TOOL_CALL.finditer(text)]
     found = [call for _, call in calls if call is not None]
     content = text
     for block, call in calls:
@@ -181,21 +182,10 @@ def _message(text: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": content.strip() or None}
     if found:
         message["tool_calls"] = [
-            {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
             for index, (name, arguments) in enumerate(found)
         ]
     return message
-
-
-def _call(text: str) -> tuple[str, str] | None:
-    try:
-        call = json.loads(text)
-        name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return name, json.dumps(arguments)
 
 
 def _with_content(message: dict[str, Any]) -> dict[str, Any]:
@@ -236,12 +226,12 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--model", action="append", required=True, help="model folder, tiny, tiny/teacher_a, ...")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
-    parser.add_argument("--supervised", action="store_true", help="do not end with standard input")
     options = parser.parse_args(words)
+    end_with_parent()
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        asyncio.run(serve_models(options.model, options.threads, options.port, supervised=options.supervised))
+        asyncio.run(serve_models(options.model, options.threads, options.port))
     except (ComposerError, OSError) as error:
         print(f"model server: {error}", file=sys.stderr)
         return FAILED

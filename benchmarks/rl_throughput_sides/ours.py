@@ -26,7 +26,7 @@ TASKSETS = {
 ROLES = {
     "orchestrator.workers.worker": "environment worker",
     "trainer.train": "trainer",
-    "trainer.launcher.guard": "launcher",
+    "composer_prime.run.process": "launcher",
     "/orchestrator": "orchestrator",
     "/inference": "node",
 }

@@ -1,11 +1,11 @@
-"""The orchestrator's handle on one worker process: start, requests in flight, silence, end.
+"""The orchestrator's handle on one worker process: start it, send it rollouts, notice its silence and its end.
 
-Child.start --Start--> worker, waits at most start_timeout_s for Ready
-_read   hands replies to the futures that wait for them
-stop    closes the connection, gives the worker a while to clean up, then kills what is left of its process group
-_watch  kills a worker that was silent for hang_timeout_s
-ended   resolves with the reason; every request in flight has its error reply by then, and the folder in which the
-        worker kept its rollouts' working folders is gone: the worker cannot see to that when it is killed
+WorkerProcess.start --Start--> worker, then wait at most start_timeout_s for WorkerReady
+_read    passes replies to the futures that wait for them
+_watch   kills a worker that was silent for hang_timeout_s
+stop     closes the connection, gives the worker a while to clean up, then kills what is left of its session
+ended    resolves with the reason, after every request in flight has its error reply and the worker's scratch folder is
+         removed; a killed worker cannot remove that itself
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import asyncio
 import collections
 import contextlib
 import logging
-import os
 import signal
 import socket
 import sys
@@ -25,6 +24,8 @@ from typing import IO
 
 import composer_prime.errors
 from composer_prime.errors import ComposerError, DeadlineError, EnvironmentWorkerError, WireError
+from composer_prime.run import process as processes
+from composer_prime.run.process import child_options, exit_text, indented, signal_session
 from composer_prime.run.scratch import Scratch
 from orchestrator.workers.protocol import (
     CancelRollout,
@@ -42,8 +43,9 @@ from orchestrator.workers.protocol import (
 
 logger = logging.getLogger(__name__)
 
-_STDERR_LINES = 40
-_LINE_LIMIT = 1 << 20
+_OUTPUT_LINES = 40
+"""Lines of a worker's output that are kept for error messages."""
+_LINE_LIMIT_BYTES = 1 << 20
 _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -56,29 +58,25 @@ _ENVIRONMENT = {
 
 
 class WorkerProcess:
-    """One running worker. Make it with `start`."""
+    """One running worker. Create it with `start`."""
 
     def __init__(
-        self,
-        label: str,
-        process: asyncio.subprocess.Process,
-        frames: Frames[FromWorker],
-        life: int,
-        boxes: Scratch,
+        self, label: str, process: asyncio.subprocess.Process, frames: Frames[FromWorker], scratch: Scratch
     ) -> None:
-        """`life`: the write end of the pipe by which the worker knows that we live. `boxes`: its rollouts' folders."""
+        """`scratch` holds the working folders of the worker's rollouts."""
         self.label = label
         self.ready: WorkerReady | None = None
-        self.heartbeat: Heartbeat | None = None
         self.completed = 0
         """Rollouts that came back with a reward."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Resolves with the reason once the process is gone and no request waits any more."""
-        self._process, self._frames, self._life, self._boxes = process, frames, life, boxes
+        self._process = process
+        self._frames = frames
+        self._scratch = scratch
         self._rollouts: dict[str, asyncio.Future[RolloutReply]] = {}
-        self._stderr: collections.deque[str] = collections.deque(maxlen=_STDERR_LINES)
-        self._seen = time.monotonic()
-        self._killed_for: str | None = None
+        self._output: collections.deque[str] = collections.deque(maxlen=_OUTPUT_LINES)
+        self._heard_at = time.monotonic()
+        self._end_reason: str | None = None
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -93,71 +91,62 @@ class WorkerProcess:
         log: Path | None,
         environment: Mapping[str, str],
     ) -> WorkerProcess:
-        """A worker that has loaded its environment; `environment` adds to this process's variables.
+        """Return a worker that has loaded its environment; `environment` adds to this process's variables.
 
-        Raises the error it reports (EnvironmentNotInstalledError, EmptyTaskSetError, ConfigError, …),
+        Raises the error that the worker reports (EnvironmentNotInstalledError, EmptyTaskSetError, ConfigError, ...),
         EnvironmentWorkerError when it ends first, DeadlineError when it takes longer than `start_timeout_s`.
         """
-        child = await cls._spawn(spec, label, log, environment)
+        worker = await cls._spawn(spec, label, log, environment)
         try:
             async with asyncio.timeout(start_timeout_s):
-                first = await child._frames.receive()
+                first = await worker._frames.receive()
         except TimeoutError:
-            await child.kill("it did not load in time")
+            await worker.kill("it did not load in time")
             raise DeadlineError(
                 f"{label} did not load its environment within start_timeout_s = {start_timeout_s:g} s; "
-                f"raise it if the task set is large.{child.last_words()}"
+                f"raise it if the task set is large.{worker.last_words()}"
             ) from None
         except BaseException:
-            await child.kill("start was given up")
+            await worker.kill("start was given up")
             raise
         if isinstance(first, WorkerReady):
-            child.ready = first
-            child._seen = time.monotonic()
-            child._tasks += [asyncio.create_task(child._read()), asyncio.create_task(child._watch(hang_timeout_s))]
-            return child
-        await child.kill("it did not start")
+            worker.ready = first
+            worker._heard_at = time.monotonic()
+            worker._tasks += [asyncio.create_task(worker._read()), asyncio.create_task(worker._watch(hang_timeout_s))]
+            return worker
+        await worker.kill("it did not start")
         if isinstance(first, StartFailed):
             error = getattr(composer_prime.errors, first.error, EnvironmentWorkerError)
             raise (error if issubclass(error, ComposerError) else EnvironmentWorkerError)(first.message)
-        raise EnvironmentWorkerError(f"{label} ended while it was loading ({child._exit()}).{child.last_words()}")
+        status = exit_text(worker._process.returncode)
+        raise EnvironmentWorkerError(f"{label} {status} while it was loading.{worker.last_words()}")
 
     @classmethod
     async def _spawn(
         cls, spec: SourceSpec, label: str, log: Path | None, environment: Mapping[str, str]
     ) -> WorkerProcess:
-        boxes = await asyncio.to_thread(Scratch, "worker")  # it sweeps what dead ones left
+        scratch = await asyncio.to_thread(Scratch, "worker")  # It removes what dead workers left.
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        life_read, life_write = os.pipe()
-        arguments = ["--socket-fd", theirs.fileno(), "--life-fd", life_read, "--parent", os.getpid()]
-        arguments += ["--boxes", boxes.path]
+        arguments = ["--socket-fd", str(theirs.fileno()), "--boxes", str(scratch.path)]
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "orchestrator.workers.worker",
-                *map(str, arguments),
-                stdin=asyncio.subprocess.DEVNULL,
+                *(sys.executable, "-m", "orchestrator.workers.worker", *arguments),
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), life_read),
-                env={**os.environ, **_ENVIRONMENT, **environment},
-                start_new_session=True,
-                limit=_LINE_LIMIT,
+                limit=_LINE_LIMIT_BYTES,
+                **child_options({**_ENVIRONMENT, **environment}, pass_fds=[theirs.fileno()]),
             )
         except BaseException:
             writer.close()
-            os.close(life_write)
-            boxes.close()
+            scratch.close()
             raise
         finally:
             theirs.close()
-            os.close(life_read)
-        child = cls(label, process, Frames(reader, writer, FromWorker, label), life_write, boxes)
-        child._tasks.append(asyncio.create_task(child._collect_output(log)))
-        child._frames.send(Start(spec=spec))
-        return child
+        worker = cls(label, process, Frames(reader, writer, FromWorker, label), scratch)
+        worker._tasks.append(asyncio.create_task(worker._collect_output(log)))
+        worker._frames.send(Start(spec=spec))
+        return worker
 
     @property
     def pid(self) -> int:
@@ -165,24 +154,20 @@ class WorkerProcess:
 
     @property
     def gone(self) -> bool:
-        """Whether the process has ended, even if `ended` waits for its folder to be removed."""
+        """Whether the process has ended, even if `ended` still waits for its folder to be removed."""
         return self.ended.done() or self._process.returncode is not None
 
     @property
     def running(self) -> int:
+        """Rollouts in flight."""
         return len(self._rollouts)
 
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the last message."""
-        return time.monotonic() - self._seen
-
     async def run(self, request: RunRollout) -> RolloutReply:
-        """Cancelling the caller cancels the rollout. A worker that ends answers with a retryable error."""
+        """Run a rollout. Cancelling the caller cancels it. A worker that ends answers with a retryable error."""
         if request.rollout_id in self._rollouts:
             raise ValueError(f"rollout id {request.rollout_id!r} is in flight already: every attempt needs its own")
         if self.ended.done():
-            return _lost(request.rollout_id, self._why_gone())
+            return self._lost(request.rollout_id)
         future = self._rollouts[request.rollout_id] = asyncio.get_running_loop().create_future()
         self._frames.send(request)
         try:
@@ -194,54 +179,51 @@ class WorkerProcess:
             self._rollouts.pop(request.rollout_id, None)
 
     def cancel(self, rollout_id: str) -> bool:
-        """Whether that rollout is in flight here. Its reply will say `cancelled`."""
+        """Abort a rollout; its reply has an error of kind `cancelled`. Returns False when it is not in flight here."""
         if rollout_id not in self._rollouts:
             return False
         self._frames.send(CancelRollout(rollout_id=rollout_id))
         return True
 
     async def stop(self, grace_s: float) -> None:
-        """Lets the worker abort its rollouts and clean up for `grace_s`, then kills it."""
-        self._killed_for = self._killed_for or "the pool was closed"
+        """Let the worker abort its rollouts and clean up for `grace_s` seconds, then kill it."""
+        self._end_reason = self._end_reason or "the pool was closed"
         self._stopping = True
         self._frames.close()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), grace_s)
-        await self.kill("the pool was closed")
+        await processes.stop(self._process, grace_s, request=False)
+        await self._finish()
 
     async def kill(self, reason: str) -> None:
-        """Ends the process and its group, and waits until they are gone."""
-        self._killed_for = self._killed_for or reason
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """End the process and its session, and wait until they are gone."""
+        self._end_reason = self._end_reason or reason
+        signal_session(self._process.pid, signal.SIGKILL)
         await self._finish()
 
     def last_words(self) -> str:
-        """The process's last lines of output, for an error message."""
-        if not self._stderr:
-            return " It wrote nothing."
-        return " Its last lines:\n" + "\n".join(f"    {line}" for line in self._stderr)
+        """Return the process's last lines of output, for an error message."""
+        return " Its last lines:\n" + indented(self._output)
 
     async def _read(self) -> None:
         try:
             while (message := await self._frames.receive()) is not None:
-                self._seen = time.monotonic()
+                self._heard_at = time.monotonic()
                 self._handle(message)
         except WireError as error:
-            self._killed_for = str(error)
+            self._end_reason = str(error)
         if self._stopping:
-            return  # We closed the connection ourselves: `stop` says when the worker has had its time.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            return  # We closed the connection ourselves: `stop` gives the worker its time.
+        signal_session(self._process.pid, signal.SIGKILL)
         await self._finish()
 
     def _handle(self, message: FromWorker) -> None:
         match message:
             case RolloutReply():
                 self.completed += message.error is None
-                _resolve(self._rollouts, message.rollout_id, message)
+                future = self._rollouts.get(message.rollout_id)
+                if future is not None and not future.done():
+                    future.set_result(message)
             case Heartbeat():
-                self.heartbeat = message
+                pass  # That it came is what counts.
             case WorkerReady() | StartFailed():
                 logger.warning("%s: unexpected %s", self.label, type(message).__name__)
 
@@ -251,11 +233,11 @@ class WorkerProcess:
             before = time.monotonic()
             await asyncio.sleep(step_s)
             if time.monotonic() - before > 2 * step_s:
-                continue  # It was this loop that stood still: look again before judging the worker.
-            if self.silent_s > hang_timeout_s:
-                self._killed_for = f"no heartbeat for {self.silent_s:.1f} s (hang_timeout_s = {hang_timeout_s:g})"
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
+                continue  # This loop itself stood still: look again before judging the worker.
+            silent_s = time.monotonic() - self._heard_at
+            if silent_s > hang_timeout_s:
+                self._end_reason = f"no heartbeat for {silent_s:.1f} s (hang_timeout_s = {hang_timeout_s:g})"
+                signal_session(self._process.pid, signal.SIGKILL)
                 return  # _read sees the end of the stream.
 
     async def _collect_output(self, log: Path | None) -> None:
@@ -270,12 +252,12 @@ class WorkerProcess:
                     line = "(a line of more than 1 MiB)\n"
                 if not line:
                     return
-                self._stderr.append(line.rstrip()[:2000])
+                self._output.append(line.rstrip()[:2000])
                 if file:
                     try:
                         file.write(line)
                         file.flush()
-                    except OSError as error:  # A full disk must not stop the draining, or the worker blocks in write.
+                    except OSError as error:  # Keep reading when the disk is full, or the worker blocks in write.
                         logger.warning("worker output is no longer logged to %s: %s", log, error)
                         file = None
 
@@ -283,44 +265,26 @@ class WorkerProcess:
         await self._process.wait()
         if self.ended.done():
             return
-        await asyncio.wait(self._tasks[:1], timeout=2)  # The output's end, for `last_words`.
-        await asyncio.to_thread(self._boxes.close)
+        await asyncio.wait(self._tasks[:1], timeout=2)  # The rest of the output, for `last_words`.
+        await asyncio.to_thread(self._scratch.close)
         self._frames.close()
-        if self._life >= 0:
-            os.close(self._life)
-            self._life = -1
         current = asyncio.current_task()
         for task in self._tasks:
             if task is not current:
                 task.cancel()
-        reason = f"{self.label} ended: {self._killed_for or self._exit()}"
         if self.ended.done():
             return
-        self.ended.set_result(reason)
+        status = exit_text(self._process.returncode)
+        self.ended.set_result(f"{self.label} " + (f"ended: {self._end_reason}" if self._end_reason else status))
         for rollout_id, future in self._rollouts.items():
             if not future.done():
-                future.set_result(_lost(rollout_id, self._why_gone()))
+                future.set_result(self._lost(rollout_id))
 
-    def _why_gone(self) -> RolloutFailure:
-        return RolloutFailure(
+    def _lost(self, rollout_id: str) -> RolloutReply:
+        failure = RolloutFailure(
             kind="worker", message=self.ended.result(), retryable=True, detail=self.last_words().strip()
         )
-
-    def _exit(self) -> str:
-        code = self._process.returncode
-        if code is not None and code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        return f"exit code {code}"
-
-
-def _lost(rollout_id: str, failure: RolloutFailure) -> RolloutReply:
-    return RolloutReply(rollout_id=rollout_id, task_id="", reward=None, error=failure)
-
-
-def _resolve(waiting: dict[str, asyncio.Future], key: str, message: FromWorker) -> None:
-    future = waiting.get(key)
-    if future is not None and not future.done():
-        future.set_result(message)
+        return RolloutReply(rollout_id=rollout_id, task_id="", reward=None, error=failure)
 
 
 def _open_log(log: Path | None, stack: contextlib.ExitStack) -> IO[str] | None:

@@ -1,12 +1,11 @@
-"""The environment worker: `python -m orchestrator.workers.worker --socket-fd N --life-fd N --parent PID --boxes DIR`.
+"""The environment worker: `python -m orchestrator.workers.worker --socket-fd N --boxes DIR`.
 
     pool --RunRollout--> task per rollout --> Environment.run --> gateway (HTTP)
                               |                    ^ deadline: RunRollout.timeout_s
     pool <--RolloutReply------+       Cancel aborts the task, and with it the open request
     pool <--Heartbeat-- every heartbeat_s; the pool kills a worker that stays silent
 
-Started by `child.Child` only. It ends with its parent: the kernel kills it (Linux), and a thread that waits for the end
-of a pipe which only the parent holds does so elsewhere.
+Started by `WorkerProcess` only. It is killed when its parent dies.
 
 What a process used: resident memory, and each concurrent rollout's share of the CPU time.
 """
@@ -15,14 +14,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import logging
 import os
 import resource
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -30,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from composer_prime.errors import ComposerError
+from composer_prime.run.process import end_with_parent
 from orchestrator.workers.protocol import (
     CancelRollout,
     Frames,
@@ -93,7 +91,6 @@ logger = logging.getLogger("orchestrator.worker")
 _LAG_STEP_S = 0.25
 _ABORT_S = 3.0
 """For rollouts to end once they are aborted; the environments themselves close after that."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Worker:
@@ -214,29 +211,13 @@ async def serve_worker(connection: socket.socket, boxes: Path) -> None:
     await worker.serve()
 
 
-def die_with_parent(parent: int, life_fd: int) -> None:
-    """`life_fd` is the read end of a pipe whose only write end the parent holds."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-    def watch() -> None:
-        os.read(life_fd, 1)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, name="life of parent", daemon=True).start()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="An environment worker; the orchestrator starts it.")
     parser.add_argument("--socket-fd", type=int, required=True)
-    parser.add_argument("--life-fd", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--boxes", type=Path, required=True)
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
-    die_with_parent(args.parent, args.life_fd)
+    end_with_parent(signal.SIGKILL)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     asyncio.run(serve_worker(socket.socket(fileno=args.socket_fd), args.boxes))
 

@@ -20,6 +20,8 @@ from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
 from trainer.launcher.supervise import role_commands
 
+pytestmark = pytest.mark.process
+
 STAND = Path(__file__).with_name("stand.py")
 STEADY = "open(f'ready-{os.getpid()}', 'w').close(); time.sleep(300)"
 TRAINS = """

@@ -1,31 +1,28 @@
-"""Starts the processes of a run, watches them, and leaves none behind.
+"""Start the processes of a run, watch them, and end them.
 
     launcher (main thread)
-      ├── guard                     ends everything should the launcher be killed (guard.py)
+      ├── guard                     ends everything when the launcher is killed (composer_prime/run/process.py)
       ├── orchestrator ┐
-      ├── trainer-0 .. ┘            any of these ending with an error ends the run
-      ├── node-0 ..                 may die: started again after a pause, up to inference.max_restarts times
-      └── teachers                  likewise; given up, the run goes on without them
+      ├── trainer-0 .. ┘            an end with an error ends the run
+      ├── node-0 ..                 started again after a pause, up to inference.max_restarts times
+      └── teachers                  likewise; after that the run goes on without them
 
-Each role has its own session and its own log. Nobody waits on anybody here: `poll` looks and returns. `stop` waits at
-most stop_grace_s for each kind in turn: ranks, which make a checkpoint with the orchestrator while the rest works
-on and get save_s more for it; nodes; the orchestrator, with answers_s more for what teachers were asked; teachers.
-
-The processes of a run, as commands: what the launcher starts. Built from the configuration alone.
+`role_commands` builds the commands from the configuration alone. The Supervisor runs them, each with its own session
+and log. `poll` never waits. `stop` ends one kind after another: ranks first, which make a checkpoint while the others
+still work and get save_s more for it; then nodes; then the orchestrator, with answers_s more for paid answers; then
+teachers.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
-import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,11 +30,19 @@ import psutil
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import MODELS_VARIABLE
-from composer_prime.console import console_script
+from composer_prime.console import EXIT_USAGE, console_script
 from composer_prime.errors import RoleFailedError
 from composer_prime.plan.placement import cuda_visible_devices, place_processes
+from composer_prime.run.process import (
+    MARK_VARIABLE,
+    OrphanGuard,
+    child_options,
+    exit_text,
+    last_words,
+    signal_session,
+    terminate,
+)
 from composer_prime.run.run_dir import RunDir
-from trainer.launcher import guard
 
 Kind = Literal["orchestrator", "node", "rank", "teachers"]
 
@@ -49,24 +54,26 @@ class RoleCommand:
     name: str
     """Name of its log: orchestrator, node-0, trainer-0, teachers."""
     kind: Kind
-    """Nodes and teachers may die and are started again; the end of any other ends the run, and of the last node."""
+    """Nodes and teachers are started again when they die; an error of any other kind ends the run."""
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)
     """On top of the launcher's environment."""
     gpus: int = 0
-    """That it has for itself."""
+    """GPUs that only this process uses."""
 
 
 def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCommand]:
-    """Every role that runs here, in start order. Raises ConfigError when there are too few GPUs."""
+    """Return every role that runs on this machine, in start order. Raises ConfigError when there are too few GPUs."""
     placement = place_processes(config, gpus)
     where = ["--run-dir", str(run_dir.root)]
     commands = []
     if config.orchestrator.address is None:
-        served = config.teachers.models_served(config.model.path) if config.teachers.online else []
-        port = free_port() if served else 0
-        commands += [_teachers(config, served, port)] if served else []
-        env = {**_threads(1), **({MODELS_VARIABLE: f"http://127.0.0.1:{port}/v1"} if served else {})}
+        models = config.teachers.models_served(config.model.path) if config.teachers.online else []
+        env = _threads(1)
+        if models:
+            port = _free_port()
+            commands.append(_teachers_command(config, models, port))
+            env[MODELS_VARIABLE] = f"http://127.0.0.1:{port}/v1"
         argv = [*console_script("orchestrator"), *where]
         commands.append(RoleCommand(name="orchestrator", kind="orchestrator", argv=argv, env=env))
     for index, devices in enumerate(placement.nodes):
@@ -74,27 +81,27 @@ def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCom
         env = {**_threads(config.inference.threads), **_devices(devices)}
         commands.append(RoleCommand(name=f"node-{index}", kind="node", argv=argv, env=env, gpus=len(devices)))
     if config.run.max_steps and config.trainer.address is None:
-        commands += _ranks(config, where, placement.ranks)
+        commands += _rank_commands(config, where, placement.ranks)
     return commands
 
 
-def _teachers(config: Config, models: list[str], port: int) -> RoleCommand:
-    """Local teachers and the frozen base, on a port that stays the same when they are started again."""
+def _teachers_command(config: Config, models: list[str], port: int) -> RoleCommand:
+    """Serve local teachers and the frozen base on `port`, also after a restart."""
     threads = config.teachers.local_threads
-    argv = [sys.executable, "-m", "inference.model_server", "--supervised", "--port", str(port)]
-    argv += ["--threads", str(threads), *(word for model in models for word in ("--model", model))]
+    argv = [sys.executable, "-m", "inference.model_server", "--port", str(port), "--threads", str(threads)]
+    argv += [word for model in models for word in ("--model", model)]
     return RoleCommand(name="teachers", kind="teachers", argv=argv, env=_threads(threads))
 
 
-def _ranks(config: Config, where: list[str], devices: tuple[int, ...]) -> list[RoleCommand]:
-    """torchrun's environment, for ranks on this machine."""
-    world, port = config.trainer.ranks, str(free_port())
+def _rank_commands(config: Config, where: list[str], devices: tuple[int, ...]) -> list[RoleCommand]:
+    """Return the trainer's ranks with the environment that torchrun would give them."""
+    world = config.trainer.ranks
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     shared = {
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(_free_port()),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
         **_threads(config.trainer.threads),
         **_devices(devices),
@@ -112,8 +119,8 @@ def _ranks(config: Config, where: list[str], devices: tuple[int, ...]) -> list[R
     ]
 
 
-def free_port() -> int:
-    """A port that is free at the moment, for torch's rendezvous on loopback."""
+def _free_port() -> int:
+    """Return a loopback port that is free right now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -127,14 +134,12 @@ def _devices(devices: tuple[int, ...]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": cuda_visible_devices(devices)} if devices else {}
 
 
-QUIET_S = 600.0
-"""A node that lived this long has its restarts forgotten."""
-SETTLE_S = 3.0
-"""After a rank failed: how long the launcher waits for the orchestrator to fail too, and then names that one first."""
-USAGE_ERROR = 2
-"""Exit status of a role that refuses its configuration: starting it again cannot help."""
+FORGET_RESTARTS_S = 600.0
+"""A node that lived this long starts with no restarts counted."""
+CAUSE_WAIT_S = 3.0
+"""How long to wait, after a rank failed, for a failed orchestrator that would be the cause."""
 _STOP_ORDER: tuple[Kind, ...] = ("rank", "node", "orchestrator", "teachers")
-_MAY_DIE = ("node", "teachers")
+_RESTARTED = ("node", "teachers")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,242 +147,178 @@ class RoleProcess:
     """One role's process, over its restarts."""
 
     role: RoleCommand
-    process: subprocess.Popen[bytes] | None = None
-    log_offset: int = 0
-    """Where this start's output begins in the log."""
-    started: float = 0.0
+    process: subprocess.Popen[bytes]
+    log_offset: int
+    """Byte of the log where the output of this start begins."""
+    started: float
     restarts: int = 0
     restart_at: float | None = None
-    """When a dead node is to be started again; None while it runs or for good."""
+    """When to start it again, monotonic seconds; None while it runs and after the last restart."""
     lived_s: float = 0.0
-    """Over all starts that ended."""
+    """Seconds over all starts that ended."""
     code: int | None = None
-    """Exit status of the last end; negative for a signal."""
+    """Exit status; negative for a signal, None while it runs."""
 
     @property
     def running(self) -> bool:
-        return self.process is not None and self.code is None
+        return self.code is None
 
-    def ending(self) -> str:
-        """How it ended, in words."""
-        if self.code is not None and self.code < 0:
-            name = signal.Signals(-self.code).name if -self.code in set(signal.Signals) else str(-self.code)
-            return f"was ended by {name}"
-        return f"ended with exit status {self.code}"
+    def poll(self) -> bool:
+        """Look whether the process runs; note its end."""
+        if self.code is None:
+            self._note_end(self.process.poll())
+        return self.running
+
+    def reap(self) -> None:
+        """Wait for the end of a killed process."""
+        if self.code is None:
+            self._note_end(self.process.wait())
+
+    def _note_end(self, code: int | None) -> None:
+        self.code = code
+        if code is not None:
+            self.lived_s += time.monotonic() - self.started
 
 
 @dataclass(slots=True, kw_only=True)
 class Supervisor:
+    """The processes of one run."""
+
     run_dir: RunDir
     roles: list[RoleCommand]
+    guard: OrphanGuard
     grace_s: float
     save_s: float
-    """What ranks get on top of grace_s, for a checkpoint."""
+    """Seconds that ranks get on top of grace_s, for a checkpoint."""
     answers_s: float
-    """What the orchestrator gets on top of grace_s, for answers of teachers that may be charged."""
+    """Seconds that the orchestrator gets on top of grace_s, for answers that teachers may charge for."""
     max_restarts: int
-    say: Callable[[str], None]
-    """Where events go (a restart, a stop): one line each."""
+    on_event: Callable[[str], None]
+    """Called with one line for each restart or kill."""
     backoff_s: float = 1.0
     """Pause before a node's first restart; doubles with each."""
     children: list[RoleProcess] = field(default_factory=list)
-    _mark: str = field(default_factory=lambda: secrets.token_hex(16))
-    _guard: subprocess.Popen[bytes] | None = None
-    _descendants: dict[int, psutil.Process] = field(default_factory=dict)
     _failed: list[RoleProcess] = field(default_factory=list)
-    """Roles that ended with an error, first one first."""
+    """Roles that ended with an error, in the order of their ends."""
     _failed_at: float = 0.0
 
     def start(self) -> None:
-        """Start the guard and every role. Raises RoleFailedError when a command cannot be run."""
-        self._guard = subprocess.Popen(
-            [sys.executable, "-m", "trainer.launcher.guard", self._mark, str(self.grace_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self.children = [RoleProcess(role=role) for role in self.roles]
-        for child in self.children:
-            self._spawn(child)
+        """Start every role. Raises RoleFailedError when a command cannot be run."""
+        for role in self.roles:
+            process, log_offset = self._spawn(role)
+            self.children.append(
+                RoleProcess(role=role, process=process, log_offset=log_offset, started=time.monotonic())
+            )
 
     def poll(self) -> Literal["running", "finished"]:
-        """Look at every child; restart nodes that are due.
+        """Look at every child and start nodes again that are due.
 
-        Raises RoleFailedError when the run cannot go on; its message ends with the failing role's last log lines.
+        Raises RoleFailedError, with the last lines of the failed role's log, when the run cannot go on.
         """
-        ended = [child for child in self.children if child.running and self._ended(child)]
-        needed = [child for child in self.children if child.role.kind not in _MAY_DIE]
-        finished = bool(needed) and all(child.code == 0 for child in needed)
-        self._failed += [child for child in ended if child.role.kind not in _MAY_DIE and child.code != 0]
-        if self._failed and self._settled():
+        ended = [child for child in self.children if child.running and not child.poll()]
+        needed = [child for child in self.children if child.role.kind not in _RESTARTED]
+        self._failed += [child for child in ended if child.role.kind not in _RESTARTED and child.code != 0]
+        if self._failed and self._cause_known():
             raise RoleFailedError(self._report(self._failed))
-        if finished or (not needed and all(child.code == 0 for child in self.children)):
+        if all(child.code == 0 for child in needed or self.children):
             return "finished"
         for child in ended:
-            if child.role.kind in _MAY_DIE and child.code != 0:
+            if child.role.kind in _RESTARTED and child.code != 0:
                 self._plan_restart(child)
         for child in self.children:
             if child.restart_at is not None and time.monotonic() >= child.restart_at:
-                self._spawn(child)
+                child.process, child.log_offset = self._spawn(child.role)
+                child.code, child.restart_at, child.started = None, None, time.monotonic()
         return "running"
 
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> None:
-        """End every process of the run; `hurry()` turning true kills what is left at once."""
-        self._remember_descendants()
+        """End every process of the run. As soon as `hurry()` is true, kill what is left."""
+        descendants = self._descendants()
         for kind in _STOP_ORDER:
             self._stop_kind(kind, hurry)
-        leftovers = [process for process in self._descendants.values() if process.is_running()]
-        leftovers += guard.members(self._mark, {child.process.pid for child in self.children if child.process})
-        own_guard = self._guard.pid if self._guard else None
-        pause_s = 0 if hurry() else min(self.grace_s, 2)
-        guard.end([process for process in leftovers if process.pid != own_guard], pause_s)
-        self._dismiss_guard()
+        leftovers = {process.pid: process for process in [*descendants, *self.guard.members()]}
+        terminate([each for each in leftovers.values() if each.is_running()], 0 if hurry() else min(self.grace_s, 2))
+
+    def _descendants(self) -> list[psutil.Process]:
+        """Return what the children started: it may leave their sessions, and the mark is hidden from us on macOS."""
+        descendants = []
+        for child in self.children:
+            with suppress(psutil.Error):
+                descendants += psutil.Process(child.process.pid).children(recursive=True) if child.running else []
+        return descendants
 
     def _stop_kind(self, kind: Kind, hurry: Callable[[], bool]) -> None:
         group = [child for child in self.children if child.role.kind == kind and child.running]
         at_once = kind == "rank" and not self._can_save()
         for child in group:
-            _signal_group(child, signal.SIGKILL if at_once or hurry() else signal.SIGTERM)
+            signal_session(child.process.pid, signal.SIGKILL if at_once or hurry() else signal.SIGTERM)
         grace_s = self.grace_s + {"rank": self.save_s, "orchestrator": self.answers_s}.get(kind, 0)
         deadline = time.monotonic() + grace_s
-        while any(child.running and not self._ended(child) for child in group):
-            if hurry() or time.monotonic() > deadline:
-                if not hurry():
-                    names = ", ".join(child.role.name for child in group if child.running)
-                    self.say(f"{names} did not end within {grace_s:g} s: killing it")
+        while (alive := [child for child in group if child.poll()]) and not hurry():
+            if time.monotonic() > deadline:
+                names = ", ".join(child.role.name for child in alive)
+                self.on_event(f"{names} did not end within {grace_s:g} s: killing it")
                 break
             time.sleep(0.02)
         for child in group:
-            _signal_group(child, signal.SIGKILL)
-            if child.running and child.process is not None:
-                child.code = child.process.wait()
-                child.lived_s += time.monotonic() - child.started
+            signal_session(child.process.pid, signal.SIGKILL)
+            child.reap()
 
     def _can_save(self) -> bool:
-        """Whether all who make a checkpoint are alive; else ranks would only wait, for one another or in vain."""
-        return all(child.running for child in self.children if child.role.kind not in _MAY_DIE)
+        """Whether everything that a checkpoint needs is alive. Otherwise ranks would wait for it in vain."""
+        return all(child.running for child in self.children if child.role.kind not in _RESTARTED)
 
-    def _spawn(self, child: RoleProcess) -> None:
-        log = self.run_dir.log(child.role.name)
+    def _spawn(self, role: RoleCommand) -> tuple[subprocess.Popen[bytes], int]:
+        """Start a role; returns its process and the length of its log so far."""
+        log = self.run_dir.log(role.name)
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, **child.role.env, guard.MARK: self._mark}
+        options = child_options({**role.env, MARK_VARIABLE: self.guard.mark})
         with log.open("ab") as output:
-            child.log_offset = output.tell()
+            log_offset = output.tell()
             try:
-                child.process = subprocess.Popen(
-                    child.role.argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,
-                    preexec_fn=_die_with_parent(os.getpid()),
-                )
+                process = subprocess.Popen(role.argv, stdout=output, stderr=subprocess.STDOUT, **options)
             except OSError as error:
-                raise RoleFailedError(f"{child.role.name} cannot be started ({child.role.argv[0]}: {error})") from None
-        child.code, child.restart_at, child.started = None, None, time.monotonic()
-        if self._guard and self._guard.stdin:
-            with contextlib.suppress(OSError):
-                self._guard.stdin.write(b"role %d\n" % child.process.pid)
-                self._guard.stdin.flush()
+                raise RoleFailedError(f"{role.name} cannot be started ({role.argv[0]}: {error})") from None
+        self.guard.watch(process.pid)
+        return process, log_offset
 
-    def _ended(self, child: RoleProcess) -> bool:
-        if child.process is not None and child.code is None:
-            child.code = child.process.poll()
-            if child.code is not None:
-                child.lived_s += time.monotonic() - child.started
-        return child.code is not None
-
-    def _settled(self) -> bool:
-        """Whether the cause of a failure is known: a rank that was told of the orchestrator's end may end before it."""
+    def _cause_known(self) -> bool:
+        """Whether to report now. A rank that lost the orchestrator may end before the orchestrator, the cause, does."""
         self._failed_at = self._failed_at or time.monotonic()
-        orchestrators = [child for child in self._failed if child.role.kind == "orchestrator"]
-        if orchestrators:
-            self._failed = orchestrators + [child for child in self._failed if child not in orchestrators]
-            return True
-        return time.monotonic() - self._failed_at > SETTLE_S
+        self._failed.sort(key=lambda child: child.role.kind != "orchestrator")
+        return self._failed[0].role.kind == "orchestrator" or time.monotonic() - self._failed_at > CAUSE_WAIT_S
 
     def _plan_restart(self, child: RoleProcess) -> None:
-        if time.monotonic() - child.started > QUIET_S:
+        """Raises RoleFailedError when the last node is lost, or one refuses its configuration."""
+        if time.monotonic() - child.started > FORGET_RESTARTS_S:
             child.restarts = 0
-        if child.role.kind == "node" and child.code == USAGE_ERROR:
+        if child.role.kind == "node" and child.code == EXIT_USAGE:
             raise RoleFailedError(self._report([child]))
         if child.restarts >= self.max_restarts:
             self._give_up(child)
             return
-        pause = self.backoff_s * 2**child.restarts
+        pause_s = self.backoff_s * 2**child.restarts
         child.restarts += 1
-        child.restart_at = time.monotonic() + pause
-        self.say(
-            f"{child.role.name} {child.ending()}; starting it again in {pause:g} s "
+        child.restart_at = time.monotonic() + pause_s
+        self.on_event(
+            f"{child.role.name} {exit_text(child.code)}; starting it again in {pause_s:g} s "
             f"({child.restarts} of {self.max_restarts})"
         )
 
     def _give_up(self, child: RoleProcess) -> None:
         """Raises RoleFailedError when it was the last node."""
-        if child.role.kind == "node":
-            alive = [other for other in self.children if other.role.kind == "node" and other is not child]
-            if not any(other.running or other.restart_at is not None for other in alive):
-                raise RoleFailedError(
-                    f"{child.role.name} died {child.restarts + 1} times and no other node is left "
-                    f"(inference.max_restarts is {self.max_restarts})\n{self._report([child])}"
-                )
-        self.say(f"{child.role.name} {child.ending()}; given up after {child.restarts} restarts")
+        nodes = [other for other in self.children if other.role.kind == "node"]
+        if child in nodes and not any(node.running or node.restart_at is not None for node in nodes):
+            raise RoleFailedError(
+                f"{child.role.name} died {child.restarts + 1} times and no other node is left "
+                f"(inference.max_restarts is {self.max_restarts})\n{self._report([child])}"
+            )
+        self.on_event(f"{child.role.name} {exit_text(child.code)}; given up after {child.restarts} restarts")
 
     def _report(self, failed: list[RoleProcess]) -> str:
         parts = []
         for child in failed[:3]:
             log = self.run_dir.log(child.role.name)
-            parts.append(f"{child.role.name} {child.ending()}; the end of {log}:\n{last_lines(log, child.log_offset)}")
+            end = last_words(log, child.log_offset)
+            parts.append(f"{child.role.name} {exit_text(child.code)}; the end of {log}:\n{end}")
         return "\n".join(parts)
-
-    def _remember_descendants(self) -> None:
-        for child in self.children:
-            if child.running and child.process is not None:
-                with contextlib.suppress(psutil.Error):
-                    for process in psutil.Process(child.process.pid).children(recursive=True):
-                        self._descendants[process.pid] = process
-
-    def _dismiss_guard(self) -> None:
-        if self._guard is None or self._guard.stdin is None:
-            return
-        with contextlib.suppress(OSError):
-            self._guard.stdin.write(b"bye\n")
-            self._guard.stdin.close()
-        try:
-            self._guard.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._guard.kill()
-            self._guard.wait()
-
-
-def last_lines(log: os.PathLike[str], offset: int = 0, count: int = 25) -> str:
-    """The last `count` lines that were written to `log` after `offset`, indented."""
-    try:
-        with open(log, "rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(offset, end - 32_768))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError as error:
-        return f"    (unreadable: {error})"
-    return "\n".join(f"    {line}" for line in lines[-count:]) or "    (it wrote nothing)"
-
-
-def _signal_group(child: RoleProcess, number: signal.Signals) -> None:
-    if child.process is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.process.pid, number)
-
-
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """Linux: the kernel sends SIGTERM to the role when the launcher dies; the guard takes care of the rest."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def arm() -> None:
-        prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return arm

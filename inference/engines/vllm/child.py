@@ -1,10 +1,8 @@
-"""The vLLM child process: started with one end of a socket pair, logging to a file, gone when the node is gone."""
+"""The node's handle on the vLLM child process: start it, exchange messages, end it."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 import sys
 from contextlib import suppress
@@ -12,10 +10,11 @@ from pathlib import Path
 
 import msgspec
 
+from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import WireError
+from composer_prime.run.process import child_options, exit_text, last_words, stop
 from inference.engines.vllm import messages
 
-_LOG_LINES = 25
 _EXIT_GRACE_S = 5.0
 
 
@@ -25,22 +24,21 @@ class VllmProcess:
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, log: Path
     ) -> None:
-        self._process, self._reader, self._writer = process, reader, writer
+        self._process = process
+        self._reader = reader
+        self._writer = writer
         self.log = log
 
     @classmethod
-    async def spawn(cls, environment: dict[str, str], log: Path) -> VllmProcess:
-        """Start the child; it ends itself when our end of the pair closes, however this process ends."""
+    async def spawn(cls, config: InferenceConfig, log: Path) -> VllmProcess:
+        """Start the child. It ends itself when our end of the socket pair closes, also when this process is killed."""
         ours, theirs = socket.socketpair()
         with theirs, log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "inference.engines.vllm.server", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=environment,
-                start_new_session=True,
+                **child_options(_environment(config), pass_fds=[theirs.fileno()]),
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         return cls(process, reader, writer, log)
@@ -49,7 +47,7 @@ class VllmProcess:
         self._writer.write(messages.frame(message))
 
     async def receive(self) -> messages.FromChild:
-        """The next message. Raises EOFError when the child has ended or closed its end, WireError for anything else."""
+        """Return the next message. Raises EOFError when the child has closed its end, WireError for a bad message."""
         (length,) = messages.LENGTH.unpack(await self._reader.readexactly(messages.LENGTH.size))
         if length > messages.MAX_BYTES:
             raise WireError(f"vLLM's process announces a message of {length} bytes, at most {messages.MAX_BYTES}")
@@ -60,25 +58,30 @@ class VllmProcess:
             raise WireError(f"vLLM's process sent {length} bytes that are no message ({error})") from None
 
     async def end_report(self) -> str:
-        """How the child ended and the last lines of its log."""
+        """Describe how the child ended, with the last lines of its log."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), _EXIT_GRACE_S)
         status = self._process.returncode
-        how = "closed its link" if status is None else f"ended with status {status}"
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - 16384))
-            lines = file.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
-        return f"vLLM {how}; the last lines of {self.log}:\n" + "\n".join(lines)
+        how = "closed its link" if status is None else exit_text(status)
+        return f"vLLM {how}; the last lines of {self.log}:\n{last_words(self.log)}"
 
     async def stop(self) -> None:
-        """Close the link, wait a little for an orderly end, then kill whatever is left of the child's session."""
+        """Close the link, wait a little for an orderly end, then kill what is left of the child's session.
+
+        The session outlives its leader where vLLM has worker processes (tensor parallelism).
+        """
         self._writer.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), _EXIT_GRACE_S)
-        except TimeoutError:
-            pass
-        finally:
-            # The session outlives its leader where vLLM has worker processes (tensor parallelism).
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+        await stop(self._process, _EXIT_GRACE_S, request=False)
+
+
+def _environment(config: InferenceConfig) -> dict[str, str]:
+    """Keep vLLM in one process, offline and unbound from cores."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(config.threads),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
