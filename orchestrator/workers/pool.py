@@ -1,9 +1,9 @@
 """A source's worker processes, as the orchestrator sees them.
 
-run ----> the ready worker with the fewest rollouts ----> its reply
- |            none ready: waits at most start_timeout_s
-_supervise, one for each worker: start -> wait for its end -> back off -> start again
-     max_restarts ends in a row without one finished rollout: the pool fails, and every `run` says why
+run --> the ready worker with the fewest rollouts --> its reply
+            none ready: wait at most start_timeout_s
+_supervise, one task a worker: start -> wait for its end -> back off -> start again
+            max_restarts ends in a row without a finished rollout: the pool fails, and every `run` raises why
 """
 
 from __future__ import annotations
@@ -39,14 +39,21 @@ class WorkerPool:
         environment: Mapping[str, str] | None = None,
         stop_grace_s: float = 5.0,
     ) -> None:
-        """`hang_timeout_s`: a worker silent for so long is killed; longer than any one step of the environment may
-        block. `backoff_s`: wait before the first restart, doubled for each further one. `log_dir`: takes the workers'
-        output, one file a worker. `environment`: further variables for the workers, such as the gateway's token.
-        `stop_grace_s`: what `close` gives them to clean up."""
+        """`hang_timeout_s`: a worker that is silent for this long is killed; choose it longer than any one step of the
+        environment may block. `backoff_s`: the wait before the first restart, doubled for each further one. `log_dir`:
+        takes the workers' output, one file a worker. `environment`: further variables for the workers, such as the
+        gateway's token. `stop_grace_s`: time for workers to clean up in `close`.
+        """
         self.spec = spec
-        self._workers, self._start_timeout_s, self._hang_timeout_s = workers, start_timeout_s, hang_timeout_s
-        self._max_restarts, self._backoff_s, self._max_backoff_s = max_restarts, backoff_s, max_backoff_s
-        self._log_dir, self._environment, self._stop_grace_s = log_dir, dict(environment or {}), stop_grace_s
+        self._workers = workers
+        self._start_timeout_s = start_timeout_s
+        self._hang_timeout_s = hang_timeout_s
+        self._max_restarts = max_restarts
+        self._backoff_s = backoff_s
+        self._max_backoff_s = max_backoff_s
+        self._log_dir = log_dir
+        self._environment = dict(environment or {})
+        self._stop_grace_s = stop_grace_s
         self._children: dict[int, WorkerProcess] = {}
         self._supervisors: list[asyncio.Task[None]] = []
         self._changed = asyncio.Condition()
@@ -63,7 +70,7 @@ class WorkerPool:
         await self.close()
 
     async def start(self) -> None:
-        """Starts every worker and waits until all have loaded. Raises what `WorkerProcess.start` raises."""
+        """Start every worker and wait until all have loaded. Raises what `WorkerProcess.start` raises."""
         self._supervisors = [asyncio.create_task(self._supervise(number)) for number in range(self._workers)]
         try:
             async with self._changed:
@@ -76,13 +83,12 @@ class WorkerPool:
             raise self._failure
 
     def num_tasks(self, taskset: str = TRAIN) -> int | None:
-        """None for a task set that never ends."""
-        assert self._ready is not None, "start the pool first"
-        return self._ready.num_tasks[taskset]
+        """Return the number of tasks, or None for a task set that never ends."""
+        return self.ready.num_tasks[taskset]
 
     @property
     def ready(self) -> WorkerReady:
-        """What the first worker reported when it had loaded."""
+        """The report of the first worker that loaded."""
         assert self._ready is not None, "start the pool first"
         return self._ready
 
@@ -96,19 +102,19 @@ class WorkerPool:
         return [child.pid for child in self._children.values()]
 
     async def run(self, request: RunRollout) -> RolloutReply:
-        """One rollout. Failures of environment, model or worker are in the reply; cancelling the caller cancels it.
+        """Play one rollout. Failures of environment, model or worker are in the reply.
 
-        Raises EnvironmentWorkerError once the workers have failed for good, DeadlineError when no worker is ready
-        within start_timeout_s.
+        Cancelling the caller cancels the rollout. Raises EnvironmentWorkerError once the workers have failed for good,
+        and DeadlineError when no worker is ready within start_timeout_s.
         """
         return await (await self._least_busy()).run(request)
 
     def cancel(self, rollout_id: str) -> bool:
-        """Aborts a rollout and its inference; its `run` then returns an error of kind `cancelled`."""
+        """Abort a rollout and its inference; its `run` then returns an error of kind `cancelled`."""
         return any(child.cancel(rollout_id) for child in self._children.values())
 
     async def close(self) -> None:
-        """Ends every worker; rollouts in flight get an error reply."""
+        """End every worker; rollouts in flight get an error reply."""
         self._failure = self._failure or EnvironmentWorkerError(f"the workers of source {self.spec.name!r} are closed")
         for supervisor in self._supervisors:
             supervisor.cancel()
@@ -136,19 +142,22 @@ class WorkerPool:
         return [child for child in self._children.values() if not child.gone]
 
     async def _supervise(self, number: int) -> None:
-        """Keeps worker `number` alive; ends when the pool has failed."""
+        """Keep worker `number` alive until the pool has failed."""
         restarts = 0
         while True:
             try:
                 child = await self._start_child(number)
             except (ComposerError, OSError) as error:
                 if self._ready is None or isinstance(error, ConfigError):
-                    known = isinstance(error, ComposerError)
-                    await self._fail(error if known else EnvironmentWorkerError(f"source {self.spec.name!r}: {error}"))
+                    ours = isinstance(error, ComposerError)
+                    await self._fail(error if ours else EnvironmentWorkerError(f"source {self.spec.name!r}: {error}"))
                     return
                 reason, last_words = str(error), ""
             else:
-                await self._joined(number, child)
+                self._children[number] = child  # Before anything is awaited: `close` must find it.
+                self._ready = self._ready or child.ready
+                async with self._changed:
+                    self._changed.notify_all()
                 reason = await asyncio.shield(child.ended)
                 self._children.pop(number, None)
                 last_words = child.last_words()
@@ -175,12 +184,6 @@ class WorkerPool:
             log=self._log_dir / f"worker_{self.spec.name}_{number}.log" if self._log_dir else None,
             environment=self._environment,
         )
-
-    async def _joined(self, number: int, child: WorkerProcess) -> None:
-        self._children[number] = child  # Before anything is awaited: `close` must find it.
-        self._ready = self._ready or child.ready
-        async with self._changed:
-            self._changed.notify_all()
 
     async def _fail(self, failure: ComposerError) -> None:
         async with self._changed:

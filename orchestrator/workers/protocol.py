@@ -4,14 +4,12 @@
     pool   --RunRollout | Cancel--> worker
     worker --RolloutReply | Heartbeat--> pool
 
-A reply carries text and numbers only: token ids, logprobs and version spans are in the gateway's record of the
+A reply carries text and numbers only. Token ids, logprobs and version spans are in the gateway's record of the
 rollout's session, so they cross one process boundary, not two.
 
-Length-prefixed msgpack messages over an asyncio stream.
-
-A frame is a little-endian uint32 length and that many bytes. The length is checked before anything is allocated; a
-frame that does not decode to an expected message is logged and skipped, a length that cannot be right ends the stream
-(what follows it could not be found again).
+A frame is a little-endian uint32 length and that many bytes. The length is checked before anything is allocated. A
+frame that does not decode to an expected message is logged and skipped. A length beyond the limit ends the stream,
+because the next frame could not be found.
 """
 
 from __future__ import annotations
@@ -27,13 +25,12 @@ from composer_prime.errors import WireError
 
 logger = logging.getLogger(__name__)
 
-
 TRAIN, EVAL = "train", "eval"
-"""Usual names of a source's task sets (`SourceSpec.tasksets`)."""
+"""The usual names of a source's task sets (`SourceSpec.tasksets`)."""
 
 
 class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a source's workers load. Plain data: nothing here imports verifiers."""
+    """The environment that a source's workers load. Plain data: nothing here imports verifiers."""
 
     name: str
     tasksets: dict[str, dict[str, Any]]
@@ -43,7 +40,7 @@ class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     """Folder with the policy's tokenizer and chat template."""
     renderer: str | dict[str, Any] | None = None
-    """A renderer's name or configuration; None chooses by the model folder (see verifiers_compat.choose_renderer)."""
+    """A renderer's name or configuration; None chooses by the model folder (chat_renderer.py)."""
     max_turns: int | None = None
     max_input_tokens: int | None = None
     """Prompt tokens of one rollout, each counted once."""
@@ -88,7 +85,7 @@ class RunRollout(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     gateway_url: str
     """http://host:port/v1"""
     timeout_s: float
-    """Wall-clock limit of the whole rollout, scoring included."""
+    """Wall-clock limit of the whole rollout, including its scoring."""
     taskset: str = TRAIN
     seed: int | None = None
     temperature: float = 1.0
@@ -112,13 +109,13 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of the rollout, in the order it came to be."""
+    """One message of the rollout. Messages are in the order in which they were made."""
 
     role: str
     text: str
     error: str | None = None
-    """Set on a tool message that reports a failed call: the message's first line. On an assistant turn that was found
-    wrong (orchestrator/hints): the kind of error."""
+    """On a tool message that reports a failed call: its first line. On an assistant turn that went wrong
+    (orchestrator/hints): the kind of error."""
     num_tokens: int | None = None
     """Tokens this message added to the context (for an assistant turn: those sampled)."""
     call: int | None = None
@@ -130,29 +127,29 @@ class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[ToolCall] = []
     reasoning: str | None = None
     turn: int | None = None
-    """Sampled turns: the number that TurnSpan and Distillation know the turn by. Set by the orchestrator."""
+    """Sampled turns: the turn's number in TurnSpan and HintedTurn. Set by the orchestrator."""
     finish_reason: str | None = None
     """Sampled turns: stop | length. Set by the orchestrator."""
     surprisal: float | None = None
-    """Sampled turns: mean of -log p of its tokens, in nats, under the distribution that they were sampled from; an
-    unbiased estimate of that distribution's entropy, a token. Set by the orchestrator."""
+    """Sampled turns: mean of -log p of its tokens, in nats, under the sampling distribution. This is an unbiased
+    estimate of that distribution's entropy per token. Set by the orchestrator."""
     hint: str | None = None
-    """Sampled turns that went wrong: what channel 2 put before them; `error` then is the kind of error."""
+    """Sampled turns that went wrong: the hint that SDPO put before them; `error` then is the kind of error."""
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One agent's conversation: the gateway knows it by `session_id`."""
+    """One agent's conversation. `session_id` is its name at the gateway."""
 
     session_id: str
     agent: str
     trainable: bool
     reward: float | None
     tools: list[dict[str, Any]] = []
-    """What was on offer, as OpenAI function definitions."""
+    """The tools on offer, as OpenAI function definitions."""
 
 
 class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a rollout has no reward. A failed environment is data, never a zero reward."""
+    """The reason why a rollout has no reward. A failed environment is data, never a zero reward."""
 
     kind: str
     """provider | context_overflow | render | interception | harness | toolset | sandbox | task | env | no_reward |
@@ -195,7 +192,6 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
 ToWorker = Start | RunRollout | CancelRollout
 FromWorker = WorkerReady | StartFailed | RolloutReply | Heartbeat
 
-
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
@@ -203,16 +199,18 @@ MessageT = TypeVar("MessageT")
 
 
 class Frames(Generic[MessageT]):
-    """Sends any message of the protocol, receives those of one union."""
+    """Sends any message of the protocol, and receives those of one union."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: Any, peer: str) -> None:
-        self._reader, self._writer, self._peer = reader, writer, peer
+        self._reader = reader
+        self._writer = writer
+        self._peer = peer
         self._decoder = msgspec.msgpack.Decoder(receives)
         self.dropped = 0
-        """Frames skipped because they were no message of the protocol."""
+        """Frames skipped because they did not decode to a message."""
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queues a message; a closed connection swallows it (the reader sees the end of the stream)."""
+        """Queue a message. A closed connection drops it; the reader sees the end of the stream."""
         body = _encoder.encode(message)
         if not self._writer.is_closing():
             self._writer.write(_LENGTH.pack(len(body)) + body)
@@ -221,7 +219,7 @@ class Frames(Generic[MessageT]):
         await self._writer.drain()
 
     async def receive(self) -> MessageT | None:
-        """The next message; None once the peer has closed. Raises WireError for an impossible length."""
+        """Return the next message, or None once the peer has closed. Raises WireError for an impossible length."""
         while True:
             try:
                 (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))

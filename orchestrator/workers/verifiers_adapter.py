@@ -1,18 +1,16 @@
-"""verifiers environments behind two nouns of ours: `Environment` (load, tasks) and `run` (one rollout → RolloutReply).
+"""Run verifiers environments: `Environment` loads a task set, plays rollouts and turns each into a RolloutReply.
 
     worker -> Environment.run --run_slot--> harness -> interception -> GatewayClient --HTTP--> gateway
                     ^                                                                           |
-                    +---------------- trace -> reply (verifiers_reply) <------------------------+
+                    +---------------- trace -> to_reply <---------------------------------------+
 
-Only this module, verifiers_reply, verifiers_compat and the plugins under environments/ import verifiers. What a rollout
-sampled is in the gateway's record of its session: the trace's id is set to the rollout id, and verifiers sends the
-trace's id as X-Session-ID.
+Only this module, verifiers_compat and the plugins under environments/ import verifiers. The gateway's record of the
+session holds what a rollout sampled. The trace's id is set to the rollout id, because verifiers sends the trace's id as
+X-Session-ID.
 
-From a verifiers episode to the reply that the orchestrator reads: text, rewards, and what went wrong where.
-
-verifiers attributes every failure to the boundary it crossed (its errors.py). Here each boundary becomes a `kind`, and
-the rule that a failed environment is never a zero reward is kept in one place: `to_reply` gives a reward only to a
-trace that ended well and whose every reward function returned a finite number.
+verifiers attributes every failure to the boundary that it crossed (its errors.py). Here each boundary becomes a `kind`.
+A failed environment is never a zero reward: `to_reply` gives a reward only to a trace that ended well and whose every
+reward function returned a finite number.
 """
 
 from __future__ import annotations
@@ -54,7 +52,9 @@ from orchestrator.workers.protocol import (
 
 logger = logging.getLogger(__name__)
 
-
+_ANY_NUMBER = 1_000_000
+_BACKLOG = 4096
+"""Connections that may wait to be accepted: as many rollouts can start at once."""
 _KINDS = {
     "ProviderError": "provider",
     "RenderError": "render",
@@ -78,8 +78,226 @@ _TOOL_ERROR = re.compile(
 _DETAIL_CHARS = 2000
 
 
+class Environment:
+    """One task set of a source, and the agent that plays it."""
+
+    def __init__(self, spec: SourceSpec, taskset: str, renderer: RendererConfig) -> None:
+        """Load the plugins and the tasks.
+
+        Raises EnvironmentNotInstalledError, EmptyTaskSetError or ConfigError.
+        """
+        self.spec = spec
+        self.name = taskset
+        self._renderer = renderer
+        self._env = load_env(spec, spec.tasksets[taskset])
+        self._tasks = _Tasks(self._env, spec, taskset)
+        self._clients: dict[str, vf.TrainClientConfig] = {}
+
+    @property
+    def num_tasks(self) -> int | None:
+        """None for a task set that never ends."""
+        return self._tasks.count
+
+    def describe(self, index: int) -> tuple[str, str]:
+        """Return id and prompt of a task. Raises IndexError past the end."""
+        task = self._tasks[index]
+        return task_id_of(task, index), task.data.prompt_text
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Run the interception server, and what the environment itself starts."""
+        async with self._env.serving():
+            self._widen_backlog()
+            yield
+            self._clients.clear()
+
+    async def run(self, request: RunRollout) -> RolloutReply:
+        """Play one rollout. A failure of the environment, the model or the deadline is a reply with `error`.
+
+        Cancelling the task aborts the episode, closes its connection to the gateway and raises CancelledError.
+        """
+        try:
+            task = self._tasks[request.task_index]
+        except IndexError:
+            message = f"task {request.task_index} of {self.spec.name}/{self.name}, which has {self.num_tasks} tasks"
+            return failed(request.rollout_id, "", "request", message, retryable=False)
+        traces: list[vf.Trace] = []
+        slot = self._env.slots(task)[0]
+        try:
+            async with asyncio.timeout(request.timeout_s) as deadline:
+                episode = await self._env.run_slot(slot, self._context(request), on_trace=_naming(request, traces))
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            message = f"no end after timeout_s = {request.timeout_s:g} s"
+            return failed(request.rollout_id, task_id_of(task, request.task_index), "timeout", message, traces=traces)
+        return to_reply(request, task, episode, traces)
+
+    def _widen_backlog(self) -> None:
+        """Listen again: aiohttp's backlog is 128, and a connection beyond it waits a second for its retransmission."""
+        runner = self._server.runner
+        for site in runner.sites if runner else ():
+            for listening in site._server.sockets:
+                with socket.socket(fileno=os.dup(listening.fileno())) as duplicate:
+                    duplicate.listen(_BACKLOG)
+
+    @property
+    def _server(self) -> InterceptionServer:
+        server = self._env._interception  # It has no public name.
+        assert isinstance(server, InterceptionServer)
+        return server
+
+    def _context(self, request: RunRollout) -> vf.ModelContext:
+        sampling: dict[str, Any] = {"temperature": request.temperature}
+        optional = {
+            "max_tokens": request.max_tokens,
+            "seed": request.seed,
+            "stop": request.stop or None,
+            "top_p": request.top_p if request.top_p < 1 else None,
+            "top_k": request.top_k if request.top_k > 0 else None,
+        }
+        sampling |= {key: value for key, value in optional.items() if value is not None}
+        client = self._client(request.gateway_url)
+        return vf.ModelContext(model=request.model, client=client, sampling=vf.SamplingConfig(**sampling))
+
+    def _client(self, gateway_url: str) -> vf.TrainClientConfig:
+        config = self._clients.get(gateway_url)
+        if config is None:
+            config = self._clients[gateway_url] = vf.TrainClientConfig(
+                base_url=gateway_url,
+                api_key_var=self.spec.token_variable,
+                renderer=self._renderer,
+                renderer_model_name=self.spec.model_path,
+                # One renderer is shared by all; beyond this number verifiers would build another one, slowly.
+                multiplex=_ANY_NUMBER,
+            )
+            client = verifiers_compat.GatewayClient(config)
+            self._server.clients[config.model_dump_json()] = client
+            self._server.stack.push_async_callback(client.close)
+        return config
+
+
+@asynccontextmanager
+async def serving(environments: list[Environment]) -> AsyncIterator[None]:
+    """Serve several environments of one process."""
+    async with AsyncExitStack() as stack:
+        for environment in environments:
+            await stack.enter_async_context(environment.serving())
+        yield
+
+
+def _naming(request: RunRollout, traces: list[vf.Trace]) -> Any:
+    """Return a hook that gives traces their session ids: the rollout id, then `<rollout id>#1`, and so on."""
+
+    def on_trace(trace: vf.Trace) -> None:
+        trace.id = f"{request.rollout_id}#{len(traces)}" if traces else request.rollout_id
+        traces.append(trace)
+
+    return on_trace
+
+
+class _Tasks:
+    """The tasks of one set, by index. Those of an endless set are made on first use."""
+
+    def __init__(self, env: Env, spec: SourceSpec, taskset: str) -> None:
+        try:
+            view = env.taskset.select(vf.SelectConfig(**spec.select)) if spec.select else env.taskset
+        except ValueError as error:
+            raise ConfigError(f"source {spec.name!r}: select = {spec.select}: {error}") from error
+        self._rest: Iterator[vf.Task] = iter(view)
+        self._made: list[vf.Task] = []
+        self.count: int | None = None
+        if view.bounded:
+            self._made = list(self._rest)
+            self.count = len(self._made)
+        if self.count == 0:
+            raise EmptyTaskSetError(
+                f"source {spec.name!r}: its task set {taskset!r} ({spec.tasksets[taskset]}) has no task"
+                + (f" that select = {spec.select} keeps" if spec.select else "")
+                + ": check its settings"
+            )
+
+    def __getitem__(self, index: int) -> vf.Task:
+        if index < 0:
+            raise IndexError(index)
+        if self.count is None:
+            self._made.extend(itertools.islice(self._rest, max(0, index + 1 - len(self._made))))
+        return self._made[index]
+
+
+def load_env(spec: SourceSpec, taskset: dict[str, Any]) -> Env:
+    """Load the verifiers Env of one task set, with its agents on this machine and without retries.
+
+    Raises EnvironmentNotInstalledError or ConfigError.
+    """
+    verifiers_compat.import_dotted_plugins()
+    verifiers_compat.share_harnesses()
+    verifiers_compat.remember_default_factories()
+    _check_plugin(spec.name, "taskset", taskset.get("id"), loaders.taskset_class)
+    _check_plugin(spec.name, "harness", spec.harness.get("id"), loaders.harness_class)
+    try:
+        return loaders.load_environment(loaders.resolve_env_config(_env_config(spec, taskset)))
+    except pydantic.ValidationError as error:
+        raise ConfigError(f"source {spec.name!r}: {_problems(error, spec, taskset)}") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"source {spec.name!r}: {error}") from error
+
+
+def _problems(error: pydantic.ValidationError, spec: SourceSpec, taskset: dict[str, Any]) -> str:
+    """Return one line for every wrong setting, with the nearest names for an unknown one."""
+    settings = {
+        "taskset": loaders.taskset_config_type(taskset["id"]).model_fields,
+        "harness": loaders.harness_config_type(spec.harness["id"]).model_fields,
+    }
+    lines = []
+    for problem in error.errors():
+        place = [str(part) for part in problem["loc"]]
+        message = problem["msg"].removeprefix("Value error, ")
+        fields = next((fields for name, fields in settings.items() if name in place[:-1]), None)
+        if problem["type"] == "extra_forbidden" and fields is not None:
+            near = difflib.get_close_matches(place[-1], fields, n=3)
+            message = f"no such setting; did you mean {' or '.join(near)}?" if near else f"it has {', '.join(fields)}"
+        lines.append(f"{'.'.join(place)}: {message}")
+    return "\n".join(lines)
+
+
+def _env_config(spec: SourceSpec, taskset: dict[str, Any]) -> dict[str, Any]:
+    limits = {
+        name: value
+        for name in ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens")
+        if (value := getattr(spec, name)) is not None
+    }
+    seat = {"harness": dict(spec.harness), "runtime": {"type": "subprocess"}, **limits}
+    env_class = loaders.env_config_type(taskset["id"], spec.env.get("id", ""))
+    names = agent_config_fields(env_class()) or {"agent": None}
+    seats = {name: {**seat, **spec.env.get(name, {})} for name in names}
+    # One server, so one client and one connection pool, for all rollouts of this process.
+    return {**spec.env, **seats, "taskset": dict(taskset), "interception": {"type": "server"}}
+
+
+def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
+    if not isinstance(plugin_id, str) or not plugin_id:
+        raise ConfigError(f"source {source!r}: its {kind} has no `id`: name an importable module that exports one")
+    try:
+        load(plugin_id)
+    except ModuleNotFoundError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
+        missing = cause.name or plugin_id
+        cause_text = f"module {missing!r} is missing" if missing != plugin_id else "there is no such module"
+        raise EnvironmentNotInstalledError(
+            f"source {source!r}: {kind} {plugin_id!r} cannot be imported: {cause_text}. Install the package "
+            f"that provides it into this environment (`uv pip install …`), or correct {kind}.id"
+        ) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"source {source!r}: {kind} {plugin_id!r}: {error}") from error
+    except Exception as error:
+        raise EnvironmentNotInstalledError(
+            f"source {source!r}: importing {kind} {plugin_id!r} failed: {type(error).__name__}: {error}"
+        ) from error
+
+
 def to_reply(request: RunRollout, task: vf.Task, episode: Episode, traces: list[vf.Trace]) -> RolloutReply:
-    """`traces` in the order they were made, which is the order of their session ids."""
+    """Build the reply of an episode. `traces`: in the order of their session ids."""
     task_id = task_id_of(task, request.task_index)
     main = next((trace for trace in traces if trace.agent.trainable), traces[0] if traces else None)
     error = _failure(episode, traces, main)
@@ -101,7 +319,7 @@ def to_reply(request: RunRollout, task: vf.Task, episode: Episode, traces: list[
 def failed(
     rollout_id: str, task_id: str, kind: str, message: str, *, retryable: bool = True, traces: list[vf.Trace] = ()
 ) -> RolloutReply:
-    """A reply without reward, with as many turns as there were."""
+    """Build a reply without reward, with the turns so far."""
     return RolloutReply(
         rollout_id=rollout_id,
         task_id=task_id,
@@ -113,16 +331,16 @@ def failed(
 
 
 def task_id_of(task: vf.Task, index: int) -> str:
-    """A task's own durable id if it has one, else its name, else its index."""
+    """Return a task's own durable id if it has one, else its name, else its index."""
     if type(task).key is not vf.Task.key:
         return task.key
     return task.data.id or task.data.name or f"task-{index}"
 
 
 def tool_error(task_data: Any, text: str) -> str | None:
-    """The first line of a tool message that reports a failed call, else None.
+    """Return the first line of a tool message that reports a failed call, else None.
 
-    A task whose data has `is_tool_error(text)` decides itself; otherwise the beginning of the text does.
+    A task whose data has `is_tool_error(text)` decides; otherwise the beginning of the text does.
     """
     decide = getattr(task_data, "is_tool_error", None)
     is_error = decide(text) if decide is not None else _TOOL_ERROR.match(text.lstrip()) is not None
@@ -135,9 +353,9 @@ def _failure(episode: Episode, traces: list[vf.Trace], main: vf.Trace | None) ->
             return _classify(errors[-1])
     if main is None:
         return RolloutFailure(kind="env", message="the environment ran no agent", retryable=False)
-    late = next((trace for trace in traces if trace.is_timeout and trace.stop_condition != "agent_timeout"), None)
-    if late is not None:
-        return RolloutFailure(kind="timeout", message=f"{late.stop_condition} of the environment", retryable=True)
+    timed_out = next((trace for trace in traces if trace.is_timeout and trace.stop_condition != "agent_timeout"), None)
+    if timed_out is not None:
+        return RolloutFailure(kind="timeout", message=f"{timed_out.stop_condition} of the environment", retryable=True)
     if main.num_turns == 0:
         last = next((call.error for call in reversed(main.calls) if call.error), None)
         if last is not None:
@@ -178,7 +396,7 @@ def _sessions(traces: list[vf.Trace]) -> list[SessionRecord]:
 
 
 def _definition(tool: vf.Tool) -> dict[str, Any]:
-    """The tool as an OpenAI function definition."""
+    """Return the tool as an OpenAI function definition."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
@@ -187,8 +405,8 @@ def _turns(traces: list[vf.Trace]) -> list[MessageRecord]:
     turns: list[MessageRecord] = []
     for session, trace in enumerate(traces):
         first = len(turns)
-        done = sorted((call for call in trace.calls if call.node is not None), key=lambda call: call.time.start)
-        call_of = {call.node: number for number, call in enumerate(done)}
+        answered = sorted((call for call in trace.calls if call.node is not None), key=lambda call: call.time.start)
+        call_of = {call.node: number for number, call in enumerate(answered)}
         for index, node in enumerate(trace.nodes):
             parent = None if node.parent is None else node.parent + first
             turns.append(_turn(trace, node, session=session, call=call_of.get(index), parent=parent))
@@ -196,7 +414,7 @@ def _turns(traces: list[vf.Trace]) -> list[MessageRecord]:
 
 
 def _valid(text: str) -> str:
-    """The text with lone surrogates (a model may write them as escapes) replaced: they cannot be encoded."""
+    """Replace lone surrogates, which cannot be encoded. A model may write them as escapes."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
@@ -215,225 +433,3 @@ def _turn(trace: vf.Trace, node: Any, *, session: int, call: int | None, parent:
         tool_calls=[ToolCall(id=c.id, name=_valid(c.name), arguments=_valid(c.arguments)) for c in calls],
         reasoning=message.reasoning_content if isinstance(message, AssistantMessage) else None,
     )
-
-
-_ANY_NUMBER = 1_000_000
-_BACKLOG = 4096
-"""Connections that may wait to be accepted: as many rollouts can start at once."""
-
-
-class Environment:
-    """One task set of a source and the agent that plays it."""
-
-    def __init__(self, spec: SourceSpec, taskset: str, renderer: RendererConfig) -> None:
-        """Loads the plugins and the tasks.
-
-        Raises EnvironmentNotInstalledError, EmptyTaskSetError or ConfigError.
-        """
-        self.spec, self.name = spec, taskset
-        self._renderer = renderer
-        self._env = load_env(spec, spec.tasksets[taskset])
-        self._tasks = _Tasks(self._env, spec, taskset)
-        self._clients: dict[str, vf.TrainClientConfig] = {}
-
-    @property
-    def num_tasks(self) -> int | None:
-        """None for a task set that never ends."""
-        return self._tasks.count
-
-    def describe(self, index: int) -> tuple[str, str]:
-        """Id and prompt of a task. Raises IndexError past the end."""
-        task = self._tasks[index]
-        return task_id_of(task, index), task.data.prompt_text
-
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        """Holds the interception server and what the environment itself started."""
-        async with self._env.serving():
-            self._widen_backlog()
-            yield
-            self._clients.clear()
-
-    async def run(self, request: RunRollout) -> RolloutReply:
-        """One rollout, to its reply. A failure of the environment, the model or the deadline is a reply with `error`.
-
-        Cancelling the task aborts the episode, closes its connection to the gateway and raises CancelledError.
-        """
-        try:
-            task = self._tasks[request.task_index]
-        except IndexError:
-            message = f"task {request.task_index} of {self.spec.name}/{self.name}, which has {self.num_tasks} tasks"
-            return failed(request.rollout_id, "", "request", message, retryable=False)
-        sessions: list[vf.Trace] = []
-        slot = self._env.slots(task)[0]
-        try:
-            async with asyncio.timeout(request.timeout_s) as deadline:
-                episode = await self._env.run_slot(slot, self._context(request), on_trace=_naming(request, sessions))
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            message = f"no end after timeout_s = {request.timeout_s:g} s"
-            return failed(request.rollout_id, task_id_of(task, request.task_index), "timeout", message, traces=sessions)
-        return to_reply(request, task, episode, sessions)
-
-    def _widen_backlog(self) -> None:
-        """aiohttp listens with a backlog of 128; a connection beyond it waits a second for its retransmission."""
-        runner = self._server.runner
-        for site in runner.sites if runner else ():
-            for listening in site._server.sockets:
-                with socket.socket(fileno=os.dup(listening.fileno())) as same:
-                    same.listen(_BACKLOG)
-
-    @property
-    def _server(self) -> InterceptionServer:
-        server = self._env._interception  # There is no public way to it.
-        assert isinstance(server, InterceptionServer)
-        return server
-
-    def _context(self, request: RunRollout) -> vf.ModelContext:
-        sampling: dict[str, Any] = {"temperature": request.temperature}
-        optional = {
-            "max_tokens": request.max_tokens,
-            "seed": request.seed,
-            "stop": request.stop or None,
-            "top_p": request.top_p if request.top_p < 1 else None,
-            "top_k": request.top_k if request.top_k > 0 else None,
-        }
-        sampling |= {key: value for key, value in optional.items() if value is not None}
-        client = self._client(request.gateway_url)
-        return vf.ModelContext(model=request.model, client=client, sampling=vf.SamplingConfig(**sampling))
-
-    def _client(self, gateway_url: str) -> vf.TrainClientConfig:
-        config = self._clients.get(gateway_url)
-        if config is None:
-            config = self._clients[gateway_url] = vf.TrainClientConfig(
-                base_url=gateway_url,
-                api_key_var=self.spec.token_variable,
-                renderer=self._renderer,
-                renderer_model_name=self.spec.model_path,
-                # One renderer is shared by all; beyond this number verifiers would build another by its own, slow way.
-                multiplex=_ANY_NUMBER,
-            )
-            client = verifiers_compat.GatewayClient(config)
-            self._server.clients[config.model_dump_json()] = client
-            self._server.stack.push_async_callback(client.close)
-        return config
-
-
-class _Tasks:
-    """The tasks of one set, by index; those of an endless set are made when first asked for."""
-
-    def __init__(self, env: Env, spec: SourceSpec, taskset: str) -> None:
-        try:
-            view = env.taskset.select(vf.SelectConfig(**spec.select)) if spec.select else env.taskset
-        except ValueError as error:
-            raise ConfigError(f"source {spec.name!r}: select = {spec.select}: {error}") from error
-        self._rest: Iterator[vf.Task] = iter(view)
-        self._known: list[vf.Task] = []
-        self.count: int | None = None
-        if view.bounded:
-            self._known = list(self._rest)
-            self.count = len(self._known)
-        if self.count == 0:
-            raise EmptyTaskSetError(
-                f"source {spec.name!r}: its task set {taskset!r} ({spec.tasksets[taskset]}) has no task"
-                + (f" that select = {spec.select} keeps" if spec.select else "")
-                + ": check its settings"
-            )
-
-    def __getitem__(self, index: int) -> vf.Task:
-        if index < 0:
-            raise IndexError(index)
-        if self.count is None:
-            self._known.extend(itertools.islice(self._rest, max(0, index + 1 - len(self._known))))
-        return self._known[index]
-
-
-def load_env(spec: SourceSpec, taskset: dict[str, Any]) -> Env:
-    """The verifiers Env of one task set of a source, with its agents on this machine and no retries of its own.
-
-    Raises EnvironmentNotInstalledError or ConfigError.
-    """
-    verifiers_compat.import_dotted_plugins()
-    verifiers_compat.share_harnesses()
-    verifiers_compat.remember_default_factories()
-    _check_plugin(spec.name, "taskset", taskset.get("id"), loaders.taskset_class)
-    _check_plugin(spec.name, "harness", spec.harness.get("id"), loaders.harness_class)
-    try:
-        return loaders.load_environment(loaders.resolve_env_config(_env_config(spec, taskset)))
-    except pydantic.ValidationError as error:
-        raise ConfigError(f"source {spec.name!r}: {_problems(error, spec, taskset)}") from error
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"source {spec.name!r}: {error}") from error
-
-
-def _problems(error: pydantic.ValidationError, spec: SourceSpec, taskset: dict[str, Any]) -> str:
-    """One line for every wrong setting; an unknown one gets the nearest names."""
-    settings = {
-        "taskset": loaders.taskset_config_type(taskset["id"]).model_fields,
-        "harness": loaders.harness_config_type(spec.harness["id"]).model_fields,
-    }
-    lines = []
-    for problem in error.errors():
-        place = [str(part) for part in problem["loc"]]
-        message = problem["msg"].removeprefix("Value error, ")
-        owner = next((known for name, known in settings.items() if name in place[:-1]), None)
-        if problem["type"] == "extra_forbidden" and owner is not None:
-            near = difflib.get_close_matches(place[-1], owner, n=3)
-            message = f"no such setting; did you mean {' or '.join(near)}?" if near else f"it has {', '.join(owner)}"
-        lines.append(f"{'.'.join(place)}: {message}")
-    return "\n".join(lines)
-
-
-def _env_config(spec: SourceSpec, taskset: dict[str, Any]) -> dict[str, Any]:
-    limits = {
-        name: value
-        for name in ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens")
-        if (value := getattr(spec, name)) is not None
-    }
-    seat = {"harness": dict(spec.harness), "runtime": {"type": "subprocess"}, **limits}
-    env_class = loaders.env_config_type(taskset["id"], spec.env.get("id", ""))
-    names = agent_config_fields(env_class()) or {"agent": None}
-    seats = {name: {**seat, **spec.env.get(name, {})} for name in names}
-    # One server, so one client and one connection pool, for all rollouts of this process.
-    return {**spec.env, **seats, "taskset": dict(taskset), "interception": {"type": "server"}}
-
-
-def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
-    if not isinstance(plugin_id, str) or not plugin_id:
-        raise ConfigError(f"source {source!r}: its {kind} has no `id`: name an importable module that exports one")
-    try:
-        load(plugin_id)
-    except ModuleNotFoundError as error:
-        cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
-        missing = cause.name or plugin_id
-        what = f"module {missing!r} is missing" if missing != plugin_id else "there is no such module"
-        raise EnvironmentNotInstalledError(
-            f"source {source!r}: {kind} {plugin_id!r} cannot be imported: {what}. Install the package that provides it "
-            f"into this environment (`uv pip install …`), or correct {kind}.id"
-        ) from error
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"source {source!r}: {kind} {plugin_id!r}: {error}") from error
-    except Exception as error:
-        raise EnvironmentNotInstalledError(
-            f"source {source!r}: importing {kind} {plugin_id!r} failed: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _naming(request: RunRollout, sessions: list[vf.Trace]) -> Any:
-    """Gives the rollout's traces the ids that the gateway will see: the rollout id, then `<rollout id>#1` …"""
-
-    def on_trace(trace: vf.Trace) -> None:
-        trace.id = f"{request.rollout_id}#{len(sessions)}" if sessions else request.rollout_id
-        sessions.append(trace)
-
-    return on_trace
-
-
-@asynccontextmanager
-async def serving(environments: list[Environment]) -> AsyncIterator[None]:
-    """Serves several environments of one process."""
-    async with AsyncExitStack() as stack:
-        for environment in environments:
-            await stack.enter_async_context(environment.serving())
-        yield

@@ -1,17 +1,17 @@
-"""Where verifiers 0.4 and renderers 0.1 are met with our own parts, each for a measured reason.
+"""Replacements for parts of verifiers 0.4 and renderers 0.1, each for a measured reason.
 
-1. `GatewayClient` is verifiers' TrainClient over one aiohttp session. Its stock OpenAI client sits on httpx, whose pool
-   walks every open connection at every request: with 256 rollouts in flight that walk is the largest cost of a turn.
-2. `share_harnesses`: verifiers builds a harness for every rollout, and so everything that a harness caches. Harnesses
-   are stateless values there (Env itself shares them), so one object a configuration is enough.
-3. `install_renderer` puts our renderer where TrainClient looks for one: the stock path goes through AutoTokenizer,
-   which imports torch (0.6 GiB and 7 s in every worker).
-4. `import_dotted_plugins`: the stock loader looks for a plugin in its own namespace first and fails there when the id
-   has a dot, so `orchestrator.environments.toolsmith` would not load.
+1. `GatewayClient` is verifiers' TrainClient over one aiohttp session. The stock OpenAI client uses httpx, whose pool
+   walks every open connection at every request. With 256 rollouts in flight that walk is the largest cost of a turn.
+2. `share_harnesses`: verifiers builds a harness for every rollout, and with it everything that a harness caches. There
+   harnesses are stateless values (Env itself shares them), so one object a configuration is enough.
+3. `install_renderer` puts our renderer where TrainClient looks for one. The stock path uses AutoTokenizer, which
+   imports torch (0.6 GiB and 7 s in every worker).
+4. `import_dotted_plugins`: the stock loader looks for a plugin in its own namespace first, and fails when the id has a
+   dot. So `orchestrator.environments.toolsmith` would not load.
 5. `remember_default_factories`: verifiers builds its messages with pydantic's model_construct, which parses the source
-   text of built-in default factories every time; that was a fifth of a turn's CPU.
-6. `keep_boxes_in`: the subprocess runtime makes a folder named after the rollout in the user's cache, where two runs
-   could meet and a killed worker would leave it for good.
+   text of built-in default factories every time. That was a fifth of a turn's CPU.
+6. `keep_boxes_in`: the subprocess runtime makes a folder named after the rollout in the user's cache. Two runs could
+   use the same one there, and a killed worker would never remove it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from verifiers.v1.types import Response
 from verifiers.v1.utils import loaders
 
 _IDLE_S = 15.0
-"""Idle connections are closed by us before the gateway does it, so no request meets a closing one."""
+"""The client closes idle connections before the gateway does, so no request meets a closing one."""
 _CONNECT_S = 30.0
 _HARNESSES = 64
-"""Shared at most; an environment that makes a configuration for every rollout gains nothing from more."""
+"""At most this many are shared. An environment with a configuration for every rollout gains nothing from more."""
 
 
 class _Body:
-    """What `renderers.client.generate` reads of an HTTP response."""
+    """The part of an HTTP response that `renderers.client.generate` reads."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -52,7 +52,7 @@ class _Body:
 class GatewayHttp:
     """The part of an OpenAI client that `renderers.client.generate` calls, over one aiohttp session.
 
-    Failures are verifiers' ProviderError with the status that tells whether another try makes sense: the gateway's own,
+    Failures become verifiers' ProviderError. Its status tells whether another try makes sense: the gateway's own, or
     503 for a refused or lost connection.
     """
 
@@ -87,7 +87,7 @@ class GatewayHttp:
 
 
 def _message(content: bytes) -> str:
-    """The text of an OpenAI-style error body, or the start of any other body."""
+    """Return the text of an OpenAI-style error body, or the start of any other body."""
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -117,31 +117,31 @@ class GatewayClient(TrainClient):
 
 
 def install_renderer(model_path: str, config: RendererConfig, renderer: Any) -> None:
-    """Makes every TrainClient of this process with this model and configuration use `renderer`."""
+    """Make every TrainClient of this process with this model and configuration use `renderer`."""
     pool = ElasticRendererPool(model_path, config, multiplex=1)
     pool.renderers[:] = [RendererSlot(renderer)]
 
 
 @functools.cache
 def share_harnesses() -> None:
-    """From now on one harness object serves every rollout with the same harness configuration object."""
+    """Use one harness object for every rollout with the same harness configuration object."""
     build = loaders.load_harness
     built: dict[int, tuple[Any, Any]] = {}
 
     def load_harness(config: Any) -> Any:
-        kept = built.get(id(config))
-        if kept is None:
-            kept = (config, build(config))
+        entry = built.get(id(config))
+        if entry is None:
+            entry = (config, build(config))  # Holds the configuration, or its id could be used again.
             if len(built) < _HARNESSES:
-                built[id(config)] = kept
-        return kept[1]
+                built[id(config)] = entry
+        return entry[1]
 
     loaders.load_harness = load_harness
 
 
 @functools.cache
 def import_dotted_plugins() -> None:
-    """From now on a plugin id with a dot is the module path that it looks like."""
+    """Import a plugin id with a dot as a module path."""
     stock = loaders._import_plugin
 
     def import_plugin(plugin_id: str, kind: str, group: str) -> ModuleType:
@@ -152,12 +152,12 @@ def import_dotted_plugins() -> None:
 
 @functools.cache
 def remember_default_factories() -> None:
-    """From now on pydantic looks at the signature of a default factory once, not at every `model_construct`."""
+    """Make pydantic read the signature of a default factory once, not at every `model_construct`."""
     from pydantic._internal import _fields
 
     _fields.takes_validated_data_argument = functools.lru_cache(maxsize=4096)(_fields.takes_validated_data_argument)
 
 
 def keep_boxes_in(folder: Path) -> None:
-    """From now on the subprocess runtime's working folders are made here."""
+    """Make the subprocess runtime's working folders in `folder`."""
     subprocess_runtime.CACHE_DIR = folder

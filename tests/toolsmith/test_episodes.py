@@ -109,6 +109,7 @@ def test_wrong_arguments_are_refused(difficulty, split, words):
         generate(seed=0, difficulty=difficulty, split=split)
 
 
+@pytest.mark.process
 def test_episodes_import_without_verifiers():
     # Tools that only need episodes must not pay for importing verifiers.
     import subprocess

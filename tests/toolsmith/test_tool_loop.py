@@ -9,13 +9,14 @@ import pytest
 from aiohttp import web
 from transformers import AutoTokenizer
 
+pytestmark = pytest.mark.process  # verifiers' subprocess runtime
+
 POLICY = Path(__file__).parents[2] / "composer_prime/assets/tiny/policy"
 RENDERER = {
     "name": "custom",
     "import_path": "orchestrator.environments.tool_loop.renderer.ToolQwen3Renderer",
     "thinking_retention": "all",
 }
-
 
 FULL = "the context is full"
 """A script's entry for a node that refuses the prompt as too long."""

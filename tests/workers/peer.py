@@ -14,7 +14,10 @@ from aiohttp import web
 
 
 class Peer:
-    """Speaks docs/reference/generate-contract.md. `sessions[id]` lists the (prompt, completion) pairs of one X-Session-ID."""
+    """Speaks docs/reference/generate-contract.md.
+
+    `sessions[id]` lists the (prompt, completion) pairs of one X-Session-ID.
+    """
 
     def __init__(
         self,

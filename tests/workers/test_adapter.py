@@ -20,6 +20,8 @@ from orchestrator.workers.protocol import RolloutReply, RunRollout, SourceSpec
 from orchestrator.workers.verifiers_adapter import Environment, serving, tool_error
 from orchestrator.workers.verifiers_compat import install_renderer
 
+pytestmark = pytest.mark.process  # verifiers' subprocess runtime
+
 TINY = str(Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy")
 TOOL_LOOP = {"id": "orchestrator.environments.tool_loop"}
 
@@ -39,8 +41,14 @@ def play(env: Environment, peer: Peer, **request: Any) -> RolloutReply:
 
     async def scenario() -> RolloutReply:
         async with peer, serving([env]):
-            wanted = {"rollout_id": "r", "task_index": 0, "model": "policy", "timeout_s": 20.0, "gateway_url": peer.url}
-            return await env.run(RunRollout(**wanted | request))
+            defaults = {
+                "rollout_id": "r",
+                "task_index": 0,
+                "model": "policy",
+                "timeout_s": 20.0,
+                "gateway_url": peer.url,
+            }
+            return await env.run(RunRollout(**defaults | request))
 
     return asyncio.run(scenario())
 

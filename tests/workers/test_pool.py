@@ -22,6 +22,10 @@ from composer_prime.run.scratch import Scratch
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import RolloutFailure, RunRollout, SourceSpec
 
+pytestmark = pytest.mark.process
+
+pytestmark = pytest.mark.process
+
 START_S = 280.0
 """Importing verifiers takes seconds of CPU: let a busy machine have its time."""
 
@@ -93,7 +97,7 @@ def test_rollouts_of_two_workers_and_task_sets(played: Played) -> None:
 
 
 def test_a_turn_extends_the_tokens_of_the_last(played: Played) -> None:
-    """The prompt of turn two is turn one's prompt and sampled ids, then the new message: nothing is re-tokenised."""
+    """The prompt of turn two is turn one's prompt and sampled ids, then the new message: nothing is re-tokenized."""
     runner, pool = played
 
     async def scenario() -> None:
@@ -172,14 +176,23 @@ def test_failures_never_become_a_zero_reward(played: Played) -> None:
     assert "no inference node is connected" in failures["refused"].message
 
 
-def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(model_path: str, tmp_path: Path) -> None:
-    """Rollouts of a crashed worker get a retryable error with its last words; the next one runs on its successor."""
+@pytest.mark.slow
+def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(
+    model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollouts of a crashed worker get a retryable error with its last words. The next one runs on its successor.
+
+    Neither a crash nor `close` leaves a folder. A closed worker has the time to clean up after its rollouts.
+    """
+    temporary, mark, logs = tmp_path / "temporary", tmp_path / "mark", tmp_path / "logs"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
     async def scenario() -> None:
-        spec = source(model_path, {"crash_at": 3})
+        spec = source(model_path, {"crash_at": 3, "sleep_at": 5, "sleep_s": 600, "mark": str(mark)})
         async with (
             Peer(delay_s=1) as peer,
-            WorkerPool(spec, start_timeout_s=START_S, backoff_s=0.05, log_dir=tmp_path) as pool,
+            WorkerPool(spec, start_timeout_s=START_S, backoff_s=0.05, log_dir=logs, stop_grace_s=60) as pool,
         ):
             bystander = asyncio.create_task(pool.run(rollout(peer, "bystander")))
             await until(lambda: peer.running == 1)
@@ -187,36 +200,23 @@ def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(model_path: str, t
             for reply in (crashed, await bystander):
                 assert reply.reward is None
                 assert (reply.error.kind, reply.error.retryable) == ("worker", True)
-                assert "exit code 41" in reply.error.message
+                assert "exit status 41" in reply.error.message
                 assert "the engine room is on fire" in reply.error.detail
             again = await pool.run(rollout(peer, "again"))
             assert again.reward == 2.0
             assert pool.restarts == 1
-        assert "the engine room is on fire" in (tmp_path / "worker_bench_0.log").read_text()
-
-    asyncio.run(scenario())
-
-
-def test_a_pool_leaves_no_folder_behind(model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a crash nor `close` leaves a folder; a closed worker has the time to clean up after its rollouts."""
-    temporary, mark = tmp_path / "temporary", tmp_path / "mark"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-
-    async def scenario() -> None:
-        spec = source(model_path, {"crash_at": 3, "sleep_s": 600, "mark": str(mark)})
-        async with Peer() as peer, WorkerPool(spec, start_timeout_s=START_S, backoff_s=0.05, stop_grace_s=60) as pool:
-            await pool.run(rollout(peer, "crash", 3))
-            playing = asyncio.create_task(pool.run(rollout(peer, "cut short")))
+            playing = asyncio.create_task(pool.run(rollout(peer, "cut short", 5)))
             await until(lambda: mark.exists() and mark.read_text() == "waiting", START_S)
             assert len(list(temporary.iterdir())) == 1
         assert (await playing).error.kind == "worker"
 
     asyncio.run(scenario())
+    assert "the engine room is on fire" in (logs / "worker_bench_0.log").read_text()
     assert mark.read_text() == "cleaned up"
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str) -> None:
     """A blocked event loop ends the worker after hang_timeout_s; after max_restarts the pool says so for good."""
 
@@ -233,6 +233,7 @@ def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_what_cannot_start_says_why(model_path: str) -> None:
     """A source that cannot load fails `start` with its own error, at once, and leaves no process."""
 
@@ -263,6 +264,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_orchestrator(
     model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

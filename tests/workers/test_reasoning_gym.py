@@ -23,6 +23,8 @@ from orchestrator.workers.protocol import RunRollout, SourceSpec
 from orchestrator.workers.verifiers_adapter import Environment, load_env, serving
 from orchestrator.workers.verifiers_compat import install_renderer
 
+pytestmark = pytest.mark.process  # verifiers' subprocess runtime
+
 ID = "orchestrator.environments.reasoning_gym"
 TINY = Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy"
 

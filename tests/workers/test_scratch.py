@@ -20,6 +20,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.process
 def test_a_killed_owners_folder_goes_with_the_next_and_a_living_ones_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

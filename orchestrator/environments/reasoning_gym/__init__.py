@@ -1,7 +1,6 @@
 """reasoning_gym: procedurally generated reasoning tasks with verified answers, one model turn each.
 
-`splits.py` chooses which generated questions belong to training and which to evaluation; `taskset.py` is the verifiers
-task set over reasoning-gym's datasets. The plugin class is resolved on first use.
+`taskset.py` is the verifiers task set over reasoning-gym's datasets. The plugin class is imported on first use.
 """
 
 from typing import Any

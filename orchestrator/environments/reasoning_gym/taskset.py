@@ -2,12 +2,10 @@
 
     taskset = { id = "orchestrator.environments.reasoning_gym", datasets = { chain_sum = { max_terms = 3 } } }
 
-The score is the dataset's own `score_answer` of the answer found in the reply.
+The score is the dataset's own `score_answer` of the answer in the reply.
 
-Which generated questions are for training and which for evaluation.
-
-A generator is a function of (seed, index) and often draws the same question twice, so neither another seed nor another
-range of indices keeps two sets apart. The question's own hash does: it decides the split, whatever seed drew it.
+A generator is a function of (seed, index) and often draws the same question twice. So neither another seed nor another
+range of indices separates two sets. The question's own hash decides the split, whatever seed drew it.
 """
 
 from __future__ import annotations
@@ -26,46 +24,17 @@ from pydantic import Field, field_validator
 
 from composer_prime.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
-
-Split = Literal["train", "eval"]
-
-_TRIES_PER_TASK = 200
-
-
-def question_split(question: str, eval_share: float) -> Split:
-    """`eval` for a share `eval_share` (0..1) of all questions."""
-    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
-    return "eval" if int.from_bytes(digest) < eval_share * 2**64 else "train"
-
-
-def entries_of(dataset: Any, name: str, *, split: Split, eval_share: float, count: int) -> Iterator[dict[str, Any]]:
-    """The first `count` entries of a reasoning-gym dataset that belong to `split`.
-
-    Raises ConfigError when the dataset has too few questions of that split.
-    """
-    found = 0
-    limit = count * _TRIES_PER_TASK
-    for index in range(limit):
-        entry = dataset[index]
-        if question_split(entry["question"], eval_share) == split:
-            yield entry
-            found += 1
-            if found == count:
-                return
-    raise ConfigError(
-        f"reasoning_gym: {name} gave {found} of {count} {split} tasks in {limit} tries: it has too few different "
-        f"questions. Ask for fewer tasks, widen its settings, or change eval_share (now {eval_share:g})"
-    )
-
-
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", SyntaxWarning)  # Of a dependency's source, at its first import.
+    warnings.simplefilter("ignore", SyntaxWarning)  # From a dependency's source, at its first import.
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
+logger = logging.getLogger(__name__)
 
+Split = Literal["train", "eval"]
+AnswerPlace = Literal["tag", "last_line", "whole", "number"]
+
+_TRIES_PER_TASK = 200
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _INSTRUCTIONS = {
@@ -74,16 +43,41 @@ _INSTRUCTIONS = {
     "whole": "Give only the final answer.",
     "number": "Give the final answer as a number.",
 }
-AnswerPlace = Literal["tag", "last_line", "whole", "number"]
+
+
+def question_split(question: str, eval_share: float) -> Split:
+    """Return "eval" for a share `eval_share` (0..1) of all questions."""
+    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
+    return "eval" if int.from_bytes(digest) < eval_share * 2**64 else "train"
+
+
+def entries_of(dataset: Any, name: str, *, split: Split, eval_share: float, count: int) -> Iterator[dict[str, Any]]:
+    """Yield the first `count` entries of a reasoning-gym dataset that belong to `split`.
+
+    Raises ConfigError when the dataset has too few questions of that split.
+    """
+    num_found = 0
+    limit = count * _TRIES_PER_TASK
+    for index in range(limit):
+        entry = dataset[index]
+        if question_split(entry["question"], eval_share) == split:
+            yield entry
+            num_found += 1
+            if num_found == count:
+                return
+    raise ConfigError(
+        f"reasoning_gym: {name} gave {num_found} of {count} {split} tasks in {limit} tries: it has too few different "
+        f"questions. Ask for fewer tasks, widen its settings, or change eval_share (now {eval_share:g})"
+    )
 
 
 class ReasoningGymConfig(vf.TasksetConfig):
     """Which tasks load."""
 
     datasets: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """reasoning-gym datasets and their settings; the tasks take turns. A list of names or one name will do."""
+    """reasoning-gym datasets and their settings; the tasks alternate. A list of names or one name works too."""
     split: Split = "train"
-    """Training or held-out questions. They share none, whatever their seeds."""
+    """Training or held-out questions. The two share none, whatever their seeds."""
     num_tasks: int = Field(1024, ge=1)
     """Number of tasks, over all datasets."""
     seed: int = 0
@@ -91,11 +85,11 @@ class ReasoningGymConfig(vf.TasksetConfig):
     eval_share: float = Field(0.1, gt=0, lt=1)
     """Share of all questions that is held out."""
     answer_in: AnswerPlace = "tag"
-    """Where the reply's answer stands: between <answer> tags, on the last line, the whole reply, or its last number."""
+    """The answer's place in the reply: between <answer> tags, on the last line, the whole reply, or its last number."""
     instruction: str | None = None
-    """System prompt; None takes one that asks for `answer_in`, an empty one is left out."""
+    """System prompt. None takes one that asks for `answer_in`; an empty one is left out."""
     max_answer_chars: int = Field(2000, ge=1)
-    """A longer answer scores 0 unread: some scorers take long to parse what a model may write."""
+    """A longer answer scores 0 without being parsed: some scorers take long for what a model may write."""
 
     @field_validator("datasets", mode="before")
     @classmethod
@@ -120,7 +114,7 @@ class ReasoningGymData(vf.TaskData):
 
     dataset: str
     answer: str | None
-    """reasoning-gym's own answer; None where only its scorer knows a right one."""
+    """reasoning-gym's own answer; None where only its scorer can judge one."""
 
 
 class ReasoningGymTask(vf.Task[ReasoningGymData]):
@@ -130,7 +124,9 @@ class ReasoningGymTask(vf.Task[ReasoningGymData]):
         self, data: ReasoningGymData, settings: ReasoningGymConfig, *, dataset: Any, entry: dict[str, Any]
     ) -> None:
         super().__init__(data, settings.task)
-        self._settings, self._dataset, self._entry = settings, dataset, entry
+        self._settings = settings
+        self._dataset = dataset
+        self._entry = entry
 
     @vf.stop
     async def answered(self, trace: vf.Trace) -> bool:
@@ -150,8 +146,8 @@ class ReasoningGymTask(vf.Task[ReasoningGymData]):
         try:
             return float(self._dataset.score_answer(answer, self._entry))
         except (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError):
-            # The entry is reasoning-gym's own, so it was this answer that its scorer could not parse. That is a wrong
-            # answer, not a broken environment: dropping it would teach the policy how to leave the loss.
+            # The entry is reasoning-gym's own, so its scorer could not parse this answer. That is a wrong answer,
+            # not a broken environment. Dropping it would teach the policy how to avoid the loss.
             logger.info("%s: its scorer failed on %r", self.data.name, answer, exc_info=True)
             return 0.0
 
@@ -172,8 +168,10 @@ class ReasoningGym(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
         try:
             dataset = reasoning_gym.create_dataset(name, **{"seed": config.seed, **config.datasets[name]})
         except (AssertionError, TypeError, ValueError) as error:
-            known = ", ".join(field.name for field in dataclasses.fields(DATASETS[name][1]))
-            message = f"reasoning_gym: {name} does not take {config.datasets[name]}: {error}; its settings are {known}"
+            settings = ", ".join(field.name for field in dataclasses.fields(DATASETS[name][1]))
+            message = (
+                f"reasoning_gym: {name} does not take {config.datasets[name]}: {error}; its settings are {settings}"
+            )
             raise ConfigError(message) from error
         system = _INSTRUCTIONS[config.answer_in] if config.instruction is None else config.instruction or None
         entries = entries_of(dataset, name, split=config.split, eval_share=config.eval_share, count=count)
@@ -189,7 +187,7 @@ class ReasoningGym(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
 
 
 def find_answer(reply: str, place: AnswerPlace) -> str | None:
-    """The final answer in a reply, None where there is none."""
+    """Return the final answer in a reply, or None."""
     if place == "tag":
         tagged = _TAGGED.findall(reply)
         return tagged[-1].strip() if tagged else None

@@ -1,8 +1,7 @@
 """tool_loop: the harness that plays a conversation in this process and runs the task's tools here.
 
-`calls.py` holds what a task must offer and how a reply is answered; `harness.py` the loop over the interception
-endpoint; `renderer.py` the renderer that keeps broken tool calls visible. The plugin class is resolved on first use,
-so that the first and the last of these import without verifiers.
+`harness.py` has the loop over the interception endpoint, and the protocol of a task with tools. `renderer.py` keeps
+broken tool calls visible. The plugin class is imported on first use, so `renderer.py` imports without verifiers.
 """
 
 from typing import Any

@@ -1,16 +1,14 @@
-"""A harness without a program: the chat loop runs here, and so do the tools.
+"""A harness without a program: the chat loop and the tools run in this process.
 
     launch --(OpenAI chat, loopback)--> interception --> client --> inference node
        ^            waits for the reply, at most request_timeout_s      |
        +---- tool replies <---- the task's executor <---- tool calls ---+
 
-Any number of rollouts of a worker share one HTTP session. It is aiohttp's, and without TLS: making an httpx client
-costs more CPU than a whole single-turn rollout, and its pool walks every open connection at each request.
+Every call in a reply gets a tool message. A call that the renderer could not parse arrives as text (see `renderer.py`)
+and gets an error message. Without it, the conversation would end, and the policy could hide its broken calls that way.
 
-Answering one assistant message: a tool message for every call in it, well-formed or broken.
-
-A call that the renderer could not parse reaches us as text (see `renderer.py`). It must not vanish: a policy whose
-broken calls ended the conversation without a word would have found a way to hide them. So each gets an error turn.
+All rollouts of a worker share one HTTP session. It is aiohttp's, without TLS: making an httpx client costs more CPU
+than a whole single-turn rollout, and its pool walks every open connection at each request.
 """
 
 import asyncio
@@ -30,17 +28,21 @@ from verifiers.v1.runtimes import ProgramResult
 from composer_prime.llm.tagged_text import TOOL_CALL_OR_REST
 
 INVALID_CALL = "Invalid JSON in tool call"
+_CONTEXT_FULL = re.compile(r"context length|context window|max_model_len", re.IGNORECASE)
+_DONE = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 class ToolExecutor(Protocol):
-    """Runs the tool calls of one rollout; may hold state between calls."""
+    """Runs the tool calls of one rollout. It may hold state between calls."""
 
     schemas: list[dict[str, Any]]
     """The tools on offer, as OpenAI function definitions."""
 
     async def call(self, name: str, arguments_json: str) -> str:
-        """The text of the tool's reply. An error that the model should see is a reply too; an exception ends the
-        rollout as failed."""
+        """Return the text of the tool's reply, also for an error that the model should see.
+
+        An exception ends the rollout as failed.
+        """
         ...
 
 
@@ -62,9 +64,9 @@ class NoTools:
 
 
 async def answer_calls(executor: ToolExecutor, message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Tool messages (OpenAI form) for an assistant message: one for each call, then one for each broken call.
+    """Return tool messages in OpenAI form: one for each call of an assistant message, then one for each broken call.
 
-    An empty list means that the message asks for no tool.
+    An empty list means that the message calls no tool.
     """
     answers = []
     for call in message.get("tool_calls") or []:
@@ -79,10 +81,6 @@ async def answer_calls(executor: ToolExecutor, message: dict[str, Any]) -> list[
 def _tool_message(call_id: str, name: str | None, content: str) -> dict[str, Any]:
     message = {"role": "tool", "tool_call_id": call_id, "content": content}
     return message if name is None else {**message, "name": name}
-
-
-_CONTEXT_FULL = re.compile(r"context length|context window|max_model_len", re.IGNORECASE)
-_DONE = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 class ToolLoopConfig(vf.HarnessConfig):
@@ -112,7 +110,7 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> ProgramResult:
-        """Plays to the first reply without a tool call, a cut reply, or `max_turns`."""
+        """Play until a reply without a tool call, a cut reply, or `max_turns`."""
         task = trace.task.data
         executor: ToolExecutor = task.tool_executor() if isinstance(task, HasTools) else NoTools()
         body: dict[str, Any] = {"model": ctx.model, "messages": self._opening(data)}
@@ -140,7 +138,7 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
     async def _complete(
         self, session: aiohttp.ClientSession, trace: vf.Trace, endpoint: str, secret: str, body: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """The first choice of the reply, or None where a limit or a stop of the framework refused the turn."""
+        """Return the first choice of the reply, or None where a limit or stop hook of verifiers refused the turn."""
         timeout_s = self.config.request_timeout_s
         headers = {"Authorization": f"Bearer {secret}"}
         url = f"{endpoint}/chat/completions"
@@ -148,22 +146,23 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
             async with asyncio.timeout(timeout_s), session.post(url, json=body, headers=headers) as response:
                 content = await response.read()
         except TimeoutError as error:
-            waited = f"no reply from the model endpoint within request_timeout_s = {timeout_s:g} s"
-            raise HarnessError(f"tool_loop: {waited}") from error
+            raise HarnessError(
+                f"tool_loop: no reply from the model endpoint within request_timeout_s = {timeout_s:g} s"
+            ) from error
         if response.ok:
             return json.loads(content)["choices"][0]
         if trace.stop_condition is not None:
             return None
         detail = content[:500].decode(errors="replace")
         if trace.num_turns and response.status == 400 and _CONTEXT_FULL.search(detail):
-            # A conversation that outgrew the context is scored as it stands: left out, it would be a way to hide.
+            # A conversation that outgrew the context is scored as it stands. Dropping it would let the policy hide.
             trace.stop("context_full")
             return None
         raise HarnessError(f"tool_loop: the model endpoint answered {response.status}: {detail}")
 
 
 async def _continue(executor: ToolExecutor, choice: dict[str, Any], messages: list[dict[str, Any]]) -> bool:
-    """Appends the reply and the tools' answers to it; False where the conversation is over."""
+    """Append the reply and the tools' answers to `messages`. Return False where the conversation is over."""
     messages.append(choice["message"])
     if choice["finish_reason"] == "length":
         return False
@@ -187,7 +186,7 @@ _SHARED: dict[asyncio.AbstractEventLoop, _Shared] = {}
 
 @asynccontextmanager
 async def _session() -> AsyncIterator[aiohttp.ClientSession]:
-    """One session for all rollouts in flight; the last one to leave closes it."""
+    """Yield the session of all rollouts in flight; the last one to leave closes it."""
     loop = asyncio.get_running_loop()
     if loop not in _SHARED:
         _SHARED[loop] = _Shared()

@@ -1,9 +1,9 @@
 """Renderers that keep broken tool calls visible.
 
-The stock Qwen3 renderer parses a completion into content and tool calls; verifiers then drops every call without a
-name, and with it the text. What is left looks like an empty answer. Here a call that cannot be run stays in the
-content as the text that the model wrote, `<tool_call>...</tool_call>`, so that the tool loop can answer it, the trace
-shows it, and rendering the message again gives the same tokens.
+The stock Qwen3 renderer parses a completion into content and tool calls. Verifiers then drops every call without a
+name, and its text with it. The rest looks like an empty answer. Here a call that cannot be run stays in the content as
+the text that the model wrote, `<tool_call>...</tool_call>`. So the tool loop can answer it, the trace shows it, and
+rendering the message again gives the same tokens.
 
 Name the class in the client's configuration:
 
@@ -18,7 +18,7 @@ from renderers.configs import Qwen3RendererConfig
 from renderers.qwen3 import Qwen3Renderer
 
 RUNNABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
-"""Calls to pass on. An unknown name is the tool loop's to answer."""
+"""Calls to pass on. The tool loop answers an unknown name."""
 
 
 class VisibleCallsQwen3Renderer(Qwen3Renderer):
@@ -27,11 +27,11 @@ class VisibleCallsQwen3Renderer(Qwen3Renderer):
     config_class = Qwen3RendererConfig
 
     def parse_response(self, token_ids: list[int], **options: Any) -> ParsedResponse:
-        """As the base class, but with each call that cannot be run moved into the content."""
+        """Parse like the base class, but move each call that cannot be run into the content."""
         try:
             parsed = super().parse_response(token_ids, **options)
         except (ValueError, RecursionError):
-            # json.loads gives up on absurd numbers and nesting with errors that the base class does not expect.
+            # json.loads fails on absurd numbers and nesting with errors that the base class does not expect.
             return ParsedResponse(content=self._text(token_ids))
         runnable = [call for call in parsed.tool_calls if _runnable(call)]
         broken = [call for call in parsed.tool_calls if not _runnable(call)]

@@ -4,14 +4,12 @@
     >>> episode.question
     'Reverse 43, then take the larger of that and 26.'
 
-The same (seed, difficulty, split) always gives the same episode, on every platform. The two splits share no
-question: a question belongs to "eval" when its CRC-32 is divisible by `EVAL_SHARE`, and generation draws again until
-the question falls on the asked side.
+The same (seed, difficulty, split) always gives the same episode, on every platform. The two splits share no question.
+A question belongs to "eval" when its CRC-32 is divisible by `EVAL_SHARE`, and generation draws again until the question
+belongs to the requested split.
 
-The operations behind toolsmith's tools, and the words they go by.
-
-All values are non-negative integers written in decimal. Every operation has several tool names; one of them is drawn
-for each episode, so a name learnt by heart is right only some of the time and the list in the prompt must be read.
+All values are non-negative integers written in decimal. Every operation has several tool names, and one of them is
+drawn for each episode. A memorized name is right only sometimes, so the model must read the list in the prompt.
 """
 
 import random
@@ -23,12 +21,12 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One thing a tool can do."""
+    """One computation that a tool can do."""
 
     key: str
     """Identity of the operation; never shown."""
     names: tuple[str, ...]
-    """Tool names to draw from; the first is the canonical one."""
+    """Tool names to draw from. The first is the canonical one."""
     description: str
     """The description in the tool's schema."""
     arity: int
@@ -36,9 +34,9 @@ class Operation:
     apply: Callable[..., int]
     """The result, an integer >= 0 for the operands that episodes draw."""
     opening: str
-    """How a user asks for it as the first step; {0} and {1} are the operands in call order."""
+    """The user's words for it as the first step; {0} and {1} are the operands in call order."""
     following: str
-    """How a user asks for it as a later step; {1} is the second operand, the first is the last result."""
+    """The user's words for it as a later step; {1} is the second operand, the first is the last result."""
 
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -109,11 +107,10 @@ ARGUMENT_NAMES: dict[int, tuple[tuple[str, ...], ...]] = {
 ARGUMENT_TYPES = ("integer", "string")
 """JSON types to draw from. A "string" argument takes the number in quotes."""
 
-
 Split = Literal["train", "eval"]
 
 EVAL_SHARE = 8
-"""One question in this many is held out."""
+"""One in this many questions is held out."""
 MIN_DIFFICULTY, MAX_DIFFICULTY = 1, 3
 TOOLS_BY_DIFFICULTY = {1: 3, 2: 3, 3: 4}
 _VALUE_LIMIT = 10_000
@@ -121,7 +118,7 @@ _VALUE_LIMIT = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """One tool as this episode offers it."""
+    """One tool as an episode offers it."""
 
     operation: str
     """Key of the `Operation` behind it."""
@@ -133,7 +130,7 @@ class Tool:
     """JSON type that every argument must have: "integer" or "string"."""
 
     def schema(self) -> dict[str, Any]:
-        """The tool as an OpenAI function definition."""
+        """Return the tool as an OpenAI function definition."""
         parameters = {
             "type": "object",
             "properties": {name: {"type": self.argument_type} for name in self.arguments},
@@ -144,7 +141,7 @@ class Tool:
         return {"type": "function", "function": function}
 
     def encode(self, operands: tuple[int, ...]) -> dict[str, int | str]:
-        """The arguments object of a correct call with these operands."""
+        """Return the arguments object of a correct call with these operands."""
         values = operands if self.argument_type == "integer" else tuple(str(value) for value in operands)
         return dict(zip(self.arguments, values, strict=True))
 
@@ -156,13 +153,13 @@ class EpisodeStep:
     operation: str
     """Key of the `Operation`."""
     operands: tuple[int, ...]
-    """Operand values in call order; after the first step, operand 0 is the previous result."""
+    """Operand values in call order. After the first step, operand 0 is the previous result."""
     result: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """Everything about one task."""
+    """One task: its tools, question, steps and answer."""
 
     seed: int
     difficulty: int
@@ -176,7 +173,7 @@ class Episode:
     """The exact text of a right final answer."""
 
     def tool_for(self, operation: str) -> Tool:
-        """The tool that performs an operation; raises KeyError where this episode offers none."""
+        """Return the tool that performs an operation. Raises KeyError where this episode offers none."""
         for tool in self.tools:
             if tool.operation == operation:
                 return tool
@@ -184,12 +181,12 @@ class Episode:
 
 
 def episode_split(question: str) -> Split:
-    """The split that a question belongs to."""
+    """Return the split to which a question belongs."""
     return "eval" if zlib.crc32(question.encode()) % EVAL_SHARE == 0 else "train"
 
 
 def generate(*, seed: int, difficulty: int, split: Split) -> Episode:
-    """The episode of a seed. Raises ValueError where difficulty lies outside 1..3 or the split is unknown."""
+    """Return the episode of a seed. Raises ValueError where difficulty is not in 1..3 or the split is unknown."""
     if not MIN_DIFFICULTY <= difficulty <= MAX_DIFFICULTY:
         raise ValueError(f"toolsmith: difficulty is {difficulty}; choose one from {MIN_DIFFICULTY} to {MAX_DIFFICULTY}")
     if split not in ("train", "eval"):

@@ -12,7 +12,7 @@ from orchestrator.environments.toolsmith.tools import is_error, run_call
 
 
 class EpisodeTools:
-    """Runs one rollout's tool calls; what `tool_loop` expects of a task (see its `ToolExecutor`)."""
+    """Runs one rollout's tool calls. Implements the `ToolExecutor` of `tool_loop`."""
 
     def __init__(self, episode: Episode) -> None:
         self._episode = episode
@@ -23,7 +23,7 @@ class EpisodeTools:
 
 
 class ToolsmithData(vf.TaskData):
-    """The wire row of a task; the whole episode follows from three of its fields."""
+    """The wire row of a task. The whole episode follows from three of its fields."""
 
     seed: int
     """Seed of the episode."""
@@ -40,7 +40,7 @@ class ToolsmithData(vf.TaskData):
         return EpisodeTools(self.episode())
 
     def is_tool_error(self, text: str) -> bool:
-        """Whether a tool message reports a failed call."""
+        """Tell whether a tool message reports a failed call."""
         return is_error(text)
 
 
@@ -76,7 +76,7 @@ class ToolsmithConfig(vf.TasksetConfig):
     """Which episodes load."""
 
     split: Split = "train"
-    """Training questions or held-out ones; they share none."""
+    """Training questions or held-out ones. The two share none."""
     num_tasks: int = Field(1024, ge=1)
     """Number of tasks."""
     min_difficulty: int = Field(MIN_DIFFICULTY, ge=MIN_DIFFICULTY, le=MAX_DIFFICULTY)

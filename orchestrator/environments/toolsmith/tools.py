@@ -1,7 +1,7 @@
-"""What a tool call returns: a number, or the text of what was wrong with the call.
+"""Answer tool calls: with a number, or with the text of an error.
 
-An error is data for the model, never an exception: the conversation goes on and the model may try again. The texts
-are short and do not give the repair away; that is what a hint is for.
+An error is data for the model, never an exception. The conversation goes on, and the model may try again. The texts are
+short and do not reveal the repair; hints do that.
 """
 
 import json
@@ -17,7 +17,7 @@ _WRONG_TYPE = "Wrong type for argument "
 _NOT_A_NUMBER = "Not a number: "
 _OUT_OF_RANGE = "Number out of range: "
 ERROR_STARTS = (INVALID_JSON, _TOOL_NOT_FOUND, _MISSING, _UNKNOWN, _WRONG_TYPE, _NOT_A_NUMBER, _OUT_OF_RANGE)
-"""How every error text begins; no result begins so."""
+"""The beginnings of all error texts. No result begins like one of them."""
 
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 _DIGITS_LIMIT = 12
@@ -25,12 +25,12 @@ _ECHO_LIMIT = 40
 
 
 def is_error(text: str) -> bool:
-    """Whether a tool's reply is one of the errors of this module."""
+    """Tell whether a tool's reply is one of this module's errors."""
     return text.startswith(ERROR_STARTS)
 
 
 def run_call(episode: Episode, name: str, arguments_json: str) -> str:
-    """The reply to one tool call: the result in decimal, or an error text.
+    """Return the reply to one tool call: the result in decimal, or an error text.
 
     `arguments_json` is the arguments object as the model wrote it.
     """
@@ -51,16 +51,16 @@ def run_call(episode: Episode, name: str, arguments_json: str) -> str:
 
 
 def _argument_error(tool: Tool, arguments: dict[str, Any]) -> str | None:
-    for given in arguments:
-        if given not in tool.arguments:
-            return _UNKNOWN + _echo(given)
-    for wanted in tool.arguments:
-        if wanted not in arguments:
-            return _MISSING + wanted
-        value = arguments[wanted]
-        given_type = _JSON_TYPES.get(type(value), "null")
-        if given_type != tool.argument_type:
-            return f"{_WRONG_TYPE}{wanted}: expected {tool.argument_type}, got {given_type}"
+    for name in arguments:
+        if name not in tool.arguments:
+            return _UNKNOWN + _echo(name)
+    for name in tool.arguments:
+        if name not in arguments:
+            return _MISSING + name
+        value = arguments[name]
+        json_type = _JSON_TYPES.get(type(value), "null")
+        if json_type != tool.argument_type:
+            return f"{_WRONG_TYPE}{name}: expected {tool.argument_type}, got {json_type}"
         digits = str(value)[: _DIGITS_LIMIT + 1]
         if not (digits.isascii() and digits.isdigit()):
             return _NOT_A_NUMBER + _echo(digits)

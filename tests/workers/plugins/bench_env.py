@@ -26,7 +26,9 @@ class BenchConfig(vf.TasksetConfig):
     fail_at: int | None = None
     """This task's reward raises."""
     sleep_s: float = 0.0
-    """Extra wait in every rollout, before its first model call."""
+    """Extra wait before the first model call."""
+    sleep_at: int | None = None
+    """The only task that waits; None lets every task wait."""
     mark: str | None = None
     """A file in which every rollout says when that wait begins and that it cleaned up after it."""
 
@@ -76,7 +78,7 @@ class BenchTaskset(vf.Taskset[BenchTask, BenchConfig]):
                 prompt=f"{c.prompt} {i}",
                 answer=i,
                 name=f"count-{i}",
-                sleep_s=c.sleep_s,
+                sleep_s=c.sleep_s if c.sleep_at in (None, i) else 0.0,
                 mark=c.mark,
                 crash=i == c.crash_at,
                 hang=i == c.hang_at,
