@@ -1,23 +1,23 @@
-"""Seconds a synchronisation takes on a thin link, beside what `diloco simulate` says: python benchmarks/diloco_link.py
+"""Time synchronizations on a thin link, beside the forecast of `diloco simulate`: python benchmarks/diloco_link.py
 
     peer a (namespace) ── tbf ──┐
                                 ├── switch ── tbf ── rendezvous (namespace)
     peer b (namespace) ── tbf ──┘
 
-Two peers of the product and its rendezvous, each a process in a network namespace of its own, every link with a token
-bucket both ways, the rendezvous' too. Needs root, Linux and iproute2; about five minutes on two quiet cores. Nothing is
-left behind, whichever way it ends.
+Two peers of the product and its rendezvous run as processes, each in a network namespace of its own. Every link has a
+token bucket both ways, the rendezvous' link too. Needs root, Linux and iproute2, and takes about five minutes on two
+quiet cores. It leaves nothing behind, whichever way it ends.
 
-What is measured, medians over both peers and --syncs synchronisations:
-    tau = 0   seconds that a synchronisation adds to the step that ends in it
-    tau = 1   seconds that a fragment's synchronisation costs training, and of these what it waited for the link
-What is simulated: the same, from the bandwidth, the parameters and the codec. How long this machine works on a
-fragment (encode, decode, encrypt) depends on the machine, so for each codec and tau it is measured before and after,
-on the same links without buckets, and given to the simulator; its own constants for that are printed beside it.
-Latency is not added: many kernels have no netem.
+Measured, as medians over both peers and --syncs synchronizations:
+    tau = 0   seconds that a synchronization adds to the step that ends in it
+    tau = 1   seconds that a fragment's synchronization costs training, and how many of them it waited for the link
+Simulated: the same figures, from the bandwidth, the parameters and the codec. The machine's work on a fragment (encode,
+decode, encrypt) depends on the machine. So for each codec and tau it is measured before and after, on the same links
+without buckets, and passed to the simulator. The simulator's own constants are printed beside it. Latency is not added,
+because many kernels have no netem.
 
-Exit status: 0 when every figure is within 20 % of the simulated one and nothing is waited for where the simulator says
-that the steps hide it; 1 when not; 2 when it cannot run here.
+Exit status: 0 when every figure is within 20 % of the simulated one and training waits for nothing that the simulator
+hides behind steps; 1 when not; 2 when the benchmark cannot run here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from composer_prime.config.diloco import CodecConfig
-from diloco.simulate.product import JointRun, forecast_link
+from diloco.simulate.joint_run import JointRun, forecast_link
 from diloco.transport.keys import JointKey
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,15 +1,15 @@
-"""Quality of Streaming DiLoCo against data-parallel training, by codec and outer optimizer, at equal tokens.
+"""Compare Streaming DiLoCo with data-parallel training, by codec and outer optimizer, at equal tokens.
 
     python benchmarks/diloco_quality.py                        # supervised: minutes
     python benchmarks/diloco_quality.py --outer average nesterov muon --schemes fp32 int4 --sync-every 20 100
     python benchmarks/diloco_quality.py --rl                   # RL on toolsmith, 3 seeds, H in 1, 2, 4, 8: 51 runs
     python benchmarks/diloco_quality.py --rl --steps 8 --seeds 1 --schemes fp32 --sync-every 1 4    # a part of it
 
-RL is described in diloco_quality_rl.py. Supervised: a small transformer learns a second-order Markov chain. Every
-scheme sees the same tokens from the same start; what is evaluated is the global model. Peers run in turn in this
-process with the product's fragments, codecs, error feedback and outer optimizer; tests/diloco shows that a run over the
-wire gives the same bits. Bytes are what one peer sends: encoded deltas, or for data-parallel training a bfloat16
-gradient every step.
+diloco_quality_rl.py describes the RL half. Supervised: a small transformer learns a second-order Markov chain. Every
+scheme sees the same tokens from the same start, and the global model is evaluated. Peers run in turn in this process
+with the product's fragments, codecs, error feedback and outer optimizer. tests/diloco shows that a run over the wire
+gives the same bits. Bytes are what one peer sends: encoded deltas, or a bfloat16 gradient every step for data-parallel
+training.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""The RL half of diloco_quality.py: toolsmith with the tiny model, data-parallel against Streaming DiLoCo.
+"""The RL half of diloco_quality.py: Streaming DiLoCo against data-parallel training on toolsmith, with the tiny model.
 
 Every cell is real: `diloco lighthouse` and two clusters over loopback, each `trainer @ configs/a1.toml @
 configs/diloco/peer.toml` with its own orchestrator, node and trainer. Data-parallel is one cluster that takes both
 clusters' rollouts at every step. All cells of a seed see the same number of rollouts a step. Better models write longer
-trajectories, so tokens differ; data-parallel is evaluated every EVALUATE_EVERY steps, which gives both gaps. Reported:
+trajectories, so tokens differ. Data-parallel is evaluated every EVALUATE_EVERY steps, which gives both gaps. Reported:
 
     reward      held-out, of the global model at the end, and its gaps to data-parallel of the same seed: at equal
-                rollouts (its end) and at equal trained tokens (linear between its evaluations; its end where it had
+                rollouts (its end) and at equal trained tokens (linear between its evaluations; its end when it had
                 fewer)
-    KL, clip    policy/mismatch_kl, policy/clip_fraction and, as a1's correction (dppo) drops tokens where others clip
-                their ratio, policy/masked_fraction; mean over steps and clusters
-    bytes       what one peer sent (diloco/bytes_sent, headers and beats included); for data-parallel a bfloat16
-                gradient every step, which is not really sent here
+    KL, clip    policy/mismatch_kl, policy/clip_fraction and, because a1's correction (dppo) drops tokens where others
+                clip their ratio, policy/masked_fraction; mean over steps and clusters
+    bytes       what one peer sent (diloco/bytes_sent, headers and heartbeats included); for data-parallel a
+                bfloat16 gradient every step, which is not really sent here
 
-Finished cells are kept in the results file and not run again, so an interrupted benchmark goes on. A cell of the
+Finished cells stay in the results file and are not run again, so an interrupted benchmark continues. A cell of the
 default matrix (24 steps of 2 x 32 rollouts, 51 cells) takes about two minutes on two quiet cores.
 """
 

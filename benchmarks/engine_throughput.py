@@ -1,13 +1,13 @@
-"""How many tokens a second does each engine sample, on the same model and the same requests?
+"""Measure the tokens a second that each engine samples, on the same model and the same requests.
 
     python benchmarks/engine_throughput.py
     python benchmarks/engine_throughput.py --model smollm2 --requests 64 --concurrent 32 --engines local vllm static
 
 `static` is transformers' own `generate` on left-padded batches of `--concurrent` prompts: a batch lasts until its
-longest member has all its tokens. Two loads: `even`, where every request wants the same number of tokens (static's best
-case), and `uneven`, where lengths are spread evenly up to it, as rollouts' are. Prompts are random token ids, every
-request is sampled at temperature 1 with a seed of its own, and all its tokens' logprobs are returned. Only tokens that
-a request asked for count. Engines run one after another, each in a process of its own and after a warm-up.
+longest member has all its tokens. There are two loads. In `even` every request gets the same number of tokens (static's
+best case). In `uneven` lengths are spread evenly up to that number, as rollouts' lengths are. Prompts are random token
+ids. Every request is sampled at temperature 1 with a seed of its own, and all its tokens' logprobs are returned. Only
+requested tokens count. Engines run one after another, each in a process of its own and after a warm-up.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A live teacher's documents in the samples' row and apart, both timed, beside what the trainer's rule takes.
+"""Time a live teacher's documents in the samples' row and apart, and compare with the trainer's rule.
 
     python benchmarks/hinted_rows.py
     python benchmarks/hinted_rows.py --shapes 64:96 1024:48 --model smollm2 --repeats 5
 
 A shape is CONTEXT:TURN in tokens: samples with a context of their own and one turn, which the teacher reads again
-behind a hint of 16 tokens. Timed is what a step does with one row of them: the teacher's pass, if apart, then the
-forward and backward pass with channels 1 and 2. Both places take turns, one step each; the figure is the median of
+after a hint of 16 tokens. The benchmark times what a step does with one row of them: the teacher's pass, if apart, then
+the forward and backward pass with policy and SDPO. Both places take turns, one step each. The figure is the median
 processor time.
 """
 
@@ -35,7 +35,7 @@ from trainer.teacher.self_teacher import SelfTeacher
 
 HINT = 16
 ROW_TOKENS = 2048
-"""Samples are added to the row up to about so many tokens; teacher documents come on top."""
+"""Samples are added to the row up to about this many tokens; teacher documents come on top."""
 PLACES = {True: "row", False: "apart"}
 
 

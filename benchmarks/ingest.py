@@ -1,14 +1,14 @@
-"""How fast are traces ingested, and in how much memory, beside a plain json.loads of the same lines?
+"""Measure how fast traces are ingested, and in how much memory, beside a plain json.loads of the same lines.
 
     python benchmarks/ingest.py --mib 2048
     python benchmarks/ingest.py --mib 64 --kinds claude_code messages
 
-Each measurement is a process of its own, started after the file is in the page cache. Both sides have both clocks:
-`cpu` is the process's CPU time, which what else the machine does hardly changes; `wall` is what a user waits, and
-means something on a quiet machine only. `of json` is a reader's MiB/s as a share of those of json.loads, by the same
-clock. `json.loads` decodes every line and drops it: a floor that no reader can pass. `ingest` writes states to
-/dev/null, with and without masking. Sessions are made from a seed: prompts, commands, listings of source text, an
-error now and then, some thinking.
+Each measurement is a process of its own, started after the file is in the page cache. Both sides have both clocks.
+`cpu` is the process's CPU time, which other work on the machine hardly changes. `wall` is what a user waits, and means
+something on a quiet machine only. `of json` is a reader's MiB/s as a share of json.loads', by the same clock.
+`json.loads` decodes every line and drops it: a bound that no reader can beat. `ingest` writes states to /dev/null, with
+and without masking. Sessions are made from a seed: prompts, commands, listings of source text, a few errors, some
+thinking.
 """
 
 from __future__ import annotations

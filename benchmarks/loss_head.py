@@ -1,14 +1,14 @@
-"""The fused head beside other ways to get per-token log-probabilities, entropies and divergences: memory, time, error.
+"""Compare the fused head with other ways to get log-probabilities, entropies and divergences: memory, time, error.
 
     python benchmarks/loss_head.py                         N = 2048 and 8192, V = 49152 and 151936
     python benchmarks/loss_head.py --rows 1024 2048 4096 8192 --vocabulary 49152      scaling in N
     python benchmarks/loss_head.py --task divergence --rows 2048
 
-Each variant runs in a process of its own: peak memory is the rise of its resident size above its inputs, time is
+Each variant runs in a process of its own. Peak memory is the rise of its resident size above its inputs. Time is
 processor time (which other work on the machine hardly changes) of the best of `--repeats` forward and backward passes.
-The error is the largest difference from float64 over 64 rows, of
-log-probabilities (or divergences) and of hidden states' gradients. A variant that needs more memory than is free is
-left out, and said to be. With a GPU, loss_head_cuda.py adds its tables.
+The error is the largest difference from float64 over 64 rows, of log-probabilities (or divergences) and of hidden
+states' gradients. A variant that needs more memory than is free is left out, with a note. With a GPU, loss_head_cuda.py
+adds its tables.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What benchmarks/loss_head.py adds where there is a GPU: memory, time, bandwidth, beside Liger-Kernel if installed.
+"""The GPU half of benchmarks/loss_head.py: memory, time and bandwidth, beside Liger-Kernel if it is installed.
 
-Operands are bfloat16, logits and statistics float32. The ceiling is what a copy within the device's memory reaches in
-the same run; a pass's bandwidth counts the logits that it must at least read and write, so one that goes over them
-several times shows a low figure.
+Operands are bfloat16, logits and statistics float32. The ceiling is the bandwidth of a copy within the device's memory
+in the same run. A pass's bandwidth counts the logits that it must at least read and write, so a pass that goes over
+them several times shows a low figure.
 """
 
 from __future__ import annotations

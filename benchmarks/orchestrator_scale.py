@@ -1,15 +1,15 @@
-"""Does the gateway's event loop stay free as rollouts multiply? (orchestrator_whole.py asks it of the whole process.)
+"""Measure the gateway's event loop as rollouts multiply (orchestrator_whole.py measures the whole process).
 
     clients (own process) --HTTP--> gateway (this process) --CURVE ZMQ--> node (own process, a fixed delay)
 
     python benchmarks/orchestrator_scale.py
     python benchmarks/orchestrator_scale.py --levels 64 256 1024 --delay-s 2 --turns 3 --out scale.json
 
-At each level so many rollouts run at a time, all in one run of the gateway. Printed are the gateway process's CPU per
-rollout and per request, the event loop's lag (and how much of it is own work, the rest being other processes on the
-machine), and what the gateway adds to the node's delay. Two verdicts follow: the
-99th percentile of the lag against its target, and how flat CPU per rollout is (last level over first; 1 is flat). A
-missed target is a result, not an error: the exit status is 0 either way.
+At each level that many rollouts run at a time, all in one run of the gateway. The benchmark prints the gateway
+process's CPU per rollout and per request, the event loop's lag (and how much of it is own work; the rest is other
+processes on the machine), and what the gateway adds to the node's delay. Two verdicts follow: the 99th percentile of
+the lag against its target, and how flat CPU per rollout is (last level over first; 1 is flat). A missed target is a
+result, not an error: the exit status is 0 either way.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _VOCAB = 32_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one level asks for."""
+    """The rollouts of one level."""
 
     concurrent: int
     """Rollouts at a time."""

@@ -1,15 +1,15 @@
-"""The whole orchestrator under load: as rollouts multiply, is its event loop free and a rollout no dearer?
+"""Measure the whole orchestrator under load: its event loop and the CPU per rollout as rollouts multiply.
 
     environment workers (toolsmith) <--HTTP--> orchestrator (`orchestrator @ file`) <--CURVE ZMQ--> a fixed-delay node
 
     python benchmarks/orchestrator_whole.py                   # 64, 256 and 1024 rollouts at a time; about 5 minutes
     python benchmarks/orchestrator_whole.py --levels 64 --delay-s 3
 
-Each level is a process of its own that dispatches, plays, compiles, journals and forms batches as in a run; every reply
-is a tool call of a tool that is not there, so a rollout is `--turns` turns long. No trainer attaches: the orchestrator
-plays as many batches ahead as the staleness bound lets it. Lag is the orchestrator's own metric (windows of a few
-seconds, the first one left out), CPU is read from the operating system, and both are printed for all levels. A missed
-target is a result, not an error: the exit status is 0 either way.
+Each level is a process of its own that dispatches, plays, makes samples, journals and forms batches as in a run. Every
+reply calls a tool that does not exist, so a rollout is `--turns` turns long. No trainer attaches: the orchestrator
+plays as many batches ahead as the staleness bound allows. Lag is the orchestrator's own metric (windows of a few
+seconds, without the first one). CPU is read from the operating system. Both are printed for all levels. A missed target
+is a result, not an error: the exit status is 0 either way.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CALL = '<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_call><|im
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """What one level showed; times in seconds."""
+    """The figures of one level; times in seconds."""
 
     concurrent: int
     rollouts: int

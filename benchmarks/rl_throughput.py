@@ -1,4 +1,4 @@
-"""This trainer beside TRL's GRPOTrainer: samples a second, and seconds to the same held-out reward.
+"""Compare this trainer with TRL's GRPOTrainer: samples a second, and seconds to the same held-out reward.
 
     python benchmarks/rl_throughput.py            # both cases, under 15 minutes on two quiet cores
     python benchmarks/rl_throughput.py --quick    # a smoke test
@@ -7,9 +7,9 @@
 Two cases on the tiny model and toolsmith's episodes: single-turn (the reward is for the first call) and multi-turn (the
 whole episode, with tools: the verifiers harness here, TRL's own tool loop there). Both sides run one after the other as
 processes of their own on the same CPUs, with the same tasks in the same order, rollouts a step, token limits, sampling,
-loss (dr_grpo), optimizer and float32 weights. TRL gets its fastest way to use the cores, found by short runs
-(--trl chooses one). Evaluation is not in the times: the weights of some steps are kept, and one evaluator that belongs
-to neither side scores them all afterwards. What cannot be made the same is printed as a note.
+loss (dr_grpo), optimizer and float32 weights. TRL gets its fastest way to use the cores, found by short runs (--trl
+chooses one). The times exclude evaluation: the weights of some steps are kept, and one evaluator that belongs to
+neither side scores them all afterwards. Differences that remain are printed as notes.
 
 The exit status is 0 whoever wins, and 1 when a side fails.
 """

@@ -1,4 +1,4 @@
-"""The two ends of orchestrator_scale.py, each a process of its own: a node with a fixed delay, and HTTP clients.
+"""The two ends of orchestrator_scale.py, as processes: a node with a fixed delay, and HTTP clients.
 
 COMPOSER_NODE_TOKEN=cp1... python scale_peers.py node --endpoint tcp://... --delay-s 2 --reply 5 6 7
 python scale_peers.py clients --url http://... --slots 256 --rollouts 2 --turns 3 --spread-s 2

@@ -1,11 +1,11 @@
-"""Linux network namespaces in a star, each end behind a token bucket. Nothing of it outlives the processes.
+"""Linux network namespaces in a star, each end behind a token bucket, gone when the processes are gone.
 
     peer a ──┐
              ├── switch (forwards) ── rendezvous          every arrow is a veth pair, tbf on both of its ends
     peer b ──┘
 
-The namespaces have no names and no files: each is held by a process whose standard input is a pipe from this one, and
-the kernel takes it down with its links when that process ends. What runs in them is killed with this process
+The namespaces have no names and no files. Each is held by a process whose standard input is a pipe from this one, and
+the kernel takes it down with its links when that process ends. Processes in them are killed with this process
 (PR_SET_PDEATHSIG). So nothing is left behind, whichever way the benchmark ends, SIGKILL included.
 """
 

@@ -1,12 +1,12 @@
-"""One peer of diloco_link.py, a process of its own: the product's outer loop around steps that take a fixed time.
+"""One peer of diloco_link.py, as a process: the product's outer loop around steps that take a fixed time.
 
 An inner step is a sleep, as on a cluster whose accelerator computes while its CPU is free, and an SGD step along fixed
-gradients. It does what it is told, line by line, on its standard input:
+gradients. The peer reads commands from its standard input, one a line:
 
     {"step_s": 2.0, "diloco": {...}}     joins a run with these values of [diloco] (a joint run of its own each time)
-    {"steps": 6}                         takes so many inner steps
+    {"steps": 6}                         takes that many inner steps
 
-and answers each with one line: the seconds of a step without the outer loop, or what each step took.
+It answers each with one line: the seconds of a step without the outer loop, or the seconds of each step.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def inner_step(engine: StreamingDiLoCo, optimizer: torch.optim.Optimizer, step_s
         line |= {
             "waited_s": engine.metrics["diloco/sync_s"],
             "participants": engine.metrics["diloco/participants"],
-            "outcome": [engine.outer_step, engine.globals.hash],
+            "outcome": [engine.outer_step, engine.global_model.hash],
         }
     return line
 

@@ -1,6 +1,6 @@
-"""The single-turn case as a verifiers task set: toolsmith's prompts, and a reward for the first call alone.
+"""The single-turn case as a verifiers task set: toolsmith's prompts, and a reward for the first call only.
 
-The model sees the same tools and questions as in toolsmith; a rollout ends after its first reply (the harness's
+The model sees the same tools and questions as in toolsmith. A rollout ends after its first reply (the harness's
 max_turns is 1). Importing this module imports verifiers.
 """
 

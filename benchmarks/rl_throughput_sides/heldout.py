@@ -1,7 +1,7 @@
 """python -m benchmarks.rl_throughput_sides.heldout PLAN FOLDER ...: mean held-out reward of model folders, as JSON.
 
-Belongs to neither side: transformers' `generate` on left-padded batches, the model folder's own renderer, and the
-episodes' own tools. All folders meet the same episodes with the same seeds at temperature 1, under the case's limits.
+It belongs to neither side: transformers' `generate` on left-padded batches, the model folder's own renderer, and the
+episodes' own tools. All folders get the same episodes with the same seeds at temperature 1, under the case's limits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """This trainer's side: the launcher on a configuration made from the plan, as `trainer @ file.toml` runs it.
 
-Time zero is when the environment workers have loaded and the node is attached: from then on rollouts are sampled.
+Time zero is when the environment workers have loaded and the node is attached. Rollouts are sampled from then on.
 """
 
 from __future__ import annotations

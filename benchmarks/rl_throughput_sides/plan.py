@@ -1,7 +1,7 @@
-"""What both trainers are asked to do in one case, and the episodes that this means.
+"""The work of both trainers in one case, and its episodes.
 
-A plan travels to the child processes as JSON. Everything in it is common to both sides; what only one of them knows
-(threads, ranks, processes) is chosen by that side.
+A plan travels to the child processes as JSON. Everything in it is common to both sides. Each side
+chooses what only it knows (threads, ranks, processes).
 """
 
 from __future__ import annotations

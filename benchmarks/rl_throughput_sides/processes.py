@@ -1,4 +1,4 @@
-"""Child processes of the benchmark: on their CPUs, with a deadline, and with a record of who used how much CPU when."""
+"""Child processes of the benchmark: pinned to their CPUs, with a deadline and a record of their CPU use over time."""
 
 from __future__ import annotations
 

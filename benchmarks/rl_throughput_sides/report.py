@@ -1,4 +1,4 @@
-"""Tables of a case's results: rates, times, where they went, and the way to a common held-out reward."""
+"""Tables of a case's results: rates, times by phase, and the path to a common held-out reward."""
 
 from __future__ import annotations
 

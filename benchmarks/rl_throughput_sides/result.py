@@ -1,4 +1,4 @@
-"""What one side's training run gave, in the terms that both sides share."""
+"""The result of one side's training run, in terms that both sides share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two rewards, as functions of what the model wrote. Torch-free and verifiers-free."""
+"""The two rewards, as functions of the model's text. Imports neither torch nor verifiers."""
 
 from __future__ import annotations
 

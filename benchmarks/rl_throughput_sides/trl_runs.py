@@ -1,4 +1,4 @@
-"""TRL's side: starts trl_side in one of several ways to use the cores, and finds the fastest of them."""
+"""TRL's side: start trl_side in one of several ways to use the cores, and find the fastest one."""
 
 from __future__ import annotations
 

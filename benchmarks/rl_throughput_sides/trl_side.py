@@ -1,7 +1,7 @@
 """python -m benchmarks.rl_throughput_sides.trl_side PLAN OUT [--threads N]: one rank of TRL's GRPOTrainer on a plan.
 
-Under RANK and WORLD_SIZE (torchrun's environment) the ranks share each step's rollouts; without them there is one.
-Rank 0 writes OUT/result.json and OUT/step_N for each evaluated step. Saving weights is left out of the times.
+Under RANK and WORLD_SIZE (torchrun's environment) the ranks share each step's rollouts; without them there is one rank.
+Rank 0 writes OUT/result.json and OUT/step_N for each evaluated step. The times exclude saving weights.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ made for each task, with methods of the drawn names. Three things need care:
 
 1. Schemas. TRL's have a description for every parameter, ours have none. The chat template that TRL gets here prints
    tools in our form; parameter types travel in the descriptions.
-2. Types. TRL casts arguments to the schema's types before the call ("7" becomes 7), so that a wrong type would never be
-   an error. The hints are therefore `Any`, and the method judges what the model wrote, as ours does.
-3. Arguments. A method takes any keyword argument, so that missing and unknown ones get toolsmith's error texts.
+2. Types. TRL casts arguments to the schema's types before the call ("7" becomes 7), so a wrong type would never be an
+   error. The hints are therefore `Any`, and the method checks the model's text, as ours does.
+3. Arguments. A method takes any keyword argument, so missing and unknown ones get toolsmith's error texts.
 """
 
 from __future__ import annotations
