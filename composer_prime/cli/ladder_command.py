@@ -12,7 +12,16 @@ from textwrap import wrap
 from composer_prime.console import columns, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import open_run
-from composer_prime.stats.ladder import Arm, arms, differences, differing, level, load_run, over_seeds, windows
+from composer_prime.stats.ladder import (
+    Arm,
+    differences,
+    differing,
+    group_into_arms,
+    level,
+    load_run,
+    over_seeds,
+    windows,
+)
 
 _METRICS = ("reward/mean", "rollout/turn_error_rate", "sdpo/turns", "sdpo/turn_jsd", "dpo/accuracy")
 _WIDTH = 120
@@ -21,7 +30,7 @@ _WIDTH = 120
 
 def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
-    all_arms = arms(load_run(open_run(folder)) for folder in dict.fromkeys(options.run))
+    all_arms = group_into_arms(load_run(open_run(folder)) for folder in dict.fromkeys(options.run))
     steps = min(run.steps for arm in all_arms for run in arm.runs.values())
     if options.steps is not None:
         if options.steps > steps:

@@ -1,7 +1,4 @@
-"""metrics.jsonl: every role appends its own lines; a reader follows the file while it grows.
-
-Follows metrics.jsonl while roles append to it.
-"""
+"""metrics.jsonl: every role appends its own lines, and readers follow the file while it grows."""
 
 from __future__ import annotations
 
@@ -14,23 +11,25 @@ from pathlib import Path
 from typing import Any
 
 Metric = float | int | str | bool | None
+Line = dict[str, Any]
 
 
 class MetricsFile:
     """Appends lines `{"step", "time", "role", ...}` to one file that all roles of a run share.
 
     Each line is one O_APPEND write, so lines of several processes never mix. A disk that refuses the write does not
-    stop the run: the line is lost and counted in `lost`.
+    stop the run: the line is lost and counted.
     """
 
     def __init__(self, path: Path, role: str) -> None:
         self.path = path
         self.role = role
         self.lost = 0
+        """Lines that the disk refused."""
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Append one line. None means not measured and is left out; a number that is not finite is written as text."""
+        """Append one line. Leaves out None (not measured); writes a number that is not finite as text."""
         line = {"step": step, "time": round(time.time(), 3), "role": self.role}
         line |= {name: _plain(value) for name, value in metrics.items() if value is not None}
         data = json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
@@ -50,11 +49,8 @@ def _plain(value: Metric) -> Metric:
     return value
 
 
-Line = dict[str, Any]
-
-
 class Tail:
-    """Reads what was appended since the last call. A torn last line waits for its end; a broken one is counted."""
+    """Reads what was appended since the last call. A torn last line waits for its end; broken lines are counted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,7 +60,7 @@ class Tail:
         self._partial = b""
 
     def read(self) -> list[Line]:
-        """New lines, in file order; empty while the file does not exist. A file cut back is read from its start."""
+        """Return new lines in file order; none while the file does not exist. Reads a shortened file from its start."""
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
@@ -75,8 +71,8 @@ class Tail:
                 self._offset = file.tell()
         except FileNotFoundError:
             return []
-        *whole, self._partial = (self._partial + data).split(b"\n")
-        return [line for raw in whole if raw.strip() and (line := self._decode(raw)) is not None]
+        *complete, self._partial = (self._partial + data).split(b"\n")
+        return [line for raw in complete if raw.strip() and (line := self._decode(raw)) is not None]
 
     def _decode(self, raw: bytes) -> Line | None:
         try:
@@ -90,14 +86,13 @@ class Tail:
 
 
 def read_history(path: Path) -> list[Line]:
-    """Every line of a finished or running file, without those that a resume made void.
+    """Return every line of a finished or running file, without those that a resume made void.
 
-    The launcher marks a resume with {"step": C, "event": "resume"}: trainer lines of later steps before it were taken
-    back.
+    The launcher marks a resume with {"step": C, "event": "resume"}: earlier lines of later steps no longer count.
     """
     lines: list[Line] = []
     for line in Tail(path).read():
         if line.get("event") == "resume":
-            lines = [old for old in lines if old["step"] <= line["step"]]
+            lines = [earlier for earlier in lines if earlier["step"] <= line["step"]]
         lines.append(line)
     return lines

@@ -1,7 +1,4 @@
-"""What metrics lines add up to: where a run stands, who waits for what. Pure state; drawing is elsewhere.
-
-The global model that a joint run ended with, as its trainer's last line of metrics says.
-"""
+"""What metrics lines add up to: where a run stands and who waits for what. Pure state; drawing is elsewhere."""
 
 from __future__ import annotations
 
@@ -16,18 +13,18 @@ from composer_prime.monitor.metrics_file import Line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """Compared by eye across machines."""
+    """The global model that a joint run ended with; people compare it across machines."""
 
     step: int
     """The last optimizer step."""
     outer_step: int
     hash: str
     left_behind: int | None
-    """The outer step of this peer's delta whose round had not ended; None where there was none."""
+    """Outer step of this peer's delta whose round had not ended; None without such a delta."""
 
     @classmethod
     def of(cls, line: Line) -> Ending | None:
-        """None for a line that does not tell of an end."""
+        """Read the trainer's last line; None for any other line."""
         if "diloco/final_hash" not in line:
             return None
         left_behind = line.get("diloco/final_left_behind")
@@ -48,21 +45,21 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundProgress:
-    """The last outer step of a joint run, as a peer's trainer knows it."""
+    """The last outer step of a joint run, as one peer's trainer logs it."""
 
     number: int
     """Outer steps so far."""
     peers: int
-    """Whose deltas it averaged."""
+    """Peers whose deltas it averaged."""
     sent_bytes: float
-    """By rank 0 since its start."""
+    """Sent by rank 0 since its start."""
     waited_s: float
-    """What training waited for its outcome."""
+    """How long training waited for its outcome."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgress:
-    """One optimizer step, from the trainer's line. None where the line does not say."""
+    """One optimizer step, from the trainer's line. None where the line has no such figure."""
 
     step: int
     time: float
@@ -77,15 +74,15 @@ class StepProgress:
     staleness: float | None
     mismatch_kl: float | None
     hinted_turns: float | None
-    """Turns that channel 2 distilled; None where it is off."""
+    """Turns that SDPO trained on; None where it is off."""
     jsd: float | None
     """Their divergence from the hinted teacher, nats a token."""
     pairs: float | None
-    """Preference pairs of channel 3; None where it is off."""
+    """Preference pairs of replay-DPO; None where it is off."""
     accuracy: float | None
-    """Share of them that the policy prefers as the teachers did."""
+    """Share of the pairs that the policy prefers as the teachers did."""
     joint: RoundProgress | None
-    """Of a joint run; steps without a new one repeat the last."""
+    """The last outer step of a joint run; steps without a new one repeat it."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -94,7 +91,7 @@ class StepProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """A role that waits."""
+    """What a role waits for, and since when."""
 
     what: str
     """`subject: how far that is`."""
@@ -103,7 +100,7 @@ class Waiting:
 
     @property
     def subject(self) -> str:
-        """What is waited for, which stays the same while it comes nearer."""
+        """The part of `what` that stays the same as the wait progresses."""
         return self.what.partition(":")[0]
 
 
@@ -112,19 +109,19 @@ class RunProgress:
     steps: dict[int, StepProgress] = field(default_factory=dict)
     """By step; a step trained again after a resume replaces the older one."""
     evals: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Figures of the evaluation after step N, without their `eval/` prefix."""
+    """Figures of the evaluation after step N, without the prefix `eval/`."""
     waiting: dict[str, Waiting] = field(default_factory=dict)
     """By role."""
     latest: dict[str, Line] = field(default_factory=dict)
-    """Last line of each role."""
+    """The newest value of each field, by role."""
     peak_bytes: dict[str, float] = field(default_factory=dict)
     """Largest memory/peak_bytes by role."""
     ended: Ending | None = None
-    """Of a joint run; None where steps were taken since, or where a resume took its steps back."""
+    """End of a joint run; None when steps follow it, or when a resume undid its steps."""
 
     def update(self, lines: Iterable[Line]) -> list[StepProgress]:
-        """Take in new lines; returns the steps among them."""
-        fresh = []
+        """Take in new lines and return the steps among them."""
+        new_steps = []
         for line in lines:
             if line.get("event") == "resume":
                 self.steps = {step: value for step, value in self.steps.items() if step <= line["step"]}
@@ -136,13 +133,13 @@ class RunProgress:
                 self.steps[step.step] = step
                 if self.ended is not None and self.ended.step < step.step:
                     self.ended = None
-                fresh.append(step)
-        return fresh
+                new_steps.append(step)
+        return new_steps
 
     def _take(self, line: Line) -> StepProgress | None:
         role = str(line.get("role", "?"))
         self.latest[role] = {**self.latest.get(role, {}), **line}
-        self._take_waiting(role, line)
+        self._update_waiting(role, line)
         self.ended = Ending.of(line) or self.ended
         peak = numeric_field(line, "memory/peak_bytes")
         if peak is not None:
@@ -154,45 +151,45 @@ class RunProgress:
             self.evals.setdefault(line["step"], {}).update(figures)
         return _step(line) if "loss/total" in line else None
 
-    def _take_waiting(self, role: str, line: Line) -> None:
-        """A wait lasts until the role waits for another subject or for nothing ("")."""
+    def _update_waiting(self, role: str, line: Line) -> None:
+        """Update the role's wait, which lasts until the role waits for another subject or for nothing ("")."""
         what = line.get("waiting_for")
         if not isinstance(what, str):
             return
-        held = self.waiting.pop(role, None)
+        previous = self.waiting.pop(role, None)
         if what:
-            now = Waiting(what=what, since=line.get("time", time.time()))
-            if held is not None and held.subject == now.subject:
-                now = replace(now, since=held.since)
-            self.waiting[role] = now
+            current = Waiting(what=what, since=line.get("time", time.time()))
+            if previous is not None and previous.subject == current.subject:
+                current = replace(current, since=previous.since)
+            self.waiting[role] = current
 
     @property
     def last(self) -> StepProgress | None:
         return self.steps[max(self.steps)] if self.steps else None
 
     def rewards(self) -> list[float]:
-        """Mean reward of every step, ascending; steps without one are left out."""
+        """Return the mean reward of every step that has one, by step."""
         ordered = (self.steps[step].reward for step in sorted(self.steps))
         return [reward for reward in ordered if reward is not None]
 
     def seconds_a_step(self, window: int | None = 10) -> float | None:
-        """Median wall-clock time from step to step, over the last `window` or all: pauses and evaluations weigh little.
+        """Return the median seconds from step to step over the last `window` steps, or all; None before two steps.
 
-        None before the second step.
+        The median makes pauses and evaluations weigh little.
         """
         times = [self.steps[step].time for step in sorted(self.steps)]
         gaps = [after - before for before, after in pairwise(times)]
         return median(gaps[-window:] if window else gaps) if gaps else None
 
     def tokens_per_s(self) -> float | None:
-        """All trained tokens over the time of the steps that trained them; None where no step says both."""
-        told = [(step.tokens, step.step_s) for step in self.steps.values() if step.tokens is not None and step.step_s]
-        seconds = sum(step_s for _, step_s in told)
-        return sum(tokens for tokens, _ in told) / seconds if seconds else None
+        """Return all trained tokens over the time of their steps; None where no step has both figures."""
+        timed = [(step.tokens, step.step_s) for step in self.steps.values() if step.tokens is not None and step.step_s]
+        seconds = sum(step_s for _, step_s in timed)
+        return sum(tokens for tokens, _ in timed) / seconds if seconds else None
 
 
 def numeric_field(line: Line, name: str) -> float | None:
-    """A numeric field, None when it is missing or not a number."""
+    """Return a numeric field; None when it is missing or not a number."""
     value = line.get(name)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -230,7 +227,7 @@ def _round(line: Line) -> RoundProgress | None:
 
 
 def ends(values: list[float], first: int = 5, last: int = 10) -> tuple[list[float], list[float]]:
-    """The first and the last of `values`, up to so many each and never one in both: of few values about half each."""
+    """Return up to `first` values from the start and `last` from the end, none in both; of few values half each."""
     head = min(first, len(values) // 2)
     return values[:head], values[max(head, len(values) - last) :]
 
@@ -239,7 +236,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """`values` as a line of blocks, averaged down to `width` of them; the scale runs from their least to their most."""
+    """Return `values` as a line of at most `width` blocks, averaged, on a scale from the least to the most."""
     if not values:
         return ""
     count = min(width, len(values))

@@ -1,4 +1,4 @@
-"""Reads rollouts/*.jsonl: what happened in each rollout, and the scores of evaluations."""
+"""Read rollouts/*.jsonl: what happened in each rollout, and the scores of evaluations."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _FILE = re.compile(r"(step|eval)_(\d+)\.jsonl$")
 
 
 def rollout_files(run_dir: RunDir, kind: str) -> dict[int, Path]:
-    """Files of `kind` ("step" or "eval") by step, ascending."""
+    """Return the files of `kind` ("step" or "eval") by step, ascending."""
     folder = run_dir.root / "rollouts"
     if not folder.is_dir():
         return {}
-    found = {int(match[2]): path for path in folder.iterdir() if (match := _FILE.match(path.name)) and match[1] == kind}
-    return dict(sorted(found.items()))
+    files = {int(match[2]): path for path in folder.iterdir() if (match := _FILE.match(path.name)) and match[1] == kind}
+    return dict(sorted(files.items()))
 
 
 def read_rollouts(path: Path) -> Iterator[Rollout]:
-    """Every whole rollout of a file, in its order; a torn last line of a running file is left out."""
+    """Yield every whole rollout of a file in order, without a torn last line."""
     with path.open("rb") as file:
         for raw in file:
             if not raw.endswith(b"\n"):
@@ -41,7 +41,7 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
 
 
 def failure_text(rollout: Rollout) -> str | None:
-    """Why the rollout has no reward; None when it has one."""
+    """Return why the rollout has no reward; None when it has one."""
     failure = rollout.get("failure") or rollout.get("error")
     if isinstance(failure, dict):
         return str(failure.get("message") or failure.get("kind") or failure)
@@ -49,7 +49,7 @@ def failure_text(rollout: Rollout) -> str | None:
 
 
 def scores(path: Path) -> Scores:
-    """Rewards by task; failed rollouts have none and are left out."""
+    """Return rewards by task. Leaves out failed rollouts, which have none."""
     by_task: Scores = {}
     for rollout in read_rollouts(path):
         reward = rollout.get("reward")
@@ -59,16 +59,16 @@ def scores(path: Path) -> Scores:
 
 
 def eval_scores(run_dir: RunDir) -> dict[int, Scores]:
-    """Scores of every evaluation of the run, by the step it followed."""
+    """Return the scores of every evaluation of the run, by the step before it."""
     return {step: scores(path) for step, path in rollout_files(run_dir, "eval").items()}
 
 
 def open_run(folder: str) -> RunDir:
-    """The run directory `folder`. Raises ConfigError when it is none."""
+    """Return the run directory `folder`. Raises ConfigError when it is none."""
     run_dir = RunDir(Path(folder))
     if not (run_dir.root / "config.json").is_file():
-        inside = sorted(run_dir.root.glob("*/config.json"))  # a joint run's folder holds one of each peer
-        near = [path.parent for path in inside or sorted(Path("outputs").glob("*/config.json"))][:6]
-        there = f"; there is {', '.join(map(str, near))}" if near else ""
-        raise ConfigError(f"{folder} is no run directory (it has no config.json){there}")
+        inside = sorted(run_dir.root.glob("*/config.json"))  # A joint run's folder holds one for each peer.
+        nearby = [path.parent for path in inside or sorted(Path("outputs").glob("*/config.json"))][:6]
+        hint = f"; there is {', '.join(map(str, nearby))}" if nearby else ""
+        raise ConfigError(f"{folder} is no run directory (it has no config.json){hint}")
     return run_dir

@@ -1,12 +1,15 @@
 """Trackers besides metrics.jsonl: trackio, wandb, tensorboard. Fed by the launcher, never by a role.
 
-    launcher --put--> queue --feeder thread--> tracker        a full queue drops lines; a tracker that raises is off
+    launcher --put--> queue --feeder thread--> tracker
 
-A tracker runs in a thread of its own, so one that blocks or fails stops neither training nor the launcher.
+A full queue drops lines; a tracker that raises is switched off. Each tracker has its own thread, so one that blocks or
+fails stops neither training nor the launcher.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -29,11 +32,13 @@ class Tracker(Protocol):
 
 
 class TrackioTracker:
-    """trackio: a local-first tracker; everything stays on this machine's disk."""
+    """trackio: a local-first tracker; all data stay on this machine's disk."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         trackio = _load("trackio")
-        self._run = trackio.init(project=config.monitor.project, name=config.run.name, config=_flat(config))
+        self._run = trackio.init(
+            project=config.monitor.project, name=config.run.name, config=_flat(config.model_dump(mode="json"))
+        )
 
     def log(self, step: int, numbers: Numbers) -> None:
         self._run.log(numbers, step=step)
@@ -43,7 +48,7 @@ class TrackioTracker:
 
 
 class WandbTracker:
-    """wandb, offline unless monitor.wandb_mode says online; files go below the run directory."""
+    """wandb, offline unless monitor.wandb_mode is online; files go below the run directory."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         wandb = _load("wandb")
@@ -69,7 +74,6 @@ class TensorboardTracker:
     """Event files below the run directory's tensorboard/; needs no TensorFlow."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        del config
         summary = _load("tensorboard.summary", extra="tensorboard")
         self._writer = summary.Writer(str(folder / "tensorboard"))
 
@@ -95,22 +99,21 @@ class Feeder:
     def __init__(self, name: str, make: Callable[[], Tracker], warn: Callable[[str], None]) -> None:
         self.name = name
         self.failed = False
-        """Set once the tracker raised; it gets no further line."""
-        self._make, self._warn = make, warn
+        """Whether the tracker raised; it gets no further lines."""
+        self._make = make
+        self._warn = warn
         self._lines: queue.Queue[tuple[int, Numbers] | None] = queue.Queue(QUEUE_LINES)
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def put(self, step: int, numbers: Numbers) -> None:
-        """Hand a line over; never blocks (a tracker that lags behind by the whole queue loses lines)."""
+        """Queue a line without blocking. A tracker that lags behind by the whole queue loses lines."""
         if not self.failed and numbers:
-            try:
+            with contextlib.suppress(queue.Full):
                 self._lines.put_nowait((step, numbers))
-            except queue.Full:
-                return
 
     def close(self, timeout_s: float) -> None:
-        """Let the tracker finish what it holds, at most `timeout_s` seconds."""
+        """Give the tracker at most `timeout_s` seconds to log its queued lines."""
         try:
             self._lines.put(None, timeout=timeout_s)
         except queue.Full:
@@ -132,7 +135,7 @@ class Feeder:
 
 
 def start_trackers(config: Config, folder: Path, warn: Callable[[str], None]) -> list[Feeder]:
-    """A feeder for each of monitor.trackers. What fails is reported once through `warn`."""
+    """Start a feeder for each of monitor.trackers. Reports failures once through `warn`."""
     return [
         Feeder(name, lambda name=name: _MAKERS[name](config, folder), warn)
         for name in dict.fromkeys(config.monitor.trackers)
@@ -140,7 +143,7 @@ def start_trackers(config: Config, folder: Path, warn: Callable[[str], None]) ->
 
 
 def numbers_of(line: Mapping[str, Any]) -> Numbers:
-    """The numeric fields of a metrics line. The trainer's keep their names; other roles' are put below the role."""
+    """Return the numeric fields of a metrics line. The trainer's keep their names; others get their role's prefix."""
     role = str(line.get("role", ""))
     prefix = "" if role.startswith("trainer") else f"{role}/"
     return {
@@ -151,8 +154,6 @@ def numbers_of(line: Mapping[str, Any]) -> Numbers:
 
 
 def _load(module: str, extra: str | None = None) -> Any:
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -162,15 +163,12 @@ def _load(module: str, extra: str | None = None) -> Any:
         ) from None
 
 
-def _flat(config: Config) -> dict[str, Any]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return settings by dotted name; lists become text."""
     flat: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
+    for name, value in values.items():
         if isinstance(value, dict):
-            for name, inner in value.items():
-                walk(f"{prefix}.{name}" if prefix else name, inner)
+            flat |= _flat(value, f"{prefix}{name}.")
         else:
-            flat[prefix] = value if isinstance(value, str | int | float | bool) or value is None else str(value)
-
-    walk("", config.model_dump(mode="json"))
+            flat[prefix + name] = value if isinstance(value, str | int | float | bool) or value is None else str(value)
     return flat

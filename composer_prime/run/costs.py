@@ -1,14 +1,14 @@
-"""costs.jsonl: what was spent, one line an event, appended and never rewritten.
+"""costs.jsonl: what was spent, one line per event, appended and never rewritten.
 
-    {"kind": "reserved", "call": id, "usd": held, "bound": …, …}      before a teacher is called: more than it may cost
-    {"kind": "settled", "call": id, "usd": cost, …}                   after: the cost by the endpoint's own token counts
+    {"kind": "reserved", "call": id, "usd": held, "bound": …, …}      before a call to a teacher: more than it may cost
+    {"kind": "settled", "call": id, "usd": cost, …}                   after it: the cost by the endpoint's token counts
     {"kind": "stopped", "reason": …}                                  replay ended early
     {"kind": "hint", "endpoint": …, "usd": cost}                      a call that judged a turn or wrote a hint
     {"kind": "seconds", "role": …, "seconds": …, "gpu_seconds": …}    a process of the run, when the launcher ends
-    {"kind": "bytes", "link": …, "bytes": …}                          what went over a link, likewise
+    {"kind": "bytes", "link": …, "bytes": …}                          bytes over a link, when the launcher ends
 
 A reservation without its settlement (the process died, the reply was lost) counts as spent: it may have been paid.
-Hints have a budget of their own, so their calls are no part of what teachers spent.
+Hints have their own budget; their calls do not count as spent by teachers.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from composer_prime.errors import LedgerError
 
 @dataclass(slots=True)
 class Spent:
-    """Sums of a costs.jsonl."""
+    """The sums of a costs.jsonl."""
 
     usd: float = 0.0
     calls: int = 0
     by_trace: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_teacher: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     charge_ratios: dict[str, float] = field(default_factory=dict)
-    """Of each teacher: what a call cost over what it was bounded by, as `charge_ratio` takes it."""
+    """By teacher: what a call cost over its bound, see `charge_ratio`."""
     unsettled: int = 0
     failed: int = 0
     hint_usd: float = 0.0
-    """By calls for hints, which none of the other sums holds."""
+    """Spent on calls for hints; no other sum includes it."""
     hint_calls: int = 0
     process_s: float = 0.0
-    """Of all processes of the run together."""
+    """Seconds of all processes of the run together."""
     gpu_s: float = 0.0
     link_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
 class CostLedger:
-    """Appends to one costs.jsonl; a line that was written outlives the process, though perhaps not a power cut."""
+    """Appends to one costs.jsonl. A written line outlives the process, though perhaps not a power cut."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,30 +56,31 @@ class CostLedger:
         _end_torn_line(path)
 
     def write(self, kind: str, **values: Any) -> None:
-        """Raises OSError."""
+        """Append one line. Raises OSError."""
         line = json.dumps({"kind": kind, "time": time.time(), **values}, separators=(",", ":")).encode() + b"\n"
         with self.path.open("ab") as file:
             file.write(line)
 
 
 def read_costs(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line."""
+    """Return every whole line."""
     return (line for _, line in _numbered(path))
 
 
 def spent(path: Path) -> Spent:
-    """What the ledger says was spent, open reservations included.
+    """Return the sums of the ledger, open reservations included.
 
-    Raises LedgerError, naming the line, where one lacks what has to be summed: a sum without it would be too low.
+    Raises LedgerError naming the line that lacks a figure: a sum without it would be too low.
     """
-    total, open_calls = Spent(), dict[str, dict[str, Any]]()
+    total = Spent()
+    open_calls: dict[str, dict[str, Any]] = {}
     for number, line in _numbered(path):
         try:
             _count(total, open_calls, line)
         except _WrongLineError as error:
             raise LedgerError(
-                f"{path}:{number} is no line of a ledger ({error}), so that nobody can tell what was spent: correct "
-                "the line, or take it out if nothing was paid by it"
+                f"{path}:{number} is not a ledger line ({error}), so the amount spent is unknown: correct the line, or "
+                "remove it if nothing was paid by it"
             ) from None
     for line in open_calls.values():
         total.unsettled += 1
@@ -88,11 +89,11 @@ def spent(path: Path) -> Spent:
 
 
 class _WrongLineError(Exception):
-    """Says what is wrong."""
+    """A line that cannot be summed; the message is the reason."""
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(its number from 1 on, line) of every whole line."""
+    """Yield (line number from 1, line) for every whole line."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -106,7 +107,7 @@ def _numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _count(total: Spent, open_calls: dict[str, dict[str, Any]], line: dict[str, Any]) -> None:
-    """Add one line. Raises _WrongLineError."""
+    """Add one line to `total`. Raises _WrongLineError."""
     kind = line.get("kind")
     if kind == "reserved":
         _number(line, "usd")
@@ -134,7 +135,7 @@ def _count(total: Spent, open_calls: dict[str, dict[str, Any]], line: dict[str, 
 def _number(line: dict[str, Any], key: str) -> float:
     value = line.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
-        raise _WrongLineError(f"{key} is {value!r}, expected a number from 0 on")
+        raise _WrongLineError(f"{key} is {value!r}, expected a number of at least 0")
     return value
 
 
@@ -146,8 +147,11 @@ def _text(line: dict[str, Any], key: str) -> str:
 
 
 def charge_ratio(before: float, usd: float, held: float, bound: float) -> float:
-    """How many times its bound a teacher is taken to charge, once it charged `usd` for a call bounded by `bound`: so
-    many, but not less than `before` by a call for which less was `held`, as was in flight before it was known."""
+    """Return how many times its bound a teacher is expected to charge, after it charged `usd` for a call.
+
+    That is `usd` over the call's `bound`. A call for which less than `before` times its bound was `held` began before
+    `before` was known; such a call never lowers the ratio.
+    """
     return usd / bound if held >= before * bound else max(before, usd / bound)
 
 
@@ -159,7 +163,7 @@ def _add(total: Spent, line: dict[str, Any], usd: float) -> None:
 
 
 def _end_torn_line(path: Path) -> None:
-    """A crash may have cut the last line short: end it, so that the next one stands alone."""
+    """End a last line that a crash cut short, so that the next one starts a new line."""
     if not path.is_file() or path.stat().st_size == 0:
         return
     with path.open("rb+") as file:

@@ -1,10 +1,10 @@
-"""Keys of a run: a CURVE pair for each side of the wire, an ed25519 pair that signs weight manifests.
+"""Keys of a run: a CURVE pair for each side of the wire, and an ed25519 pair that signs weight manifests.
 
-All live as files of mode 0600 in the run directory's keys/; none is ever part of a configuration or a log.
+All are files of mode 0600 in the run directory's keys/. None is ever part of a configuration or a log.
 
     server.curve, node.curve, trainer.curve   pairs; the server's secret never leaves the orchestrator's machine
-    node.token, trainer.token                 what a process elsewhere needs: the server's public key and its own pair
-    signing.ed25519                           the trainer's; the orchestrator hands nodes its public half
+    node.token, trainer.token                 for a process elsewhere: the server's public key and its own pair
+    signing.ed25519                           the trainer's; the orchestrator gives nodes its public half
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class CurvePair:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What a connecting process needs: whom it trusts and who it is."""
+    """What a connecting process needs: the server's public key and its own pair."""
 
     server_public: bytes
     own: CurvePair
 
     def token(self) -> str:
-        """These keys as one word for `inference join --token`."""
+        """Return these keys as one word for `inference join --token`."""
         raw = self.server_public + self.own.public + self.own.secret
         return _PREFIX + base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
     @classmethod
     def from_token(cls, token: str) -> ClientKeys:
-        """Raises ConfigError when `token` is not one that `token()` made."""
+        """Read what `token()` wrote. Raises ConfigError for anything else."""
         text = token.strip()
         try:
             if not text.startswith(_PREFIX):
@@ -79,7 +79,7 @@ class RunKeys:
 
     @classmethod
     def create(cls, folder: Path) -> RunKeys:
-        """Make the keys that `folder` lacks; keys that are there stay (a resumed run keeps its tokens valid)."""
+        """Create the keys that `folder` lacks. Existing keys stay: the tokens of a resumed run remain valid."""
         keys = cls(folder)
         for name in ("server", "node", "trainer"):
             if not (folder / f"{name}.curve").exists():
@@ -92,7 +92,7 @@ class RunKeys:
         return keys
 
     def curve(self, name: str) -> CurvePair:
-        """The pair `server`, `node` or `trainer`. Raises ConfigError when its file is missing."""
+        """Return the pair `server`, `node` or `trainer`. Raises ConfigError when its file is missing."""
         path = self.folder / f"{name}.curve"
         try:
             raw = path.read_bytes()
@@ -101,7 +101,7 @@ class RunKeys:
         return CurvePair(raw[:40], raw[40:])
 
     def client(self, name: str) -> ClientKeys:
-        """The keys of a `node` or `trainer`. Raises ConfigError when its token is missing or damaged."""
+        """Return the keys of a `node` or `trainer`. Raises ConfigError when its token is missing or damaged."""
         path = self.folder / f"{name}.token"
         try:
             return ClientKeys.from_token(path.read_text())
@@ -112,7 +112,7 @@ class RunKeys:
             ) from None
 
     def signer(self) -> Ed25519PrivateKey:
-        """The trainer's."""
+        """Return the key with which the trainer signs weight manifests."""
         return Ed25519PrivateKey.from_private_bytes((self.folder / "signing.ed25519").read_bytes())
 
     def verifier(self) -> Ed25519PublicKey:

@@ -3,7 +3,7 @@
     {"step": 3, "sample_ids": [...]}     appended by trainer rank 0 after each step
     {"rewind": 2}                        appended at a resume: lines of steps after 2 no longer count
 
-The effective ledger is what remains. It must show each sample once, and the steps 1..n without a gap.
+The effective ledger is what remains. It must hold each sample once, and the steps 1..n without a gap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def append_step(path: Path, step: int, sample_ids: list[str]) -> None:
 
 
 def append_rewind(path: Path, step: int) -> None:
-    """Steps after `step` were lost with the process that took them."""
+    """Record that steps after `step` were lost with the process that took them."""
     _append(path, {"rewind": step})
 
 
@@ -30,7 +30,7 @@ def _append(path: Path, entry: dict) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         line = torn + json.dumps(entry, separators=(",", ":")).encode() + b"\n"
-        while line:  # a nearly full disk takes a part first and refuses the rest
+        while line:  # A nearly full disk may take a part first and refuse the rest.
             line = line[os.write(descriptor, line) :]
         os.fsync(descriptor)
     finally:
@@ -57,24 +57,27 @@ def _parse(line: str) -> dict | None:
 
 
 def effective(path: Path) -> dict[int, list[str]]:
-    """Sample ids by step after all rewinds. A line that a crash cut short belongs to a step that a resume repeats.
+    """Return sample ids by step after all rewinds.
 
-    Raises CheckpointError when a step appears twice without a rewind between.
+    Skips a line that a crash cut short: a resume repeats its step. Raises CheckpointError when a step appears twice
+    without a rewind between.
     """
     steps: dict[int, list[str]] = {}
     for entry in filter(None, map(_parse, path.read_text().splitlines() if path.exists() else [])):
         if "rewind" in entry:
             steps = {step: ids for step, ids in steps.items() if step <= entry["rewind"]}
         elif entry["step"] in steps:
-            raise CheckpointError(f"{path}: step {entry['step']} stands twice without a rewind between")
+            raise CheckpointError(f"{path}: step {entry['step']} appears twice without a rewind between")
         else:
             steps[entry["step"]] = entry["sample_ids"]
     return steps
 
 
 def check_ledger(path: Path) -> list[str]:
-    """What is wrong with the ledger, one line a finding; empty when every trained sample was trained exactly once."""
-    steps, findings, seen = effective(path), [], {}
+    """Return what is wrong with the ledger, one line per finding; nothing when each sample was trained once."""
+    steps = effective(path)
+    findings: list[str] = []
+    seen: dict[str, int] = {}
     if steps and (missing := sorted(set(range(1, max(steps) + 1)) - steps.keys())):
         findings.append(f"steps {missing} are missing")
     for step, ids in sorted(steps.items()):

@@ -1,16 +1,16 @@
-"""The run directory: one place that knows every path of the contract.
+"""The run directory: the only place that knows its paths, and the run's identity.
 
     outputs/<run name>/
       config.json  metrics.jsonl  rollouts/step_000001.jsonl  logs/<role>.log
-      journal/                     finished groups and formed batches: what a crash must not lose
+      journal/                     finished groups and formed batches, which a crash must not lose
       ledger.jsonl                 which samples each step trained
       checkpoints/step_000010/{trainer,orchestrator,COMPLETE}
       weights/                     the weight store
       keys/                        CURVE and signing keys, readable by the owner only
-      reference/                   channel 3: log-probabilities of preference pairs under the frozen base
+      reference/                   replay-DPO: log-probabilities of preference pairs under the frozen base
       final/                       Hugging Face format
 
-The run's identity: made once with the run directory, carried by every message, kept over resumes.
+The run's id is made once with the run directory, carried by every message, and kept over resumes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ PAID_ENTRIES = frozenset(
     ("pairs.jsonl", "pairs.votes.jsonl", "pairs.costs.jsonl", "pairs.gate.json", "pairs.svg", "costs.jsonl", "hints",
      "reference")
 )  # fmt: skip
-"""What a run directory holds that is valid whatever is trained: preference pairs with votes, verdict and chart, the
-money spent, hints by what was asked, reference log-probabilities by the base model's hash."""
+"""Entries of a run directory that stay valid for any training and may have cost money.
+
+Preference pairs with votes, verdict and chart; the costs; hints by question; reference log-probabilities by the base
+model's hash.
+"""
 
 _STEP = re.compile(r"step_(\d{6,})$")
 _PARTIAL = ".partial"
 
 
 def write_atomic(path: Path, data: bytes | memoryview) -> None:
-    """Write `data` to `path` so that a reader sees the old content or all of the new, also after a power cut."""
+    """Write `data` to `path`. A reader sees the old content or all of the new, even after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
     try:
@@ -50,7 +53,7 @@ def write_atomic(path: Path, data: bytes | memoryview) -> None:
 
 
 def remove_partials(folder: Path) -> None:
-    """What `write_atomic` left in `folder` when its process was killed. Only for a folder that nobody writes to now."""
+    """Delete what `write_atomic` left in `folder` when its process was killed. Nobody may be writing there now."""
     for path in folder.glob(f".*{_PARTIAL}"):
         path.unlink(missing_ok=True)
 
@@ -98,7 +101,7 @@ class RunDir:
 
     @property
     def endpoints(self) -> Path:
-        """Addresses that roles bound, as JSON: how processes on this machine find one another."""
+        """The addresses that roles bound, as JSON; processes on this machine find one another by it."""
         return self.root / "endpoints.json"
 
     def log(self, role: str) -> Path:
@@ -114,28 +117,25 @@ class RunDir:
         return self.checkpoints / f"step_{step:06d}"
 
     def complete_checkpoints(self) -> list[int]:
-        """Steps whose checkpoint carries the COMPLETE marker, ascending. Folders without it are ignored."""
+        """Return the steps whose checkpoint has the COMPLETE marker, ascending. Ignores folders without it."""
         if not self.checkpoints.is_dir():
             return []
-        found = ((path, _STEP.match(path.name)) for path in self.checkpoints.iterdir())
-        return sorted(int(match[1]) for path, match in found if match and (path / "COMPLETE").is_file())
+        matches = ((path, _STEP.match(path.name)) for path in self.checkpoints.iterdir())
+        return sorted(int(match[1]) for path, match in matches if match and (path / "COMPLETE").is_file())
 
     def newest_checkpoint(self) -> int:
-        """Step of the newest complete checkpoint.
-
-        Raises CheckpointError when there is none.
-        """
+        """Return the step of the newest complete checkpoint. Raises CheckpointError when there is none."""
         steps = self.complete_checkpoints()
         if not steps:
             raise CheckpointError(
                 f"--resume found no complete checkpoint below {self.checkpoints}: start without --resume, or set "
-                "run.name and run.output_dir to the run that is to go on"
+                "run.name and run.output_dir to the run that should continue"
             )
         return steps[-1]
 
 
 def create_run_id(run_dir: RunDir, name: str) -> str:
-    """The run's id; made on the first call, read back afterwards."""
+    """Return the run's id. The first call makes it, later calls read it."""
     path = run_dir.root / "run_id"
     if not path.exists():
         write_atomic(path, f"{name}-{secrets.token_hex(4)}\n".encode())
@@ -143,7 +143,7 @@ def create_run_id(run_dir: RunDir, name: str) -> str:
 
 
 def read_run_id(run_dir: RunDir) -> str:
-    """Raises ConfigError when the directory was never prepared."""
+    """Return the run's id. Raises ConfigError when the directory was never prepared."""
     try:
         return (run_dir.root / "run_id").read_text().strip()
     except FileNotFoundError:

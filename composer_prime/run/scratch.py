@@ -1,11 +1,11 @@
-"""A folder in the temporary directory that does not outlive the process that made it for long.
+"""A folder in the temporary directory that does not long outlive the process that made it.
 
-    Scratch("worker")   <tmp>/composer-prime-worker-1f0c22a9-k3j2h1/, locked while its owner lives
+    Scratch("worker")   <tmp>/composer-prime-worker-1f0c22a9-k3j2h1/, locked while its owner is alive
     close()             removes it
     owner killed        the kernel drops the lock; the next Scratch of that name removes the folder
 
-A lock and no process id in the name: ids are reused, and containers that share a folder do not share their ids. What is
-in the name is the running kernel, for machines that share a folder may not see one another's locks.
+It uses a lock, not a process id in the name: ids are reused, and containers that share a folder do not share ids. The
+name holds the running kernel, because machines that share a folder may not see one another's locks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Scratch:
     """An empty folder, readable by its owner only, until `close`."""
 
     def __init__(self, name: str) -> None:
-        """Also removes the folders of this name whose owners are dead. Raises OSError when no folder can be made."""
+        """Make the folder, and remove folders of this name whose owners are dead. Raises OSError."""
         prefix = f"composer-prime-{name}-{_kernel()}-"
         _sweep(prefix)
         self.path, self._lock = _make(prefix)
 
     def close(self) -> None:
-        """Remove the folder and what is in it; a second call does nothing."""
+        """Remove the folder with its content; a second call does nothing."""
         lock, self._lock = self._lock, None
         if lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -36,7 +36,7 @@ class Scratch:
 
 
 def _kernel() -> str:
-    """Of this boot of this machine; elsewhere than on Linux only of the machine."""
+    """Identify this boot of this machine; outside Linux only the machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     except OSError:
@@ -48,7 +48,7 @@ def _make(prefix: str) -> tuple[Path, int | None]:
         path = Path(tempfile.mkdtemp(prefix=prefix))
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # swept by another process before it was locked
+        except FileNotFoundError:  # Another process swept it before it was locked.
             continue
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
@@ -60,11 +60,11 @@ def _sweep(prefix: str) -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # another user's, or gone meanwhile
+        except OSError:  # It belongs to another user, or is gone.
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # its owner lives
+        except OSError:  # Its owner is alive.
             pass
         else:
             shutil.rmtree(path, ignore_errors=True)

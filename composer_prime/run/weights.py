@@ -1,14 +1,12 @@
-"""The weight store of a run: content-addressed chunks and one signed manifest a version.
+"""The weight store of a run: content-addressed chunks, and one signed manifest per policy version.
 
     weights/chunks/<sha256>              16 MiB pieces of a safetensors file
     weights/manifests/v000012.manifest   written after its chunks, so a manifest never names a missing chunk
 
 The trainer writes; the orchestrator reads and passes on. Torch-free: tensors come and go as named raw bytes.
 
-The signed manifest of one policy version: what the weights are, so that any relay may carry them.
-
-A manifest lists content-addressed chunks; joined in order they are one safetensors file. Its ed25519 signature and the
-hashes make an untrusted store or relay safe: whoever alters a byte is found out before a tensor is loaded.
+A manifest lists chunks; joined in order they are one safetensors file. Its ed25519 signature and the hashes make an
+untrusted store or relay safe: an altered byte is detected before a tensor is loaded.
 """
 
 from __future__ import annotations
@@ -25,6 +23,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from composer_prime.errors import CorruptWeightsError, SignatureError, WireError
 from composer_prime.run.run_dir import remove_partials, write_atomic
 
+CHUNK_BYTES = 16 << 20
+_NAME = re.compile(r"v(\d+)\.manifest$")
+
 
 class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
     sha256: str
@@ -33,7 +34,7 @@ class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Canary(msgspec.Struct, frozen=True, kw_only=True):
-    """A fixed prompt and what the trainer's own weights give for it."""
+    """A fixed prompt and its log-probabilities under the trainer's own weights."""
 
     token_ids: list[int]
     """[T]."""
@@ -61,15 +62,15 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 def sign(manifest: Manifest, key: Ed25519PrivateKey) -> bytes:
-    """The manifest's wire form: msgpack of (manifest bytes, ed25519 signature over them)."""
+    """Return the manifest's wire form: msgpack of (manifest bytes, ed25519 signature over them)."""
     body = msgspec.msgpack.encode(manifest)
     return msgspec.msgpack.encode(Envelope(body, key.sign(body)))
 
 
 def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
-    """The manifest inside `raw`.
+    """Return the manifest inside `raw`.
 
-    Raises WireError (not a manifest) or SignatureError (signed by another key, or of another run).
+    Raises WireError when it is not a manifest, SignatureError when another key signed it or it is of another run.
     """
     try:
         envelope = msgspec.msgpack.decode(raw, type=Envelope)
@@ -85,14 +86,10 @@ def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
     try:
         manifest = msgspec.msgpack.decode(envelope.manifest, type=Manifest)
     except msgspec.DecodeError as error:
-        raise WireError(f"the signed manifest has another layout than ours: {error}; use one release") from None
+        raise WireError(f"the signed manifest has an unknown layout: {error}; use one release everywhere") from None
     if manifest.run_id != run_id:
         raise SignatureError(f"the weight manifest belongs to run {manifest.run_id!r}, this is run {run_id!r}")
     return manifest
-
-
-CHUNK_BYTES = 16 << 20
-_NAME = re.compile(r"v(\d+)\.manifest$")
 
 
 class WeightStore:
@@ -102,7 +99,7 @@ class WeightStore:
         self._manifests = root / "manifests"
 
     def put_chunks(self, data: bytes | bytearray | memoryview) -> list[ChunkRef]:
-        """Store `data` in pieces; a piece that is there already is not written again."""
+        """Store `data` in pieces; pieces that exist already are not written again."""
         view, refs = memoryview(data), []
         for start in range(0, len(view), CHUNK_BYTES):
             piece = view[start : start + CHUNK_BYTES]
@@ -114,7 +111,7 @@ class WeightStore:
         return refs
 
     def put_stream(self, parts: Iterable[bytes | memoryview]) -> list[ChunkRef]:
-        """As `put_chunks` of all `parts` joined, with one chunk in memory at a time."""
+        """Do the same as `put_chunks` of all `parts` joined, with one chunk in memory at a time."""
         refs, pending = [], bytearray()
         for part in parts:
             view = memoryview(part)
@@ -133,20 +130,20 @@ class WeightStore:
         return (self._manifests / f"v{version:06d}.manifest").read_bytes()
 
     def versions(self) -> list[int]:
-        """Published versions, ascending."""
+        """Return the published versions, ascending."""
         if not self._manifests.is_dir():
             return []
         matches = (_NAME.match(path.name) for path in self._manifests.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
     def rewind(self, version: int) -> None:
-        """Drop versions after `version`; their chunks go with the next `prune`."""
+        """Drop versions after `version`; the next `prune` drops their chunks."""
         for later in self.versions():
             if later > version:
                 (self._manifests / f"v{later:06d}.manifest").unlink(missing_ok=True)
 
     def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
-        """Up to `size` bytes of a chunk from `offset`; None when the store has no such chunk."""
+        """Return up to `size` bytes of a chunk from `offset`; None when the store has no such chunk."""
         if not re.fullmatch(r"[0-9a-f]{64}", sha256):
             return None
         try:
@@ -157,7 +154,7 @@ class WeightStore:
             return None
 
     def remove_partials(self) -> None:
-        """Drop what a killed trainer was writing. The trainer's alone to call, before it writes."""
+        """Drop what a killed trainer was writing. Only the trainer calls it, before it writes."""
         for folder in (self._chunks, self._manifests):
             remove_partials(folder)
 

@@ -1,9 +1,7 @@
-"""Scores of evaluations with their confidence intervals: of one model, and of the difference between two.
+"""Estimates over tasks: pass@k, and scores with confidence intervals, of one model or of the difference of two.
 
-Rollouts of one task are not independent, so a task's mean is one figure and tasks are what is drawn at random. Tasks
-that are all alike say little when they are few: intervals have width then too (estimates.bounded_interval).
-
-Estimates over tasks: pass@k and confidence intervals. Torch-free; evaluation and reports share them.
+Rollouts of one task are not independent. So a task's mean is one figure, and tasks are the random sample. A few tasks
+with equal means tell little: their interval has a width too (`bounded_interval`). Evaluation and reports share this.
 """
 
 from __future__ import annotations
@@ -19,9 +17,10 @@ from composer_prime.errors import ConfigError
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Chance that at least one of k draws passes, without bias: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, eq. 1).
+    """Estimate without bias the chance that at least one of k draws passes.
 
-    `samples` n rollouts of one task, `passed` c of them passed. Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, eq. 1), with `samples` n rollouts of one task, `passed` c of them passed.
+    Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
     """
     if not (1 <= k <= samples and 0 <= passed <= samples):
         raise ValueError(f"pass@{k} of {passed} passes in {samples} samples: k needs 1 <= k <= samples")
@@ -36,11 +35,11 @@ def bootstrap_interval(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float] | None:
-    """Percentile bootstrap interval of the mean of `values` that have no upper bound: costs, seconds, counts a trace.
+    """Return the percentile bootstrap interval of the mean of unbounded `values`, such as costs or seconds.
 
-    Values of one cluster, named in `clusters` ([values]), are alike, as the steps of a trace are: whole clusters are
-    drawn (Davison and Hinkley 1997, 3.8). None for fewer than two values, or clusters. Reproducible: the same values
-    and seed give the same interval.
+    `clusters` ([values]) names the cluster of each value. Values of one cluster are alike, as the steps of a trace are,
+    so whole clusters are drawn (Davison and Hinkley 1997, 3.8). None for fewer than two values or clusters. The same
+    values and seed give the same interval.
     """
     sums = np.asarray(values, dtype=np.float64)
     counts = np.ones(len(sums))
@@ -58,15 +57,15 @@ def bootstrap_interval(
 def bounded_interval(
     values: Sequence[float], *, least: float, most: float, level: float = 0.95, draws: int = 4000, seed: int = 0
 ) -> tuple[float, float] | None:
-    """Interval of the mean of `values` that lie between `least` and `most`: one a task, as tasks are drawn at random.
+    """Return the interval of the mean of `values` between `least` and `most`, one value per randomly drawn task.
 
-    The Bayesian bootstrap (Rubin 1981) with half an observation more at each bound. Of values at the bounds alone, as
-    passes and failures are, that is the Jeffreys interval of a proportion (Brown, Cai and DasGupta 2001), which keeps
-    about its level down to few tasks and to means of 0 and 1. Resampling the values alone does not: of tasks that are
-    all alike it gives an interval without width. The mean is always inside.
+    This is the Bayesian bootstrap (Rubin 1981) with half an extra observation at each bound. For values only at the
+    bounds, such as passes and failures, it is the Jeffreys interval of a proportion (Brown, Cai and DasGupta 2001),
+    which about keeps its level down to few tasks and to means of 0 and 1. Resampling the values alone does not: for
+    tasks with equal values it gives an interval without width. The mean is always inside.
 
-    None for fewer than two values. Reproducible: the same values and seed give the same interval. Raises ValueError
-    for values outside the bounds.
+    None for fewer than two values. The same values and seed give the same interval. Raises ValueError for values
+    outside the bounds.
     """
     if len(values) < 2:
         return None
@@ -78,39 +77,39 @@ def bounded_interval(
     weights = np.random.default_rng(seed).standard_gamma(counts, size=(draws, len(points)))
     low, high = np.quantile(weights @ points / weights.sum(axis=1), [(1 - level) / 2, (1 + level) / 2])
     mean = float(data.mean())
-    # Sums are rounded: of values at a bound the mean may come out beyond it.
+    # Sums are rounded: the mean of values at a bound may come out beyond it.
     return max(min(float(low), mean), least), min(max(float(high), mean), most)
 
 
 def scale_of(values: Iterable[float]) -> tuple[float, float]:
-    """Least and most that scores can be: 0 to 1, as pass rates and most rewards are, or what was seen beyond that."""
-    seen = [0.0, 1.0, *values]
-    return min(seen), max(seen)
+    """Return the bounds of scores: 0 and 1, as for pass rates and most rewards, or the values beyond them."""
+    with_bounds = [0.0, 1.0, *values]
+    return min(with_bounds), max(with_bounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A mean over tasks, or over seeds, and where it may lie (95 %)."""
+    """A mean over tasks or over seeds, with its 95 % interval."""
 
     mean: float
     low: float | None
-    """None where one task or seed is all there is, or all seeds have the same figure: no spread to judge by."""
+    """None with one task or seed, or when all seeds have the same figure: there is no spread."""
     high: float | None
     count: int
-    """Tasks (or seeds) that the figures come from."""
+    """Tasks or seeds that the figures come from."""
 
     def text(self, *, sign: bool = False) -> str:
-        """`0.312 [0.250, 0.375]`; with `sign`, differences keep their plus."""
-        shape = "+.3f" if sign else ".3f"
+        """Return `0.312 [0.250, 0.375]`; with `sign`, positive numbers have a plus."""
+        spec = "+.3f" if sign else ".3f"
         if self.low is None or self.high is None:
-            return format(self.mean, shape)
-        return f"{format(self.mean, shape)} [{format(self.low, shape)}, {format(self.high, shape)}]"
+            return format(self.mean, spec)
+        return f"{self.mean:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
 
 
 def mean_interval(scores: Mapping[str, Sequence[float]]) -> Interval:
-    """The mean over tasks of each task's mean score. `scores`: the scores of each task's rollouts, by task.
+    """Return the mean over tasks of each task's mean score. `scores`: the scores of each task's rollouts, by task.
 
-    Raises ConfigError when it is empty.
+    Raises ConfigError when `scores` is empty.
     """
     if not scores:
         raise ConfigError("there are no scored rollouts to take a mean of")
@@ -119,10 +118,7 @@ def mean_interval(scores: Mapping[str, Sequence[float]]) -> Interval:
 
 
 def difference_interval(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]) -> Interval:
-    """Paired difference second - first over the tasks that both hold.
-
-    Raises ConfigError when they share no task.
-    """
+    """Return the paired difference second - first over shared tasks. Raises ConfigError when they share none."""
     shared = [task for task in first if task in second]
     if not shared:
         raise ConfigError("the two evaluations share no task, so they cannot be compared task by task")

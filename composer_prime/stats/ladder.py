@@ -1,7 +1,7 @@
-"""Runs of several arms and seeds, side by side: what an arm changes, with intervals over seeds.
+"""Runs of several arms and seeds side by side: what an arm changes, with intervals over seeds.
 
-Runs belong to one arm when their configurations differ in nothing but seed and name. Arms are compared at equal steps
-and seed by seed, because runs of one seed see the same tasks in the same order.
+Runs belong to one arm when their configurations differ only in seed and name. Arms are compared at equal steps and seed
+by seed, because runs of one seed see the same tasks in the same order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_ONE_RUN = ("run.", "monitor.")
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """One run: its figures by step."""
+    """The figures of one run, by step."""
 
     name: str
     seed: int
@@ -34,7 +34,7 @@ class Run:
     training: dict[int, dict[str, float]]
     """Figures of the trainer's lines, by step."""
     evaluations: dict[int, dict[str, float]]
-    """Figures `eval/…` of the orchestrator's lines, by the step they followed."""
+    """Figures `eval/…` of the orchestrator's lines, by the step before them."""
 
     @property
     def steps(self) -> int:
@@ -52,7 +52,7 @@ class Arm:
 
 
 def load_run(run_dir: RunDir) -> Run:
-    """The figures of one run. Raises ConfigError when it has no optimizer step yet."""
+    """Read the figures of one run. Raises ConfigError when it has no optimizer step yet."""
     settings = dict(flatten(json.loads(run_dir.config.read_text())))
     training: dict[int, dict[str, float]] = {}
     evaluations: dict[int, dict[str, float]] = {}
@@ -68,49 +68,49 @@ def load_run(run_dir: RunDir) -> Run:
     return Run(name=run_dir.root.name, seed=seed, settings=settings, training=training, evaluations=evaluations)
 
 
-def arms(runs: Iterable[Run]) -> list[Arm]:
-    """Groups runs by configuration, in the order given. Raises ConfigError for two runs of one arm and seed."""
-    found: list[Arm] = []
+def group_into_arms(runs: Iterable[Run]) -> list[Arm]:
+    """Group runs by configuration, in the given order. Raises ConfigError for two runs of one arm and seed."""
+    arms: list[Arm] = []
     for run in runs:
         settings = {name: value for name, value in run.settings.items() if not name.startswith(_OF_ONE_RUN)}
-        arm = next((arm for arm in found if arm.settings == settings), None)
+        arm = next((arm for arm in arms if arm.settings == settings), None)
         if arm is None:
-            found.append(arm := Arm(name=_arm_name(run), settings=settings))
+            arms.append(arm := Arm(name=_arm_name(run), settings=settings))
         if run.seed in arm.runs:
             raise ConfigError(
                 f"{arm.runs[run.seed].name} and {run.name} have the same configuration and the same seed {run.seed}; "
                 "give one of them, or train with another --run.seed"
             )
         arm.runs[run.seed] = run
-    return found
+    return arms
 
 
 def differing(first: Arm, second: Arm) -> list[str]:
-    """Settings that the two arms do not share, as `name: value -> value`; a table that only one has is one entry."""
-    shown: dict[str, str] = {}
+    """Return the settings that differ, as `name: value -> value`. A table that only one arm has is one entry."""
+    changes: dict[str, str] = {}
     for name in dict.fromkeys([*first.settings, *second.settings]):
         if first.settings.get(name) == second.settings.get(name):
             continue
         if name in first.settings and name in second.settings:
-            shown[name] = f"{first.settings[name]} -> {second.settings[name]}"
+            changes[name] = f"{first.settings[name]} -> {second.settings[name]}"
         elif name in second.settings:
             table = _table_without(name, first.settings)
-            shown[table] = f"unset -> {_table_text(second.settings, table)}"
+            changes[table] = f"unset -> {_table_text(second.settings, table)}"
         else:
             table = _table_without(name, second.settings)
-            shown[table] = f"{_table_text(first.settings, table)} -> unset"
-    return [f"{name}: {change}" for name, change in shown.items()]
+            changes[table] = f"{_table_text(first.settings, table)} -> unset"
+    return [f"{name}: {change}" for name, change in changes.items()]
 
 
 def _table_without(name: str, other: Settings) -> str:
-    """The outermost table around `name` of which `other` has no setting; `name` itself where it has its neighbours."""
+    """Return the outermost table around `name` without a setting in `other`; `name` itself if there is none."""
     parts = name.split(".")
     tables = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     return next((table for table in tables if not any(key.startswith(f"{table}.") for key in other)), name)
 
 
 def _table_text(settings: Settings, table: str) -> str:
-    """The value of `table`, or those of its settings that are not None, in the order of the file."""
+    """Return the value of `table`, or its settings that are not None, in the order of the file."""
     if settings.get(table) is not None:
         return str(settings[table])
     inside = {name.removeprefix(f"{table}."): value for name, value in settings.items() if name.startswith(f"{table}.")}
@@ -118,43 +118,43 @@ def _table_text(settings: Settings, table: str) -> str:
 
 
 def windows(steps: int, count: int) -> list[range]:
-    """Steps 1..steps in `count` windows of nearly equal length (fewer when there are fewer steps)."""
+    """Return steps 1..steps in `count` windows of nearly equal length; fewer when there are fewer steps."""
     count = max(1, min(count, steps))
     edges = [round(index * steps / count) for index in range(count + 1)]
     return [range(start + 1, end + 1) for start, end in pairwise(edges)]
 
 
 def level(run: Run, metric: str, steps: Iterable[int]) -> float | None:
-    """Mean of `metric` over those of `steps` that have it; None when none has."""
+    """Return the mean of `metric` over those of `steps` that have it; None when none has."""
     values = [run.training[step][metric] for step in steps if metric in run.training.get(step, {})]
     return fmean(values) if values else None
 
 
 def over_seeds(values: Mapping[int, float | None]) -> Interval | None:
-    """Mean and Student t interval of one figure a seed; None when no seed has it.
+    """Return the mean and Student t interval of one figure per seed; None when no seed has it.
 
-    Without bounds for one seed, and for seeds that are all alike: their spread, 0, would give an interval of no width.
+    There are no bounds for one seed, nor for equal figures: their spread, 0, would give an interval without width.
     """
-    known = [value for value in values.values() if value is not None]
-    if not known:
+    figures = [value for value in values.values() if value is not None]
+    if not figures:
         return None
-    mean = fmean(known)
-    if min(known) == max(known):
-        return Interval(mean=mean, low=None, high=None, count=len(known))
-    from scipy.special import stdtrit  # most of a command's start, so only where there is an interval to give
+    mean, count = fmean(figures), len(figures)
+    if min(figures) == max(figures):
+        return Interval(mean=mean, low=None, high=None, count=count)
+    from scipy.special import stdtrit  # A slow import; only needed for an interval.
 
-    half = float(stdtrit(len(known) - 1, 0.975)) * stdev(known) / len(known) ** 0.5
-    return Interval(mean=mean, low=mean - half, high=mean + half, count=len(known))
+    half = float(stdtrit(count - 1, 0.975)) * stdev(figures) / count**0.5
+    return Interval(mean=mean, low=mean - half, high=mean + half, count=count)
 
 
 def differences(base: Mapping[int, float | None], other: Mapping[int, float | None]) -> dict[int, float]:
-    """other - base for every seed that has both."""
-    both = {seed: (base.get(seed), value) for seed, value in other.items()}
-    return {seed: value - start for seed, (start, value) in both.items() if start is not None and value is not None}
+    """Return other - base for every seed that has both."""
+    pairs = {seed: (base.get(seed), value) for seed, value in other.items()}
+    return {seed: value - start for seed, (start, value) in pairs.items() if start is not None and value is not None}
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by dotted name, entries of a list of tables by their number; other lists are values."""
+    """Yield settings by dotted name. Entries of a list of tables go by their number; other lists are values."""
     for name, value in tree.items():
         if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
             value = {str(index): entry for index, entry in enumerate(value)}
@@ -165,5 +165,5 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _arm_name(run: Run) -> str:
-    """The run's name without its seed: a2-seed1 -> a2."""
+    """Return the run's name without its seed: a2-seed1 -> a2."""
     return run.name.removesuffix(f"seed{run.seed}").rstrip("-_") or run.name

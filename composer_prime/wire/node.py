@@ -1,12 +1,12 @@
 """Messages between an inference node (DEALER, connects outwards) and the orchestrator's gateway (ROUTER).
 
-    node --Hello--> gateway --Welcome|Rejected--> node
-    gateway --Generate|Cancel|NewVersion|Drain--> node --Generated|GenerateFailed|Status--> gateway
-    node --Status--> gateway --Heard|HelloAgain--> node               each side learns that the other lives
-    node --ChunkRequest--> gateway --Chunk|ChunkMissing--> node      weights, pulled through the same link
+    node --NodeHello--> gateway --NodeWelcome|Rejected--> node
+    gateway --Generate|CancelGenerate|NewVersion|Drain--> node --Generated|GenerateFailed|Status--> gateway
+    node --Status--> gateway --Heard|HelloAgain--> node               each side learns that the other is alive
+    node --ChunkRequest--> gateway --WeightChunk|ChunkMissing--> node      weights, pulled through the same link
 
-Every request carries a `lease`; an answer whose lease is no longer held (the request was reissued) is dropped.
-After a Hello the gateway holds no lease of that node: what it had there before is reissued.
+Every request carries a `lease`. An answer whose lease is no longer held (the request was reissued) is dropped. After a
+Hello the gateway holds no lease of that node: earlier requests are reissued.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     version: int
     max_concurrent: int
     instance: str = ""
-    """Drawn by each process at its start: tells a node that comes back on a new connection from another of its name."""
+    """Random, drawn at process start: tells a node that reconnects from another one of the same name."""
     protocol: int = 1
 
 
@@ -63,7 +63,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """int32 [T]."""
     sampling: Sampling
     session: str
-    """The conversation; requests of one session go to one node while it lives (its prefix cache is warm there)."""
+    """The conversation. Its requests go to one node while that is alive, because the prefix cache is warm there."""
 
 
 class CancelGenerate(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -76,7 +76,7 @@ class NewVersion(msgspec.Struct, frozen=True, kw_only=True, tag="new_version"):
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
-    """Take no more requests; finish those at hand, then say Goodbye."""
+    """Take no more requests, finish the current ones, then send Goodbye."""
 
     reason: str
 
@@ -103,11 +103,11 @@ class GenerateFailed(msgspec.Struct, frozen=True, kw_only=True, tag="generate_fa
     retryable: bool
     """False for a request that no node could serve (for example a prompt longer than the context)."""
     tried: bool = True
-    """False when a node that is about to leave gives it back: it says nothing against the request or the node."""
+    """False when a node that is about to leave returns the request: neither is to blame."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
-    """Heartbeat: also sent at once after a swap."""
+    """Heartbeat; also sent at once after a weight swap."""
 
     version: int
     running: int
@@ -118,15 +118,15 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     canary_error: float | None
     """Largest |logprob - manifest| of the last canary, in nats; None before the first swap."""
     weight_error: str | None = None
-    """Why the newest weights are not in use; None while all is well."""
+    """Why the newest weights are not in use; None when they are."""
 
 
 class Heard(msgspec.Struct, frozen=True, kw_only=True, tag="heard"):
-    """Answers every Status: the gateway lives and knows this node."""
+    """Answers every Status: the gateway is alive and knows this node."""
 
 
 class HelloAgain(msgspec.Struct, frozen=True, kw_only=True, tag="hello_again"):
-    """The gateway does not know this connection (it was restarted, or gave the node up as lost): say Hello."""
+    """The gateway does not know this connection (it restarted, or the node counted as lost): send NodeHello."""
 
 
 class ChunkRequest(msgspec.Struct, frozen=True, kw_only=True, tag="chunk_request"):

@@ -1,6 +1,6 @@
-"""ZMQ sockets with CURVE on: encrypted both ways, and only listed public keys may connect.
+"""ZMQ sockets with CURVE: encrypted both ways, and only listed public keys may connect.
 
-The authenticator runs in its own thread (pyzmq's), one a context; `close` stops it.
+Each context has an authenticator in a pyzmq thread; `close` stops it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from composer_prime.run.keys import ClientKeys, CurvePair
 MAX_MESSAGE_BYTES = 1 << 30
 _ZAP_DOMAIN = b"composer-prime"
 _SILENCE_MS = 30_000
-"""A connection on which nothing whole arrives for longer is dropped and made anew: on a slow link one message that
-takes longer would be sent again and again. A host that is gone without a word is noticed so much later."""
+"""A connection on which no whole message arrives for this long is dropped and made anew.
+
+With a shorter time, a large message on a slow link would be sent again and again. A host that vanishes silently is
+noticed this much later.
+"""
 
 
 class _AllowList:
-    """ZAP credentials provider: a client whose public key is not listed is turned away before its first message."""
+    """ZAP credentials provider: refuses a client with an unlisted public key before its first message."""
 
     def __init__(self, public_keys: list[bytes]) -> None:
-        self._allowed = {key for key in public_keys}
+        self._allowed = set(public_keys)
 
     def callback(self, domain: str, key: bytes) -> bool:
         del domain
@@ -63,7 +66,7 @@ def bind_router(address: str, server: CurvePair, clients: list[bytes]) -> Secure
     authenticator.start()
     authenticator.configure_curve_callback(domain=_ZAP_DOMAIN.decode(), credentials_provider=_AllowList(clients))
     socket = context.socket(zmq.ROUTER)
-    # With a domain enforced, a dead authenticator turns every peer away instead of letting any in.
+    # With an enforced domain, a dead authenticator refuses every peer instead of admitting all.
     socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -84,24 +87,25 @@ def bind_router(address: str, server: CurvePair, clients: list[bytes]) -> Secure
 
 
 def _cannot_bind(address: str, error: zmq.ZMQError) -> ConfigError:
-    why = zmq.strerror(error.errno or 0)
+    reason = zmq.strerror(error.errno or 0)
     match error.errno:
         case errno.EADDRINUSE | zmq.EADDRINUSE:
             return PortInUseError(f"{address} is held by another process: stop it, or give this role another address")
         case errno.EADDRNOTAVAIL | zmq.EADDRNOTAVAIL | errno.ENODEV:
             return ConfigError(
-                f"cannot listen at {address}: this machine has no such address ({why}). `ip address` lists "
+                f"cannot listen at {address}: this machine has no such address ({reason}). `ip address` lists "
                 "those it has; if it is an overlay network's, is that up (`wg show`)?"
             )
         case _:
-            return ConfigError(f"cannot listen at {address}: {why}; give this role another address")
+            return ConfigError(f"cannot listen at {address}: {reason}; give this role another address")
 
 
 def dealer(context: zmq.Context, address: str, keys: ClientKeys, identity: bytes | None = None):
-    """A DEALER (of `context`'s flavour, plain or asyncio) connected to a server made by `bind_router`.
+    """Return a DEALER, plain or asyncio as `context`, that connects to a server made by `bind_router`.
 
-    Connecting is asynchronous: a wrong key or address shows as silence, so callers wait with a deadline. Raises
-    ConfigError for what is no tcp://HOST:PORT. A name is looked up as IPv4, for ZMQ would try one family alone.
+    Connecting is asynchronous. A wrong key or address shows as silence, so callers wait with a deadline. A host name is
+    looked up as IPv4, because ZMQ tries only one address family. Raises ConfigError unless `address` is
+    tcp://HOST:PORT.
     """
     is_ipv6 = tcp_address(address, "the address to connect to").is_ipv6
     socket = context.socket(zmq.DEALER)

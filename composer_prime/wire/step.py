@@ -1,9 +1,9 @@
 """Messages between trainer ranks and the orchestrator's step server (ZMQ ROUTER/DEALER, msgpack, CURVE).
 
 every rank --StepRequest--> orchestrator      asks for its micro-batches of one step
-orchestrator --StepReply | NotReady | RunFinished--> rank
-rank 0 --StepDone--> orchestrator             a step was taken and its weights are published; repeated until
-orchestrator --StepNoted--> rank 0            it is noted, so a lost link costs seconds and not the run
+orchestrator --StepReply | BatchNotReady | RunFinished--> rank
+rank 0 --StepDone--> orchestrator             a step is taken and its weights are published; repeated until ...
+orchestrator --StepNoted--> rank 0            ... it is noted: a lost link costs seconds, not the run
 rank 0 --CheckpointRequest--> orchestrator --CheckpointSaved--> rank 0
 """
 
@@ -36,7 +36,7 @@ class StepReply(msgspec.Struct, frozen=True, kw_only=True, tag="step_reply"):
 
 
 class BatchNotReady(msgspec.Struct, frozen=True, kw_only=True, tag="not_ready"):
-    """The batch is not complete yet; ask again. Sent after a short server-side wait, so asking again is cheap."""
+    """The batch is not complete yet: ask again. The server waits a little before it sends this, so asking is cheap."""
 
     step: int
     waiting_for: str
@@ -59,13 +59,13 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
     step: int
     version: int
     sample_ids: list[str]
-    """Every sample of the step, for the ledger check; none when a trainer attaches and says where it stands."""
+    """Every sample of the step, for the ledger check; none when a trainer attaches after `step`."""
     session: str
-    """One start of the trainer: what it said already is known by (session, step)."""
+    """Identifies one start of the trainer: (session, step) tells a repeated message."""
 
 
 class StepNoted(msgspec.Struct, frozen=True, kw_only=True, tag="step_noted"):
-    """StepDone of `step` has arrived and was acted on."""
+    """StepDone of `step` has arrived and was handled."""
 
     step: int
 
@@ -83,9 +83,10 @@ class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint
 
 
 class StepRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """The request does not belong to this run; `error` says why."""
+    """The request does not belong to this run."""
 
     error: str
+    """The reason."""
 
 
 FromTrainer = StepRequest | StepDone | CheckpointRequest

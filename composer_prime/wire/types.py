@@ -1,9 +1,8 @@
-"""What crosses process boundaries: samples, micro-batches and their headers.
+"""What crosses process boundaries: samples, preference pairs, and micro-batches with their checksums.
 
-Arrays travel as little-endian bytes inside msgpack (`ints`, `floats`, `flags` below read them back without a copy),
-so a batch of a million tokens decodes in microseconds and nothing is ever unpickled.
-
-Checksums of micro-batches: a batch of another run, step or rank, or with a flipped bit, is refused by name.
+Arrays travel as little-endian bytes inside msgpack; `ints`, `floats` and `flags` read them back without a copy. A batch
+of a million tokens decodes in microseconds, and nothing is ever unpickled. `verify_batch` refuses a micro-batch of
+another run, step or rank, or with a flipped bit.
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ INT, FLOAT, FLAG = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
 
 
 def pack_ints(values) -> bytes:
-    """Token or position ids [T] as little-endian int32 bytes."""
+    """Return token or position ids [T] as little-endian int32 bytes."""
     return np.ascontiguousarray(values, dtype=INT).tobytes()
 
 
 def pack_floats(values) -> bytes:
-    """Log-probabilities, advantages or rewards [T] as little-endian float32 bytes."""
+    """Return log-probabilities, advantages or rewards [T] as little-endian float32 bytes."""
     return np.ascontiguousarray(values, dtype=FLOAT).tobytes()
 
 
 def pack_flags(values) -> bytes:
-    """A boolean mask [T] as bytes of 0 and 1."""
+    """Return a boolean mask [T] as bytes of 0 and 1."""
     return np.ascontiguousarray(values, dtype=FLAG).tobytes()
 
 
 def ints(raw: bytes) -> np.ndarray:
-    """int32 [T], read-only view of `raw`."""
+    """Return int32 [T], a read-only view of `raw`."""
     return np.frombuffer(raw, dtype=INT)
 
 
 def floats(raw: bytes) -> np.ndarray:
-    """float32 [T], read-only view of `raw`."""
+    """Return float32 [T], a read-only view of `raw`."""
     return np.frombuffer(raw, dtype=FLOAT)
 
 
 def flags(raw: bytes) -> np.ndarray:
-    """uint8 [T] of 0 and 1, read-only view of `raw`."""
+    """Return uint8 [T] of 0 and 1, a read-only view of `raw`."""
     return np.frombuffer(raw, dtype=FLAG)
 
 
@@ -65,7 +64,7 @@ class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HintedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """Channel 2's target for one turn of a sample: the same turn ids after a context that holds a hint.
+    """SDPO's target for one turn of a sample: the same turn ids after a context that holds a hint.
 
     teacher_ids[teacher_start : teacher_start + (end - start)] equals input_ids[start : end] of the sample, id by id.
     """
@@ -78,15 +77,15 @@ class HintedTurn(msgspec.Struct, frozen=True, kw_only=True):
     teacher_start: int
     """Where the turn begins in `teacher_ids`; at least 1."""
     weight: float = 1.0
-    """Factor of the turn's divergence."""
+    """Factor on the turn's divergence."""
     turn: int
     """The rollout's turn number, as in TurnSpan."""
     error: str
-    """Kind of error that the hint answers (orchestrator/hints)."""
+    """Kind of error that the hint addresses (orchestrator/hints)."""
 
 
 class Preference(msgspec.Struct, frozen=True, kw_only=True):
-    """A pair of answers to one context, for channel 3."""
+    """A pair of answers to one context, for replay-DPO."""
 
     pair_id: str
     chosen_ids: bytes
@@ -94,15 +93,15 @@ class Preference(msgspec.Struct, frozen=True, kw_only=True):
     rejected_ids: bytes
     """int32 [T_r]: the same context and the rejected answer."""
     context: int
-    """Tokens of the common context; at least 1. The answers are what follows."""
+    """Tokens of the common context, at least 1; the rest are the answers."""
     epsilon: float
     """Probability that the label is wrong, in [0, 0.5]."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One root-to-leaf token sequence of a rollout: what the trainer learns from.
+    """One root-to-leaf token sequence of a rollout; the trainer trains on samples.
 
-    Sampled tokens carry mask 1 in exactly one sample of their rollout, however many branches share them.
+    Sampled tokens have mask 1 in exactly one sample of their rollout, however many branches share them.
     """
 
     sample_id: str
@@ -116,17 +115,19 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     loss_mask: bytes
     """uint8 [T]: 1 where the policy sampled the token and it is to be trained."""
     logprobs: bytes
-    """float32 [T]: log-probability of token t under the sampling distribution; 0 where the policy did not sample it. A
-    token that it sampled keeps it with mask 0: channel 2 weighs by it."""
+    """float32 [T]: log-probability of token t under the sampling distribution; 0 where the policy did not sample it.
+
+    A sampled token with mask 0 keeps its own: SDPO computes importance weights from it.
+    """
     advantages: bytes
     """float32 [T]: advantage of token t; 0 where mask is 0."""
     reward: float
     temperature: float
     version_spans: list[VersionSpan]
-    """Which policy sampled which tokens; covers exactly the sampled tokens."""
+    """Which policy version sampled which tokens; covers exactly the sampled tokens."""
     turns: list[TurnSpan]
     distillations: list[HintedTurn] = []
-    """Channel 2: turns of this sample that went wrong and got a hint; turns don't overlap."""
+    """SDPO: error turns of this sample that got a hint. They do not overlap."""
 
     @property
     def num_tokens(self) -> int:
@@ -168,10 +169,10 @@ class PairInRow(msgspec.Struct, frozen=True, array_like=True):
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Samples laid end to end in one row of N tokens; block-diagonal attention keeps them apart.
 
-    The documents of a row: first the samples, in the order of `sample_ids`; then teacher documents (channel 2's hinted
-    contexts with their turns), then both sides of each preference pair. Only samples have mask, logprobs, advantages.
+    A row holds first the samples, in the order of `sample_ids`. Then come teacher documents (SDPO's hinted contexts
+    with their turns), then both sides of each preference pair. Only samples have mask, logprobs and advantages.
 
-    A dummy micro-batch (no `sample_ids`) holds one masked token: it keeps the ranks' counts equal.
+    A dummy micro-batch (no `sample_ids`) holds one masked token. It keeps the ranks' counts equal.
     """
 
     run_id: str
@@ -195,14 +196,14 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     advantages: bytes
     """float32 [N]."""
     temperatures: list[float]
-    """Sampling temperature of each document; a teacher document has its sample's, a side of a pair 1."""
+    """Sampling temperature of each document: a teacher document has its sample's, a side of a pair has 1."""
     sample_ids: list[str]
     turns: list[HintedTurnInRow] = []
-    """Channel 2: which tokens of the row learn from which."""
+    """SDPO: which tokens of the row learn from which."""
     pairs: list[PairInRow] = []
-    """Channel 3."""
+    """Replay-DPO."""
     checksum: str = ""
-    """blake2b-128 over every other field; set by `seal_batch`, checked by `verify`."""
+    """blake2b-128 over every other field; set by `seal_batch`, checked by `verify_batch`."""
 
     @property
     def num_tokens(self) -> int:
@@ -210,54 +211,54 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """Global counts of a step over all ranks and micro-batches: the losses' denominators, fixed before any backward."""
+    """A step's counts over all ranks and micro-batches: the losses' denominators, fixed before any backward pass."""
 
     samples: int
     """B: sequences (samples) with at least one trained token."""
     tokens: int
     """Trained tokens (mask 1)."""
     distilled_tokens: int = 0
-    """Channel 2: tokens of all distilled turns."""
+    """SDPO: tokens of all hinted turns."""
     distilled_turns: int = 0
     pairs: int = 0
-    """Channel 3: preference pairs."""
+    """Replay-DPO: preference pairs."""
     micro_batches: int = 1
-    """M: micro-batches that hold samples (dummies aside)."""
+    """M: micro-batches that hold samples; dummies do not count."""
 
 
 _ENCODER = msgspec.msgpack.Encoder(order="deterministic")
 
 
 def batch_checksum(batch: MicroBatch) -> str:
-    """blake2b-128, hexadecimal, over every field of `batch` but the checksum itself."""
+    """Return the hexadecimal blake2b-128 of every field of `batch` except the checksum itself."""
     payload = _ENCODER.encode(msgspec.structs.replace(batch, checksum=""))
     return hashlib.blake2b(payload, digest_size=16).hexdigest()
 
 
 def seal_batch(batch: MicroBatch) -> MicroBatch:
-    """`batch` with its checksum filled in."""
+    """Return `batch` with its checksum filled in."""
     return msgspec.structs.replace(batch, checksum=batch_checksum(batch))
 
 
-def verify(batch: MicroBatch, *, run_id: str, step: int, rank: int, versions: tuple[int, int]) -> None:
-    """Refuse a micro-batch that is not the one asked for. `versions`: oldest and newest that it may hold tokens of.
+def verify_batch(batch: MicroBatch, *, run_id: str, step: int, rank: int, versions: tuple[int, int]) -> None:
+    """Refuse a micro-batch that is not the one asked for.
 
-    Raises RunMismatchError (run, step, rank or policy versions differ) or ChecksumError (content differs from header).
+    `versions`: the oldest and newest policy version that it may hold tokens of. Raises RunMismatchError when run, step,
+    rank or policy versions differ, ChecksumError when the content differs from the header.
     """
-    expected = {"run_id": run_id, "step": step, "rank": rank}
-    for field, want in expected.items():
-        got = getattr(batch, field)
-        if got != want:
-            raise RunMismatchError(f"micro-batch has {field} {got!r}, this trainer rank asked for {want!r}")
+    for name, expected in {"run_id": run_id, "step": step, "rank": rank}.items():
+        actual = getattr(batch, name)
+        if actual != expected:
+            raise RunMismatchError(f"micro-batch has {name} {actual!r}, this trainer rank asked for {expected!r}")
     oldest, newest = versions
     if batch.sample_ids and not oldest <= batch.version_min <= batch.version_max <= newest:
         raise RunMismatchError(
             f"micro-batch of step {step} holds policy versions {batch.version_min}..{batch.version_max}; "
             f"allowed are {oldest}..{newest} (raise orchestrator.max_staleness to accept older rollouts)"
         )
-    actual = batch_checksum(batch)
-    if actual != batch.checksum:
+    checksum = batch_checksum(batch)
+    if checksum != batch.checksum:
         raise ChecksumError(
-            f"micro-batch {batch.index} of step {step} has checksum {actual}, its header says {batch.checksum}: "
+            f"micro-batch {batch.index} of step {step} has checksum {checksum}, its header says {batch.checksum}: "
             "the payload was damaged on the way; restart with --resume"
         )

@@ -11,7 +11,7 @@ from test_packing import sample
 
 from composer_prime.errors import ConfigError, RunMismatchError
 from composer_prime.packing.pack import pack, totals
-from composer_prime.wire.types import HintedTurn, Preference, Sample, flags, floats, ints, pack_ints, verify
+from composer_prime.wire.types import HintedTurn, Preference, Sample, flags, floats, ints, pack_ints, verify_batch
 
 ROW = {"run_id": "r", "step": 5, "world_size": 1, "max_tokens": 400}
 
@@ -60,7 +60,7 @@ def test_teachers_lie_with_their_sample_and_pairs_are_whole(samples, pair_count,
     names, wanted, found, seen_pairs = [], [], [], []
     for rank, own in enumerate(ranks):
         for batch in own:
-            verify(batch, run_id="r", step=5, rank=rank, versions=(3, 4))
+            verify_batch(batch, run_id="r", step=5, rank=rank, versions=(3, 4))
             ids, starts = ints(batch.input_ids), np.cumsum([0, *batch.lengths])
             samples_end = starts[len(batch.sample_ids)] if batch.sample_ids else 0
             assert len(ids) == starts[-1] <= budget and len(batch.temperatures) == len(batch.lengths)
@@ -136,7 +136,7 @@ def test_turns_and_pairs_that_do_not_match_are_refused_by_name():
     pairs = {
         "was a side cut": pair(0, chosen=0),
         "its sides differ within the 6 tokens": msgspec.structs.replace(pair(0), chosen_ids=other_context),
-        "noise is in": pair(0, epsilon=0.6),
+        "must be in 0 to": pair(0, epsilon=0.6),
     }
     for match, bad in pairs.items():
         with pytest.raises(RunMismatchError, match=f"pair-0.*{match}"):

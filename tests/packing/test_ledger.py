@@ -32,7 +32,7 @@ def test_check_finds_doubles_and_gaps(tmp_path):
     append_step(path, 3, ["a"])
     assert check_ledger(path) == ["steps [2] are missing", "sample a was trained in steps 1 and 3"]
     append_step(path, 3, ["z"])
-    with pytest.raises(CheckpointError, match="step 3 stands twice"):
+    with pytest.raises(CheckpointError, match="step 3 appears twice"):
         effective(path)
 
 

@@ -18,7 +18,7 @@ from composer_prime.wire.types import (
     pack_flags,
     pack_floats,
     pack_ints,
-    verify,
+    verify_batch,
 )
 
 
@@ -54,7 +54,7 @@ def test_every_sample_once_equal_counts_within_budget(lengths, world_size, budge
     by_id, seen = {s.sample_id: s for s in samples}, []
     for rank, own in enumerate(ranks):
         for index, batch in enumerate(own):
-            verify(batch, run_id="r", step=5, rank=rank, versions=(3, 4))
+            verify_batch(batch, run_id="r", step=5, rank=rank, versions=(3, 4))
             assert batch.index == index and batch.num_tokens == sum(batch.lengths) <= budget
             assert len(floats(batch.logprobs)) == len(flags(batch.loss_mask)) == batch.num_tokens
             start = 0

@@ -17,7 +17,7 @@ from trainer.main import main
 GOOD = '{"kind": "reserved", "call": "a", "usd": 2, "trace": "t"}\n'
 WRONG = {
     '{"kind": "settled", "usd": 1}': "call is None, expected text",
-    '{"kind": "settled", "call": "a"}': "usd is None, expected a number from 0 on",
+    '{"kind": "settled", "call": "a"}': "usd is None, expected a number of at least 0",
     '{"kind": "settled", "call": "a", "usd": "1"}': "usd is '1'",
     '{"kind": "settled", "call": "a", "usd": NaN}': "usd is nan",
     '{"kind": "settled", "call": "a", "usd": -3}': "usd is -3",
@@ -35,7 +35,7 @@ WRONG = {
 def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "costs.jsonl"
     path.write_text(GOOD + line + "\n")
-    with pytest.raises(LedgerError, match=rf"costs.jsonl:2 is no line of a ledger \({WRONG[line]}.*: correct the line"):
+    with pytest.raises(LedgerError, match=rf"costs.jsonl:2 is not a ledger line \({WRONG[line]}.*: correct the line"):
         spent(path)
 
 
@@ -76,4 +76,4 @@ def test_the_plan_names_a_wrong_line(
     main()
     shown = " ".join(capsys.readouterr().out.split())
     assert "spent so far: not known" in shown
-    assert "costs.jsonl:1 is no line of a ledger (usd is None, expected a number from 0 on)" in shown
+    assert "costs.jsonl:1 is not a ledger line (usd is None, expected a number of at least 0)" in shown
