@@ -1,29 +1,40 @@
 """Hard caps on money: more than a call should ever cost is reserved before the call is made.
 
     reserve (refused: CapError) ──> call ──> settle(cost)        the difference is free again
-                                          └──> nothing came back    all that was held stays spent
+                                          └──> no reply          all that was held stays spent
 
-What is held for a call is its bound times `overcharge_factor`, or times what its teacher charged last where that is
-more. Sums are checked with all that is held for calls in flight, so no order of replies, and no charge up to what is
-held, can pass a cap. A charge above the bound (`charged`) or above the price list closes the budget: no further call is
-made. Caps can thus be passed only by what calls that were in flight then were charged beyond what was held for them. Of
-teachers that have not kept to a bound yet one call at a time is in flight, so that who charges too much from the start
-does so in one call.
+A call holds its bound times `overcharge_factor`, or times what its endpoint charged last where that is more. Caps are
+checked with everything that is held for calls in flight. So no order of replies, and no charge up to what is held, can
+pass a cap. A charge above the bound (`note_charge`) or above the price list closes the budget: no further call is made.
+Caps can then be passed only by what calls in flight were charged beyond what was held for them. Of endpoints that have
+not yet kept to a bound, one call at a time is in flight: one that charges too much from the start does so once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from composer_prime.config.teachers import BudgetConfig
 from composer_prime.errors import CapError
-from composer_prime.run.costs import CostLedger, charge_ratio, spent
+from composer_prime.run.costs import CostLedger, Spent, charge_ratio, spent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caps:
+    """USD."""
+
+    usd_per_run: float
+    usd_per_trace: float = math.inf
+    usd_per_call: float = math.inf
+    overcharge_factor: float = 1.0
+    """How many times its bound is held for a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +49,35 @@ class Reservation:
     """The most that the call may cost by the price list."""
 
 
-class Budget:
-    """The money of one costs.jsonl, earlier runs of it included. One event loop uses it."""
+def teacher_budget(config: BudgetConfig, path: Path) -> Budget:
+    """Return the budget of teachers over one costs.jsonl, the money of earlier runs in it included.
 
-    def __init__(self, config: BudgetConfig, path: Path) -> None:
-        self._config, self._ledger = config, CostLedger(path)
-        before = spent(path)
+    Raises LedgerError where the file does not tell what was spent.
+    """
+    caps = Caps(
+        usd_per_run=config.usd_per_run,
+        usd_per_trace=config.usd_per_trace,
+        usd_per_call=config.usd_per_call,
+        overcharge_factor=config.overcharge_factor,
+    )
+    return Budget(caps, CostLedger(path).write, spent(path))
+
+
+class Budget:
+    """Used by one event loop."""
+
+    def __init__(self, caps: Caps, record: Callable[..., None], before: Spent, *, trusted: bool = False) -> None:
+        """`record(kind, **values)` writes down what is "reserved", "settled" and "stopped". `before`: what earlier runs
+        spent. `trusted`: several calls may be in flight before the endpoint has kept to a bound."""
+        self._caps = caps
+        self._record = record
+        self._trusted = trusted
         self.spent_usd = before.usd
         self._by_trace: dict[str, float] = defaultdict(float, before.by_trace)
         self._ratios = dict(before.charge_ratios)
         self._tried: set[str] = set()
-        """Teachers that kept to the bound of a call, or whose call was counted without an answer."""
-        # Summed anew each time: a running sum would keep a rest of rounding when nothing is in flight any more.
+        """Endpoints that kept to the bound of a call, or whose call was counted without an answer."""
+        # Summed anew each time: a running sum would keep a rounding error when nothing is in flight any more.
         self._in_flight: dict[str, Reservation] = {}
         self._by_state: dict[str, float] = defaultdict(float)
         self._settled = asyncio.Event()
@@ -74,19 +102,16 @@ class Budget:
         self._closing.set()
 
     async def pause(self, seconds: float) -> None:
-        """Let time pass before a call, no more of it once none may be made."""
+        """Wait before a call. Return at once when the budget is closed."""
         if seconds > 0:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def reserve(self, *, trace: str, state: str, teacher: str, usd: float) -> Reservation:
-        """Hold, for a call of bound `usd`, as many times that as its teacher may charge: overcharge_factor, or what it
-        charged last where that is more.
+        """Hold money for a call with bound `usd`.
 
-        Waits where only calls in flight, which rarely cost their bound, are in the way, or one of another teacher that
-        was not tried yet.
-
-        Raises CapError, which names the cap, when it does not fit.
+        Waits while only calls in flight stand in the way, for they rarely cost their bound, or while another endpoint
+        makes its first call. Raises CapError, which names the cap, when the call does not fit.
         """
         while self._refusal(trace, teacher, usd, in_flight=True) is not None or self._has_to_wait(teacher, usd):
             refusal = self._refusal(trace, teacher, usd, in_flight=False)
@@ -94,56 +119,59 @@ class Budget:
                 raise refusal
             self._settled.clear()
             await self._settled.wait()
-        held = usd * self._times(teacher)
+        held_usd = usd * self._multiple(teacher)
         reservation = Reservation(
-            call=secrets.token_hex(8), trace=trace, state=state, teacher=teacher, usd=held, bound_usd=usd
+            call=secrets.token_hex(8), trace=trace, state=state, teacher=teacher, usd=held_usd, bound_usd=usd
         )
-        self._ledger.write(
-            "reserved", call=reservation.call, trace=trace, state=state, teacher=teacher, usd=held, bound=usd
+        self._record(
+            "reserved", call=reservation.call, trace=trace, state=state, teacher=teacher, usd=held_usd, bound=usd
         )
         self._in_flight[reservation.call] = reservation
         return reservation
 
-    def _times(self, teacher: str) -> float:
-        """How many times its bound is held for a call."""
-        return max(self._config.overcharge_factor, self._ratios.get(teacher, 0.0))
+    def _multiple(self, teacher: str) -> float:
+        """Return how many times its bound is held for a call."""
+        return max(self._caps.overcharge_factor, self._ratios.get(teacher, 0.0))
 
     def _has_to_wait(self, teacher: str, usd: float) -> bool:
-        """Whether the call would be the second in flight of teachers that may charge and were not tried yet."""
-        if usd == 0 or teacher in self._tried:
+        """Return whether the call would be the second in flight of endpoints that may charge and were not tried."""
+        if self._trusted or usd == 0 or teacher in self._tried:
             return False
         return any(each.usd > 0 and each.teacher not in self._tried for each in self._in_flight.values())
 
     def _refusal(self, trace: str, teacher: str, usd: float, *, in_flight: bool) -> CapError | None:
-        """Which cap a call bounded by `usd` would pass, with what is reserved for calls in flight counted or not."""
+        """Return the cap that a call with bound `usd` would pass, with or without the calls in flight."""
         if self.closed is not None:
             return CapError(self.closed, scope="run")
-        caps = self._config
+        caps = self._caps
         counted = list(self._in_flight.values()) if in_flight else []
         in_trace = self._by_trace[trace] + sum(each.usd for each in counted if each.trace == trace)
         in_run = self.spent_usd + sum(each.usd for each in counted)
-        held = usd * self._times(teacher)
-        for scope, used, cap in (
+        held_usd = usd * self._multiple(teacher)
+        for scope, used_usd, cap_usd in (
             ("call", 0.0, caps.usd_per_call),
             ("trace", in_trace, caps.usd_per_trace),
             ("run", in_run, caps.usd_per_run),
         ):
-            if used + held > cap:
+            if used_usd + held_usd > cap_usd:
                 return CapError(
-                    f"a call to {teacher} needs {self._needed(teacher, usd)}, but ${max(cap - used, 0.0):.4f} of "
-                    f"teachers.budget.usd_per_{scope} = ${cap:g} is left: raise the cap, or leave this teacher out",
+                    f"a call to {teacher} needs {self._need(teacher, usd)}, but ${max(cap_usd - used_usd, 0.0):.4f} of "
+                    f"teachers.budget.usd_per_{scope} = ${cap_usd:g} is left: raise the cap, or leave this teacher out",
                     scope=scope,
                 )
         return None
 
-    def _needed(self, teacher: str, usd: float) -> str:
-        times = self._times(teacher)
-        why = "teachers.budget.overcharge_factor" if times == self._config.overcharge_factor else "as it charged last"
-        return f"${usd * times:.4f}, {times:.3g} times its bound of ${usd:.4f} ({why})"
+    def _need(self, teacher: str, usd: float) -> str:
+        multiple = self._multiple(teacher)
+        configured = multiple == self._caps.overcharge_factor
+        reason = "teachers.budget.overcharge_factor" if configured else "as it charged last"
+        return f"${usd * multiple:.4f}, {multiple:.3g} times its bound of ${usd:.4f} ({reason})"
 
-    def charged(self, reservation: Reservation, usd: float) -> None:
-        """An endpoint says what it charged. Above the bound no further call is made: to be told before the call is
-        settled, which waits for the answer to be kept."""
+    def note_charge(self, reservation: Reservation, usd: float) -> None:
+        """Close the budget when an endpoint charged more than the bound.
+
+        Call it before the answer is stored and the call settled: no other call may be made meanwhile.
+        """
         if usd > reservation.bound_usd:
             self.close(
                 f"{reservation.teacher} charged ${usd:.6f} for a call that was bounded by "
@@ -152,7 +180,7 @@ class Budget:
             )
 
     def settle(self, reservation: Reservation, usd: float, *, status: str, **facts: object) -> None:
-        """The call ended and cost `usd`; `status` is ok where it was answered."""
+        """End a call that cost `usd`. `status` is ok where it was answered."""
         del self._in_flight[reservation.call]
         if status == "ok" and reservation.bound_usd > 0:
             before = self._ratios.get(reservation.teacher, 0.0)
@@ -163,7 +191,7 @@ class Budget:
         self._by_trace[reservation.trace] += usd
         self._by_state[reservation.state] += usd
         self._settled.set()
-        self._ledger.write(
+        self._record(
             "settled",
             call=reservation.call,
             trace=reservation.trace,
@@ -173,10 +201,10 @@ class Budget:
             **facts,
         )
 
-    def stopped(self, reason: str) -> None:
-        """Note that replay ended early."""
-        self._ledger.write("stopped", reason=reason)
+    def note_stop(self, reason: str) -> None:
+        """Write down that the replay ended early."""
+        self._record("stopped", reason=reason)
 
     def take_state(self, state: str) -> float:
-        """What calls on this state cost since it was last asked for, failed attempts included."""
+        """Return what calls on this state cost since the last question, failed attempts included."""
         return self._by_state.pop(state, 0.0)

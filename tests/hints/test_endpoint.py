@@ -13,8 +13,9 @@ from endpoint_peer import chat_peer
 
 from composer_prime.config.hints import HintsConfig
 from composer_prime.errors import BudgetError, ConfigError, EndpointError
-from composer_prime.llm.endpoint import AnswerCache, ChatEndpoint, PaidCall
+from composer_prime.llm.cache import AnswerCache, CachedAnswer
 from composer_prime.run.costs import CostLedger, spent
+from orchestrator.hints.endpoint import ChatEndpoint
 
 ASK = [{"role": "user", "content": "why?"}]
 PRICES = {"input_usd_per_mtok": 1000.0, "output_usd_per_mtok": 10_000.0, "max_tokens": 20}
@@ -22,10 +23,10 @@ PRICES = {"input_usd_per_mtok": 1000.0, "output_usd_per_mtok": 10_000.0, "max_to
 
 
 def test_one_question_is_asked_once(tmp_path):
-    # Also when two ask at once, and by the next process, which reads the file; a torn last line costs that answer only.
+    # Also when two ask at once, and by the next process, which reads the file.
     async def run():
         async with chat_peer() as peer:
-            cache = tmp_path / "judge.jsonl"
+            cache = tmp_path / "judge.sqlite"
             ledger = CostLedger(tmp_path / "costs.jsonl")
             first = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache, ledger=ledger)
             assert await asyncio.gather(first.ask(ASK), first.ask(ASK)) == ["use add"] * 2
@@ -37,8 +38,6 @@ def test_one_question_is_asked_once(tmp_path):
             await first.ask(ASK, variant="other")
             assert len(peer.bodies) == 2
             await first.close()
-            with cache.open("ab") as file:
-                file.write(b'["torn')
             second = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache)
             assert await second.ask(ASK) == "use add"
             assert len(peer.bodies) == 2 and second.cost_usd == pytest.approx(0.4)
@@ -47,18 +46,34 @@ def test_one_question_is_asked_once(tmp_path):
     asyncio.run(run())
 
 
-def test_answers_that_an_older_release_kept_are_asked_for_again(tmp_path):
-    # Its cache may hold thinking as the hint's text. What it spent still counts.
+def old_line(key: str, text: str | None, cost_usd: float) -> bytes:
+    return json.dumps({"key": key, "text": text, "cost_usd": cost_usd}).encode() + b"\n"
+
+
+def old_key(config, *version: int) -> str:
+    parts = [*version, config.model, config.temperature, config.max_tokens, "", ASK]
+    return hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
+
+
+def test_answers_that_an_older_release_kept_are_found(tmp_path):
+    # It wrote JSON lines, which are imported once: answers are free, and what was spent counts. A torn line costs that
+    # answer only. Answers of the key before it, which may hold thinking as the hint's text, are asked for again.
     async def run():
         async with chat_peer() as peer:
-            config, cache = peer.config(**PRICES), tmp_path / "llm.jsonl"
-            what = [config.model, config.temperature, config.max_tokens, "", ASK]
-            key = hashlib.blake2b(msgspec.json.encode(what), digest_size=16).hexdigest()
-            cache.write_bytes(msgspec.json.encode(PaidCall(key, "<think>hm", 0.3)) + b"\n")
-            endpoint = ChatEndpoint(config, name="orchestrator.hints.llm", cache=cache)
+            config, lines = peer.config(**PRICES), tmp_path / "llm.jsonl"
+            first, kept = old_key(config), old_key(config, 2)
+            lines.write_bytes(old_line(first, "<think>hm", 0.3) + old_line("lost", None, 0.1) + b'["torn')
+            endpoint = ChatEndpoint(config, name="orchestrator.hints.llm", cache=tmp_path / "llm.sqlite")
             assert await endpoint.ask(ASK) == "use add"
-            assert len(peer.bodies) == 1 and endpoint.cost_usd == pytest.approx(0.5)
+            assert len(peer.bodies) == 1 and endpoint.cost_usd == pytest.approx(0.6)
             await endpoint.close()
+            lines = tmp_path / "judge.jsonl"
+            lines.write_bytes(old_line(kept, "as before", 0.3))
+            for _ in range(2):
+                endpoint = ChatEndpoint(config, name="judge", cache=tmp_path / "judge.sqlite")
+                assert await endpoint.ask(ASK) == "as before" and endpoint.cost_usd == pytest.approx(0.3)
+                await endpoint.close()
+            assert len(peer.bodies) == 1
 
     asyncio.run(run())
 
@@ -92,10 +107,10 @@ def test_an_answer_without_a_count_costs_the_worst_case():
 @pytest.mark.parametrize(
     ("mode", "said", "cost_usd"),
     [
-        ("silent", "no answer within 0.2 s", 0.21),
-        ("500", "answered 500: out of order", 0.21),
+        ("silent", "no reply within 0.2 s", 0.21),
+        ("500", "status 500: out of order", 0.21),
         ("nonsense", "no chat completion", 0.21),
-        ("429", "answered 429", 0.0),
+        ("429", "status 429", 0.0),
     ],
 )
 def test_a_bad_endpoint_is_an_error_in_time(mode, said, cost_usd, tmp_path):
@@ -103,7 +118,7 @@ def test_a_bad_endpoint_is_an_error_in_time(mode, said, cost_usd, tmp_path):
     # eyes: a model may have answered. Only a refusal is free.
     async def run():
         async with chat_peer(mode) as peer:
-            cache = tmp_path / "judge.jsonl"
+            cache = tmp_path / "judge.sqlite"
             endpoint = ChatEndpoint(peer.config(timeout_s=0.2, **PRICES), name="judge", cache=cache)
             begun = time.monotonic()
             with pytest.raises(EndpointError, match=said):
@@ -138,7 +153,7 @@ def test_an_answer_of_thinking_alone_is_an_error_that_names_the_limit(said, tmp_
     # The limit cut the model before it said anything: paid for by its count of tokens, and not kept as an answer.
     async def run():
         async with chat_peer(answer=lambda body: said) as peer:
-            cache = tmp_path / "llm.jsonl"
+            cache = tmp_path / "llm.sqlite"
             endpoint = ChatEndpoint(peer.config(**PRICES), name="orchestrator.hints.llm", cache=cache)
             with pytest.raises(EndpointError, match=r"hints\.llm: the answer holds no text .* 20 tokens: raise"):
                 await endpoint.ask(ASK)
@@ -155,7 +170,7 @@ def test_an_endpoint_that_is_not_there_is_an_error():
         async with chat_peer() as peer:
             url = peer.url
         endpoint = ChatEndpoint(peer.config(base_url=url), name="judge")
-        with pytest.raises(EndpointError, match="judge: http://127"):
+        with pytest.raises(EndpointError, match=r"judge \(m at http://127.* no connection"):
             await endpoint.ask(ASK)
         await endpoint.close()
 
@@ -168,7 +183,7 @@ def test_failures_cannot_pass_the_budget():
         async with chat_peer("500") as peer:
             endpoint = ChatEndpoint(peer.config(**PRICES, budget_usd=0.45), name="judge")
             for number in range(2):
-                with pytest.raises(EndpointError, match="answered 500"):
+                with pytest.raises(EndpointError, match="status 500"):
                     await endpoint.ask(ASK, variant=str(number))
             with pytest.raises(BudgetError):
                 await endpoint.ask(ASK, variant="third")
@@ -216,7 +231,7 @@ def test_after_failures_in_a_row_an_endpoint_is_left_alone():
         async with chat_peer("500") as peer:
             endpoint = ChatEndpoint(peer.config(rest_s=0.3), name="judge")
             for number in range(8):
-                with pytest.raises(EndpointError, match="answered 500" if number < 5 else r"5 calls in a row failed"):
+                with pytest.raises(EndpointError, match="status 500" if number < 5 else r"5 calls in a row failed"):
                     await endpoint.ask(ASK, variant=str(number))
             assert len(peer.bodies) == 5
             peer.mode = "answer"
@@ -236,7 +251,7 @@ def test_only_answers_that_are_of_use_are_cached(tmp_path):
     async def run():
         said = iter(["bad", "good"])
         async with chat_peer(answer=lambda body: next(said)) as peer:
-            cache = tmp_path / "judge.jsonl"
+            cache = tmp_path / "judge.sqlite"
             endpoint = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache)
             with pytest.raises(EndpointError, match="'bad' is no verdict"):
                 await endpoint.ask(ASK, check=check)
@@ -254,24 +269,15 @@ def test_a_verdict_may_be_longer_than_a_hint():
     assert judge.max_tokens == 600
 
 
-def test_no_answer_is_paid_twice_however_many_there_are(tmp_path):
-    # Two in memory, five in the file, a torn line in between: each is found, by this process and the next.
-    async def run():
-        path = tmp_path / "llm.jsonl"
-        first = AnswerCache(path, in_memory=2)
-        for number in range(3):
-            await first.add(PaidCall(str(number), f"answer {number}", 0.5))
-        with path.open("ab") as file:
-            file.write(b'{"key": "torn')
-        second = AnswerCache(path, in_memory=2)
-        for number in range(3, 5):
-            await second.add(PaidCall(str(number), f"answer {number}", 0.5))
-        for cache in (second, AnswerCache(path, in_memory=2)):
-            assert cache.newest("0") is None and cache.newest("4") == "answer 4"
-            assert [await cache.older(str(number)) for number in range(5)] == [f"answer {n}" for n in range(5)]
-        assert AnswerCache(path).spent_usd == 2.5 and await second.older("5") is None
-
-    asyncio.run(run())
+def test_a_cache_without_a_file_keeps_the_newest():
+    cache = AnswerCache(None, in_memory=2)
+    answer = CachedAnswer(
+        message={"role": "assistant", "content": "x"}, finish_reason="stop", input_tokens=1, output_tokens=1,
+        cost_usd=0.5, seconds=0.1,
+    )  # fmt: skip
+    for number in range(3):
+        cache.put(str(number), answer)
+    assert [cache.get(str(number)) for number in range(3)] == [None, answer, answer]
 
 
 def test_the_key_comes_from_the_environment(monkeypatch):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ingest_traces import OPENHANDS_V0, lines, taken
 
-from composer_prime.traces.replay.actions.text_actions import may_act, written
+from composer_prime.traces.replay.actions.text_actions import actions_in_text, may_act
 from composer_prime.traces.state import TraceState
 
 FUNCTION = "<function=bash><parameter=command>ls</parameter></function>"
@@ -75,8 +75,8 @@ def test_traces_that_act_in_their_text(tmp_path: Path, text: str) -> None:
 # What is looked at in a text takes linear time, and finds what `written` would.
 def test_texts_that_may_act() -> None:
     for text in ("```bash\nls\n```", "I look.\n```\nls\n```\n", FUNCTION, "```python\nx\n```\n```\nls\n```"):
-        assert may_act(text) and written(text)
+        assert may_act(text) and actions_in_text(text)
     for text in ("Done.", "```python\nx = 1\n```", "```json\n{}\n``` is what I read", "```"):
-        assert not may_act(text) and not written(text)
+        assert not may_act(text) and not actions_in_text(text)
     for unit in ("```\n", "```bash", "\n", "<function", "``"):
         may_act("```bash" + unit * 1_000_000)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from aiohttp import web
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
-from composer_prime.llm.budget import Budget
+from composer_prime.llm.budget import teacher_budget
 from composer_prime.run.costs import read_costs, spent
 from composer_prime.traces.replay.records import ReplayRecords, votes_beside
 from composer_prime.traces.replay.replay import Replay, ReplayProgress
-from composer_prime.traces.replay.teachers.pool import TeacherPool
+from composer_prime.traces.replay.teachers import TeacherPool
 from composer_prime.traces.state import TraceState
 from tests.chat_server import chat_server
 
@@ -197,7 +198,7 @@ async def replayed(
     tmp_path: Path, config: TeachersConfig, states: Any, scorer: Any = None, addresses: dict[str, str] | None = None
 ) -> ReplayProgress:
     """One replay over the files of `tmp_path`; `addresses`: where models are to be found instead."""
-    budget = Budget(config.budget, tmp_path / "costs.jsonl")
+    budget = teacher_budget(config.budget, tmp_path / "costs.jsonl")
     records = ReplayRecords(tmp_path / "pairs.jsonl", votes_beside(tmp_path / "pairs.jsonl"))
     pool = TeacherPool(config, budget, addresses)
     try:
@@ -220,6 +221,12 @@ def play(tmp_path: Path, states: Any, script: Any = None, endpoint: Endpoint | N
             return await replayed(tmp_path, configured(tmp_path, played.url, **more), states)
 
     return asyncio.run(run()), played
+
+
+def kept_answers(cache_dir: Path) -> dict[str, bytes]:
+    """What the cache holds, by key."""
+    with closing(sqlite3.connect(cache_dir / "answers.sqlite")) as database:
+        return dict(database.execute("SELECT key, answer FROM answers"))
 
 
 def settled_calls(tmp_path: Path) -> list[tuple[dict, dict]]:

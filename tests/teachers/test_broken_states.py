@@ -135,5 +135,5 @@ def test_a_broken_ledger_does_not_end_the_run(tmp_path: Path, caplog: pytest.Log
     (run_dir.root / "costs.jsonl").write_text('{"kind": "settled"}\n')
     values = run_config(tmp_path, "http://127.0.0.1:9/v1", online=True, states=path)
     asyncio.run(OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1).run())
-    assert "replay failed, training goes on" in caplog.text and "costs.jsonl:1 is no line of a ledger" in caplog.text
+    assert "replay failed, training goes on" in caplog.text and "costs.jsonl:1 is not a ledger line" in caplog.text
     assert json.loads(run_dir.metrics.read_text().splitlines()[-1])["replay/failed"] == 1

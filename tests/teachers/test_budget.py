@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from composer_prime.config.teachers import BudgetConfig
 from composer_prime.errors import CapError
-from composer_prime.llm.budget import Budget, Reservation
+from composer_prime.llm.budget import Budget, Reservation, teacher_budget
 from composer_prime.run.costs import spent
 
 CAPS = BudgetConfig(usd_per_call=1.0, usd_per_trace=1.25, usd_per_run=1.75, overcharge_factor=2.0)
@@ -32,7 +32,7 @@ class World:
     """A budget, those who ask it for money, and endpoints that charge what they like for what they were asked."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.budget = path, Budget(CAPS, path)
+        self.path, self.budget = path, teacher_budget(CAPS, path)
         self.asking: list[asyncio.Task[Reservation]] = []
         self.in_flight: list[Reservation] = []
         self.charged = defaultdict[str, float](float)
@@ -44,7 +44,7 @@ class World:
     async def reply(self, index: int, times: float) -> None:
         for call in self._taken(index):
             usd = self._charge(call, times)
-            self.budget.charged(call, usd)
+            self.budget.note_charge(call, usd)
             self.budget.settle(call, usd, status="ok")
 
     async def lose(self, index: int, times: float) -> None:
@@ -60,7 +60,7 @@ class World:
         for call in self.in_flight:
             self._charge(call, CAPS.overcharge_factor)
         self.asking, self.in_flight = [], []
-        self.budget = Budget(CAPS, self.path)
+        self.budget = teacher_budget(CAPS, self.path)
 
     async def granted(self) -> None:
         """Calls that may be made now are in flight."""
@@ -129,10 +129,10 @@ def once(budget: Budget, usd: float) -> Reservation:
 # a call has to allow too, until it is charged less for one.
 def test_what_a_teacher_charged_is_held(tmp_path: Path) -> None:
     path = tmp_path / "costs.jsonl"
-    first = Budget(CAPS, path)
+    first = teacher_budget(CAPS, path)
     first.settle(once(first, 0.125), 0.625, status="ok")
     assert spent(path).charge_ratios == {"a": 5.0}
-    resumed = Budget(CAPS, path)
+    resumed = teacher_budget(CAPS, path)
     told = r"needs \$1.2500, 5 times its bound of \$0.2500 \(as it charged last\)"
     with pytest.raises(CapError, match=told) as refused:
         once(resumed, 0.25)
@@ -140,23 +140,23 @@ def test_what_a_teacher_charged_is_held(tmp_path: Path) -> None:
     call = once(resumed, 0.125)
     assert call.usd == 0.625
     resumed.settle(call, 0.0625, status="ok")
-    assert once(resumed, 0.125).usd == 0.25 and once(Budget(CAPS, path), 0.125).usd == 0.25
+    assert once(resumed, 0.125).usd == 0.25 and once(teacher_budget(CAPS, path), 0.125).usd == 0.25
 
 
 # The reply to a call that was in flight when its teacher charged too much says nothing about the teacher since then.
 def test_a_reply_that_was_under_way(tmp_path: Path) -> None:
     path = tmp_path / "costs.jsonl"
-    budget = Budget(CAPS, path)
+    budget = teacher_budget(CAPS, path)
     budget.settle(once(budget, 0.0625), 0.0625, status="ok")
     early, late = once(budget, 0.0625), once(budget, 0.0625)
     budget.settle(early, 0.25, status="ok")
     budget.settle(late, 0.0625, status="ok")
-    assert once(budget, 0.0625).usd == once(Budget(CAPS, path), 0.0625).usd == 0.25
+    assert once(budget, 0.0625).usd == once(teacher_budget(CAPS, path), 0.0625).usd == 0.25
 
 
 # A small budget is used up, but for what is held for one more call.
 def test_a_dollar(tmp_path: Path) -> None:
-    budget = Budget(BudgetConfig(usd_per_run=1.0), tmp_path / "costs.jsonl")
+    budget = teacher_budget(BudgetConfig(usd_per_run=1.0), tmp_path / "costs.jsonl")
     calls = 0
     with pytest.raises(CapError, match="usd_per_run"):
         while True:

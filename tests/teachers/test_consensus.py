@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopback import call
 
-from composer_prime.traces.replay.actions.canonical import canonical
-from composer_prime.traces.replay.actions.edits import Files
-from composer_prime.traces.replay.consensus import epsilon, majority, settled
+from composer_prime.traces.replay.actions.canonical import Files, canonical
 from composer_prime.traces.replay.kill_switch import percentile
 from composer_prime.traces.replay.records import digest
+from composer_prime.traces.replay.voting import epsilon, majority, settled
 
 
 def acts(name: str, **arguments) -> dict:

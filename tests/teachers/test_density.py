@@ -15,15 +15,15 @@ from composer_prime.config import Config
 from composer_prime.config.teachers import GateConfig
 from composer_prime.errors import ConfigError
 from composer_prime.plan.preflight import check_start
+from composer_prime.stats import plot
+from composer_prime.traces.overwrite_guard import check_own
 from composer_prime.traces.pairs import Pair, PairFile, PairState, check_binding, gate_file, read_gate
 from composer_prime.traces.replay.actions.canonical import RULES
-from composer_prime.traces.replay.gate.chart import draw
-from composer_prime.traces.replay.gate.density import Density, Margins, fleiss_kappa, measure
-from composer_prime.traces.replay.gate.margins import base_margins
-from composer_prime.traces.replay.gate.report import main, text
-from composer_prime.traces.replay.gate.running_gate import RunningGate
+from composer_prime.traces.replay.density import Density, Margins, base_margins, fleiss_kappa, measure
+from composer_prime.traces.replay.density_report import density_chart, main, report_lines
 from composer_prime.traces.replay.records import ReplayRecords, StateRecord, VoteRecord, votes_beside
-from orchestrator.preferences.mixer import Released
+from composer_prime.traces.replay.running_gate import RunningGate
+from orchestrator.preferences.mixer import ReleasedPairs
 from tests.verdicts import release
 
 
@@ -107,15 +107,17 @@ def test_the_gates(changes: dict, missed: str | None) -> None:
     density = measured(**changes)
     assert density.passed == (missed is None)
     assert missed is None or [missed in reason for reason in density.failures] == [True]
-    assert ("passed" if missed is None else missed) in "\n".join(text(density))
+    assert ("passed" if missed is None else missed) in "\n".join(report_lines(density))
 
 
 # The chart is well-formed and tells the verdict, with and without margins.
 @pytest.mark.parametrize("changes", [{}, {"margins": None}, {"pairs": 0}])
-def test_the_chart(changes: dict) -> None:
-    density = measured(**changes)
-    words = " ".join(element.text or "" for element in ElementTree.fromstring(draw(density)).iter())
+def test_the_chart(tmp_path: Path, changes: dict) -> None:
+    density, path = measured(**changes), tmp_path / "chart.svg"
+    plot.save(density_chart(density), path)
+    words = " ".join(element.text or "" for element in ElementTree.fromstring(path.read_text()).iter())
     assert ("gate passed" if density.passed else "gate missed") in words
+    check_own(path, plot.is_chart, "a chart")
 
 
 # Margins are of the base: a scorer that likes "cat" gives +1 for real pairs, and cross-step pairs another's answer.
@@ -238,7 +240,7 @@ def test_the_running_gate(tmp_path: Path) -> None:
     asyncio.run(come(Likes(), range(50, 64)))
     gate = read_gate(pairs)
     assert gate is not None and [each.passed for each in gate.verdicts] == [True, False, False, True]
-    released = Released(PairFile(pairs))
+    released = ReleasedPairs(PairFile(pairs))
     assert released.refresh()
     assert [index for index in range(64) if released.allows(index)] == [*range(16), *range(48, 64)]
     check_binding(gate, PairFile(pairs))
@@ -263,7 +265,7 @@ def test_what_is_left_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         return [(each.first, each.last, each.passed) for each in gate.gate.verdicts]
 
     assert asyncio.run(come(range(47))) == [(0, 32, True)]
-    assert "pairs 32 to 47 of 15 traces: 16 pairs of 8 traces are needed for a verdict" in caplog.text
+    assert "pairs 32 to 47 of 15 traces: a verdict needs 16 pairs of 8 traces" in caplog.text
     assert asyncio.run(come(range(47, 48))) == [(0, 32, True), (32, 48, True)]
 
 
@@ -319,7 +321,7 @@ def test_a_trace_over_two_windows(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         return [(each.first, each.last, each.passed) for each in gate.gate.verdicts]
 
     assert asyncio.run(come(range(24), 4.0)) == []
-    assert "pairs 0 to 24 of 1 trace: 16 pairs of 8 traces are needed" in caplog.text
+    assert "pairs 0 to 24 of 1 trace: a verdict needs 16 pairs of 8 traces" in caplog.text
     first = (0, 31, True)  # eight traces; 24 + 7 pairs
     assert asyncio.run(come(range(24, 31), 3.8)) == [first]
     # 24 to 38 are two pairs of each of seven traces and one of the eighth.

@@ -7,37 +7,36 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPLAY = """
-import asyncio, sys, threading
+import asyncio, sys
 from pathlib import Path
 from loopback import Endpoint, overrule, run_config, serving, state
-from composer_prime.traces.replay.replay import opened
+from composer_prime.traces.replay.replay import open_replay
 
-PART = "openai.resources.chat.completions"
 imported = []
 
-def note(event, given):
-    if event == "import" and given[0].startswith("openai"):
-        imported.append(threading.current_thread() is threading.main_thread())
+def note(event, arguments):
+    if event == "import" and arguments[0].startswith(("httpx", "httpcore", "h11", "genai_prices", "openai")):
+        imported.append(arguments[0])
 
 async def main(folder):
     async with serving(Endpoint(answers=overrule)) as endpoint:
         config = run_config(folder, endpoint.url)
-        assert PART not in sys.modules
-        sys.addaudithook(note)
         files = {name: folder / f"{name}.jsonl" for name in ("pairs", "votes", "costs")}
-        async with opened(config, **files) as replay:
-            assert PART in sys.modules and imported and not any(imported)
-            before = len(imported)
+        async with open_replay(config, **files) as replay:
+            sys.addaudithook(note)
             progress = await replay.run([state(0)])
-            assert progress.pairs == 1 and imported[before:] == []
+            assert progress.pairs == 1 and imported == [], imported
 
 asyncio.run(main(Path(sys.argv[1])))
 """
 
 
-# The client is imported in a thread while the pool is opened, and nothing of it once a call may be made: meanwhile an
-# orchestrator hears its nodes, and no endpoint's time holds it. In a process of its own, where nobody imported it yet.
+# The client and the price list are imported before a call may be made, so that meanwhile an orchestrator hears its
+# nodes, and the endpoint's time holds no import. In a process of its own, where nobody imported them yet.
+@pytest.mark.process
 def test_the_client_is_imported_before_the_first_call(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     words = [sys.executable, "-c", REPLAY, str(tmp_path)]

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from pydantic import ValidationError
 
 from composer_prime.config.load import resolve
 from composer_prime.config.teachers import BudgetConfig, TeacherConfig
-from composer_prime.errors import ConfigError
-from composer_prime.llm.budget import Budget
-from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
+from composer_prime.errors import ConfigError, UnwritableError
+from composer_prime.llm.budget import teacher_budget
+from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question, rows_of_folder
+from composer_prime.llm.client import CallPacer
 from composer_prime.llm.prices import price_of
 from composer_prime.run.costs import CostLedger, read_costs, spent
-from composer_prime.traces.replay.teachers.teacher import CallPacer
+
+
+def answered(content: str) -> CachedAnswer:
+    return CachedAnswer(
+        message={"role": "assistant", "content": content},
+        finish_reason="stop",
+        input_tokens=1,
+        output_tokens=1,
+        cost_usd=0.1,
+        seconds=0.2,
+    )
 
 
 def teacher(**values) -> TeacherConfig:
@@ -72,7 +86,7 @@ def test_the_ledger_adds_up(tmp_path: Path) -> None:
 def test_no_rest_of_rounding_stays_reserved(tmp_path: Path) -> None:
     async def run() -> None:
         caps = BudgetConfig(usd_per_call=0.05, usd_per_trace=0.05, usd_per_run=0.05, overcharge_factor=1.0)
-        budget = Budget(caps, tmp_path / "costs.jsonl")
+        budget = teacher_budget(caps, tmp_path / "costs.jsonl")
         budget.settle(await budget.reserve(trace="t", state="s", teacher="x", usd=0.001), 0.0, status="ok")
         # In doubles, 0.01 + 0.007 + 0.02 - 0.01 - 0.007 - 0.02 > 0.
         held = [await budget.reserve(trace="t", state="s", teacher="x", usd=usd) for usd in (0.01, 0.007, 0.02)]
@@ -91,7 +105,7 @@ def test_calls_are_spaced() -> None:
     assert turns[0] == 0 and 25 < turns[3] <= 30
 
 
-# The key depends on everything an answer depends on, and on nothing else; a damaged file is a miss.
+# The key depends on everything an answer depends on, and on nothing else; a damaged answer is a miss.
 def test_the_cache(tmp_path: Path) -> None:
     base = {"endpoint": "e", "model": "m", "messages": [{"role": "user", "content": "x"}], "tools": []}
     question = Question(**base, temperature=0.0, max_tokens=9)
@@ -107,20 +121,36 @@ def test_the_cache(tmp_path: Path) -> None:
     )
     keys = {Question(**({**base, "temperature": 0.0, "max_tokens": 9} | change)).key for change in changes}
     assert len(keys | {question.key}) == 7
-    cache = AnswerCache(tmp_path)
-    answer = CachedAnswer(
-        message={"role": "assistant", "content": "y"},
-        finish_reason="stop",
-        input_tokens=1,
-        output_tokens=1,
-        cost_usd=0.1,
-        seconds=0.2,
-    )
+    cache = AnswerCache(tmp_path / "answers.sqlite")
+    answer = answered("y")
     assert cache.get(question.key) is None
     cache.put(question.key, answer)
-    assert cache.get(question.key) == answer
-    next(tmp_path.glob("*/*.json")).write_bytes(b"{")
+    assert cache.get(question.key) == AnswerCache(tmp_path / "answers.sqlite").get(question.key) == answer
+    with closing(sqlite3.connect(tmp_path / "answers.sqlite")) as database, database:
+        database.execute("UPDATE answers SET answer = ?", (b"{",))
     assert cache.get(question.key) is None
+
+
+# A folder of answer files, as earlier releases kept them, is imported once; a damaged file is a miss.
+def test_old_answer_files_are_found(tmp_path: Path) -> None:
+    old = {"aa11": msgspec.json.encode(answered("y")), "bb22": b"{"}
+    for key, content in old.items():
+        (tmp_path / key[:2]).mkdir()
+        (tmp_path / key[:2] / f"{key}.json").write_bytes(content)
+    cache = AnswerCache(tmp_path / "answers.sqlite", rows_of_folder(tmp_path))
+    assert cache.get("aa11") == answered("y") and cache.get("bb22") is None
+    cache.put("aa11", answered("z"))
+    again = AnswerCache(tmp_path / "answers.sqlite", rows_of_folder(tmp_path))
+    assert again.get("aa11") == answered("z")
+
+
+# A file that is no cache is left as it is, and the message names it.
+def test_a_foreign_file_is_no_cache(tmp_path: Path) -> None:
+    path = tmp_path / "answers.sqlite"
+    path.write_bytes(b"Dear reader, " * 1000)
+    with pytest.raises(UnwritableError, match=r"answers\.sqlite .*move the file elsewhere"):
+        AnswerCache(path)
+    assert path.read_bytes() == b"Dear reader, " * 1000
 
 
 # The pools that ship can be read, priced, and judge what they are for.

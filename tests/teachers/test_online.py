@@ -19,10 +19,10 @@ from composer_prime.plan.plan import build_plan
 from composer_prime.run.costs import read_costs
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.pairs import gate_file
+from composer_prime.traces.replay.local_models import models_at
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.records import read_pairs, votes_beside
 from composer_prime.traces.replay.replay import open_replay
-from composer_prime.traces.replay.teachers.local import models_at
 from composer_prime.traces.state import write_state
 
 
@@ -325,7 +325,7 @@ def test_a_value_below_the_price_of_the_votes(tmp_path: Path) -> None:
     for value_usd in (0.02, 20.0, None):
         config = run_config(tmp_path, "http://x/v1", states=path, voi={"enabled": True, "pair_value_usd": value_usd})
         told.append([note for note in build_plan(config, starter=None).notes if "pair_value_usd" in note])
-    assert "only the share explore = 0.05 of the states is voted on" in told[0][0] and told[1:] == [[], []]
+    assert "only the share explore = 0.05 of the states gets votes" in told[0][0] and told[1:] == [[], []]
 
 
 async def until(condition, timeout_s: float = 60.0) -> None:

@@ -16,7 +16,7 @@ from composer_prime.traces.pairs import TINY_PAIRS, Pair, PairFile, read_gate
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.records import read_pairs
 from composer_prime.traces.state import Message, TraceState, write_state
-from orchestrator.preferences.mixer import Released
+from orchestrator.preferences.mixer import ReleasedPairs
 
 STATES, WINDOW = 44, 32
 """What is left after the window is too little for a verdict of its own."""
@@ -78,7 +78,7 @@ def test_the_base_of_a_remote_pool(tmp_path: Path) -> None:
     assert file.refresh() == len(made) >= measured.measured >= WINDOW
     logged = json.loads(run_dir.metrics.read_text().splitlines()[-1])
     assert (logged["gate/beta"], logged["gate/pairs_passed"]) == (0.25, measured.passed)
-    released = Released(file)
+    released = ReleasedPairs(file)
     assert released.refresh() and all(released.allows(index) for index in range(measured.measured))
 
 

@@ -6,16 +6,16 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from loopback import Endpoint, configured, replayed, serving, state
+from loopback import Endpoint, configured, kept_answers, replayed, serving, state
 from pydantic import ValidationError
 
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import ConfigError, TeacherError
-from composer_prime.llm.budget import Budget
+from composer_prime.llm.budget import teacher_budget
 from composer_prime.run.costs import spent
 from composer_prime.traces.replay.actions.canonical import RULES
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
-from composer_prime.traces.replay.teachers.pool import TeacherPool
+from composer_prime.traces.replay.teachers import TeacherPool
 from composer_prime.traces.state import TraceState
 
 
@@ -90,7 +90,7 @@ def test_no_family_judges_its_own_trace(tmp_path: Path) -> None:
 def test_the_pool_refuses_the_family(tmp_path: Path) -> None:
     async def run() -> None:
         config = configured(tmp_path, "http://127.0.0.1:9/v1", models=("claude-x", "gpt-a", "qwen-b"))
-        pool = TeacherPool(config, Budget(config.budget, tmp_path / "costs.jsonl"))
+        pool = TeacherPool(config, teacher_budget(config.budget, tmp_path / "costs.jsonl"))
         own = next(teacher for teacher in pool.teachers if teacher.family == "claude")
         with pytest.raises(TeacherError, match="it has no vote"):
             await pool.ask(own, state(0))
@@ -137,7 +137,7 @@ def test_pairs_can_be_traced_to_their_votes(tmp_path: Path) -> None:
         assert pair.pair_id in record.pairs
         for vote in record.votes:
             assert pair.teachers["votes"][vote.teacher]["answer"] == vote.answer
-            assert (tmp_path / "cache" / vote.answer[:2] / f"{vote.answer}.json").is_file()
+            assert vote.answer in kept_answers(tmp_path / "cache")
         assert pair.cost_usd == record.cost_usd == pytest.approx(0.22)
 
 

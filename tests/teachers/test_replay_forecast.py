@@ -9,7 +9,7 @@ import pytest
 from loopback import Endpoint, run_config, serving, state
 
 from composer_prime.config import Config
-from composer_prime.plan.cost_forecast import beside_the_cap, forecast_cost
+from composer_prime.plan.cost_forecast import cost_with_cap, forecast_cost
 from composer_prime.traces.replay.command import Arguments, replay, replay_summary
 from composer_prime.traces.state import write_state
 
@@ -57,14 +57,14 @@ def test_of_rollouts_to_come(tmp_path: Path) -> None:
     config = pool(tmp_path, "http://x/v1", online=True)
     config.orchestrator.groups_per_step, config.orchestrator.group_size, config.run.max_steps = 10, 8, 500
     usd = 40_000 * (384 + 20) * (50 + 3) / 1e6
-    said = beside_the_cap(config, forecast_cost(config))
+    said = cost_with_cap(config, forecast_cost(config))
     assert f"about ${usd:,.2f} for each turn of the trained rollouts (dropped groups add theirs): 40,000" in said
     assert "model.max_context = 384 tokens, 2 votes of the dearest" in said and "never more than $1000" in said
     config.model.path = "Qwen/Qwen3-8B"
     config.teachers.teacher = [each for each in config.teachers.teacher if each.name != "claude-d"]
-    assert "nothing: rollouts are of family 'qwen'" in beside_the_cap(config, None)
+    assert "nothing: rollouts are of family 'qwen'" in cost_with_cap(config, None)
     config.teachers.online = False
-    assert "grows with the states" in beside_the_cap(config, None)
+    assert "grows with the states" in cost_with_cap(config, None)
 
 
 # `composer replay` says what it will probably cost beside the cap before it asks, and after it what it did cost; the

@@ -9,8 +9,8 @@ import pytest
 from loopback import Endpoint, call, configured, replayed, says, serving, state, xml
 
 from composer_prime.traces.pairs import Pair
-from composer_prime.traces.replay.gate.density import measure
-from composer_prime.traces.replay.gate.report import text
+from composer_prime.traces.replay.density import measure
+from composer_prime.traces.replay.density_report import report_lines
 from composer_prime.traces.replay.records import StateRecord, read_pairs, read_records, votes_beside
 from composer_prime.traces.state import TraceState
 
@@ -44,7 +44,7 @@ def test_a_majority_that_cannot_run_gives_no_pair(tmp_path: Path, kind: type[End
     endpoint = kind(answers=lambda model, messages: (tool, {"path": "a"}))
     record, pairs = voted(tmp_path, endpoint, state(0))
     assert record.outcome == "cannot_run" and reason in (record.reason or "") and not pairs
-    assert any("1 cannot run" in line for line in text(measure([record], [], None)))
+    assert any("1 cannot run" in line for line in report_lines(measure([record], [], None)))
 
 
 # Nor does a student that calls what its state lacks win over a minority.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from composer_prime.stats.intervals import bootstrap_interval
-from composer_prime.traces.replay.gate.density import (
+from composer_prime.traces.replay.density import (
     FEWEST_TRACES,
     MAX_P,
     Margins,

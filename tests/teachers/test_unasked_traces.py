@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from loopback import USD, Endpoint, configured, overrule, play, replayed, serving, state
 
-from composer_prime.traces.replay.gate.density import Density, measure
-from composer_prime.traces.replay.gate.report import text
+from composer_prime.traces.replay.density import Density, measure
+from composer_prime.traces.replay.density_report import report_lines
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
 
 KILL = {"mean_usd_per_trace": 2.5 * USD, "p95_usd_per_trace": 1e3, "error_rate": 1.0, "min_states": 3}
@@ -68,7 +68,7 @@ def test_what_the_gate_divides_by(tmp_path: Path) -> None:
     found = density(tmp_path)
     assert (found.traces, found.judged_traces, found.asked_traces) == (12, 6, 5)
     assert found.usd_a_trace == pytest.approx(4 * USD) and found.pairs_a_trace == pytest.approx(10 / 6)
-    assert "over the 6 traces that were not refused, cost over the 5" in "\n".join(text(found))
+    assert "over the 6 traces that were not refused, cost over the 5" in "\n".join(report_lines(found))
 
 
 # An answer from the cache counts as asked, at its first price; so does one that was cut short and gives no vote.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from aiohttp import web
-from loopback import Endpoint, configured, replayed, serving, state
+from loopback import Endpoint, configured, kept_answers, replayed, serving, state
 
 from composer_prime.traces.replay.command import replay_summary
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
@@ -108,8 +110,10 @@ def test_thinking_of_a_kept_answer(tmp_path: Path) -> None:
         async with serving(Endpoint(answers=lambda model, messages: "All done.")) as endpoint:
             config = configured(tmp_path, endpoint.url)
             await replayed(tmp_path, config, [state(0)])
-            for path in (tmp_path / "cache").glob("*/*.json"):
-                path.write_bytes(path.read_bytes().replace(b"All done.", b"<think>Perhaps not.</think>All done."))
+            with closing(sqlite3.connect(tmp_path / "cache" / "answers.sqlite")) as database, database:
+                for key, content in kept_answers(tmp_path / "cache").items():
+                    old = content.replace(b"All done.", b"<think>Perhaps not.</think>All done.")
+                    database.execute("UPDATE answers SET answer = ? WHERE key = ?", (old, key))
             again = await replayed(tmp_path / "again", config, [state(0)])
             assert (again.calls, again.cached, again.pairs) == (0, 2, 1)
 
@@ -120,14 +124,17 @@ def test_thinking_of_a_kept_answer(tmp_path: Path) -> None:
 
 # A cap that one vote meets does not hide that the disk refused the answer to another.
 def test_a_cap_does_not_hide_a_broken_disk(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+    def break_disk_and_answer(model: str, messages: list[dict]) -> str | tuple[str, dict]:
+        with closing(sqlite3.connect(tmp_path / "cache" / "answers.sqlite")) as database:
+            database.execute("DROP TABLE IF EXISTS answers")
+        return said(model, messages)
 
     async def run() -> None:
-        async with serving(Endpoint(answers=said)) as endpoint:
+        async with serving(Endpoint(answers=break_disk_and_answer)) as endpoint:
             pool = [each.model_dump() for each in configured(tmp_path, endpoint.url).teacher]
             pool[0] |= {"tier": "cheap", "input_usd_per_mtok": 1e5}
-            config = configured(tmp_path, endpoint.url, voting="all", teacher=pool, cache_dir=tmp_path / "file")
+            config = configured(tmp_path, endpoint.url, voting="all", teacher=pool)
             await replayed(tmp_path, config, [state(0)])
 
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(OSError, match=r"answers\.sqlite"):
         asyncio.run(run())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from loopback import says, xml
 
 from composer_prime.traces.replay.actions.canonical import canonical
-from composer_prime.traces.replay.actions.text_actions import way_of, written
+from composer_prime.traces.replay.actions.text_actions import actions_in_text, way_of
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from composer_prime.traces.replay.actions.text_actions import way_of, written
     ],
 )
 def test_what_a_text_does(said: str, way: str, calls: list) -> None:
-    acts = written(said)
+    acts = actions_in_text(said)
     assert acts is not None and (acts.way, acts.calls) == (way, calls)
     assert way_of([says("Hm."), says(said), says("Done.")]) == (None if way == "broken" else way)
 
@@ -54,6 +54,6 @@ PARTS = ["<function=a>", "</function>", "<parameter=b>", "</parameter>", "```bas
 # Whatever a text holds, it has a reading, and a form that is hashable.
 @given(st.lists(st.sampled_from(PARTS)))
 def test_any_text_can_be_read(parts: list[str]) -> None:
-    acts = written("".join(parts))
+    acts = actions_in_text("".join(parts))
     assert acts is None or (acts.way == "broken") == (not acts.calls)
     assert hash(canonical(says("".join(parts)), [])) is not None

@@ -3,13 +3,11 @@
     states ──> [ concurrent_states at a time ]
                  voters (never the trace's own family, cheapest first)
                  vote ── settled? no ── worth it? yes ── next vote ...
-                 candidates ── length, duplicates ── text by the base's likelihood ──> Records
+                 candidates ── length, duplicates ── text by the base's likelihood ──> ReplayRecords
                kill switch, budget ──> stop: what is in flight ends, the rest stays for the next replay
 
-A replay that was interrupted, killed or stopped goes on where it was: done states are skipped, answers that were paid
-for come from the cache, and what the kill switch and the value of information had seen is read from votes and costs.
-
-A replay with all that it needs, opened and closed again: local models, teachers, budget, files.
+A replay that was interrupted, killed or stopped goes on where it was. Done states are skipped. Answers that were paid
+for come from the cache. What the kill switch and the value of information had seen is read from votes and costs.
 """
 
 from __future__ import annotations
@@ -26,22 +24,74 @@ from typing import Any
 from composer_prime.config import Config
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import ConfigError, ModelNotFoundError, TeacherError
-from composer_prime.llm.budget import Budget
+from composer_prime.llm.budget import Budget, teacher_budget
 from composer_prime.traces.pairs import Pair, PairState
-from composer_prime.traces.replay.actions.canonical import RULES, Canonical, canonical
-from composer_prime.traces.replay.actions.edits import Files
-from composer_prime.traces.replay.consensus import Candidate, candidates, length_ratio, without_thinking
-from composer_prime.traces.replay.gate.running_gate import RunningGate
+from composer_prime.traces.replay.actions.canonical import RULES, Files, canonical
 from composer_prime.traces.replay.kill_switch import KillSwitch, Situation, ValueOfInformation
+from composer_prime.traces.replay.local_models import (
+    CachedScorer,
+    Scorer,
+    ServedScorer,
+    likeliest,
+    models_at,
+    weights_mark,
+)
 from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, content_of, digest, only_writer
-from composer_prime.traces.replay.teachers.local import models_at
-from composer_prime.traces.replay.teachers.pool import TeacherPool, check_pool
-from composer_prime.traces.replay.teachers.scoring import KeptScorer, Scorer, ServedScorer, likeliest
-from composer_prime.traces.replay.teachers.teacher import Teacher
-from composer_prime.traces.replay.voting import Ballot, Voting, vote_record
+from composer_prime.traces.replay.running_gate import RunningGate
+from composer_prime.traces.replay.teachers import Teacher, TeacherPool, check_teachers
+from composer_prime.traces.replay.voting import Ballot, Candidate, Voting, candidates, length_ratio, without_thinking
 from composer_prime.traces.state import TraceState
 
 logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_replay(
+    config: Config, *, pairs: Path, votes: Path, costs: Path, gated: bool = False
+) -> AsyncIterator[Replay]:
+    """Open a replay with all that it needs: files, budget, local models, teachers.
+
+    `gated`: measure the pairs as they come, for they are trained meanwhile.
+
+    Raises ConfigError (price, key, base, another replay of `pairs`, a file of something else), RoleFailedError or
+    DeadlineError (local models).
+    """
+    teachers = config.teachers
+    await asyncio.to_thread(check_teachers, teachers)  # it may convert a model
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every vote
+    base = config.model.path
+    models = teachers.models_served(base)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(only_writer(pairs))  # before reading what was spent
+        records = ReplayRecords(pairs, votes)  # before anything is written: another file is left as it is
+        budget = teacher_budget(teachers.budget, costs)
+        mark = _base_mark(base) if teachers.score else None
+        addresses: dict[str, str] = {}
+        served: ServedScorer | None = None
+        if models:
+            url = await stack.enter_async_context(
+                models_at(models, threads=teachers.local_threads, start_timeout_s=teachers.local_start_timeout_s)
+            )
+            addresses = {teacher.model: url for teacher in teachers.teacher if teacher.local}
+            if mark is not None:
+                served = ServedScorer(url, base, teachers.timeout_s)
+                stack.push_async_callback(served.close)
+        scorer = None if mark is None else CachedScorer(teachers.cache_dir.expanduser() / "scores", mark, served)
+        pool = await asyncio.to_thread(TeacherPool, teachers, budget, addresses)
+        stack.push_async_callback(pool.close)
+        gate = RunningGate(teachers.gate, records, served) if gated else None
+        yield Replay(teachers, pool, budget, records, scorer, seed=config.run.seed, gate=gate)
+
+
+def _base_mark(base: str) -> str:
+    """Return what tells the base's weights from others. Raises ConfigError where there is no base."""
+    try:
+        return weights_mark(base)
+    except ModelNotFoundError as error:
+        raise ConfigError(
+            f"{error}; the frozen base chooses among agreeing answers: to take the first of them instead, set "
+            "teachers.score = false"
+        ) from None
 
 
 @dataclass(slots=True)
@@ -62,7 +112,7 @@ class ReplayProgress:
     cached_usd: float = 0.0
     """What answers from the cache cost when they were asked for."""
     with_entropy: int = 0
-    """States whose trace tells how uncertain the student was."""
+    """States whose trace has the student's entropy."""
     stopped: str | None = None
     """Why it stopped early."""
     refusals: Counter[str] = field(default_factory=Counter)
@@ -75,7 +125,7 @@ class ReplayProgress:
 
     @property
     def price_usd(self) -> float:
-        """As usd, with answers from the cache at their first price."""
+        """As usd, with answers from the cache at what they cost when they were asked for."""
         return self.usd + self.cached_usd
 
 
@@ -92,82 +142,86 @@ class Replay:
         gate: RunningGate | None = None,
     ) -> None:
         """`gate` measures the pairs as they come, where they are trained while the replay goes on."""
-        self.config, self.progress = config, ReplayProgress()
-        self._pool, self._budget, self._records, self._scorer = pool, budget, records, scorer
+        self.config = config
+        self.gate = gate
+        self.progress = ReplayProgress()
+        self._pool = pool
+        self._budget = budget
+        self._records = records
+        self._scorer = scorer
         self._spent_before_usd = budget.spent_usd
         self._voi = ValueOfInformation(config.voi, seed)
         self._voting = Voting(config, pool, self._voi, self.progress.without_vote)
         self._switch = KillSwitch(config.kill, usd_by_trace=dict(budget.by_trace))
-        self.gate = gate
         self._stopping = asyncio.Event()
-        self._taken: dict[tuple[str, str], str | None] = {}
-        """(trace, state) -> digest of the states that this replay saw."""
+        self._seen: dict[tuple[str, str], str | None] = {}
+        """(trace, state) -> digest of the states of this replay."""
         self._writing = asyncio.Lock()
         for record in records.history:
             self._recall(record)
 
     async def run(self, states: Iterable[TraceState] | AsyncIterator[TraceState]) -> ReplayProgress:
-        """Replay until the states end or something stops it; `progress.stopped` says what.
+        """Replay until the states end or something stops it, which `progress.stopped` names.
 
-        Raises OSError when a record cannot be written, and what `states` raise, once the calls in flight have ended.
+        Raises OSError when a record cannot be written, and the errors of `states`, once the calls in flight have ended.
         """
         running = set[asyncio.Task[None]]()
         try:
             await self._take(_each(states), running)
             while running:
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                running -= _ended(done)
+                running -= _checked(done)
         except Exception as error:
-            self._budget.close(f"the replay broke off: {error}")  # what is in flight may be charged: it is waited for
+            self._budget.close(f"the replay broke off: {error}")  # wait for calls in flight, which may be charged
             await asyncio.gather(*running, return_exceptions=True)
             raise
         finally:
-            await _cancelled(running)
+            await _cancel(running)
             self.progress.usd = self._budget.spent_usd - self._spent_before_usd
         if self.progress.stopped is not None:
-            self._budget.stopped(self.progress.stopped)
+            self._budget.note_stop(self.progress.stopped)
         return self.progress
 
     async def _take(self, source: AsyncIterator[TraceState], running: set[asyncio.Task[None]]) -> None:
-        """Begin states, so many at a time, until there is none or something stops the replay."""
+        """Begin states, concurrent_states at a time, until there is none or something stops the replay."""
         stopping = asyncio.ensure_future(self._stopping.wait())
         upcoming: asyncio.Task[TraceState | None] | None = None
         try:
-            # A source may wait for its next state for ever: what stops the replay must not have to wait with it.
+            # A source may wait for its next state forever. A stop must not wait with it.
             while self.progress.stopped is None:
                 if upcoming is None and len(running) < self.config.concurrent_states:
                     upcoming = asyncio.ensure_future(_next(source))
                 waited = {*running, stopping, *(() if upcoming is None else (upcoming,))}
                 done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-                running -= _ended(done & running)
+                running -= _checked(done & running)
                 if upcoming is not None and upcoming.done():
                     state, upcoming = upcoming.result(), None
                     if state is None:
                         return
                     self._begin(state, running)
         finally:
-            await _cancelled({stopping} if upcoming is None else {stopping, upcoming})
+            await _cancel({stopping} if upcoming is None else {stopping, upcoming})
 
     def stop(self, reason: str) -> None:
-        """End soon: no further call is made, those in flight are waited for and their answers kept."""
+        """End soon: make no further call, wait for those in flight and keep their answers."""
         self.progress.stopped = self.progress.stopped or reason
         self._budget.close(reason)
         self._stopping.set()
 
     @property
     def in_flight(self) -> int:
-        """Calls whose answers are not there yet."""
+        """Calls without an answer yet."""
         return self._budget.in_flight
 
     def _recall(self, record: StateRecord) -> None:
-        """Take in what an earlier replay saw; its costs are in the ledger."""
+        """Take in a state of an earlier replay. Its cost is in the ledger."""
         self._note(record, usd=0.0)
         if record.expected_usd is not None:
             self._voi.expect(record.expected_usd)
         self._learn(record)
 
     def _learn(self, record: StateRecord) -> None:
-        """Whether the votes on a state, if they came to an end, gave a pair."""
+        """Teach the value of information whether the votes on a state gave a pair, if they came to an end."""
         if record.outcome not in ("agreed", "overruled", "no_majority", "cannot_run") or not record.votes:
             return
         minority = record.outcome == "agreed" and any(not vote.agrees for vote in record.votes)
@@ -178,17 +232,17 @@ class Replay:
 
     def _begin(self, state: TraceState, running: set[asyncio.Task[None]]) -> None:
         place, content = (state.trace_id, state.state_id), _content(state)
-        known = self._taken.setdefault(place, self._records.done.get(place))
-        if known is not None:
-            self._known(state, known in ("", content))
+        seen = self._seen.setdefault(place, self._records.done.get(place))
+        if seen is not None:
+            self._skip(state, same=seen in ("", content))
             return
-        self._taken[place] = content
+        self._seen[place] = content
         self.progress.stopped = self.progress.stopped or self._switch.tripped()
         if self.progress.stopped is None:
             running.add(asyncio.ensure_future(self._one(state)))
 
-    def _known(self, state: TraceState, same: bool) -> None:
-        """A state of this id was there before: this very one, or another, which nobody could tell from it later."""
+    def _skip(self, state: TraceState, *, same: bool) -> None:
+        """Skip a state whose id was there before: of the same state, or of another, which is left out."""
         if same:
             self.progress.resumed += 1
             return
@@ -201,8 +255,11 @@ class Replay:
             logger.warning("left out of the replay: %s", self.progress.why_left_out)
 
     async def _one(self, state: TraceState) -> None:
-        """Vote on one state and write down what came of it. What nobody expected fails this state alone."""
-        ballot, pairs, dropped, broken = None, [], Counter[str](), False
+        """Vote on one state and write down the result. An unexpected error fails this state alone."""
+        ballot: Ballot | None = None
+        pairs: list[Pair] = []
+        dropped = Counter[str]()
+        broken = False
         try:
             try:
                 ballot, voters = self._ballot(state)
@@ -216,12 +273,12 @@ class Replay:
                 return
             if ballot is not None and outcome not in UNDECIDED:
                 pairs, dropped = await self._pairs(ballot)
-        except OSError:  # of the disk, which the other states need too
+        except OSError:  # the other states need the disk too
             raise
         except Exception as error:
             logger.exception("state %s of trace %s failed", state.state_id, state.trace_id)
             outcome, reason, pairs, dropped, broken = "failed", f"{type(error).__name__}: {error}", [], Counter(), True
-            self._voting.say_why(reason)
+            self._voting.count_no_vote(reason)
         record = self._record(state, ballot, outcome, reason, pairs, dropped, broken=broken)
         async with self._writing:
             written = await asyncio.to_thread(self._records.add, record, pairs)
@@ -242,7 +299,19 @@ class Replay:
         *,
         broken: bool,
     ) -> StateRecord:
-        usd, seconds = self._budget.take_state(state.state_id), ballot.seconds if ballot else 0.0
+        usd = self._budget.take_state(state.state_id)
+        voted: dict[str, Any] = {"price_usd": usd}
+        if ballot is not None:
+            voted = {
+                "planned": ballot.planned,
+                "votes": [vote.record(ballot.student) for vote in ballot.votes],
+                "student_form": digest(ballot.student),
+                "failed_calls": ballot.failed,
+                "expected_usd": ballot.expected_usd,
+                "seconds": ballot.seconds,
+                "price_usd": usd + ballot.cached_usd,
+                "vote_s": ballot.seconds + ballot.cached_s,
+            }
         return StateRecord(
             trace=state.trace_id,
             state=state.state_id,
@@ -250,26 +319,19 @@ class Replay:
             family=self._pool.family_of(state),
             outcome=outcome,
             reason=reason,
-            planned=ballot.planned if ballot else 0,
-            votes=[vote_record(vote, ballot.student) for vote in ballot.votes] if ballot else [],
-            student_form=digest(ballot.student) if ballot else None,
             error=state.error is not None,
             entropy=state.entropy,
-            failed_calls=ballot.failed if ballot else 0,
             broken=broken,
             cost_usd=usd,
-            expected_usd=ballot.expected_usd if ballot else None,
-            seconds=seconds,
-            price_usd=usd + (ballot.cached_usd if ballot else 0.0),
-            vote_s=seconds + (ballot.cached_s if ballot else 0.0),
             content=_content(state),
             pairs=[self._records.written_as(pair) or pair.pair_id for pair in pairs],
             dropped=dict(dropped),
             rules=RULES,
+            **voted,
         )
 
     def _ballot(self, state: TraceState) -> tuple[Ballot, list[Teacher]]:
-        """(ballot, voters). Raises TeacherError where nobody can judge the state."""
+        """Return (ballot, voters). Raises TeacherError where nobody can judge the state."""
         files = Files(state.messages)
         student = canonical(without_thinking(state.student_action), state.tools, files)
         if student is None:
@@ -278,28 +340,28 @@ class Replay:
         return Ballot(state=state, files=files, student=student, planned=min(self.config.voters, len(voters))), voters
 
     async def _pairs(self, ballot: Ballot) -> tuple[list[Pair], Counter[str]]:
-        """The pairs that are kept, and why others are not."""
-        kept: list[Pair] = []
+        """Return the pairs to write, and why others are dropped."""
+        pairs: list[Pair] = []
         dropped: Counter[str] = Counter()
         student = without_thinking(ballot.state.student_action)
-        for candidate in candidates(ballot.votes, student, ballot.student, ballot.planned, ballot.runs):
+        for candidate in candidates(ballot.votes, student, ballot.student, ballot.planned, ballot.can_run):
             pair = await self._pair(ballot, candidate)
-            known = self._records.written_as(pair) is not None
+            written = self._records.written_as(pair) is not None
             if length_ratio(pair.chosen, pair.rejected) > self.config.max_length_ratio:
                 dropped["length"] += 1
-            elif content_of(pair) in self._records.contents and not known:
+            elif content_of(pair) in self._records.contents and not written:
                 dropped["duplicate"] += 1
             else:
                 self._records.contents.add(content_of(pair))
-                kept.append(pair)
-        return kept, dropped
+                pairs.append(pair)
+        return pairs, dropped
 
     async def _pair(self, ballot: Ballot, candidate: Candidate) -> Pair:
         state = ballot.state
         chosen, how = await likeliest(self._scorer, state.messages, state.tools, candidate.chosen)
         votes = {
             vote.teacher: {"family": vote.family, "form": digest(vote.form), "answer": vote.key}
-            | {"for": _side(vote.form, candidate)}
+            | {"for": candidate.side(vote.form)}
             for vote in ballot.votes
         }
         return Pair(
@@ -348,12 +410,6 @@ def _content(state: TraceState) -> str:
     return digest([state.messages, state.student_action, state.tools])
 
 
-def _side(form: Canonical, candidate: Candidate) -> str:
-    if form == candidate.chosen_form:
-        return "chosen"
-    return "rejected" if form == candidate.rejected_form else "neither"
-
-
 async def _each(states: Iterable[TraceState] | AsyncIterator[TraceState]) -> AsyncIterator[TraceState]:
     if isinstance(states, AsyncIterator):
         async for state in states:
@@ -363,65 +419,20 @@ async def _each(states: Iterable[TraceState] | AsyncIterator[TraceState]) -> Asy
             yield state
 
 
-async def _cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel them, and wait until they have ended."""
+async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _next(source: AsyncIterator[TraceState]) -> TraceState | None:
-    """The next state; None after the last."""
+    """Return the next state; None after the last. A coroutine, which a task needs; `anext` is none."""
     return await anext(source, None)
 
 
-def _ended(done: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """`done`. Raises what one of them raised."""
+def _checked(done: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    """Return `done`. Raises what one of them raised."""
     for task in done:
         task.result()
     return done
-
-
-@asynccontextmanager
-async def open_replay(
-    config: Config, *, pairs: Path, votes: Path, costs: Path, gated: bool = False
-) -> AsyncIterator[Replay]:
-    """`gated`: measure the pairs as they come, for they are trained meanwhile.
-
-    Raises ConfigError (price, key, base, another replay of `pairs`, a file of something else), RoleFailedError or
-    DeadlineError (local models).
-    """
-    teachers = config.teachers
-    await asyncio.to_thread(check_pool, teachers)  # it may convert a model
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every vote
-    base = config.model.path
-    wanted = teachers.models_served(base)
-    async with AsyncExitStack() as stack:
-        stack.enter_context(only_writer(pairs))  # before what was spent is read
-        records = ReplayRecords(pairs, votes)  # first: what is no file of pairs is left alone
-        budget = Budget(teachers.budget, costs)
-        addresses: dict[str, str] = {}
-        served: Scorer | None = None
-        kept = _kept(teachers, base) if teachers.score else None
-        if wanted:
-            url = await stack.enter_async_context(
-                models_at(wanted, threads=teachers.local_threads, start_timeout_s=teachers.local_start_timeout_s)
-            )
-            addresses = {teacher.model: url for teacher in teachers.teacher if teacher.local}
-            if kept is not None:
-                served = kept.inner = ServedScorer(url, base, teachers.timeout_s)
-                stack.push_async_callback(served.close)
-        pool = await asyncio.to_thread(TeacherPool, teachers, budget, addresses)  # it imports for seconds
-        stack.push_async_callback(pool.close)
-        gate = RunningGate(teachers.gate, records, served) if gated else None
-        yield Replay(teachers, pool, budget, records, kept, seed=config.run.seed, gate=gate)
-
-
-def _kept(teachers: TeachersConfig, base: str) -> KeptScorer:
-    try:
-        return KeptScorer(teachers.cache_dir.expanduser() / "scores", base)
-    except ModelNotFoundError as error:
-        raise ConfigError(
-            f"{error}; the frozen base chooses among agreeing answers: to take the first of them instead, set "
-            "teachers.score = false"
-        ) from None

@@ -1,48 +1,81 @@
-"""The votes on one state: whom to ask next, and what their answers decide.
+"""The votes on one state: which teacher to ask next, and which pairs the answers give.
 
-The votes on one state while they come in, and as they are written down.
+1. A majority (more than N/2 of the planned voters, of at least two families, by canonical form) beats the student,
+   where they differ.
+2. A student that the majority agrees with beats each minority answer.
+3. No majority gives no pair. Nor does one whose action cannot run in the state.
 
-Whether an action could be carried out where it would be trained: a pair must not teach one that cannot.
+epsilon, the probability that a label is wrong: 1 - (k + 1/2) / (n + 1) with k of n votes for the chosen side, at most
+1/2. These rules and the replay-DPO loss are this project's own.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import CapError
-from composer_prime.traces.replay.actions.canonical import Canonical, canonical
-from composer_prime.traces.replay.actions.edits import Files
-from composer_prime.traces.replay.actions.text_actions import way_of, written
-from composer_prime.traces.replay.consensus import Cast, Vote, majority, preferred, settled
+from composer_prime.llm.client import NoAnswerError
+from composer_prime.traces.replay.actions.canonical import Canonical, Files, canonical
+from composer_prime.traces.replay.actions.text_actions import actions_in_text, way_of
 from composer_prime.traces.replay.kill_switch import Situation, ValueOfInformation
 from composer_prime.traces.replay.records import VoteRecord, digest
-from composer_prime.traces.replay.teachers.pool import TeacherPool
-from composer_prime.traces.replay.teachers.teacher import NoAnswerError, NotAskedError, Teacher
+from composer_prime.traces.replay.teachers import NotAskedError, Teacher, TeacherPool
 from composer_prime.traces.state import Message, TraceState
 
+Cast = tuple[str, Canonical]
+"""(family, form) of one vote."""
+MAX_REASONS = 50
+"""Reasons for missing votes that are told apart; endpoints word their errors as they like."""
+_MIN_CHARS = 24
+"""Shorter answers count as this long: one more word is no difference in length."""
 
-def why_not(message: Message, form: Canonical, state: TraceState) -> str | None:
-    """Why an action of this form cannot run in the state; None where it can, as far as its form tells.
 
-    A call must be whole and name a tool of the state. Where the agent acts in its text, an action must be written in
-    the way that it uses.
-    """
-    if "broken" in (form[0], *(part[0] for part in form[1:] if isinstance(part, tuple) and part)):
-        return "the call is broken"
-    names = {(tool.get("function") or {}).get("name") for tool in state.tools}
-    for call in message.get("tool_calls") or []:
-        if call["function"]["name"] not in names:
-            return "the call names a tool that the state lacks"
-    acts = None if state.tools else written(message.get("content") or "")
-    way = None if acts is None else way_of([state.student_action, *state.messages])
-    return None if acts is None or way in (None, acts.way) else f"it is written as {acts.way}, the trace's as {way}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """One teacher's answer."""
+
+    teacher: str
+    family: str
+    tier: str
+    form: Canonical
+    message: Message
+    key: str
+    """Of the answer in the cache."""
+    cached: bool
+    cost_usd: float
+    """Paid now; 0 from the cache."""
+    seconds: float
+    """What the endpoint took now: all attempts and the pauses between them; about 0 from the cache."""
+    price_usd: float
+    """Paid when it was first asked for."""
+    answer_s: float
+    """What the endpoint took then."""
+
+    def record(self, student: Canonical) -> VoteRecord:
+        return VoteRecord(
+            teacher=self.teacher,
+            family=self.family,
+            tier=self.tier,
+            form=digest(self.form),
+            agrees=self.form == student,
+            answer=self.key,
+            cached=self.cached,
+            cost_usd=self.cost_usd,
+            seconds=self.seconds,
+            price_usd=self.price_usd,
+            answer_s=self.answer_s,
+        )
 
 
 @dataclass(slots=True)
 class Ballot:
+    """The votes on one state while they come in."""
+
     state: TraceState
     files: Files
     """As the trace left them."""
@@ -52,175 +85,264 @@ class Ballot:
     """What all planned votes were expected to cost, where their value was weighed against it."""
     votes: list[Vote] = field(default_factory=list)
     failed: int = 0
-    """Calls that gave no vote; an answer from the cache that gives none is not one."""
+    """Calls that gave no vote. An answer from the cache that gives none is not one."""
     cached_usd: float = 0.0
-    """What answers from the cache cost when they were asked for."""
+    """What answers from the cache cost when they were first asked for."""
     cached_s: float = 0.0
     seconds: float = 0.0
-    """What endpoints took for the votes that were called for; turns, places and money that were waited for are ours."""
+    """What endpoints took for the votes that were called for, without waiting for turns, places and money."""
     stopped_by: str | None = None
-    without_vote: str | None = None
-    """Why the last teacher that gave no vote gave none."""
+    no_vote_reason: str | None = None
+    """Of the last teacher that gave no vote."""
 
     @property
     def cast(self) -> list[Cast]:
         return [(vote.family, vote.form) for vote in self.votes]
 
-    def runs(self, message: Message, form: Canonical) -> bool:
-        return why_not(message, form, self.state) is None
+    @property
+    def situation(self) -> Situation:
+        disagrees = self.votes[0].form != self.student if self.votes else None
+        return Situation(error=self.state.error is not None, entropy=self.state.entropy, cheap_disagrees=disagrees)
 
-    def why_not(self, form: Canonical) -> str | None:
-        """Why nothing that a majority for this form speaks for can run; None where something can."""
+    def can_run(self, message: Message, form: Canonical) -> bool:
+        return obstacle(message, form, self.state) is None
+
+    def obstacle(self, form: Canonical) -> str | None:
+        """Return why no action of a majority for this form can run; None where one can."""
         answers = preferred(self.votes, self.state.student_action, self.student, form)
-        reasons = [why_not(message, form, self.state) for message in answers]
+        reasons = [obstacle(message, form, self.state) for message in answers]
         return None if None in reasons else reasons[0]
-
-
-def vote_record(vote: Vote, student: Canonical) -> VoteRecord:
-    return VoteRecord(
-        teacher=vote.teacher,
-        family=vote.family,
-        tier=vote.tier,
-        form=digest(vote.form),
-        agrees=vote.form == student,
-        answer=vote.key,
-        cached=vote.cached,
-        cost_usd=vote.cost_usd,
-        seconds=vote.seconds,
-        price_usd=vote.price_usd,
-        answer_s=vote.answer_s,
-    )
-
-
-MAX_REASONS = 50
-"""Endpoints word their errors as they like: so many are told apart."""
 
 
 class Voting:
     def __init__(
-        self, config: TeachersConfig, pool: TeacherPool, voi: ValueOfInformation, without_vote: Counter[str]
+        self, config: TeachersConfig, pool: TeacherPool, voi: ValueOfInformation, no_vote_reasons: Counter[str]
     ) -> None:
-        """`without_vote` counts why teachers gave no vote."""
-        self._config, self._pool, self._voi, self._without_vote = config, pool, voi, without_vote
+        """`no_vote_reasons` counts why teachers gave no vote."""
+        self._config = config
+        self._pool = pool
+        self._voi = voi
+        self._no_vote_reasons = no_vote_reasons
 
     async def vote(self, ballot: Ballot, voters: list[Teacher]) -> tuple[str, str | None]:
-        """Fill the ballot; (outcome, reason), the outcome as in StateRecord or `run_budget`.
+        """Fill the ballot. Return (outcome, reason), the outcome as in StateRecord or `run_budget`.
 
-        What it raises leaves in the ballot what came in until then.
+        After an error the ballot holds what came in until then.
         """
         try:
             await self._all(ballot, voters) if self._config.voting == "all" else await self._sequence(ballot, voters)
         except CapError as error:
             if error.scope == "run":
                 return "run_budget", str(error)
-            self.say_why(str(error))
+            self.count_no_vote(str(error))
             return "budget", str(error)
         if ballot.stopped_by is not None:
             return "not_worth_it", ballot.stopped_by
         form = majority(ballot.cast, ballot.planned)
         if form is None:
             alone = len({vote.family for vote in ballot.votes}) < 2
-            failed = alone and ballot.without_vote is not None
-            return "failed" if failed else "no_majority", ballot.without_vote if failed else None
-        why_not = ballot.why_not(form)
-        if why_not is not None:
-            return "cannot_run", f"the majority's action cannot run: {why_not}"
+            failed = alone and ballot.no_vote_reason is not None
+            return "failed" if failed else "no_majority", ballot.no_vote_reason if failed else None
+        reason = ballot.obstacle(form)
+        if reason is not None:
+            return "cannot_run", f"the majority's action cannot run: {reason}"
         return "agreed" if form == ballot.student else "overruled", None
 
     async def _sequence(self, ballot: Ballot, voters: list[Teacher]) -> None:
-        """One vote after another, while the majority is open and the next ones are worth their price."""
+        """Ask for one vote after another, while the majority is open and the next ones are worth their price."""
         if self._config.voi.enabled:
             ballot.expected_usd = sum(self._pool.expected_usd(each, ballot.state) for each in voters[: ballot.planned])
             self._voi.expect(ballot.expected_usd)
         for index, teacher in enumerate(voters):
             if settled(ballot.cast, ballot.planned):
                 return
-            left = max(ballot.planned // 2 + 1 - len(ballot.votes), 1)
-            price = 0.0
+            needed = max(ballot.planned // 2 + 1 - len(ballot.votes), 1)
+            price_usd = 0.0
             if self._config.voi.enabled:
-                price = sum(self._pool.price_usd(each, ballot.state) for each in voters[index : index + left])
-            situation = _situation(ballot)
-            if not self._voi.worth(situation, price):
-                chance = self._voi.chance(situation)
-                ballot.stopped_by = f"P(pair) = {chance:.3f} is not worth votes for ${price:.5f}"
+                price_usd = sum(self._pool.price_usd(each, ballot.state) for each in voters[index : index + needed])
+            if not self._voi.worth(ballot.situation, price_usd):
+                chance = self._voi.chance(ballot.situation)
+                ballot.stopped_by = f"P(pair) = {chance:.3f} is not worth votes for ${price_usd:.5f}"
                 return
             ballot.seconds += await self._ask(ballot, teacher)
 
     async def _all(self, ballot: Ballot, voters: list[Teacher]) -> None:
-        """All planned votes at once; where one fails, the next teacher is asked."""
+        """Ask for all planned votes at once. Where one fails, ask the next teacher."""
         first = voters[: ballot.planned]
-        asked = await asyncio.gather(*(self._ask(ballot, teacher) for teacher in first), return_exceptions=True)
+        results = await asyncio.gather(*(self._ask(ballot, teacher) for teacher in first), return_exceptions=True)
         order = [teacher.name for teacher in first]  # votes come in any order, and which is the first must not vary
         ballot.votes.sort(key=lambda vote: order.index(vote.teacher))
-        ballot.seconds += max((each for each in asked if isinstance(each, float)), default=0.0)
-        failures = [each for each in asked if isinstance(each, BaseException)]
-        if failures:  # a broken disk ends the replay, a cap may end this state alone: the worst is told
-            raise min(failures, key=lambda each: (not isinstance(each, OSError), isinstance(each, CapError)))
+        ballot.seconds += max((each for each in results if isinstance(each, float)), default=0.0)
+        errors = [each for each in results if isinstance(each, BaseException)]
+        if errors:  # the worst counts: a broken disk ends the replay, while a cap may end this state alone
+            raise min(errors, key=lambda each: (not isinstance(each, OSError), isinstance(each, CapError)))
         for teacher in voters[ballot.planned :]:
             if len(ballot.votes) >= ballot.planned:
                 return
             ballot.seconds += await self._ask(ballot, teacher)
 
     async def _ask(self, ballot: Ballot, teacher: Teacher) -> float:
-        """Add one vote; how long the endpoint took, in seconds. An answer that is cut short, filtered or empty is none.
+        """Add one vote. Return how long the endpoint took, in seconds. Raises CapError.
 
-        Raises CapError.
+        An answer that is cut short, filtered or empty is no vote.
         """
         state = ballot.state
         try:
-            asked = await self._pool.ask(teacher, state)
+            reply = await self._pool.ask(teacher, state)
         except NotAskedError as error:
             self._no_vote(ballot, str(error), called=False)
             return 0.0
         except NoAnswerError as error:
             self._no_vote(ballot, str(error), called=True)
             return error.seconds
-        if asked.cached:
-            ballot.cached_usd += asked.answer.cost_usd
-            ballot.cached_s += asked.answer.seconds
-        form = canonical(asked.answer.message, state.tools, ballot.files)
-        unusable = _unusable(form, asked.answer.finish_reason, self._config.max_tokens)
-        if form is None or unusable is not None:
-            self._no_vote(ballot, f"an answer of {teacher.name} {unusable}", called=not asked.cached)
-            return asked.seconds
+        answer = reply.answer
+        if reply.cached:
+            ballot.cached_usd += answer.cost_usd
+            ballot.cached_s += answer.seconds
+        form = canonical(answer.message, state.tools, ballot.files)
+        fault = _fault(form, answer.finish_reason, self._config.max_tokens)
+        if form is None or fault is not None:
+            self._no_vote(ballot, f"an answer of {teacher.name} {fault}", called=not reply.cached)
+            return reply.seconds
         ballot.votes.append(
             Vote(
                 teacher=teacher.name,
                 family=teacher.family,
                 tier=teacher.config.tier,
                 form=form,
-                message=asked.answer.message,
-                key=asked.key,
-                cached=asked.cached,
-                cost_usd=asked.cost_usd,
-                seconds=asked.seconds,
-                price_usd=asked.answer.cost_usd,
-                answer_s=asked.answer.seconds,
+                message=answer.message,
+                key=reply.key,
+                cached=reply.cached,
+                cost_usd=reply.cost_usd,
+                seconds=reply.seconds,
+                price_usd=answer.cost_usd,
+                answer_s=answer.seconds,
             )
         )
-        return asked.seconds
+        return reply.seconds
 
     def _no_vote(self, ballot: Ballot, reason: str, *, called: bool) -> None:
         ballot.failed += called
-        ballot.without_vote = reason
-        self.say_why(reason)
+        ballot.no_vote_reason = reason
+        self.count_no_vote(reason)
 
-    def say_why(self, reason: str) -> None:
-        """Count why there is no vote."""
-        reasons = self._without_vote
+    def count_no_vote(self, reason: str) -> None:
+        reasons = self._no_vote_reasons
         reasons[reason if reason in reasons or len(reasons) < MAX_REASONS else "other reasons"] += 1
 
 
-def _situation(ballot: Ballot) -> Situation:
-    state, votes = ballot.state, ballot.votes
-    disagrees = votes[0].form != ballot.student if votes else None
-    return Situation(error=state.error is not None, entropy=state.entropy, cheap_disagrees=disagrees)
-
-
-def _unusable(form: Canonical | None, finish_reason: str, max_tokens: int) -> str | None:
-    """Why an answer is no vote; None where it is one."""
+def _fault(form: Canonical | None, finish_reason: str, max_tokens: int) -> str | None:
+    """Return why an answer is no vote; None where it is one."""
     if finish_reason == "length":
         return f"was cut at teachers.max_tokens = {max_tokens}"
     if finish_reason == "content_filter":
         return "was filtered by its endpoint (finish_reason content_filter)"
     return "is empty" if form is None else None
+
+
+def majority(cast: Sequence[Cast], planned: int) -> Canonical | None:
+    """Return the form that more than half of the planned voters gave; None where there is none (yet).
+
+    Models of one family err together, so the agreement of one family alone decides nothing.
+    """
+    if not cast:
+        return None
+    form, count = Counter(form for _, form in cast).most_common(1)[0]
+    families = {family for family, other in cast if other == form}
+    return form if 2 * count > planned and len(families) > 1 else None
+
+
+def settled(cast: Sequence[Cast], planned: int) -> bool:
+    """Return whether further votes, of whichever family, cannot change the outcome."""
+    if majority(cast, planned) is not None or len(cast) >= planned:
+        return True
+    open_votes = planned - len(cast)
+    most = max(Counter(form for _, form in cast).values(), default=0)
+    return 2 * (most + open_votes) <= planned
+
+
+def epsilon(agreeing: int, votes: int) -> float:
+    """Return the probability that the label is wrong, in (0, 1/2]."""
+    return min(1 - (agreeing + 0.5) / (votes + 1), 0.5)
+
+
+def preferred(votes: Sequence[Vote], student: Message, student_form: Canonical, form: Canonical) -> list[Message]:
+    """Return the actions of a majority for `form`: the student's own where that is its form, else the votes'."""
+    return [student] if form == student_form else [vote.message for vote in votes if vote.form == form]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A pair before its text is chosen: any of `chosen` would do."""
+
+    chosen: tuple[Message, ...]
+    rejected: Message
+    chosen_form: Canonical
+    rejected_form: Canonical
+    epsilon: float
+
+    def side(self, form: Canonical) -> str:
+        if form == self.chosen_form:
+            return "chosen"
+        return "rejected" if form == self.rejected_form else "neither"
+
+
+def candidates(
+    votes: Sequence[Vote],
+    student: Message,
+    student_form: Canonical,
+    planned: int,
+    can_run: Callable[[Message, Canonical], bool],
+) -> list[Candidate]:
+    """Return the pairs that the votes give. `can_run` tells which actions may be chosen."""
+    form = majority([(vote.family, vote.form) for vote in votes], planned)
+    if form is None:
+        return []
+    chosen = tuple(message for message in preferred(votes, student, student_form, form) if can_run(message, form))
+    if not chosen:
+        return []
+    beaten = {student_form: student}
+    if form == student_form:
+        beaten = {vote.form: vote.message for vote in reversed(votes) if vote.form != form}
+    doubt = epsilon(sum(vote.form == form for vote in votes), len(votes))
+    return [
+        Candidate(chosen=chosen, rejected=message, chosen_form=form, rejected_form=other, epsilon=doubt)
+        for other, message in beaten.items()
+    ]
+
+
+def obstacle(message: Message, form: Canonical, state: TraceState) -> str | None:
+    """Return why an action of this form cannot run in the state; None where it can, as far as its form tells.
+
+    A pair must not teach an action that could not be carried out. A call must be whole and name a tool of the state.
+    Where the agent acts in its text, an action must be written in the way that it uses.
+    """
+    if "broken" in (form[0], *(part[0] for part in form[1:] if isinstance(part, tuple) and part)):
+        return "the call is broken"
+    names = {(tool.get("function") or {}).get("name") for tool in state.tools}
+    for call in message.get("tool_calls") or []:
+        if call["function"]["name"] not in names:
+            return "the call names a tool that the state lacks"
+    acts = None if state.tools else actions_in_text(message.get("content") or "")
+    way = None if acts is None else way_of([state.student_action, *state.messages])
+    return None if acts is None or way in (None, acts.way) else f"it is written as {acts.way}, the trace's as {way}"
+
+
+def length_ratio(first: Message, second: Message) -> float:
+    """Return the characters of the longer answer over those of the shorter, at least 1."""
+    sizes = sorted(max(_size(message), _MIN_CHARS) for message in (first, second))
+    return sizes[1] / sizes[0]
+
+
+def without_thinking(message: Message) -> Message:
+    """Return the message without its thinking. That of teachers is not known, so the student's is no part of a pair."""
+    kept: dict[str, Any] = {"role": "assistant", "content": message.get("content")}
+    if message.get("tool_calls"):
+        kept["tool_calls"] = message["tool_calls"]
+    return kept
+
+
+def _size(message: Message) -> int:
+    calls = message.get("tool_calls") or []
+    call_chars = sum(len(call["function"]["name"]) + len(call["function"]["arguments"]) for call in calls)
+    return len(message.get("content") or "") + call_chars

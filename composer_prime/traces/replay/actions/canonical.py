@@ -2,14 +2,17 @@
 
     edit     ("edit", path, content after it), or (path, replacements as written) where the file's content is not known
     shell    ("shell", tokens, sorted JSON of the other arguments)
-    call     ("call", name, sorted JSON arguments without defaults, paths normalised)
-    prose    ("prose",): any text without an action, in one bucket; the call that ends a trace, whatever it says, too
+    call     ("call", name, sorted JSON arguments without defaults, paths normalized)
+    prose    ("prose",): any text without an action, and the call that ends a trace, whatever it says
 
-The order of several calls of one turn counts where one of them is a command or an edit; text beside a call does not. A
-call or a command that stands in the text (written.py) is an action where the agent had no tools, and another one where
-it is written in another way; elsewhere it is an example. A broken call written as text is itself.
+The order of several calls of one turn counts where one of them is a command or an edit. Text beside a call does not
+count. A call or a command in the text (text_actions.py) is an action where the agent had no tools; elsewhere it is an
+example. Written in another way it is another action. A broken call written as text is itself.
 
-Two different actions of one form would make an agreement that is none; two equal ones of different forms only cost a
+Two edits are the same when they leave the same content behind, however much context each of them quotes. The content
+before is known where the agent itself wrote the file earlier in the trace; elsewhere an edit is what it says.
+
+Two different actions of one form would make an agreement that is none. Two equal ones of different forms only cost a
 pair. So whatever is not sure to be cosmetic counts.
 """
 
@@ -18,30 +21,39 @@ from __future__ import annotations
 import json
 import posixpath
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from composer_prime.traces.replay.actions.edits import EDIT_ARGUMENTS, Edit, Files, edit_of
 from composer_prime.traces.replay.actions.shell import shell
-from composer_prime.traces.replay.actions.text_actions import BROKEN, written
+from composer_prime.traces.replay.actions.text_actions import BROKEN, actions_in_text
 from composer_prime.traces.state import Message
 
 Canonical = tuple[Any, ...]
 RULES = 3
-"""Counted up when forms change: votes by other rules are not continued (records.py)."""
+"""Raise it when forms change: a votes file compared by other rules is not continued (records.py)."""
 PROSE = ("prose",)
 _SHELLS = {"bash", "shell", "terminal", "execute_bash", "run", "run_command", "cmd_run", "local_shell", "execute"}
 _COMMANDS = ("command", "cmd", "script")
 _ENDS = {"finish", "submit"}
 _LAST_WORDS = {"message", "outputs", "final_thought"}
 _COSMETIC = {"summary", "security_risk", "explanation", "thought"}
-"""Arguments that tell of an action and do not change it."""
+"""Arguments that describe an action and do not change it."""
 _LABELS = _COSMETIC | {"description", "reason"}
-"""The same beside a command or an edit; in other calls these may be what the call is about."""
+"""The same beside a command or an edit. In other calls these may be what the call is about."""
 _PATH = re.compile(r"(?i)(?:^|_)(?:path|file|filename|filepath|dir|directory|cwd)s?$|file_?(?:path|name)")
+_WRITES = {"write", "create", "write_file", "create_file", "filewrite"}
+_REPLACES = {"edit", "str_replace", "replace", "multiedit", "edit_file", "str_replace_based_edit_tool"}
+_EDITORS = {"str_replace_editor", "file_editor", "str_replace_based_edit_tool", "edit_anthropic"}
+_PATHS = ("file_path", "path", "filename", "file")
+_CONTENTS = ("content", "file_text")
+_SIDES = (("old_string", "new_string"), ("old_str", "new_str"), ("search", "replace"))
+EDIT_ARGUMENTS = {"command", "edits", "replace_all", *_PATHS, *_CONTENTS, *(side for pair in _SIDES for side in pair)}
+"""What an `Edit` is made of."""
 
 
 def canonical(action: Message, tools: list[dict[str, Any]], files: Files | None = None) -> Canonical | None:
-    """The canonical form of an assistant message in a state with these tools and files; None for an empty one."""
+    """Return the canonical form of an assistant message in a state; None for an empty one."""
     calls, files = action.get("tool_calls") or [], files or Files()
     if calls:
         return _turn([_call(call["function"], tools, files) for call in calls], "actions")
@@ -50,7 +62,7 @@ def canonical(action: Message, tools: list[dict[str, Any]], files: Files | None 
         return None
     if tools:
         return ("broken", text) if BROKEN.search(text) else PROSE
-    acts = written(text)
+    acts = actions_in_text(text)
     if acts is None:
         return PROSE
     forms = [_form(name, arguments, [], files) for name, arguments in acts.calls]
@@ -58,7 +70,7 @@ def canonical(action: Message, tools: list[dict[str, Any]], files: Files | None 
 
 
 def _turn(forms: list[Canonical], kind: str) -> Canonical:
-    """All that a turn does."""
+    """Return the form of all that a turn does."""
     if set(forms) == {PROSE}:
         return PROSE
     acts = any(form[0] in ("shell", "edit") for form in forms)
@@ -77,22 +89,22 @@ def _call(function: dict[str, Any], tools: list[dict[str, Any]], files: Files) -
 
 
 def _form(name: str, arguments: dict[str, Any], tools: list[dict[str, Any]], files: Files) -> Canonical:
-    given = _defaults(name, tools)
+    defaults = _defaults(name, tools)
     if name.lower() in _ENDS:
-        return _end(name.lower(), _kept(arguments, given, _COSMETIC | _LAST_WORDS))
+        return _end(name.lower(), _kept(arguments, defaults, _COSMETIC | _LAST_WORDS))
     key = next((key for key in _COMMANDS if isinstance(arguments.get(key), str)), None)
     if name.lower() in _SHELLS and key is not None:
-        others = _kept(arguments, given, _LABELS | {key})
+        others = _kept(arguments, defaults, _LABELS | {key})
         several = len({offered for offered in _names(tools) if offered.lower() in _SHELLS}) > 1
         return ("shell", shell(arguments[key]), others, *([name] if several else []))
     edit = edit_of(name, arguments)
     if edit is not None:
-        return (*_edit(edit, files), _kept(arguments, given, _LABELS | EDIT_ARGUMENTS))
-    return ("call", name, _kept(arguments, given, _COSMETIC))
+        return (*_edit(edit, files), _kept(arguments, defaults, _LABELS | EDIT_ARGUMENTS))
+    return ("call", name, _kept(arguments, defaults, _COSMETIC))
 
 
 def _end(name: str, kept: str) -> Canonical:
-    """The end of a trace: that the task is done is what ending says; that it is not, or an answer, is more."""
+    """Return the form of the call that ends a trace: prose, unless it says more than that the task is done."""
     done = ("{}", '{"task_completed": "true"}', '{"task_completed": true}')
     return PROSE if kept in done else ("call", name, kept)
 
@@ -103,7 +115,7 @@ def _edit(edit: Edit, files: Files) -> Canonical:
 
 
 def _kept(arguments: dict[str, Any], defaults: dict[str, Any], without: set[str]) -> str:
-    """Sorted JSON of the arguments that say something."""
+    """Return the sorted JSON of the arguments that count."""
     plain = {key: _plain(key, value) for key, value in arguments.items() if value is not None and key not in without}
     usual = {key: _json(_plain(key, value)) for key, value in defaults.items()}
     return _json({key: value for key, value in plain.items() if usual.get(key) != _json(value)})
@@ -126,13 +138,92 @@ def _names(tools: list[dict[str, Any]]) -> list[str]:
 
 
 def _defaults(name: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """The default of every argument that the tool's schema gives one."""
+    """Return the defaults in the tool's schema."""
     for tool in tools:
         function = tool.get("function") or {}
         if function.get("name") != name:
             continue
         parameters = function.get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        known = properties.items() if isinstance(properties, dict) else ()
-        return {key: schema["default"] for key, schema in known if isinstance(schema, dict) and "default" in schema}
+        schemas = properties.items() if isinstance(properties, dict) else ()
+        return {key: schema["default"] for key, schema in schemas if isinstance(schema, dict) and "default" in schema}
     return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """Replacements in one file; `content` instead where it is written whole."""
+
+    path: str
+    replacements: tuple[tuple[str, str, bool], ...] = ()
+    """(old, new, everywhere instead of at the only place)."""
+    content: str | None = None
+
+
+class Files:
+    """The files that an agent wrote whole earlier in its trace, as they are now."""
+
+    def __init__(self, messages: Iterable[Message] = ()) -> None:
+        self._content: dict[str, str] = {}
+        for message in messages:
+            for call in message.get("tool_calls") or []:
+                name, arguments = call["function"]["name"], _json_object(call["function"]["arguments"])
+                edit = edit_of(name, arguments)
+                if edit is not None:
+                    self._apply(edit)
+                elif name.lower() in _EDITORS and arguments.get("command") != "view":  # insert, undo_edit
+                    self._content.pop(posixpath.normpath(str(arguments.get("path"))), None)
+
+    def after(self, edit: Edit) -> str | None:
+        """Return the file's content after `edit`; None where its content is not known, or the edit does not fit it."""
+        if edit.content is not None:
+            return edit.content
+        text = self._content.get(posixpath.normpath(edit.path))
+        for old, new, everywhere in edit.replacements:
+            if text is None or not old or old not in text or (text.count(old) > 1 and not everywhere):
+                return None
+            text = text.replace(old, new)
+        return text
+
+    def _apply(self, edit: Edit) -> None:
+        path = posixpath.normpath(edit.path)
+        after = self.after(edit)
+        if after is None:
+            self._content.pop(path, None)
+        else:
+            self._content[path] = after
+
+
+def edit_of(name: str, arguments: dict[str, Any]) -> Edit | None:
+    """Return the edit that a call makes; None where it makes none."""
+    path = next((arguments[key] for key in _PATHS if isinstance(arguments.get(key), str)), None)
+    if path is None:
+        return None
+    tool = name.lower()
+    command = arguments.get("command") if tool in _EDITORS else None
+    if tool in _WRITES or command == "create":
+        content = next((arguments[key] for key in _CONTENTS if isinstance(arguments.get(key), str)), None)
+        return None if content is None else Edit(path=path, content=content)
+    if tool in _REPLACES or command == "str_replace":
+        listed = arguments.get("edits")
+        pairs = [_replacement(each) for each in (listed if isinstance(listed, list) else [arguments])]
+        if pairs and all(pair is not None for pair in pairs):
+            return Edit(path=path, replacements=tuple(pair for pair in pairs if pair is not None))
+    return None
+
+
+def _replacement(arguments: Any) -> tuple[str, str, bool] | None:
+    if not isinstance(arguments, dict):
+        return None
+    for old, new in _SIDES:
+        if isinstance(arguments.get(old), str) and isinstance(arguments.get(new), str):
+            return arguments[old], arguments[new], str(arguments.get("replace_all")).lower() == "true"
+    return None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

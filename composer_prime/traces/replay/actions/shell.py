@@ -5,8 +5,8 @@
     here-document    ("heredoc", body), verbatim
     comment          as written
 
-Spaces between tokens and the kind of quotes do not count. Where it is not sure what a shell would make of a command,
-the whole of it is one token, as written. After the token recognition, quoting and here-documents of POSIX.1-2024, Shell
+Spaces between tokens and the kind of quotes do not count. Where it is unclear how a shell would read a command, the
+whole of it is one token, as written. After the token recognition, quoting and here-documents of POSIX.1-2024, Shell
 Command Language, 2.2, 2.3 and 2.7.4, and the expansions of bash.
 """
 
@@ -34,7 +34,7 @@ _EXPANSION = re.compile(
     r"""\$'(?:[^'\\]|\\.)*'|\$[$?!\#@*-]|\$\w+|\$\{(?:[^'"`\\{}$]|\$(?![({]))*\}|`(?:[^`\\]|\\.)*`""", re.DOTALL
 )
 _TANGLED = re.compile(r"<<|\bcase\b|[\s;&|()]#")
-"""Inside $( ), these may hold a parenthesis or a quote that is none."""
+"""Inside $( ), these may hold a parenthesis or a quote that does not count."""
 _RESERVED = re.compile(r"if|then|elif|else|fi|for|select|in|while|until|do|done|case|esac|function|time|coproc")
 """No longer reserved when quoted."""
 
@@ -44,9 +44,9 @@ class _UnsureError(Exception):
 
 
 def shell(command: str) -> tuple[Token, ...]:
-    """The tokens of a command; one, ("unread", command), where it cannot be read for sure."""
+    """Return the tokens of a command; one, ("unread", command), where it cannot be read for sure."""
     try:
-        if "=~" in command:  # in a regular expression spaces and parentheses are none
+        if "=~" in command:  # spaces and parentheses mean something else in a regular expression
             raise _UnsureError
         tokens = list(_tokens(command))
     except (_UnsureError, RecursionError):
@@ -94,27 +94,27 @@ def _tokens(text: str) -> Iterator[Token]:
 
 
 def _word(text: str, at: int) -> tuple[str, int]:
-    """(the word, its end): quoted in one way where nothing in it is active, else as written."""
+    """Return (the word, its end): quoted in one way where nothing in it is active, else as written."""
     start, literal, active = at, list[str](), False
     while at < len(text) and text[at] not in _ENDS_WORD:
         if text.startswith("\\\n", at):
             raise _UnsureError
-        if found := _PLAIN.match(text, at):
-            literal.append(found[0])
-            at = found.end()
+        if match := _PLAIN.match(text, at):
+            literal.append(match[0])
+            at = match.end()
         elif text[at] == "=" and text[start] == "-":  # an option, so no assignment
             literal.append("=")
             at += 1
-        elif found := _SINGLE.match(text, at):
-            literal.append(found[1])
-            at = found.end()
-        elif found := _DOUBLE.match(text, at):
-            literal.append(_ESCAPED_IN_DOUBLE.sub(lambda escaped: escaped[1] or "", found[1]))
-            at = found.end()
-        elif found := _ESCAPED.match(text, at):
-            literal.append(found[1])
-            active = active or _PLAIN.match(found[1]) is not None  # \rm is no alias, \~ no home
-            at = found.end()
+        elif match := _SINGLE.match(text, at):
+            literal.append(match[1])
+            at = match.end()
+        elif match := _DOUBLE.match(text, at):
+            literal.append(_ESCAPED_IN_DOUBLE.sub(lambda escaped: escaped[1] or "", match[1]))
+            at = match.end()
+        elif match := _ESCAPED.match(text, at):
+            literal.append(match[1])
+            active = active or _PLAIN.match(match[1]) is not None  # \rm is no alias, \~ no home
+            at = match.end()
         else:
             active, at = True, _end_of_active(text, at)
     value, written = "".join(literal), text[start:at]
@@ -124,9 +124,9 @@ def _word(text: str, at: int) -> tuple[str, int]:
 
 
 def _end_of_active(text: str, at: int) -> int:
-    """Where the expansion, the double quotes around one, or the single active character at `at` ends."""
-    if found := _EXPANSION.match(text, at):
-        return found.end()
+    """Return where the expansion, the double quotes around one, or the single active character at `at` ends."""
+    if match := _EXPANSION.match(text, at):
+        return match.end()
     if text.startswith("$(", at):
         return _end_of_substitution(text, at + 2)
     if text[at] == '"':
@@ -139,8 +139,8 @@ def _end_of_active(text: str, at: int) -> int:
 def _end_of_double(text: str, at: int) -> int:
     """`at` is inside double quotes."""
     while True:
-        found = _UP_TO_EXPANSION.match(text, at)
-        at = found.end() if found else at
+        match = _UP_TO_EXPANSION.match(text, at)
+        at = match.end() if match else at
         if at >= len(text):
             raise _UnsureError
         if text[at] == '"':
@@ -154,8 +154,8 @@ def _end_of_substitution(text: str, at: int) -> int:
     while depth:
         if at >= len(text):
             raise _UnsureError
-        if found := _SINGLE.match(text, at) or _ESCAPED.match(text, at):
-            at = found.end()
+        if match := _SINGLE.match(text, at) or _ESCAPED.match(text, at):
+            at = match.end()
         elif text[at] in "'\"`$":
             at = _end_of_active(text, at)
         else:
@@ -167,15 +167,15 @@ def _end_of_substitution(text: str, at: int) -> int:
 
 
 def _delimiter(text: str, at: int) -> tuple[str, str, int]:
-    """(as written, without quotes, its end)."""
-    found = _DELIMITER.match(text, at)
-    if found is None:
+    """Return (as written, without quotes, its end)."""
+    match = _DELIMITER.match(text, at)
+    if match is None:
         raise _UnsureError
-    return found[1], found[2] or found[3] or found[4], found.end()
+    return match[1], match[2] or match[3] or match[4], match.end()
 
 
 def _here_document(text: str, at: int, delimiter: str, indented: bool) -> tuple[str, int]:
-    """(the lines before the delimiter's, where the text goes on); the rest where the delimiter does not come."""
+    """Return (the lines before the delimiter, where the text goes on); all the rest where the delimiter is missing."""
     start = at
     while at < len(text):
         end = _end_of_line(text, at)

@@ -1,4 +1,4 @@
-"""Actions that stand in the text of an answer: of agents that are offered no tools and are told how to write them.
+"""Actions in the text of an answer, of agents that have no tools and write their actions in a prescribed way.
 
 xml    <function=NAME><parameter=KEY>value</parameter></function>   SWE-smith, OpenHands without function calling
 fence  a command in a fenced block                                  mini-swe-agent, SWE-agent
@@ -23,45 +23,45 @@ _PARAMETER = re.compile(r"<parameter=([^<>\s]{1,200})>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """What a text does."""
+class TextActions:
+    """The actions in a text."""
 
     way: Literal["xml", "fence", "broken"]
     calls: list[tuple[str, dict[str, str]]]
-    """(name, arguments), a command as a call of bash; none where it is broken."""
+    """(name, arguments), a command as a call of bash; empty where it is broken."""
 
 
-def written(text: str) -> Written | None:
-    """The actions in a text; None where it only speaks. A block before a function is an example, one in it a value."""
+def actions_in_text(text: str) -> TextActions | None:
+    """Return the actions; None where the text has none. A block before a function is an example, one in it a value."""
     if "<function=" in _FENCE.sub("\n", text):
         calls = _functions(text)
-        return Written(way="broken", calls=[]) if calls is None else Written(way="xml", calls=calls)
+        return TextActions(way="broken", calls=[]) if calls is None else TextActions(way="xml", calls=calls)
     fenced = _FENCE.findall(text) or _BARE_FENCE.findall(text)
     if fenced:
-        return Written(way="fence", calls=[("bash", {"command": command}) for command in fenced])
-    return Written(way="broken", calls=[]) if BROKEN.search(text) else None
+        return TextActions(way="fence", calls=[("bash", {"command": command}) for command in fenced])
+    return TextActions(way="broken", calls=[]) if BROKEN.search(text) else None
 
 
 def may_act(text: str) -> bool:
-    """Whether a text has what an action begins with, in linear time whatever it holds: `written` may find one."""
+    """Return whether a text has what an action begins with, so that `actions_in_text` may find one. Linear time."""
     end = text.rfind("```")
     start = text.rfind("```", 0, max(end, 0))
-    # A block without a language at the end, of which no part is copied: the text may be a large one.
+    # A block without a language at the end. No part of it is copied: the text may be large.
     bare = start >= 0 and _LINE_END.match(text, start + 3) and _BLANK.match(text, end + 3)
     return bool(bare and text.count("```", 0, start) % 2 == 0) or _OPENING.search(text) is not None
 
 
 def way_of(messages: list[Message]) -> str | None:
-    """How the last of an agent's turns that acts in its text does so: xml or fence; None where none does."""
+    """Return how an agent last wrote an action in its text: xml or fence; None where it never did."""
     for message in reversed(messages):
-        acts = written(message.get("content") or "") if message["role"] == "assistant" else None
+        acts = actions_in_text(message.get("content") or "") if message["role"] == "assistant" else None
         if acts is not None and acts.way != "broken":
             return acts.way
     return None
 
 
 def _functions(text: str) -> list[tuple[str, dict[str, str]]] | None:
-    """Every function with its arguments; None where one is not whole."""
+    """Return every function with its arguments; None where one is not whole."""
     _, *opened = _FUNCTION.split(text)
     calls = []
     for name, rest in zip(opened[::2], opened[1::2], strict=True):

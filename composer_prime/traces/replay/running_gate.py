@@ -4,12 +4,12 @@
                                            └─ no more states ─────────────────────────────┘
                                                                          (read by orchestrator/preferences/mixer.py)
 
-Pairs of fewer traces can pass no permutation test: their window stays open until more traces gave a pair.
+Pairs of fewer traces can pass no permutation test, so their window stays open until more traces gave a pair.
 
-A window's figures are those of the traces that had a state in it, with all that these traces gave so far: a trace that
-goes on in the next window counts there with the whole. The pairs of a window that missed the gate are never trained;
-the next window, of fresh pairs, is measured anew and may pass. Until one has passed, beta acts on nothing. Where a
-resumed run goes on is read from votes and verdicts.
+A window's figures are those of the traces that had a state in it, with all that these traces gave so far. A trace that
+goes on in the next window counts there with the whole. The pairs of a window that missed the gate are never trained.
+The next window, of fresh pairs, is measured anew and may pass. Until one has passed, beta acts on nothing. A resumed
+run reads from votes and verdicts where it was.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from composer_prime.config.teachers import MIN_WINDOW_PAIRS, GateConfig
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.traces.pairs import Gate, Pair, PairFile, Verdict, check_binding, read_gate, write_gate
-from composer_prime.traces.replay.gate.density import FEWEST_TRACES, Density, Margins, measure
-from composer_prime.traces.replay.gate.margins import base_margins
+from composer_prime.traces.replay.density import FEWEST_TRACES, Density, Margins, base_margins, measure
+from composer_prime.traces.replay.local_models import Scorer
 from composer_prime.traces.replay.records import ReplayRecords, StateRecord, latest
-from composer_prime.traces.replay.teachers.scoring import Scorer
 
 logger = logging.getLogger(__name__)
 
@@ -34,34 +33,35 @@ logger = logging.getLogger(__name__)
 class RunningGate:
     def __init__(self, config: GateConfig, records: ReplayRecords, scorer: Scorer | None) -> None:
         """Raises ConfigError when the verdicts there are on other pairs than the file holds."""
-        self._config, self._scorer = config, scorer
+        self._config = config
+        self._scorer = scorer
         self._file = PairFile(records.pairs_path)
         self._pairs = self._file.refresh()
-        """Pairs whose record was noted."""
+        """Pairs whose state was noted."""
         self.gate = read_gate(self._file.path) or Gate(verdicts=[])
         check_binding(self.gate, self._file)
         self._votes = 0
         self._by_trace: dict[str, list[StateRecord]] = defaultdict(list)
         self._in_window: set[str] = set()
-        """Traces that had a state since the newest verdict, """
+        """Traces that had a state since the newest verdict."""
         self._giving: set[str] = set()
-        """and those that gave a pair."""
+        """Of these, the traces that gave a pair."""
         self._measuring = asyncio.Lock()
         self._recall(records.history)
 
     def _recall(self, history: list[StateRecord]) -> None:
         before = self.gate.verdicts[-2].votes if len(self.gate.verdicts) > 1 else 0
         begun = self.gate.verdicts[-1].votes if self.gate.verdicts else 0
-        kept = {record.trace for record in history[before:]}
+        recent = {record.trace for record in history[before:]}
         for record in history:
-            if record.trace in kept:
+            if record.trace in recent:
                 self._by_trace[record.trace].append(record)
         self._in_window = {record.trace for record in history[begun:]}
         self._giving = {record.trace for record in history[begun:] if record.pairs}
         self._votes = len(history)
 
     def note(self, record: StateRecord, pairs: int) -> None:
-        """A state was written down, with so many new pairs. In the order of the files."""
+        """Take in a state that was written down with so many new pairs. Call it in the order of the files."""
         self._pairs += pairs
         self._votes += 1
         self._by_trace[record.trace].append(record)
@@ -70,7 +70,7 @@ class RunningGate:
             self._giving.add(record.trace)
 
     async def measure_when_due(self) -> None:
-        """Give the open window its verdict once it is full, then the next one if it filled up meanwhile.
+        """Measure the open window once it is full, then the next one if it filled up meanwhile.
 
         Raises OSError when a verdict cannot be written.
         """
@@ -81,7 +81,7 @@ class RunningGate:
                 await self._measure(self.gate.measured, self._pairs, self._votes)
 
     async def measure_rest(self) -> None:
-        """No more states come: give what is left its verdict, or say that it is too little for one.
+        """Measure what is left once no more states come, or log that it is too little for a verdict.
 
         Raises OSError when a verdict cannot be written.
         """
@@ -91,8 +91,8 @@ class RunningGate:
                 await self._measure(first, last, self._votes)
             elif last > first:
                 logger.warning(
-                    "density gate, pairs %d to %d of %s: %d pairs of %d traces are needed for a verdict, so that these "
-                    "are not trained; further states would open the window again",
+                    "density gate, pairs %d to %d of %s: a verdict needs %d pairs of %d traces, so these are not "
+                    "trained; further states would open the window again",
                     first,
                     last,
                     pluralize(len(self._giving), "trace"),
@@ -106,10 +106,10 @@ class RunningGate:
     async def _measure(self, first: int, last: int, votes: int) -> None:
         traces, self._in_window, self._giving = self._in_window, set(), set()
         records = [record for trace in traces for record in self._by_trace[trace]]
-        given = Counter({trace: sum(len(each.pairs) for each in self._decided(trace)) for trace in traces})
+        by_trace = Counter({trace: sum(len(each.pairs) for each in self._decided(trace)) for trace in traces})
         pairs = await asyncio.to_thread(self._read, first, last)
         margins, unmeasured = await self._margins(pairs)
-        density = measure(records, pairs, margins, min_pairs=self._config.min_pairs_a_trace, by_trace=given)
+        density = measure(records, pairs, margins, min_pairs=self._config.min_pairs_a_trace, by_trace=by_trace)
         if unmeasured is not None:
             density.failures.append(unmeasured)
         verdict = Verdict(
@@ -123,7 +123,7 @@ class RunningGate:
         )
         self.gate = Gate(verdicts=[*self.gate.verdicts, verdict])
         await asyncio.to_thread(write_gate, self._file.path, self.gate)
-        self._forget(traces | self._in_window)
+        self._keep_only(traces | self._in_window)
         _log(self.gate, density)
 
     def _read(self, first: int, last: int) -> list[Pair]:
@@ -131,7 +131,7 @@ class RunningGate:
         return [self._file.read(index) for index in range(first, last)]
 
     async def _margins(self, pairs: list[Pair]) -> tuple[Margins | None, str | None]:
-        """(base margins, why there are none where the base was asked)."""
+        """Return (base margins, why there are none where the base was asked)."""
         if self._scorer is None:
             return None, None
         try:
@@ -140,21 +140,23 @@ class RunningGate:
             return None, str(error)
 
     def _decided(self, trace: str) -> Iterable[StateRecord]:
-        """The last record of each state of the trace: one that was replayed anew gave its pairs once."""
+        """Return the last record of each state of the trace: one that was replayed again gave its pairs once."""
         return latest(self._by_trace[trace]).values()
 
-    def _forget(self, kept: set[str]) -> None:
-        """Only what the next window may still need."""
-        self._by_trace = defaultdict(list, {trace: self._by_trace[trace] for trace in kept})
+    def _keep_only(self, traces: set[str]) -> None:
+        """Drop the records that the next window does not need."""
+        self._by_trace = defaultdict(list, {trace: self._by_trace[trace] for trace in traces})
 
 
 def _log(gate: Gate, density: Density) -> None:
-    """The newest verdict, and what follows from it for beta (channels.replay_dpo.weight)."""
+    """Log the newest verdict, and what follows from it for beta (channels.replay_dpo.weight)."""
     verdict = gate.verdicts[-1]
     where = f"density gate, pairs {verdict.first} to {verdict.last} of {density.traces} traces"
     if verdict.passed:
         logger.info("%s: passed, beta acts on %d pairs", where, gate.passed)
         return
-    left = f"acts on the {gate.passed} pairs of windows that passed" if gate.passed else "acts on none, as if it were 0"
+    effect = f"acts on the {gate.passed} pairs of windows that passed" if gate.passed else "acts on none"
     reasons = "; ".join(verdict.reasons)
-    logger.warning("%s: missed (%s); these are never trained, beta %s; the next window may pass", where, reasons, left)
+    logger.warning(
+        "%s: missed (%s); these are never trained, beta %s; the next window may pass", where, reasons, effect
+    )

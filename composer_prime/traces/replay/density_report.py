@@ -1,6 +1,6 @@
 """`composer pairs report PAIRS.jsonl --base MODEL`: the density gate, as text, as a chart and as a verdict.
 
-Where the votes file is not there, what the pairs alone tell is reported, without a verdict.
+Without the votes file it reports what the pairs alone tell, and gives no verdict.
 """
 
 from __future__ import annotations
@@ -11,22 +11,36 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from composer_prime.console import INTERRUPTED, fail, pluralize, until_the_reader_leaves
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import resolve_model
-from composer_prime.run.run_dir import write_atomic
+from composer_prime.stats import plot
 from composer_prime.traces.overwrite_guard import check_own
 from composer_prime.traces.pairs import Gate, Pair, PairFile, Verdict, gate_file, read_gate, resolve_pairs, write_gate
-from composer_prime.traces.replay.gate.chart import draw, is_chart
-from composer_prime.traces.replay.gate.density import MIN_PAIRS_A_TRACE, Density, Interval, Margins, measure
-from composer_prime.traces.replay.gate.margins import base_margins
+from composer_prime.traces.replay.density import (
+    MAX_S_A_STEP,
+    MAX_USD_A_TRACE,
+    MIN_PAIRS_A_TRACE,
+    Density,
+    Interval,
+    Margins,
+    base_margins,
+    measure,
+)
+from composer_prime.traces.replay.local_models import ServedScorer, local_models
 from composer_prime.traces.replay.records import only_writer, read_records, votes_beside
-from composer_prime.traces.replay.teachers.local import LocalModels
-from composer_prime.traces.replay.teachers.scoring import ServedScorer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MISSED = 1
 _FEWEST_MARGINS = 10
+_BINS = 24
+_COLORS = {"real": "#1b7837", "flipped": "#b2182b", "cross-step": "#4575b4"}
 
 
 def main(words: list[str] | None = None) -> int:
@@ -46,18 +60,18 @@ def pairs_parser() -> argparse.ArgumentParser:
     parser.add_argument("pairs", type=Path, help="pairs.jsonl of a replay or a run, or tiny")
     parser.add_argument("--base", help="model folder, tiny or smollm2: the frozen base that measures margins")
     parser.add_argument(
-        "--margin-pairs", type=_margins_wanted, default=400, help="pairs to measure margins of (default 400)"
+        "--margin-pairs", type=_margin_pairs, default=400, help="pairs to measure margins of (default 400)"
     )
     parser.add_argument(
         "--min-pairs", type=_above_zero, help=f"pairs a trace that are wanted (as last time, or {MIN_PAIRS_A_TRACE:g})"
     )
-    parser.add_argument("--chart", type=Path, help="SVG file to draw (PAIRS.svg by default)")
+    parser.add_argument("--chart", type=Path, help="SVG or PNG to draw (PAIRS.svg by default; extra plot)")
     parser.add_argument("--timeout-s", type=_above_zero, default=300.0, help="for loading the base, and for each score")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the base")
     return parser
 
 
-def _margins_wanted(word: str) -> int:
+def _margin_pairs(word: str) -> int:
     if not word.isdecimal() or int(word) < _FEWEST_MARGINS:
         raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from {_FEWEST_MARGINS} on")
     return int(word)
@@ -79,32 +93,42 @@ def report_pairs(options: argparse.Namespace) -> int:
         raise ConfigError(f"{path} is a folder: name the pairs.jsonl in it")
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: name a pairs.jsonl that `composer replay` wrote")
-    # The digest first: lines that change after it are no longer what it says, whatever is measured of them.
+    # The digest first: lines that change later do not match it, whatever is measured of them.
     pairs, votes = PairFile(path), votes_beside(path)
     digest = pairs.digest(pairs.refresh())
     records = list(read_records(votes))
     if not pairs and not records:
         raise ConfigError(f"{path} holds no pairs and {votes} no votes: make both with `composer replay`")
     chart = options.chart or (Path("tiny-pairs.svg") if shipped else path.with_suffix(".svg"))
-    check_own(chart, is_chart, "a chart of pairs")
+    check_own(chart, plot.is_chart, "a chart of pairs")
     if options.base:
         resolve_model(options.base, timeout_s=options.timeout_s)  # before a process is started for it
     margins = asyncio.run(_margins(options, pairs)) if options.base and pairs else None
-    density = measure(records, pairs, margins, min_pairs=_wanted(options, path))
-    try:
-        write_atomic(chart, draw(density).encode())
-    except OSError as error:
-        raise ConfigError(f"the chart cannot be written to {chart} ({error.strerror}): name another --chart") from None
+    density = measure(records, pairs, margins, min_pairs=_min_pairs(options, path))
+    drawn = _chart(density, chart)
     if not density.votes:
         verdict = f"none: there are no votes in {votes}"
     else:
         verdict = f"{gate_file(path)}, as shipped" if shipped else _verdict(path, digest, density, len(records))
-    print("\n".join([*text(density), f"chart       {chart}", f"verdict     {verdict}"]))
+    print("\n".join([*report_lines(density), f"chart       {drawn}", f"verdict     {verdict}"]))
     return 0 if density.passed else MISSED
 
 
-def _wanted(options: argparse.Namespace, path: Path) -> float:
-    """Pairs a trace: what the user says, else what the last verdict on the file asked for."""
+def _chart(density: Density, path: Path) -> str:
+    """Draw the chart; return where it is, or what to install. Raises ConfigError where it cannot be written."""
+    try:
+        figure = density_chart(density)
+    except ConfigError as error:
+        return f"not drawn: {error}"
+    try:
+        plot.save(figure, path)
+    except OSError as error:
+        raise ConfigError(f"the chart cannot be written to {path} ({error.strerror}): name another --chart") from None
+    return str(path)
+
+
+def _min_pairs(options: argparse.Namespace, path: Path) -> float:
+    """Return the pairs a trace that the user asks for, else those that the last verdict on the file asked for."""
     if options.min_pairs is not None:
         return options.min_pairs
     gate = read_gate(path)
@@ -112,7 +136,7 @@ def _wanted(options: argparse.Namespace, path: Path) -> float:
 
 
 def _verdict(pairs: Path, digest: str, density: Density, votes: int) -> str:
-    """Writes it beside the pairs; where it is."""
+    """Write the verdict beside the pairs. Return where it is."""
     before = read_gate(pairs)
     if density.margins is None and before is not None and before.passed:
         return f"{gate_file(pairs)}, as it was: without --base nothing was measured that could replace it"
@@ -134,8 +158,7 @@ def _verdict(pairs: Path, digest: str, density: Density, votes: int) -> str:
 
 
 async def _margins(options: argparse.Namespace, pairs: Sequence[Pair]) -> Margins:
-    models = LocalModels([options.base], threads=options.threads, start_timeout_s=options.timeout_s)
-    async with models as url:
+    async with local_models([options.base], threads=options.threads, start_timeout_s=options.timeout_s) as url:
         scorer = ServedScorer(url, options.base, options.timeout_s)
         try:
             return await base_margins(scorer, pairs, most=options.margin_pairs)
@@ -143,8 +166,7 @@ async def _margins(options: argparse.Namespace, pairs: Sequence[Pair]) -> Margin
             await scorer.close()
 
 
-def text(density: Density) -> list[str]:
-    """The report as lines."""
+def report_lines(density: Density) -> list[str]:
     dropped = ", ".join(f"{count} {name}" for name, count in density.dropped.items())
     doubts = ", ".join(f"{count} with epsilon {epsilon:g}" for epsilon, count in sorted(density.epsilons.items()))
     lines = [
@@ -155,7 +177,7 @@ def text(density: Density) -> list[str]:
         *_of_margins(density),
     ]
     if density.passed:
-        return [*lines, "gate        passed: channel 3 may have a weight above 0"]
+        return [*lines, "gate        passed: replay-DPO may have a weight above 0"]
     return [*lines, *(f"gate        missed: {reason}" for reason in density.failures)]
 
 
@@ -193,6 +215,39 @@ def _of_margins(density: Density) -> list[str]:
 
 def _interval(interval: Interval, shape: str) -> str:
     return "" if interval is None else f" [{interval[0]:{shape}}, {interval[1]:{shape}}]"
+
+
+def density_chart(density: Density) -> Figure:
+    """Return base margins of real, flipped and cross-step pairs as outlined histograms, and each gate beside its limit.
+
+    Raises ConfigError where matplotlib is missing.
+    """
+    figure = plot.new_figure(8, 4.2)
+    figure.suptitle(f"{density.pairs} pairs of {density.states} states in {density.traces} traces")
+    histogram, bars = figure.subplots(1, 2, width_ratios=(2, 1))
+    if density.margins is None:
+        histogram.set_title("base margins were not measured (--base)")
+    else:
+        real = density.margins.real
+        series = {"real": real, "flipped": [-value for value in real], "cross-step": density.margins.cross_step}
+        low, high = min(map(min, series.values())), max(map(max, series.values()))
+        edges = np.linspace(low, high if high > low else low + 1, _BINS + 1)
+        for name, values in series.items():
+            label = f"{name}: mean {sum(values) / len(values):+.3f}"
+            histogram.hist(values, edges, histtype="step", linewidth=2, color=_COLORS[name], label=label)
+        histogram.legend(frameon=False)
+    histogram.set_xlabel("log p(chosen) - log p(rejected), nats a token, frozen base")
+    gates = [
+        ("pairs a trace", density.pairs_a_trace, density.min_pairs, density.pairs_a_trace >= density.min_pairs),
+        ("$ a trace", density.usd_a_trace, MAX_USD_A_TRACE, density.usd_a_trace < MAX_USD_A_TRACE),
+        ("s a step, p95", density.s_p95, MAX_S_A_STEP, density.s_p95 < MAX_S_A_STEP),
+    ]
+    for name, value, limit, good in reversed(gates if density.votes else gates[:1]):
+        color = _COLORS["real" if good else "flipped"]
+        bars.barh(f"{name}: {value:.3g}\n(limit {limit:g})", min(value / limit, 2.0), color=color)
+    bars.axvline(1.0, color="#333")
+    bars.set(xlim=(0, 2), xticks=[], title="gate passed" if density.passed else "gate missed")
+    return figure
 
 
 if __name__ == "__main__":

@@ -1,0 +1,104 @@
+"""Charts as .svg or .png files, drawn by matplotlib: the extra `plot`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from composer_prime.errors import ConfigError
+from composer_prime.run.run_dir import write_atomic
+from composer_prime.stats.intervals import Interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = ("#1b6ca8", "#c1440e", "#3a7d44", "#7b4b94", "#a67c00", "#44546a", "#b0306a", "#008080")
+_MARK = b"<!-- drawn by composer-prime -->"
+"""First line of every SVG, so that a chart of ours may be replaced and another file is left alone."""
+_OLD_MARK = b'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="420" font-family="sans-serif" font-size="12">'
+"""First line of charts that earlier releases drew."""
+_MEAN_STEPS = 10
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure, inches. Raises ConfigError, which names the extra, where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"charts need matplotlib, which cannot be imported ({error}): run `uv sync --extra plot`, or "
+            "`pip install matplotlib`"
+        ) from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write an SVG or PNG, by the file's suffix. The same figure gives the same bytes.
+
+    Raises ConfigError for another suffix, OSError.
+    """
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in ("svg", "png"):
+        raise ConfigError(f"{path} is neither .svg nor .png: name a chart with one of these suffixes")
+    from matplotlib import rc_context
+
+    content = io.BytesIO()
+    with rc_context({"svg.hashsalt": "composer-prime", "svg.fonttype": "none"}):
+        figure.savefig(content, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    data = content.getvalue()
+    write_atomic(path, _MARK + b"\n" + data[data.index(b"<svg") :] if kind == "svg" else data)
+
+
+def is_chart(line: bytes) -> bool:
+    """Return whether the first line of a file is that of an SVG that was drawn here."""
+    return line.rstrip() in (_MARK, _OLD_MARK)
+
+
+def line_chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
+    """Return lines over a logarithmic axis. `series`: name -> points (x > 0, share in 0..1, drawn in percent)."""
+    from matplotlib.ticker import PercentFormatter
+
+    figure = new_figure(9, 4.6)
+    axes = figure.subplots()
+    for index, (name, points) in enumerate(series.items()):
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, label=name, color=COLORS[index % len(COLORS)])
+    axes.set(title=title, xlabel=x_label, xscale="log", ylim=(0, 1))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.grid(color="#ddd")
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def reward_curve(title: str, rewards: Mapping[int, float], evaluations: Mapping[int, Interval]) -> Figure:
+    """Return a run's reward by step, its ten-step mean, and its held-out evaluations with their intervals.
+
+    `rewards`: mean reward of each trained step. `evaluations`: mean reward on held-out tasks after so many steps.
+    """
+    figure = new_figure(8, 4)
+    axes = figure.subplots()
+    steps = sorted(rewards)
+    values = [rewards[step] for step in steps]
+    means = [fmean(values[max(0, index + 1 - _MEAN_STEPS) : index + 1]) for index in range(len(values))]
+    axes.plot(steps, values, color="#9fc3dd", linewidth=1, label="reward of a step")
+    axes.plot(steps, means, color=COLORS[0], linewidth=2, label=f"mean of {_MEAN_STEPS} steps")
+    if evaluations:
+        _draw_evaluations(axes, evaluations)
+    axes.set(title=title, xlabel="step", ylabel="mean reward")
+    axes.grid(color="#ddd")
+    axes.legend(frameon=False)
+    return figure
+
+
+def _draw_evaluations(axes: Axes, evaluations: Mapping[int, Interval]) -> None:
+    steps = sorted(evaluations)
+    means, below, above = [], [], []
+    for each in (evaluations[step] for step in steps):
+        means.append(each.mean)
+        below.append(0.0 if each.low is None else each.mean - each.low)
+        above.append(0.0 if each.high is None else each.high - each.mean)
+    axes.errorbar(steps, means, yerr=[below, above], fmt="o", color=COLORS[1], capsize=3, label="held-out tasks [95 %]")

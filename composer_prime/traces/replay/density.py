@@ -1,0 +1,355 @@
+"""The density gate: are there enough pairs, do they say something, and what did they cost?
+
+    at least 5 pairs a trace         less than $5 a trace         less than 30 s a step (p95)
+    real pairs' base margin differs from label-flipped and from cross-step pairs', permutation p < .01 each, over traces
+
+The base margin of a pair is log p(chosen) - log p(rejected) a token under the frozen base, after the pair's context. A
+label-flipped pair has its sides exchanged. A cross-step pair has the rejected answer of another state, and the same
+chosen answer: the two are compared by their rejected answers alone. Steps of one trace are alike, so traces are the
+units: the tests exchange whole traces, and the intervals draw whole traces. Eight traces are the fewest that can reach
+p < .01.
+
+Cost and time are those of asking: an answer from the cache counts at what it cost when it was asked for. Pairs a trace
+are of the traces that anybody could judge, also where the value of information left out every vote. Dollars a trace are
+of those that a teacher was asked about. Traces that were refused would only thin both out. The gates are this project's
+own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import fmean
+
+import numpy as np
+
+from composer_prime.console import pluralize
+from composer_prime.errors import ConfigError, TeacherError
+from composer_prime.stats.intervals import bootstrap_interval
+from composer_prime.traces.pairs import Pair
+from composer_prime.traces.replay.kill_switch import percentile
+from composer_prime.traces.replay.local_models import Scorer
+from composer_prime.traces.replay.records import StateRecord, latest
+from composer_prime.traces.state import Message
+
+Interval = tuple[float, float] | None
+MIN_PAIRS_A_TRACE = 5.0
+MAX_USD_A_TRACE = 5.0
+MAX_S_A_STEP = 30.0
+MAX_P = 0.01
+FEWEST_TRACES = 8
+"""With pairs: fewer cannot reach MAX_P (`smallest_p`)."""
+_SCORES_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Density:
+    """What a replay gave and cost. Without votes, what the pairs alone tell."""
+
+    traces: int
+    """Replayed; without votes, those that gave a pair."""
+    judged_traces: int
+    """Of them, those with a state that was not refused."""
+    asked_traces: int
+    """Of these, those on which a call was made, or an answer from the cache used."""
+    states: int
+    pairs: int
+    pairs_a_trace: float
+    """Of judged_traces."""
+    pairs_interval: Interval
+    outcomes: Mapping[str, int]
+    dropped: Mapping[str, int]
+    kappa: float | None
+    """Of "agrees with the student" between teachers."""
+    kappa_interval: Interval
+    agreement: Mapping[tuple[str, str], tuple[int, int]]
+    """(states where both families gave the same action, states where both voted), by pair of families."""
+    usd_a_trace: float
+    """As first asked, of asked_traces."""
+    usd_interval: Interval
+    paid_usd: float
+    """Paid by this replay, all traces together: nothing for answers from the cache."""
+    s_a_step: float
+    """As first asked; mean over states that were voted on."""
+    s_interval: Interval
+    s_p95: float
+    epsilons: Mapping[float, int]
+    margins: Margins | None = None
+    votes: bool = True
+    """Whether the votes are known; without them agreement, cost and time are not."""
+    min_pairs: float = MIN_PAIRS_A_TRACE
+    failures: list[str] = field(default_factory=list)
+    """Gates that were missed."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+
+def measure(
+    records: Sequence[StateRecord],
+    pairs: Sequence[Pair],
+    margins: Margins | None,
+    *,
+    min_pairs: float = MIN_PAIRS_A_TRACE,
+    by_trace: Mapping[str, int] | None = None,
+) -> Density:
+    """Measure one replay. Without `margins` or `records` the gate cannot pass.
+
+    `min_pairs`: how many a trace has to give; short traces cannot give five. `by_trace`: pairs of each trace, where
+    `pairs` are not all that these traces gave.
+    """
+    pair_counts = Counter(pair.trace for pair in pairs) if by_trace is None else by_trace
+    traces = _traces(records) or list(pair_counts)
+    # Superseded records count too: a state may be refused today that was asked about before.
+    judged = _traces(record for record in records if record.outcome != "refused") if records else traces
+    asked = _traces(record for record in records if _was_asked(record))
+    paid, price = defaultdict[str, float](float), defaultdict[str, float](float)
+    for record in records:
+        paid[record.trace] += record.cost_usd
+    votes, records = bool(records), list(latest(records).values())
+    for record in records:
+        price[record.trace] += record.price_usd
+    timed = [(record.trace, value) for record in records if (value := max(record.seconds, record.vote_s)) > 0]
+    seconds = [value for _, value in timed]
+    pairs_by_trace = [float(pair_counts.get(trace, 0)) for trace in judged]
+    agreeing = [_agreeing(record) for record in records]
+    # A state that was tried twice was paid for twice, and decided once.
+    costs = [max(paid[trace], price[trace]) for trace in asked]
+    density = Density(
+        traces=len(traces),
+        judged_traces=len(judged),
+        asked_traces=len(asked),
+        states=len(records),
+        pairs=len(pairs),
+        pairs_a_trace=_mean(pairs_by_trace),
+        pairs_interval=bootstrap_interval(pairs_by_trace),
+        outcomes=Counter(record.outcome for record in records),
+        dropped=sum((Counter(record.dropped) for record in records), Counter()),
+        kappa=fleiss_kappa(agreeing),
+        kappa_interval=kappa_interval(agreeing, [record.trace for record in records]),
+        agreement=_families(records),
+        usd_a_trace=_mean(costs),
+        usd_interval=bootstrap_interval(costs),
+        paid_usd=sum(paid.values()),
+        s_a_step=_mean(seconds),
+        s_interval=bootstrap_interval(seconds, clusters=[trace for trace, _ in timed]),
+        s_p95=percentile(seconds, 0.95),
+        epsilons=Counter(round(pair.epsilon, 4) for pair in pairs),
+        margins=margins,
+        votes=votes,
+        min_pairs=min_pairs,
+    )
+    density.failures.extend(_missed(density))
+    return density
+
+
+def _was_asked(record: StateRecord) -> bool:
+    """Return whether a call was made, though it gave no vote, or an answer from the cache was used."""
+    return bool(record.votes or record.failed_calls) or max(record.cost_usd, record.price_usd) > 0
+
+
+def _traces(records: Iterable[StateRecord]) -> list[str]:
+    return list(dict.fromkeys(record.trace for record in records))
+
+
+def _missed(density: Density) -> list[str]:
+    """Return the gates that were missed, each with its figures."""
+    missed = []
+    if density.pairs_a_trace < density.min_pairs:
+        missed.append(f"{density.pairs_a_trace:.2f} pairs a trace, {density.min_pairs:g} are wanted (--min-pairs)")
+    if density.usd_a_trace >= MAX_USD_A_TRACE:
+        missed.append(f"${density.usd_a_trace:.2f} a trace, less than ${MAX_USD_A_TRACE:g} is wanted")
+    if density.s_p95 >= MAX_S_A_STEP:
+        missed.append(f"{density.s_p95:.1f} s a step (p95), less than {MAX_S_A_STEP:g} is wanted")
+    if not density.votes:
+        missed.append("the votes are missing, so traces without a pair, agreement, cost and time are not known")
+    if density.margins is None:
+        return [*missed, "the base margins were not measured"]
+    traces = len(set(density.margins.traces))
+    if traces < FEWEST_TRACES:
+        missed.append(
+            f"base margins of {pluralize(traces, 'trace')}, which can reach p = {smallest_p(traces):.3g} at best: "
+            f"{FEWEST_TRACES} traces with pairs are needed for p below {MAX_P:g}"
+        )
+        return missed
+    for name, p in (("label-flipped", density.margins.p_flipped), ("cross-step", density.margins.p_cross_step)):
+        if p >= MAX_P:
+            missed.append(f"real pairs' base margins do not differ from {name} ones (p = {p:.3f}, below {MAX_P:g})")
+    return missed
+
+
+def _agreeing(record: StateRecord) -> list[int]:
+    """Return [votes that agree with the student, votes that do not]."""
+    agreeing = sum(vote.agrees for vote in record.votes)
+    return [agreeing, len(record.votes) - agreeing]
+
+
+def _families(records: Sequence[StateRecord]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return (same action, both voted) in states, by pair of families."""
+    counts: dict[tuple[str, str], tuple[int, int]] = {}
+    for record in records:
+        for one, other in combinations(record.votes, 2):
+            first, second = sorted((one.family, other.family))
+            same, both = counts.get((first, second), (0, 0))
+            counts[first, second] = (same + (one.form == other.form), both + 1)
+    return dict(sorted(counts.items()))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Margins:
+    """Base margins in nats a token, one entry a pair."""
+
+    real: list[float]
+    cross_step: list[float]
+    """With another state's rejected answer."""
+    traces: list[str]
+
+    @property
+    def p_flipped(self) -> float:
+        return sign_flip_p(self.real, self.traces)
+
+    @property
+    def p_cross_step(self) -> float:
+        """p of "the rejected answer could be exchanged for another state's"."""
+        differences = [cross - real for real, cross in zip(self.real, self.cross_step, strict=True)]
+        return sign_flip_p(differences, self.traces)
+
+
+async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400, seed: int = 0) -> Margins:
+    """Return the margins of at most `most` pairs, drawn at random. Pairs that the base cannot read are left out.
+
+    Raises ConfigError when fewer than ten pairs, or fewer than two states, could be scored.
+    """
+    rng = random.Random(seed)
+    drawn = rng.sample(pairs, min(most, len(pairs)))
+    places = asyncio.Semaphore(_SCORES_AT_ONCE)
+
+    async def score(pair: Pair, answer: Message) -> float | None:
+        async with places:
+            try:
+                return await scorer.logprob_per_token(pair.state.messages, pair.state.tools, answer)
+            except TeacherError:
+                return None
+
+    async def margins(pair: Pair) -> tuple[float, float, str] | None:
+        others = [other for other in drawn if _place(other) != _place(pair)]
+        if not others:
+            return None
+        stranger = rng.choice(others).rejected
+        scores = await asyncio.gather(score(pair, pair.chosen), score(pair, pair.rejected), score(pair, stranger))
+        chosen, rejected, cross = scores
+        if chosen is None or rejected is None or cross is None:
+            return None
+        return chosen - rejected, chosen - cross, pair.trace
+
+    scored = [each for each in await asyncio.gather(*map(margins, drawn)) if each is not None]
+    if len(scored) < 10:
+        raise ConfigError(
+            f"the base scored {len(scored)} of {len(drawn)} pairs: at least ten, from two states, are needed; replay "
+            "more states, or, where it scored fewer than there are, give a base with a longer context"
+        )
+    real, cross_step, traces = (list(column) for column in zip(*scored, strict=True))
+    return Margins(real=real, cross_step=cross_step, traces=traces)
+
+
+def _place(pair: Pair) -> tuple[str, str]:
+    return pair.trace, pair.state.state_id
+
+
+def fleiss_kappa(counts: Sequence[Sequence[int]]) -> float | None:
+    """Return the agreement beyond chance (Fleiss 1971), with any number of votes a subject.
+
+    `counts` [subjects, categories]: votes for each category. Subjects with one vote say nothing about agreement and
+    are left out. None where nothing is left, or all votes fall into one category (chance alone agrees fully).
+    """
+    terms = _kappa_terms(counts)
+    kappa = float(_kappa(terms.sum(axis=0))) if len(terms) else np.nan
+    return None if np.isnan(kappa) else kappa
+
+
+def kappa_interval(
+    counts: Sequence[Sequence[int]],
+    clusters: Sequence[str],
+    *,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """Return the percentile bootstrap interval of `fleiss_kappa`, drawing whole clusters; `clusters` has one a subject.
+
+    None for fewer than two clusters with a subject of two votes, or where kappa is not defined.
+    """
+    terms = _kappa_terms(counts)
+    subjects = [cluster for cluster, row in zip(clusters, counts, strict=True) if sum(row) >= 2]
+    if len(set(subjects)) < 2:
+        return None
+    sums = _by_cluster(terms, subjects)
+    drawn = np.random.default_rng(seed).integers(0, len(sums), size=(resamples, len(sums)))
+    kappas = _kappa(sums[drawn].sum(axis=1))
+    kappas = kappas[~np.isnan(kappas)]
+    if not len(kappas):
+        return None
+    low, high = np.quantile(kappas, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def sign_flip_p(values: Sequence[float], clusters: Sequence[str], *, resamples: int = 9_999, seed: int = 0) -> float:
+    """Return the two-sided p of "the signs of a cluster's values could be exchanged", by the mean of all `values`.
+
+    `values` of one cluster ([values], named in `clusters`) are flipped together, however alike they are: whole-block
+    sign flips (Winkler et al. 2015, NeuroImage 123:253; with few clusters Canay, Romano and Shaikh 2017, Econometrica
+    85:1013). All flips are counted out where there are at most `resamples`; else so many are drawn, and the p is
+    (1 + those at least as extreme) / (1 + resamples), so never 0 (Phipson and Smyth 2010). Not below `smallest_p`.
+    """
+    sums = _by_cluster(np.asarray(values, dtype=np.float64)[:, None], clusters)[:, 0]
+    least = abs(sums.sum()) - 1e-12 * np.abs(sums).sum()
+    # Exchanging all signs at once changes no two-sided statistic: the first may stay.
+    others = len(sums) - 1
+    if 2**others <= resamples:
+        flips = np.arange(2**others)[:, None] >> np.arange(others) & 1
+        return float((np.abs(sums[0] + (1 - 2 * flips) @ sums[1:]) >= least).mean())
+    rng, extreme = np.random.default_rng(seed), 0
+    for start in range(0, resamples, 1_000):
+        signs = rng.choice((-1.0, 1.0), size=(min(1_000, resamples - start), len(sums)))
+        extreme += int((np.abs(signs @ sums) >= least).sum())
+    return (1 + extreme) / (1 + resamples)
+
+
+def smallest_p(clusters: int) -> float:
+    """Return what `sign_flip_p` can reach: of the 2^n flips, two are as extreme as the strongest."""
+    return min(2.0 ** (1 - clusters), 1.0)
+
+
+def _kappa_terms(counts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return [subjects with two votes or more, 2 + categories]: agreement, 1, and the votes for each category."""
+    table = np.asarray([row for row in counts if sum(row) >= 2], dtype=np.float64)
+    if not len(table):
+        return table
+    votes = table.sum(axis=1)
+    agreement = ((table**2).sum(axis=1) - votes) / (votes * (votes - 1))
+    return np.column_stack([agreement, np.ones(len(table)), table])
+
+
+def _kappa(sums: np.ndarray) -> np.ndarray:
+    """Return kappa of summed terms [..., 2 + categories]; nan where chance alone agrees fully."""
+    shares = sums[..., 2:] / sums[..., 2:].sum(axis=-1, keepdims=True)
+    expected = (shares**2).sum(axis=-1)
+    beyond_chance = np.where(expected < 1, 1 - expected, np.nan)
+    return (sums[..., 0] / sums[..., 1] - expected) / beyond_chance
+
+
+def _by_cluster(rows: np.ndarray, clusters: Sequence[str]) -> np.ndarray:
+    """Return [clusters, columns]: the sums of each cluster's rows."""
+    names, places = np.unique(np.asarray(clusters), return_inverse=True)
+    sums = np.zeros((len(names), rows.shape[1]))
+    np.add.at(sums, places, rows)
+    return sums

@@ -1,0 +1,177 @@
+"""The endpoint behind a judge or a hint writer: text in, text out, within one budget for the run.
+
+Only usable answers are cached. The cost of the others is kept in the same file, so that a resumed run counts all that
+was spent. A call that was sent costs its worst case until the reply tells less: a count of tokens, or a refusal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from composer_prime.config.hints import EndpointConfig
+from composer_prime.errors import BudgetError, CapError, ConfigError, EndpointError
+from composer_prime.llm.budget import Budget, Caps
+from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question, rows_of_lines
+from composer_prime.llm.client import ChatClient, ChatRequest, Endpoint
+from composer_prime.llm.prices import PER_MILLION, Price
+from composer_prime.run.costs import CostLedger, Spent
+
+logger = logging.getLogger(__name__)
+
+Messages = list[dict[str, str]]
+_KEY_VERSION = 2
+"""Part of every cache key. Raise it when something else of a reply is kept than before: answers in older caches are
+then asked for again. 2: without the model's thinking."""
+_BYTES_PER_TOKEN = 2
+"""Prompts are reserved for with this few bytes a token; hardly any text has fewer."""
+
+
+class ChatEndpoint:
+    def __init__(
+        self,
+        config: EndpointConfig,
+        *,
+        name: str,
+        cache: Path | None = None,
+        key: str | None = None,
+        ledger: CostLedger | None = None,
+    ) -> None:
+        """`name`: the configuration key that messages name. `cache`: where answers are kept (SQLite; beside it the
+        .jsonl of an earlier release); None keeps them in memory. `key`: the bearer token, where it is known here.
+        `ledger`: where calls that cost something are written down.
+
+        Raises ConfigError when the configured key variable is not set, or the cache cannot be opened.
+        """
+        self._config = config
+        self._name = name
+        self._ledger = ledger
+        self._cache = AnswerCache(cache, rows_of_lines(cache.with_suffix(".jsonl")) if cache else ())
+        self._keys: dict[str, str] = {}
+        """Cache key of each call in flight."""
+        self._price = Price(
+            input_usd=config.input_usd_per_mtok * PER_MILLION, output_usd=config.output_usd_per_mtok * PER_MILLION
+        )
+        caps = Caps(usd_per_run=config.budget_usd)
+        self._budget = Budget(caps, self._record, Spent(usd=self._cache.spent_usd), trusted=True)
+        endpoint = Endpoint(
+            name=name,
+            base_url=config.base_url,
+            model=config.model,
+            api_key=key or _api_key(config, name),
+            price=self._price,
+            timeout_s=config.timeout_s,
+            max_concurrent=config.max_concurrent,
+            rest_s=config.rest_s,
+            proxied=False,
+            strict=False,
+        )
+        self._client = ChatClient(endpoint, self._budget, self._cache)
+
+    @property
+    def cost_usd(self) -> float:
+        """Spent by this run, before its resumes too."""
+        return self._budget.spent_usd
+
+    @property
+    def calls(self) -> int:
+        return self._client.calls
+
+    @property
+    def cached(self) -> int:
+        return self._client.cached
+
+    async def close(self) -> None:
+        await self._client.close()
+        self._cache.close()
+
+    async def ask(self, messages: Messages, *, variant: str = "", check: Callable[[str], object] | None = None) -> str:
+        """Return the answer's text. The same question is asked only once.
+
+        `variant` tells apart what must not share answers. `check` raises EndpointError for an answer of no use.
+
+        Raises BudgetError before a call that could pass the budget, EndpointError when no usable answer came.
+        """
+        config = self._config
+        bound_usd = self._bound_usd(messages)
+
+        def check_text(answer: CachedAnswer) -> None:
+            text = self._text(answer)
+            if check is not None:
+                check(text)
+
+        request = ChatRequest(
+            question=Question(
+                endpoint=config.base_url,
+                model=config.model,
+                messages=messages,
+                tools=[],
+                temperature=config.temperature,
+                max_tokens=config.max_tokens,
+            ),
+            key=self._cache_key(messages, variant),
+            bound_usd=bound_usd,
+            trace=self._name,
+            state=self._cache_key(messages, variant),
+            check=check_text,
+        )
+        try:
+            return self._text((await self._client.ask(request)).answer)
+        except CapError:
+            raise BudgetError(
+                f"{self._name}: a call may cost {bound_usd:.6f} USD, but {self.cost_usd:.6f} USD of budget_usd = "
+                f"{config.budget_usd:g} are spent: raise {self._name}.budget_usd to go on"
+            ) from None
+
+    def _text(self, answer: CachedAnswer) -> str:
+        text = answer.message.get("content") or ""
+        if not text:
+            raise EndpointError(
+                f"{self._name}: the answer holds no text beside the model's thinking; its limit is "
+                f"{self._config.max_tokens} tokens: raise it, or have the endpoint not think"
+            )
+        return text
+
+    def _bound_usd(self, messages: Messages) -> float:
+        size = sum(len(message["content"].encode()) + 16 for message in messages)
+        return self._price.bound_usd(size // _BYTES_PER_TOKEN, self._config.max_tokens)
+
+    def _cache_key(self, messages: Messages, variant: str) -> str:
+        config = self._config
+        parts = [_KEY_VERSION, config.model, config.temperature, config.max_tokens, variant, messages]
+        return hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
+
+    def _record(self, kind: str, **values: Any) -> None:
+        """Write down what a call cost. A disk that refuses costs the line only."""
+        if kind == "reserved":
+            self._keys[values["call"]] = values["state"]
+            return
+        key, usd = self._keys.pop(values["call"]), values["usd"]
+        self._budget.take_state(key)
+        if not usd:
+            return
+        try:
+            self._cache.add_cost(key, usd)
+            if self._ledger is not None:
+                self._ledger.write("hint", endpoint=self._name, usd=usd)
+        except OSError as error:
+            logger.warning("%s: a call's cost could not be kept: %s", self._name, error)
+
+
+def _api_key(config: EndpointConfig, name: str) -> str | None:
+    """Return the endpoint's key. Raises ConfigError when its variable is not set."""
+    if config.api_key_var is None:
+        return None
+    key = os.environ.get(config.api_key_var)
+    if not key:
+        raise ConfigError(
+            f"{name}.api_key_var is {config.api_key_var!r}, but the environment has no such variable: "
+            "export it, or leave the setting out for an endpoint without a key"
+        )
+    return key
