@@ -1,13 +1,4 @@
-"""[channels]: the loss, one section a channel.
-
-[channels.sdpo]: channel 2, distillation of the hinted self-teacher at error turns.
-
-[channels.replay_dpo]: channel 3, preferences that teachers gave on recorded traces.
-
-The weight of a loss channel as a function of the step: zero, a ramp, a plateau, a ramp down, zero again.
-
-Which sets of weights a run keeps besides the ones it trains: for teachers, KL references, preference pairs.
-"""
+"""[channels]: the loss, one table a term: policy (in policy.py), sdpo, replay_dpo; and the weights that they need."""
 
 from __future__ import annotations
 
@@ -17,23 +8,23 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
-from composer_prime.config.policy import KlConfig, PolicyConfig, make_po_config
+from composer_prime.config.policy import PolicyConfig
 
 
 class WeightSchedule(BaseConfig):
-    """Factor of a channel's weight at each step; without settings it is 1 throughout."""
+    """The factor of a loss term's weight at each step: zero, a ramp, a plateau, a ramp down, zero. By default 1."""
 
     start_step: int = Field(default=1, ge=1)
     """First step with a weight above 0."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the weight rises linearly to its value; 0 begins with it."""
     end_step: int | None = Field(default=None, ge=1)
-    """Last step at the full weight; None never ends. The washout probe sets it."""
+    """Last step at the full weight; None never ends."""
     decay_steps: int = Field(default=0, ge=0)
     """Steps after end_step over which the weight falls linearly to 0."""
 
     def factor(self, step: int) -> float:
-        """In 0..1 at `step` (from 1)."""
+        """Return the factor at `step` (from 1), in 0..1."""
         if step < self.start_step:
             return 0.0
         rising = min(1.0, (step - self.start_step + 1) / (self.warmup_steps + 1))
@@ -43,17 +34,17 @@ class WeightSchedule(BaseConfig):
 
     @model_validator(mode="after")
     def _ends_after_its_start(self) -> WeightSchedule:
-        risen = self.start_step + self.warmup_steps
-        if self.end_step is not None and self.end_step < risen:
+        full_step = self.start_step + self.warmup_steps
+        if self.end_step is not None and self.end_step < full_step:
             raise ValueError(
                 f"schedule.end_step is {self.end_step}, but the weight rises from start_step = {self.start_step} over "
-                f"warmup_steps = {self.warmup_steps} steps: set end_step >= {risen} or a shorter warm-up"
+                f"warmup_steps = {self.warmup_steps} steps: set end_step >= {full_step} or a shorter warm-up"
             )
         return self
 
 
 class SelfTeacherConfig(BaseConfig):
-    """Which weights give the distribution under the hint."""
+    """The weights that give the distribution under the hint."""
 
     kind: Literal["live", "ema", "frozen", "trust_region"] = "live"
     """The trained weights, their moving average, the start weights, or a mix of the live and the start distribution."""
@@ -64,15 +55,15 @@ class SelfTeacherConfig(BaseConfig):
 
 
 class SdpoConfig(BaseConfig):
-    """Channel 2: the policy under a hint teaches the policy without it, at the turn where the error happened."""
+    """SDPO: the policy under a hint teaches the policy without it, at the turn where the error happened."""
 
     weight: float = Field(default=0.0, ge=0)
-    """alpha: factor of this channel in the loss; 0 turns it off."""
+    """alpha: factor of SDPO in the loss; 0 turns it off."""
     schedule: WeightSchedule = WeightSchedule()
     """alpha over the run."""
     beta: float = Field(default=0.5, ge=0, le=1)
-    """Divergence: 0 is KL(teacher || student), 1 is KL(student || teacher), between them the generalised JSD, which
-    goes to 0 towards both ends: take an end, or 0.05..0.95."""
+    """Divergence: 0 is KL(teacher || student), 1 is KL(student || teacher). Between them it is the generalized JSD,
+    which goes to 0 towards both ends: take an end, or 0.05..0.95."""
     kind: Literal["full", "top_k", "sampled"] = "full"
     """The whole vocabulary, the student's likeliest tokens and a tail, or the sampled token alone (needs beta = 1)."""
     top_k: int = Field(default=100, ge=1)
@@ -86,8 +77,8 @@ class SdpoConfig(BaseConfig):
     entropy_scale: float = Field(default=1.0, gt=0)
     """confident: entropy in nats at which a token weighs 1/e."""
     forward_above_entropy: float | None = Field(default=None, ge=0)
-    """Where the entropy of the target (the teacher; during taid_steps the mix of student and teacher that takes its
-    place) is above this many nats, use KL(target || student); None nowhere."""
+    """Use KL(target || student) where the target's entropy is above this many nats; None nowhere. The target is the
+    teacher, during taid_steps the mix of student and teacher."""
     taid_steps: int = Field(default=0, ge=0)
     """Steps, from schedule.start_step on, over which the target moves from the student's logits to the teacher's; 0
     takes the teacher's at once."""
@@ -97,11 +88,11 @@ class SdpoConfig(BaseConfig):
     """The self-teacher."""
 
     def weight_at(self, step: int) -> float:
-        """alpha at `step` (from 1)."""
+        """Return alpha at `step` (from 1)."""
         return self.weight * self.schedule.factor(step)
 
     def teacher_share(self, step: int) -> float:
-        """Share of the teacher's logits in the target at `step` (from 1), in 0..1."""
+        """Return the share of the teacher's logits in the target at `step` (from 1), in 0..1."""
         if self.taid_steps == 0:
             return 1.0
         taken = max(0, step - self.schedule.start_step + 1)
@@ -127,25 +118,25 @@ SIMPO_TEMPERATURE = 2.0
 
 
 class ReplayDpoConfig(BaseConfig):
-    """Channel 3: direct preference optimisation on pairs of answers to a recorded state (this project's own)."""
+    """Replay-DPO: direct preference optimization on pairs of answers to a recorded state (this project's own)."""
 
     weight: float = Field(default=0.0, ge=0)
-    """beta of the total loss: factor of this channel; 0 turns it off."""
+    """beta of the total loss: factor of replay-DPO; 0 turns it off."""
     schedule: WeightSchedule = WeightSchedule()
     """The weight over the run."""
     loss: Literal["cdpo", "sigmoid", "robust", "ipo", "sigmoid_norm", "simpo"] = "cdpo"
     """How a pair's margin becomes a loss; cdpo and robust use each pair's own epsilon. simpo has no reference:
     no start weights are kept, and dpo/displacement is not reported."""
     temperature: float = Field(default=0.1, gt=0)
-    """beta of DPO: how strongly a log-probability against the reference counts (ipo: its tau). simpo's own default is
-    2.0, as its margin is a mean a token: at 0.1 it would hardly tell answers apart."""
+    """beta of DPO: how strongly a log-probability against the reference counts (ipo: its tau). simpo's default is 2.0,
+    because its margin is a mean a token: at 0.1 it would hardly tell answers apart."""
     simpo_margin: float = Field(default=0.5, ge=0)
-    """simpo: gamma, the margin that the chosen answer's reward is to have."""
+    """simpo: gamma, the target margin of the chosen answer's reward."""
     nll_weight: float = Field(default=0.05, ge=0)
     """Factor of the chosen answer's negative log-likelihood a token, which holds it in place."""
 
     def weight_at(self, step: int) -> float:
-        """The weight at `step` (from 1)."""
+        """Return the weight at `step` (from 1)."""
         return self.weight * self.schedule.factor(step)
 
     @model_validator(mode="before")
@@ -156,49 +147,39 @@ class ReplayDpoConfig(BaseConfig):
         return values
 
 
-__all__ = [
-    "ChannelsConfig",
-    "KlConfig",
-    "PolicyConfig",
-    "ReplayDpoConfig",
-    "SdpoConfig",
-    "SelfTeacherConfig",
-    "WeightSchedule",
-    "make_po_config",
-]
-
-
 class ChannelsConfig(BaseConfig):
     policy: PolicyConfig = PolicyConfig()
-    """Channel 1."""
+    """The policy loss."""
     sdpo: SdpoConfig = SdpoConfig()
-    """Channel 2."""
+    """SDPO: distillation of hints at turns that went wrong."""
     replay_dpo: ReplayDpoConfig = ReplayDpoConfig()
-    """Channel 3."""
+    """Replay-DPO: preference pairs that teachers voted for."""
 
 
 WeightSet = Literal["frozen", "teacher", "reference"]
-"""The start weights, or a moving average of the trained ones that is the teacher or the KL penalty's reference."""
+"""The start weights, or a moving average of the trained ones: the teacher, or the KL penalty's reference."""
 AVERAGES: tuple[WeightSet, ...] = ("teacher", "reference")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSets:
+    """The weights that a run keeps besides the trained ones."""
+
     teacher: WeightSet | None
-    """What teaches, or takes part in it; None: the live weights alone, or nobody."""
+    """The self-teacher, or a part of it; None for the live weights alone, and without SDPO."""
     reference: WeightSet | None
-    """What the KL penalty measures from; None: there is no penalty."""
+    """The origin of the KL penalty; None without a penalty."""
     scores_pairs: bool
     """Whether preference pairs need log-probabilities under the start weights; simpo's margin has no reference."""
 
     @property
     def needed(self) -> set[WeightSet]:
-        wanted: list[WeightSet | None] = [self.teacher, self.reference, "frozen" if self.scores_pairs else None]
-        return {name for name in wanted if name is not None}
+        names: list[WeightSet | None] = [self.teacher, self.reference, "frozen" if self.scores_pairs else None]
+        return {name for name in names if name is not None}
 
 
 def weight_sets(channels: ChannelsConfig) -> WeightSets:
-    """What `channels` asks for; a channel of weight 0 asks for nothing."""
+    """Return the weights that `channels` needs; a term of weight 0 needs none."""
     kl, sdpo = channels.policy.kl, channels.sdpo
     teachers: dict[str, WeightSet | None] = {"live": None, "ema": "teacher"}
     return WeightSets(

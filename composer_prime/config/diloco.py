@@ -1,7 +1,8 @@
 """[diloco]: several clusters train one model over a thin link (Streaming DiLoCo, arXiv 2501.18512).
 
-All peers of a run must agree on what decides the global model: fragments, partition, outer, weighting and
-guard. The rendezvous refuses a peer that differs. sync_every, delay, mixing, codec and deadlines are each peer's own.
+All peers of a run must agree on fragments, partition, outer, weighting and guard, because these decide the global
+model; the rendezvous refuses a peer that differs. Each peer chooses its own sync_every, delay, mixing, codec and
+deadlines.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from pydantic_config import BaseConfig
 from composer_prime.address import tcp_address
 
 MAX_BLOCK = 1 << 20
-"""Of codec.block: what a peer is ready to decode."""
+"""Largest codec.block that a peer decodes."""
 MUON_LR = 1.5
-"""Near the best of 0.7 to 2 at a tuned inner rate of benchmarks/diloco_quality.py; at a low one 2 to 3 are better."""
+"""Near the best of 0.7 to 2 at a tuned inner rate (benchmarks/diloco_quality.py); at a low one 2 to 3 are better."""
 
 
 class CodecConfig(BaseConfig):
@@ -42,8 +43,8 @@ class CodecConfig(BaseConfig):
 
 class OuterConfig(BaseConfig):
     type: Literal["nesterov", "average", "muon"] = "nesterov"
-    """average sets the global model to the mean of the peers' (learning rate 1, no momentum); muon takes orthogonalised
-    steps for the matrices of the blocks and nesterov for the rest."""
+    """average sets the global model to the mean of the peers' (learning rate 1, no momentum). muon takes orthogonalized
+    steps for the matrices of the blocks, and nesterov for the rest."""
     lr: float = Field(default=1.0, gt=0)
     """Outer learning rate. lr / (1 - momentum) is the gain in steady state: near 1 is the safe start."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
@@ -89,35 +90,35 @@ class DilocoConfig(BaseConfig):
     task_shard: tuple[int, int] | None = None
     """[i, n]: this cluster plays every n-th training task from the i-th (from 0). None: all, in its seed's order."""
     sync_every: int = Field(default=8, ge=1)
-    """H: inner steps between two synchronisations of the same parameter."""
+    """H: inner steps between two synchronizations of the same parameter."""
     fragments: int = Field(default=1, ge=1)
-    """P: parts of the model that are synchronised in turn, one every H / P inner steps."""
+    """P: parts of the model that are synchronized in turn, one every H / P inner steps."""
     delay: int = Field(default=0, ge=0)
-    """tau: inner steps that go on while a fragment is under way."""
+    """tau: inner steps that continue while a fragment is on its way."""
     mixing: float = Field(default=0.0, ge=0, le=1)
     """alpha: how much of the local value stays when the global one arrives; 0 takes the global value."""
     partition: Literal["strided", "balanced"] = "strided"
     """strided deals blocks out in turn (block i to fragment i mod P); balanced evens out bytes."""
     codec: CodecConfig = CodecConfig()
-    """How deltas are compressed; what compression loses is fed back into the next delta."""
+    """How deltas are compressed; the loss of compression is fed back into the next delta."""
     outer: OuterConfig = OuterConfig()
     """Outer optimizer."""
     weighting: Literal["tokens", "samples", "peers"] = "tokens"
-    """What a peer's delta counts by: trained tokens or samples since its last, or every peer the same."""
+    """Weight of a peer's delta: trained tokens or samples since its last one, or the same for every peer."""
     guard: GuardConfig = GuardConfig()
-    """Which deltas are rejected. One with NaN or infinity always is."""
+    """Which deltas are rejected; one with NaN or infinity always is."""
     connect_timeout_s: float = Field(default=60.0, gt=0)
     """How long the rendezvous may take to answer and to admit this peer when training starts."""
     round_deadline_s: float = Field(default=120.0, gt=0)
-    """How long after a round's first whole delta the others may bring theirs; a slower peer sends what it has then."""
+    """How long after a round's first complete delta the others may send theirs; slower peers send what they have."""
     round_timeout_s: float = Field(default=600.0, gt=0)
-    """How long a peer waits for the outcome of a round before it goes on alone and asks again at the next one."""
+    """How long a peer waits for the outcome of a round before it continues alone and asks again at the next one."""
     offline_timeout_s: float = Field(default=3600.0, gt=0)
     """How long a peer trains on without any outcome before it gives up."""
     heal_timeout_s: float = Field(default=900.0, gt=0)
-    """How long a joining peer may take to receive the global state, or to find out that its own will do."""
+    """How long a joining peer may take to receive the global state, or to learn that its own is current."""
     rate_limit_mbit: float | None = Field(default=None, gt=0)
-    """Most megabits a second that a rank of this peer sends; None has no limit."""
+    """Limit of the megabits a second that a rank of this peer sends; None has no limit."""
 
     @field_validator("peer_id", "run")
     @classmethod
@@ -131,7 +132,7 @@ class DilocoConfig(BaseConfig):
 
     @field_validator("task_shard")
     @classmethod
-    def _a_part(cls, shard: tuple[int, int] | None) -> tuple[int, int] | None:
+    def _is_a_part(cls, shard: tuple[int, int] | None) -> tuple[int, int] | None:
         if shard is not None and not 0 <= shard[0] < shard[1]:
             raise ValueError(
                 f"diloco.task_shard is [{shard[0]}, {shard[1]}]; expected [i, n] with 0 <= i < n, where n is the "
@@ -147,14 +148,14 @@ class DilocoConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _fragments_divide_the_period(self) -> DilocoConfig:
-        wrong = wrong_schedule(self.sync_every, self.fragments, self.delay, "diloco.{}".format)
-        if wrong is not None:
-            raise ValueError(wrong)
+        problem = wrong_schedule(self.sync_every, self.fragments, self.delay, "diloco.{}".format)
+        if problem is not None:
+            raise ValueError(problem)
         return self
 
 
 def wrong_schedule(period: int, parts: int, delay: int, key: Callable[[str], str]) -> str | None:
-    """What is wrong with H, P and tau, and the remedy; None when they go together. `key` spells a setting's name."""
+    """Return what is wrong with H, P and tau, and the remedy; None when they fit. `key` spells a setting's name."""
     if period % parts:
         lower = max((count for count in range(1, parts) if period % count == 0), default=1)
         return (
@@ -165,7 +166,7 @@ def wrong_schedule(period: int, parts: int, delay: int, key: Callable[[str], str
     if delay >= period // parts:
         return (
             f"{key('delay')} is {delay}, but a fragment is due every {key('sync_every')} / {key('fragments')} = "
-            f"{period // parts} steps and only one may be under way: set {key('delay')} to at most "
+            f"{period // parts} steps and only one may be on its way: set {key('delay')} to at most "
             f"{period // parts - 1}"
         )
     return None

@@ -1,4 +1,4 @@
-"""[orchestrator.hints]: which turns went wrong, what would have helped, and where it goes (channel 2)."""
+"""[orchestrator.hints]: which turns went wrong, who writes the hint, and where it is put. SDPO learns from it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class EndpointConfig(BaseConfig):
     """An OpenAI-compatible chat endpoint."""
 
     base_url: str
-    """Up to and without /chat/completions, for example http://127.0.0.1:8080/v1."""
+    """The part before /chat/completions, for example http://127.0.0.1:8080/v1."""
     model: str
-    """Name that the endpoint knows the model by."""
+    """The endpoint's name of the model."""
     api_key_var: str | None = None
     """Environment variable that holds the key; None sends none."""
     timeout_s: float = Field(default=30.0, gt=0)
@@ -33,17 +33,17 @@ class EndpointConfig(BaseConfig):
     output_usd_per_mtok: float = Field(default=0.0, ge=0)
     """Price of a million answer tokens, USD."""
     budget_usd: float = Field(default=1.0, ge=0)
-    """Calls stop before the run's sum passes this. The worst case of a call is reserved before it is made, and counted
-    where no reply says what the call cost."""
+    """Calls stop before the run's sum passes this. The worst case of a call is reserved before the call, and counted
+    when no reply reports its cost."""
     rest_s: float = Field(default=30.0, ge=0)
-    """How long nothing is asked after five failures in a row."""
+    """Pause without calls after five failures in a row."""
 
 
 class JudgeConfig(EndpointConfig):
-    """The endpoint of a judge, whose verdicts on long rollouts are longer than hints."""
+    """The endpoint of a judge. Its verdicts on long rollouts are longer than hints."""
 
     max_tokens: int = Field(default=600, ge=1)
-    """Longest answer; a verdict that is cut short is of no use."""
+    """Longest answer; a verdict that is cut short is useless."""
 
 
 class HintsConfig(BaseConfig):
@@ -54,12 +54,12 @@ class HintsConfig(BaseConfig):
         "schema",
     ]
     """What makes a turn wrong: an answer that reports a failed call; an exception or a failed test in a tool's output;
-    a call that breaks its tool's schema. `failed` (not by default): the last turn of a rollout without reward, which a
-    successful sibling can show how to do (SDPO's feedback, arXiv 2601.20802)."""
+    a call that breaks its tool's schema. `failed` (not by default) is the last turn of a rollout without reward, for
+    which a successful sibling is an example (SDPO's feedback, arXiv 2601.20802)."""
     judge: JudgeConfig | None = None
     """A model that reads finished rollouts and flags wasteful turns and bad style."""
     layers: list[Layer] = ["template"]
-    """Who makes the hint, in order; the first that has one wins."""
+    """Writers of the hint, in order; the first that has one wins."""
     templates_file: Path | None = None
     """Further templates (TOML, the format of orchestrator/hints/templates.toml); they are tried before ours."""
     llm: EndpointConfig | None = None
@@ -71,17 +71,17 @@ class HintsConfig(BaseConfig):
     control: Literal["none", "other_error", "other_episode"] = "none"
     """Control arms: each hint is replaced by one that answers another kind of error, or another task's error."""
     max_turns: int = Field(default=16, ge=1)
-    """Turns of one rollout that are hinted; later ones are left out and counted."""
+    """Most turns of one rollout that get a hint; later ones are left out and counted."""
     max_hint_chars: int = Field(default=600, ge=16)
     """A longer hint is cut at a word."""
     weights: dict[str, float] = {}
-    """Weight of a turn's divergence by kind of error; 1 where a kind is not named. Turns of a kind with weight 0 are
-    counted, but neither hinted nor distilled."""
+    """Weight of a turn's divergence by kind of error; 1 for other kinds. Turns of a kind with weight 0 are counted, but
+    get no hint and are not distilled."""
     filtered_groups: bool = True
-    """Groups whose rewards are all equal give channel 1 nothing. On: their wrong turns still serve channel 2, beside
-    the groups of a step; their tokens count in no other channel. Off: they are dropped whole."""
+    """Groups whose rewards are all equal give the policy loss nothing. On: SDPO still learns from their wrong turns,
+    beside the groups of a step, and no other loss counts their tokens. Off: they are dropped."""
     timeout_s: float = Field(default=120.0, gt=0)
-    """How long a finished group may wait for its hints; what is late is left out and counted."""
+    """How long a finished group may wait for its hints; late ones are left out and counted."""
 
     @field_validator("layers")
     @classmethod
@@ -93,9 +93,9 @@ class HintsConfig(BaseConfig):
     @field_validator("weights")
     @classmethod
     def _weights_not_negative(cls, weights: dict[str, float]) -> dict[str, float]:
-        wrong = {kind: weight for kind, weight in weights.items() if not weight >= 0}
-        if wrong:
-            raise ValueError(f"orchestrator.hints.weights has {wrong}: a weight is a number >= 0")
+        negative = {kind: weight for kind, weight in weights.items() if not weight >= 0}
+        if negative:
+            raise ValueError(f"orchestrator.hints.weights has {negative}: a weight is a number >= 0")
         return weights
 
     @model_validator(mode="after")

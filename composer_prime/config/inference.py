@@ -14,13 +14,13 @@ class LocalEngineConfig(BaseConfig):
     max_batch: int = Field(default=64, ge=1)
     """Sequences that decode together; more wait in line."""
     prefill_tokens: int = Field(default=4096, ge=16)
-    """Prompt tokens computed between two decode steps at most, so that long prompts do not stall decoding."""
+    """Most prompt tokens computed between two decode steps, so that long prompts do not stall decoding."""
     prefix_cache: bool = True
     """Keep a conversation's KV entries for its next turn (dropped at a weight swap) and share common prompts."""
     kv_cache_gib: float = Field(default=4.0, gt=0)
     """Ceiling of the KV cache, GiB; it grows as sequences do and bounds how many decode together."""
     kv_at_swap: Literal["keep", "recompute"] = "keep"
-    """What running requests do at a weight swap: keep the old weights' KV entries, or compute them again."""
+    """KV entries of running requests at a weight swap: keep those of the old weights, or compute them again."""
 
 
 class VllmEngineConfig(BaseConfig):
@@ -37,11 +37,11 @@ class VllmEngineConfig(BaseConfig):
     enforce_eager: bool | None = None
     """Skip graph capture; None means eager on CPU and graphs on CUDA."""
     start_timeout_s: float = Field(default=600, gt=0)
-    """How long the server may take to load the model and say that it serves."""
+    """How long the server may take to load the model and report that it serves."""
     swap_timeout_s: float = Field(default=300, gt=0)
     """How long the server may take to load a new version, or to score the canary."""
     extra_args: list[str] = []
-    """Further command-line arguments of vLLM's engine; they win over the ones set here."""
+    """Further command-line arguments of vLLM's engine; they win over the settings here."""
 
 
 class InferenceConfig(BaseConfig):
@@ -62,7 +62,7 @@ class InferenceConfig(BaseConfig):
     vllm: VllmEngineConfig = VllmEngineConfig()
     """Settings of the vLLM engine."""
     heartbeat_s: float = Field(default=2.0, gt=0)
-    """A node reports this often; after lost_after_s of silence its requests go to another node."""
+    """Interval of a node's heartbeats; after lost_after_s of silence its requests go to another node."""
     lost_after_s: float = Field(default=10.0, gt=0)
     """Silence after which a node counts as gone."""
     connect_timeout_s: float = Field(default=120.0, gt=0)
@@ -70,9 +70,9 @@ class InferenceConfig(BaseConfig):
     chunk_timeout_s: float = Field(default=30.0, gt=0)
     """How long a node waits for one piece of a weight chunk (a few MB) before it asks again."""
     drain_timeout_s: float = Field(default=5.0, ge=0)
-    """How long a node that is told to end lets its running requests finish."""
+    """How long a node that should end lets its running requests finish."""
     max_restarts: int = Field(default=5, ge=0)
-    """How often the launcher starts one of its nodes again after it died; ten quiet minutes clear the count."""
+    """How often the launcher restarts one of its nodes after it died; ten minutes without a death clear the count."""
     canary_tolerance: float | None = Field(default=None, gt=0)
     """Largest difference in nats between the canary's logprobs and the manifest's; None is 0.05, on CUDA or in
     bfloat16 0.5."""
@@ -87,7 +87,7 @@ class InferenceConfig(BaseConfig):
         return self
 
     def canary_limit(self, *, on_cuda: bool) -> float:
-        """The canary's tolerance in nats: bfloat16 rounds logits of a large model by tenths of a nat."""
+        """Return the canary's tolerance in nats. bfloat16 rounds logits of a large model by tenths of a nat."""
         if self.canary_tolerance is not None:
             return self.canary_tolerance
         narrow = self.dtype == "bfloat16" or (self.dtype == "auto" and on_cuda)

@@ -1,9 +1,4 @@
-"""[orchestrator]: sources of tasks, groups and their dispatch, the buffer, evaluation.
-
-[orchestrator.preferences]: pairs of answers that are mixed into the steps (channel 3).
-
-[orchestrator.behaviour]: rewards for how a task was done, beside whether it was (Composer 2, arXiv 2603.24477).
-"""
+"""[orchestrator]: sources of tasks, groups and their dispatch, the buffer, rewards, evaluation."""
 
 from __future__ import annotations
 
@@ -17,9 +12,11 @@ from composer_prime.config.hints import HintsConfig
 
 
 class PreferencesConfig(BaseConfig):
+    """Preference pairs that are mixed into the steps, for replay-DPO."""
+
     pairs: Path | None = None
-    """A pairs.jsonl; `tiny` is the embedded one, made from toolsmith. None takes the run directory's own, which a
-    replay may still be writing: pairs that appear join the next pass."""
+    """A pairs.jsonl; `tiny` is the embedded one, made from toolsmith. None takes the run directory's own. A replay may
+    still write to it: new pairs join the next pass."""
     pairs_per_step: int = Field(default=0, ge=0)
     """Pairs in each optimizer step; 0 mixes none in."""
     max_epsilon: float = Field(default=0.5, ge=0, le=0.5)
@@ -34,7 +31,7 @@ class AuxiliaryConfig(BaseConfig):
     scalar: str
     """tool_errors, turn_error_rate, calls, turns, truncated, or a metric or reward part of the environment."""
     weight: float
-    """Reward for one unit of the scalar; negative for what is to be avoided."""
+    """Reward for one unit of the scalar; negative for what should be avoided."""
 
 
 class EffortWeights(BaseConfig):
@@ -55,6 +52,8 @@ class EffortWeights(BaseConfig):
 
 
 class BehaviourConfig(BaseConfig):
+    """Rewards for how a task was done, beside whether it was done (Composer 2, arXiv 2603.24477)."""
+
     penalty: float = Field(default=0.0, ge=0)
     """Reward lost per unit of C(x); 0 switches the effort penalty off."""
     k: float = Field(default=0.001, gt=0)
@@ -72,10 +71,11 @@ class BehaviourConfig(BaseConfig):
     @classmethod
     def _unique_names(cls, auxiliary: list[AuxiliaryConfig]) -> list[AuxiliaryConfig]:
         names = ["effort", *(scalar.name for scalar in auxiliary)]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
             raise ValueError(
-                f"orchestrator.behaviour.auxiliary uses the names {twice} twice ('effort' is the penalty's): rename one"
+                f"orchestrator.behaviour.auxiliary uses the names {repeated} twice ('effort' is the penalty's): rename "
+                "one"
             )
         return auxiliary
 
@@ -90,7 +90,7 @@ class SamplingConfig(BaseConfig):
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature; the recorded logprobs are those after it."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus; below 1 the recorded logprobs are of the renormalised nucleus."""
+    """Nucleus; below 1 the recorded logprobs are of the renormalized nucleus."""
     top_k: int = Field(default=0, ge=0)
     """Keep the k likeliest tokens; 0 keeps all."""
     max_tokens: int = Field(default=512, ge=1)
@@ -132,19 +132,19 @@ class EvalConfig(BaseConfig):
     pass_threshold: float = 1.0
     """Reward from which a rollout counts as passed."""
     share: float = Field(default=0.25, gt=0, le=1)
-    """Share of the concurrency that evaluation may take while training rollouts wait for a place."""
+    """Share of the concurrency that evaluation may take while training rollouts wait."""
     version_timeout_s: float = Field(default=600.0, gt=0)
-    """How long an evaluation waits until the nodes have the weights that it is to evaluate."""
+    """How long an evaluation waits until the nodes have its weights."""
 
     @model_validator(mode="after")
     def _enough_samples(self) -> EvalConfig:
         if not all(1 <= k <= self.samples for k in self.pass_k):
-            most = max(1, *self.pass_k)
+            largest_k = max(1, *self.pass_k)
             fitting = [k for k in self.pass_k if 1 <= k <= self.samples] or [1]
             raise ValueError(
                 f"orchestrator.eval.pass_k is {self.pass_k}, but orchestrator.eval.samples is {self.samples}: pass@k "
                 f"needs 1 <= k <= samples; set --orchestrator.eval.pass_k {' '.join(map(str, fitting))}"
-                + (f", or --orchestrator.eval.samples {most}" if most > self.samples else "")
+                + (f", or --orchestrator.eval.samples {largest_k}" if largest_k > self.samples else "")
             )
         return self
 
@@ -153,25 +153,21 @@ class CurriculumConfig(BaseConfig):
     """A hook that chooses the next task of a source."""
 
     import_path: str = "orchestrator.tasks.curriculum:Shuffled"
-    """`module:Class` of the curriculum; see orchestrator/tasks/curriculum.py for the protocol."""
+    """`module:Class` of the curriculum; orchestrator/tasks/curriculum.py has the protocol."""
     kwargs: dict[str, Any] = {}
     """Arguments of the class."""
 
     @field_validator("import_path")
     @classmethod
-    def _moved(cls, import_path: str) -> str:
+    def _current_name(cls, import_path: str) -> str:
         """Accept the module's former name, which the config.json of older runs holds."""
-        former = "orchestrator.curriculum:"
-        return (
-            import_path.replace(former, "orchestrator.tasks.curriculum:")
-            if import_path.startswith(former)
-            else import_path
-        )
+        module, colon, name = import_path.partition(":")
+        return f"orchestrator.tasks.curriculum:{name}" if module + colon == "orchestrator.curriculum:" else import_path
 
 
 class OrchestratorConfig(BaseConfig):
     address: str | None = None
-    """Where an orchestrator runs already (tcp://host:port of its step server); None starts one here."""
+    """Address of an orchestrator that runs already (tcp://host:port of its step server); None starts one here."""
     source: list[SourceConfig]
     """Sources of tasks; at least one."""
     groups_per_step: int = Field(default=8, ge=1)
@@ -185,14 +181,14 @@ class OrchestratorConfig(BaseConfig):
     max_concurrent: int = Field(default=64, ge=1)
     """Ceiling of rollouts in flight; the adaptive limit moves below it."""
     max_retries: int = Field(default=2, ge=0)
-    """Fresh tries of a rollout whose environment failed, before its group goes on without it."""
+    """New attempts of a rollout whose environment failed, before its group continues without it."""
     min_group: int = Field(default=2, ge=2)
     """A group with fewer finished rollouts than this is dropped (and counted)."""
     filter_zero_advantage: bool = True
-    """Leave out groups whose rollouts all got the same reward: they carry no signal."""
+    """Leave out groups whose rollouts all got the same reward; they carry no signal."""
     train_truncated: bool = True
-    """Whether channel 1 trains rollouts that a limit cut short. Off, they count for their group's advantages alone, and
-    their hinted turns for channel 2 (DAPO's overlong filtering, arXiv 2503.14476)."""
+    """Whether the policy loss trains rollouts that a limit cut short. Off, they count only for their group's
+    advantages, and with their hinted turns for SDPO (DAPO's overlong filtering, arXiv 2503.14476)."""
     max_filtered_share: float = Field(default=0.9, gt=0, le=1)
     """Warn when more than this share of the last groups was filtered out."""
     curriculum: CurriculumConfig = CurriculumConfig()
@@ -202,9 +198,9 @@ class OrchestratorConfig(BaseConfig):
     behaviour: BehaviourConfig = BehaviourConfig()
     """Rewards for how a task was done."""
     hints: HintsConfig | None = None
-    """Channel 2: hints at turns that went wrong; None looks for none."""
+    """Hints at turns that went wrong, for SDPO; None looks for none."""
     preferences: PreferencesConfig = PreferencesConfig()
-    """Channel 3: pairs that are mixed into the steps."""
+    """Preference pairs that are mixed into the steps, for replay-DPO."""
     gateway_port: int = Field(default=0, ge=0, le=65535)
     """Loopback HTTP port of the gateway; 0 takes a free one."""
     node_address: str = "tcp://127.0.0.1:0"
@@ -216,11 +212,11 @@ class OrchestratorConfig(BaseConfig):
     worker_start_timeout_s: float = Field(default=180.0, gt=0)
     """How long an environment worker may take to load."""
     batch_timeout_s: float = Field(default=1800.0, gt=0)
-    """How long a batch may take to fill, before the run fails and says what it waited for."""
+    """How long a batch may take to fill, before the run fails and names what it waited for."""
     trainer_timeout_s: float = Field(default=3600.0, gt=0)
-    """How long a ready batch may wait without a word from the trainer, before the run fails."""
+    """How long a ready batch may wait without a message from the trainer, before the run fails."""
     max_failed_groups: int = Field(default=32, ge=1)
-    """Groups in a row that may fail for want of finished rollouts, before the run fails and shows the last error."""
+    """Groups in a row that may fail for lack of finished rollouts, before the run fails and shows the last error."""
 
     @field_validator("source")
     @classmethod
@@ -228,9 +224,9 @@ class OrchestratorConfig(BaseConfig):
         if not sources:
             raise ValueError("orchestrator.source is empty: add at least one [[orchestrator.source]] table")
         names = [source.name for source in sources]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"orchestrator.source names {twice} are used more than once: rename one of them")
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"orchestrator.source names {repeated} are used more than once: rename one of them")
         return sources
 
     @model_validator(mode="after")

@@ -1,8 +1,9 @@
-"""[channels.policy]: channel 1, and `make_po_config`, which builds it for an objective by name."""
+"""[channels.policy]: the policy loss, and `make_po_config`, which builds its settings for an objective by name."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError, model_validator
@@ -22,7 +23,7 @@ OF_OBJECTIVE: dict[str, dict[str, Any]] = {
     "gspo": {"denominator": "sequence", "ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"denominator": "tokens"},
 }
-"""What each objective's paper sets; a value in the configuration wins. Sources: composer_prime/channels/policy.py."""
+"""Settings of each objective's paper; a value in the configuration wins. Sources: composer_prime/channels/policy.py."""
 
 _OTHERS = {"advantage_scaling": "std", "correction": "none"}
 
@@ -41,7 +42,7 @@ class KlConfig(BaseConfig):
 
 
 class PolicyConfig(BaseConfig):
-    """Channel 1: policy optimisation on verifiable rewards. Defaults marked * are dr_grpo's; others set their own."""
+    """Policy optimization on verifiable rewards. Defaults marked * are dr_grpo's; other objectives set their own."""
 
     objective: Objective = "dr_grpo"
     """Which policy loss; sets the defaults of the keys marked *."""
@@ -128,32 +129,25 @@ class PolicyConfig(BaseConfig):
 
 
 def make_po_config(objective: str = "dr_grpo", **settings: Any) -> PolicyConfig:
-    """Channel 1 for `objective`, with the denominator, ratio, clip range and scaling of its paper unless given.
+    """Return the settings of `objective`: denominator, ratio, clip range and scaling of its paper unless given.
 
-    Raises ConfigError: an unknown objective or setting (with the nearest known one) or a value that cannot be.
+    Raises ConfigError for an unknown objective or setting (with the nearest known one) or a wrong value.
     """
-    known = get_args(Objective)
-    if objective not in known:
-        raise ConfigError(
-            f"objective {objective!r} does not exist{_nearest(objective, known)}; known: {_listed(known)}"
-        )
-    fields = [name for name in PolicyConfig.model_fields if name != "objective"]
+    _check_known(objective, get_args(Objective), f"objective {objective!r} does not exist")
+    settable = [name for name in PolicyConfig.model_fields if name != "objective"]
     for name in settings:
-        if name not in fields:
-            raise ConfigError(f"channel 1 has no setting {name!r}{_nearest(name, fields)}; known: {_listed(fields)}")
+        _check_known(name, settable, f"the policy loss has no setting {name!r}")
     try:
         return PolicyConfig(objective=objective, **settings)  # pyright: ignore[reportArgumentType]
     except ValidationError as error:
         raise ConfigError("; ".join(_sentence(problem) for problem in error.errors())) from error
 
 
-def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(names)
+def _check_known(name: str, known: Sequence[str], problem: str) -> None:
+    if name not in known:
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        suggestion = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise ConfigError(f"{problem}{suggestion}; known: {', '.join(known)}")
 
 
 def _sentence(problem: Any) -> str:

@@ -1,4 +1,4 @@
-"""[teachers]: models that are asked what they would have done, and what that may cost."""
+"""[teachers]: models that vote on recorded states, and what their votes may cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.llm.families import UNKNOWN, family_named, family_of
 
 MODELS_VARIABLE = "COMPOSER_MODELS_URL"
-"""Environment variable by which the launcher tells the orchestrator where it serves local teachers and base."""
+"""Environment variable through which the launcher gives the orchestrator the URL of local teachers and base."""
 OPENROUTER = "https://openrouter.ai/api/v1"
 MIN_WINDOW_PAIRS = 16
 """Fewer pairs are too few for a verdict of the density gate."""
@@ -33,9 +33,9 @@ class TeacherConfig(BaseConfig):
     local: bool = False
     """Serve the model on this machine's loopback with the local engine; it costs nothing."""
     api_key_var: str = "OPENROUTER_API_KEY"
-    """The environment variable that holds the endpoint's key; to be given with any other base_url."""
+    """The environment variable that holds the endpoint's key; required with another base_url."""
     family: str | None = None
-    """Its family (claude, gpt, qwen ...): a trace of this family is never shown to it. None takes it from the name."""
+    """Its family (claude, gpt, qwen ...); it never sees a trace of its own family. None takes it from the name."""
     tier: Tier = "mid"
     """Cheap teachers are asked first."""
     input_usd_per_mtok: float | None = Field(default=None, ge=0)
@@ -43,11 +43,11 @@ class TeacherConfig(BaseConfig):
     output_usd_per_mtok: float | None = Field(default=None, ge=0)
     """Price of a million answer tokens; None takes it from genai-prices."""
     max_tokens_key: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """What the endpoint calls the limit of an answer; OpenAI's reasoning models know max_completion_tokens alone."""
+    """The endpoint's name of an answer's limit; OpenAI's reasoning models know only max_completion_tokens."""
     temperature: float | Literal["omit"] | None = None
-    """Its own, from 0 to 2; None takes teachers.temperature, omit sends none, for models that refuse any."""
+    """Temperature from 0 to 2; None takes teachers.temperature, omit sends none, for models that refuse any."""
     requests_per_minute: float = Field(default=0.0, ge=0)
-    """Calls are spaced to keep to this; 0 does not space them."""
+    """Limit of calls a minute, by spacing them; 0 has no limit."""
     max_concurrent: int = Field(default=8, ge=1)
     """Calls in flight."""
 
@@ -72,13 +72,13 @@ class TeacherConfig(BaseConfig):
         return temperature
 
     def temperature_of(self, shared: float) -> float | None:
-        """What it is asked with, where the others are asked with `shared`; None sends none."""
+        """Return the temperature of its requests, where `shared` is that of all teachers; None sends none."""
         if self.temperature == "omit":
             return None
         return shared if self.temperature is None else self.temperature
 
     def api_key(self) -> str:
-        """The endpoint's key, from the environment. Raises ConfigError when it is not there."""
+        """Return the endpoint's key from the environment. Raises ConfigError when it is not set."""
         key = os.environ.get(self.api_key_var)
         if not key:
             raise ConfigError(
@@ -117,7 +117,7 @@ class TeacherConfig(BaseConfig):
 
 
 class BudgetConfig(BaseConfig):
-    """Hard caps. More than a call should ever cost is held before it is made; a call that does not fit is not made."""
+    """Hard caps. Each call reserves more than it should ever cost; a call that does not fit is not made."""
 
     usd_per_call: float = Field(default=1.0, gt=0)
     """Cap of one call."""
@@ -126,15 +126,15 @@ class BudgetConfig(BaseConfig):
     usd_per_run: float = Field(default=50.0, gt=0)
     """Cap of all calls, over all resumes."""
     overcharge_factor: float = Field(default=2.0, ge=1)
-    """How many times its bound (the price of bytes_per_token and max_tokens) is held for a call, so that an endpoint
-    that suddenly charges so many times more passes no cap, however many calls are in flight. 1 trusts endpoints."""
+    """A call reserves this many times its bound (the price of bytes_per_token and max_tokens). An endpoint that
+    suddenly charges so many times more then passes no cap, however many calls are in flight. 1 trusts endpoints."""
     bytes_per_token: float = Field(default=1.0, ge=1)
-    """Fewest bytes that a prompt token is taken for when a call's cost is reserved; no tokenizer goes below 1, so that
-    1 is the worst case. More lets more calls be in flight below a cap, which then holds less strictly."""
+    """Assumed bytes of a prompt token when a call's cost is reserved. 1 is the worst case of any tokenizer. More lets
+    more calls be in flight below a cap, which then holds less strictly."""
 
 
 class KillSwitchConfig(BaseConfig):
-    """Replay stops, and says why, when one of these is passed."""
+    """Limits at which replay stops and reports why."""
 
     mean_usd_per_trace: float = Field(default=5.0, gt=0)
     """Mean cost of a trace, of those on which a call was made."""
@@ -149,47 +149,47 @@ class KillSwitchConfig(BaseConfig):
 
 
 class VoiConfig(BaseConfig):
-    """Value of information: a vote is asked for when what it may find is worth its price."""
+    """Value of information: a vote is requested only when its probable result is worth its price."""
 
     enabled: bool = False
-    """Leave out votes that are not worth it; without it every state is voted on."""
+    """Leave out votes that are not worth their price; off, every state gets votes."""
     pair_value_usd: float | None = Field(default=None, gt=0)
-    """What a preference pair is worth. None takes six times what a state's votes are expected to cost, on the mean of
-    the states so far, so that it goes with the teachers' prices."""
+    """Worth of a preference pair. None takes six times the expected cost of a state's votes, from the mean of the
+    states so far, so that it follows the teachers' prices."""
     prior_disagreement: float = Field(default=0.3, gt=0, lt=1)
-    """How often the votes on a state are expected to disagree and so give a pair, before any has been seen."""
+    """Expected share of states whose votes disagree and so give a pair, before the first one is known."""
     prior_weight: float = Field(default=4.0, gt=0)
-    """Votes that the prior counts as."""
+    """Weight of the prior, in votes."""
     explore: float = Field(default=0.05, ge=0, le=1)
-    """Share of states that are voted on whatever the estimate says: it would never be corrected otherwise."""
+    """Share of states that get votes regardless of the estimate, which would never be corrected otherwise."""
 
 
 class GateConfig(BaseConfig):
-    """The density gate on pairs that are made online: measured a window at a time, and trained only where it passes."""
+    """The density gate on online pairs: it measures a window at a time, and only windows that pass are trained."""
 
     window_pairs: int = Field(default=64, ge=MIN_WINDOW_PAIRS)
-    """Pairs of a window: so many wait until they are measured, and more where they are of fewer than 8 traces. What is
-    left when the states end is a window of its own, from 16 pairs of 8 traces on."""
+    """Pairs of a window; more when they are of fewer than 8 traces. The rest at the end of the states is a window too,
+    if it has 16 pairs of 8 traces."""
     min_pairs_a_trace: float = Field(default=5.0, gt=0)
-    """Pairs that a trace is to give; short traces cannot give five."""
+    """Fewest pairs a trace; short traces cannot give five."""
 
 
 class TeachersConfig(BaseConfig):
     teacher: list[TeacherConfig] = []
     """Teachers, of at least two families that did not write the traces."""
     online: bool = False
-    """Replay while training goes on: pairs go to the run directory's pairs.jsonl."""
+    """Replay during training; pairs go to the run directory's pairs.jsonl."""
     states: Path | None = None
     """A states.jsonl (`composer ingest`) to replay online; None takes the run's own rollouts."""
     voters: int = Field(default=3, ge=2)
-    """N: teachers whose majority decides, unless it is of one family."""
+    """N: teachers whose majority decides, unless all of it is of one family."""
     voting: Literal["sequential", "all"] = "sequential"
-    """Ask for the next vote only while the majority is open, or ask all."""
+    """Request the next vote only while the majority is open, or all at once."""
     system_prompt: str = (
         "You are a capable software agent. Continue the task from here: give the single next step, by calling a tool "
         "when one is needed, or by answering when the task is done."
     )
-    """Put first where a trace has no system message of its own."""
+    """First message for traces without a system message."""
     temperature: float = Field(default=0.0, ge=0, le=2)
     """Sampling temperature of teachers."""
     max_tokens: int = Field(default=1024, ge=1)
@@ -203,15 +203,15 @@ class TeachersConfig(BaseConfig):
     retry_max_s: float = Field(default=30.0, gt=0)
     """Longest pause, also where the endpoint asks for a longer one."""
     concurrent_states: int = Field(default=8, ge=1)
-    """States that are voted on at the same time."""
+    """States that get votes at the same time."""
     cache_dir: Path = Path("outputs/teacher_cache")
-    """Every answer is kept here; the same question is never paid for twice."""
+    """Folder of every answer; the same question is never paid for twice."""
     cache_only: bool = False
-    """Answer from the cache alone: a replay that makes no call."""
+    """Answer from the cache alone; such a replay makes no call."""
     max_length_ratio: float = Field(default=4.0, ge=1)
-    """A pair whose longer answer is more than this times the shorter is dropped: length would be what is learned."""
+    """A pair whose longer answer is more than this times the shorter is dropped; it would teach length."""
     assume_family: str | None = None
-    """The family of traces that do not say which model made them; without it such states are refused."""
+    """The family of traces that name no model; without it such states are refused."""
     score: bool = True
     """Choose among agreeing answers by the frozen base's likelihood (model.path, served locally)."""
     local_threads: int = Field(default=1, ge=1)
@@ -221,21 +221,21 @@ class TeachersConfig(BaseConfig):
     budget: BudgetConfig = BudgetConfig()
     """Hard caps of cost."""
     kill: KillSwitchConfig = KillSwitchConfig()
-    """When replay stops by itself."""
+    """Limits at which replay stops by itself."""
     voi: VoiConfig = VoiConfig()
     """Which votes are worth their price."""
     gate: GateConfig = GateConfig()
-    """Which of the pairs that are made online may be trained."""
+    """Which of the online pairs may be trained."""
 
     @property
     def end_timeout_s(self) -> float:
-        """How long the end of a run waits for answers of an online replay: an attempt's deadline, after which none is
-        to be expected; 0 where no teacher charges."""
+        """Seconds that the end of a run waits for answers of an online replay: an attempt's deadline, or 0 when no
+        teacher charges."""
         charged = self.online and not self.cache_only and any(not teacher.local for teacher in self.teacher)
         return self.timeout_s if charged else 0.0
 
     def models_served(self, base: str) -> list[str]:
-        """What has to be served on this machine for a replay: local teachers, and the frozen base `base`."""
+        """Return the models that a replay needs on this machine: local teachers, and the frozen base `base`."""
         if self.cache_only:
             return []
         models = [teacher.model for teacher in self.teacher if teacher.local]
@@ -250,9 +250,9 @@ class TeachersConfig(BaseConfig):
     @classmethod
     def _unique_names(cls, teachers: list[TeacherConfig]) -> list[TeacherConfig]:
         names = [teacher.name for teacher in teachers]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"teachers.teacher names {twice} are used more than once: rename one of them")
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"teachers.teacher names {repeated} are used more than once: rename one of them")
         return teachers
 
     @model_validator(mode="after")
@@ -261,7 +261,7 @@ class TeachersConfig(BaseConfig):
         if self.teacher and len(families) < 2:
             raise ValueError(
                 f"teachers.teacher has {pluralize(len(self.teacher), 'teacher')}, all of family {families[0]!r}: "
-                "agreement within one family says little; add a teacher of another family"
+                "agreement within one family proves little; add a teacher of another family"
             )
         if self.online and not self.teacher:
             raise ValueError("teachers.online is true, but there is no [[teachers.teacher]]: add at least two")

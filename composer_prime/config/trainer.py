@@ -33,7 +33,7 @@ class ScheduleConfig(BaseConfig):
     type: Literal["constant", "cosine"] = "constant"
     """Shape after warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Linear rise from 0 to the peak; a shorter run ends on the way."""
+    """Linear rise from 0 to the peak; a shorter run ends during it."""
     final_ratio: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the last step, relative to the peak (cosine)."""
 
@@ -51,22 +51,22 @@ class LoraConfig(BaseConfig):
 
 class CheckpointConfig(BaseConfig):
     every_steps: int = Field(default=50, ge=0)
-    """Write a checkpoint after every this many steps, after the last, and when the run is stopped; 0 only then."""
+    """Write a checkpoint every this many steps, after the last one, and when the run is stopped; 0 only then."""
     stop_timeout_s: float = Field(default=60.0, ge=0)
-    """After Ctrl-C or SIGTERM: how long the step at hand and a checkpoint of what was trained since the newest one may
-    take together; 0 leaves without a checkpoint."""
+    """After Ctrl-C or SIGTERM: how long the current step and a last checkpoint may take together; 0 writes no
+    checkpoint."""
     keep: int = Field(default=2, ge=1)
-    """Newest complete checkpoints that stay on disk."""
+    """Number of newest complete checkpoints that stay on disk."""
 
 
 class WeightStoreConfig(BaseConfig):
     keep: int = Field(default=3, ge=2)
-    """Newest policy versions that stay in the weight store."""
+    """Number of newest policy versions that stay in the weight store."""
 
 
 class TrainerConfig(BaseConfig):
     address: str | None = None
-    """Set when the trainer runs elsewhere (under torchrun there); None starts it here."""
+    """Where the trainer runs (under torchrun), if not here; None starts it here."""
     ranks: int = Field(default=1, ge=1)
     """FSDP2 processes started here."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -78,13 +78,13 @@ class TrainerConfig(BaseConfig):
     activation_checkpointing: bool = False
     """Recompute each block in the backward pass: less memory, about a third more compute."""
     head_kernels: HeadKernels = "auto"
-    """Element-wise work of the loss head. auto: torch on the CPU; on CUDA the faster of torch and Triton, timed once at
-    first use. Both give the same to rounding."""
+    """Element-wise operations of the loss head. auto: torch on the CPU; on CUDA the faster of torch and Triton, timed
+    once at first use. Both agree up to rounding."""
     micro_batch_tokens: int = Field(default=4096, ge=16)
     """Tokens in one packed row; a step is as many micro-batches as its samples need."""
     reduce_each_micro_batch: bool | None = None
-    """Sum gradients over ranks after each micro-batch (a rank then holds its shard of them only) instead of once a step
-    (less traffic, but 4 bytes a parameter on every rank). None: each micro-batch on CUDA, once a step on the CPU."""
+    """Sum gradients over ranks after each micro-batch, so that a rank holds only its shard of them. Off: once a step,
+    with less traffic, but 4 bytes a parameter on every rank. None: on for CUDA, off for the CPU."""
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -98,13 +98,13 @@ class TrainerConfig(BaseConfig):
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of a collective between ranks."""
     orchestrator_timeout_s: float = Field(default=120.0, gt=0)
-    """How long the orchestrator may stay silent (it answers at least every few seconds, ready or not)."""
+    """How long the orchestrator may stay silent; it answers every few seconds even when no batch is ready."""
 
     @model_validator(mode="after")
     def _lora_with_adamw(self) -> TrainerConfig:
         if self.lora is not None and self.optim.type == "muon":
             raise ValueError(
-                "trainer.lora is set and trainer.optim.type is 'muon': orthogonalised updates of low-rank factors are "
+                "trainer.lora is set and trainer.optim.type is 'muon': orthogonalized updates of low-rank factors are "
                 "not supported; use trainer.optim.type = 'adamw' or remove trainer.lora"
             )
         return self

@@ -44,7 +44,7 @@ def test_what_the_user_sets_wins():
     [
         ("gpso", {}, "objective 'gpso' does not exist; did you mean 'gspo'?; known: dr_grpo, grpo"),
         ("ppo", {}, "objective 'ppo' does not exist"),
-        ("dapo", {"clip_hihg": 0.3}, "channel 1 has no setting 'clip_hihg'; did you mean 'clip_high'?"),
+        ("dapo", {"clip_hihg": 0.3}, "the policy loss has no setting 'clip_hihg'; did you mean 'clip_high'?"),
         ("dapo", {"clip_low": 1.5}, "clip_low = 1.5: Input should be less than 1"),
         ("dapo", {"entropy_weight": -1}, "entropy_weight = -1: Input should be greater than or equal to 0"),
         ("dapo", {"kl": {"weight": -1}}, "kl.weight = -1: Input should be greater than or equal to 0"),

@@ -51,7 +51,7 @@ def test_simulate_defaults(capsys, tmp_path):
         main(["simulate", "--help"])
     options = " ".join(capsys.readouterr().out.partition("options:")[2].split()).split(" --")[2:]
     assert len(options) > 12 and [each for each in options if "(default" not in each] == [
-        "plot PLOT write utilisation against bandwidth as SVG"
+        "plot PLOT write utilization against bandwidth as SVG"
     ]
 
 
@@ -118,7 +118,7 @@ def test_simulate_traffic(capsys):
 
 
 # Whatever the run: 80 columns hold every cell, and each table's sentence says which part of the time dominates. Codec
-# work is named where it does, and where it puts a utilisation out of reach of any link; ranks share it.
+# work is named where it does, and where it puts a utilization out of reach of any link; ranks share it.
 @pytest.mark.parametrize(
     ("words", "dominant"),
     [
@@ -165,7 +165,7 @@ def test_a_reader_that_leaves_early(errors):
         (["simulate", "--peers", "2", "1"], "--peers is 2 1; a joint run has 2 or more"),
         (["simulate", "--sync-every", "96", "--fragments", "32"], "--fragments is 32, but there are 24 layers"),
         (["simulate", "--sync-every", "100"], "the period; set --fragments to 5 or --sync-every to 104"),
-        (["simulate", "--delay", "12"], "every --sync-every / --fragments = 12 steps and only one may be under way"),
+        (["simulate", "--delay", "12"], "every --sync-every / --fragments = 12 steps and only one may be on its way"),
         (["lighthouse", "--run", "r", "--key-file", "none"], "key file none is missing"),
         (["lighthouse", "--run", "r", "--key-file", "none", "--min-peers", "0"], "--min-peers is 0"),
         (
