@@ -1,6 +1,6 @@
-"""Off-policy corrections: what to do about the gap between the sampler's policy mu and the trainer's policy pi.
+"""Off-policy corrections for the gap between the sampler's policy mu and the trainer's policy pi.
 
-Three roles, never mixed up:
+Three roles, always kept apart:
 
     pi   the policy that is trained; its log-probability has the gradient
     mu   the policy as the inference engine sampled it: older by the staleness, computed by other kernels
@@ -9,19 +9,20 @@ Three roles, never mixed up:
 With rho = pi / mu, detached:
 
     none    old = mu; r and its clip carry the whole correction
-    opsm    old = mu; drops sequences with A < 0 and mean log(1 / rho) > delta          DeepSeek-V3.2, 2512.02556 eq. 9
-    dppo    old = mu; drops tokens outside a trust region, caps r elsewhere, no clip    2602.04879
-    tis     old = pi; weight min(rho, C)                                                1802.01561 (rho-bar)
+    opsm    old = mu; drops sequences with A < 0 and mean log(1 / rho) > delta    DeepSeek-V3.2, arXiv 2512.02556 eq. 9
+    dppo    old = mu; drops tokens outside a trust region, caps r elsewhere, no clip    arXiv 2602.04879
+    tis     old = pi; weight min(rho, C)                                                arXiv 1802.01561 (rho-bar)
     mis     old = pi; weight rho where rho <= C, else 0
-    icepop  old = pi; weight rho where low <= rho <= high, else 0                       IcePop, 2510.18855
+    icepop  old = pi; weight rho where low <= rho <= high, else 0                       IcePop, arXiv 2510.18855
 
-old = pi means the trainer's own value of pi: a batch is used once, so r is 1 in value and only has a gradient; with
+old = pi means the trainer's own value of pi. A batch is used once, so r is 1 in value and only has a gradient; with
 old = mu the gap would count twice.
 
 Departures from the sources:
-1. dppo replaces the ratio clip. A kept token may still have any ratio (pi - mu <= 0.2 holds for pi = 0.2, mu = 1e-5).
-   prime-rl lets it count 20 000 times (`dppo_ratio_cap = None`); the paper (section 5.4) and verl truncate the ratio at
-   a large value, and so does the default here, by a detached factor: the gradient is min(r, cap) A grad log pi.
+1. dppo replaces the ratio clip. A token that it does not drop may still have any ratio (pi - mu <= 0.2 holds for
+   pi = 0.2, mu = 1e-5). prime-rl lets it count 20 000 times (`dppo_ratio_cap = None`). The paper (section 5.4) and verl
+   truncate the ratio at a large value, and so does the default here, by a detached factor: the gradient is
+   min(r, cap) A grad log pi.
 2. Log ratios are clamped to +-20 before exp, so that one broken token gives a large number and not an infinity.
 """
 
@@ -38,7 +39,7 @@ from composer_prime.config.policy import PolicyConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """How one set of tokens enters the objective. All tensors are [T]."""
+    """How tokens enter the objective. All tensors are [T]."""
 
     log_ratio_T: Tensor
     """log r of each token, with gradient."""
@@ -49,8 +50,11 @@ class Correction:
 
 
 def correct(tokens: PolicyTokens, advantages_T: Tensor, config: PolicyConfig) -> Correction:
-    """The correction that `config.correction` names. `advantages_T` [T] are those that the objective multiplies with,
-    penalties included: what decides which way a token is pushed decides whether it has gone far enough."""
+    """Return the correction that `config.correction` names.
+
+    `advantages_T` [T] are those that the objective multiplies with, penalties included: what decides which way a token
+    is pushed also decides whether it has gone far enough.
+    """
     frozen_T = tokens.logprobs_T.detach()
     from_sampler_T = tokens.logprobs_T - tokens.sampler_logprobs_T
     ones_T = torch.ones_like(tokens.sampler_logprobs_T)
@@ -69,7 +73,7 @@ def correct(tokens: PolicyTokens, advantages_T: Tensor, config: PolicyConfig) ->
 
 
 def _importance(tokens: PolicyTokens, config: PolicyConfig) -> Tensor:
-    """The detached weight [T] of tis, mis and icepop."""
+    """Return the detached weight [T] of tis, mis and icepop."""
     log_rho_T = tokens.logprobs_T.detach() - tokens.sampler_logprobs_T
     if config.correction == "icepop":
         rho_T = bounded_exp(log_rho_T)
@@ -81,17 +85,17 @@ def _importance(tokens: PolicyTokens, config: PolicyConfig) -> Tensor:
 
 
 def dppo_drops(logprobs_T: Tensor, sampler_logprobs_T: Tensor, advantages_T: Tensor, threshold: float) -> Tensor:
-    """Tokens (bool [T]) whose probability has already moved past the trust region in the direction of the advantage.
+    """Return the tokens (bool [T]) whose probability has moved past the trust region in the advantage's direction.
 
-    A > 0 and pi - mu > threshold, or A <= 0 and pi - mu < -threshold: differences of probabilities, not ratios, so that
-    rare tokens, whose ratio is noisy, are not the first to be dropped (the form that prime-rl uses by default).
+    A > 0 and pi - mu > threshold, or A <= 0 and pi - mu < -threshold. These are differences of probabilities, not
+    ratios: the ratios of rare tokens are noisy, and they would be dropped first (prime-rl's default form).
     """
     moved_T = logprobs_T.exp() - sampler_logprobs_T.exp()
     return torch.where(advantages_T > 0, moved_T > threshold, moved_T < -threshold)
 
 
 def opsm_drops(tokens: PolicyTokens, advantages_T: Tensor, threshold: float) -> Tensor:
-    """Tokens (bool [T]) with A < 0 in a sequence whose mean of log(mu / pi) is above `threshold` nats."""
+    """Return the tokens (bool [T]) with A < 0 in a sequence whose mean log(mu / pi) is above `threshold` nats."""
     gap_T = tokens.sampler_logprobs_T - tokens.logprobs_T.detach()
     far = mean_by(gap_T, tokens.sequence_T, tokens.sequences) > threshold
     return (advantages_T < 0) & far[tokens.sequence_T]

@@ -3,13 +3,14 @@
     k1 = -d              unbiased; in the advantage, never in the loss
     k2 = d^2 / 2         its gradient is that of KL(pi || ref) on-policy
     k3 = e^d - 1 - d     unbiased, never negative, low variance
-    k3 r                 k3 weighed by the ratio, the form with an unbiased gradient off-policy (2512.02556)
+    k3 r                 k3 weighted by the ratio: its gradient is unbiased off-policy too (arXiv 2512.02556)
 
-(http://joschu.net/blog/kl-approx.html.) The expected gradient of k1 in the loss is zero on-policy: E[grad log pi] = 0.
-Composer 2's report (2603.24477) describes k1 in the reward; TRL 1.16 uses k3 r. Where correction = dppo caps the
+(http://joschu.net/blog/kl-approx.html.) In the loss, k1 has an expected gradient of zero on-policy: E[grad log pi] = 0.
+Composer 2's report (arXiv 2603.24477) describes k1 in the reward; TRL 1.16 uses k3 r. Where correction = dppo caps the
 ratio, r in k3 r is capped alike.
 
-Departure: k1 reduces the advantage of its own token, not of the tokens before it in the sequence as well.
+Departures:
+1. k1 reduces the advantage of its own token, not of the tokens before it in the sequence as well.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from composer_prime.errors import ConfigError
 
 
 def estimate(estimator: Literal["k1", "k2", "k3"], logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """The estimator's value of each token [T], nats; differentiable."""
+    """Return the estimator's value for each token [T], nats; differentiable."""
     d_T = reference_logprobs_T - logprobs_T
     match estimator:
         case "k1":
@@ -37,7 +38,7 @@ def estimate(estimator: Literal["k1", "k2", "k3"], logprobs_T: Tensor, reference
 
 
 def reference_of(tokens: PolicyTokens, config: PolicyConfig) -> Tensor | None:
-    """log ref [T] when a penalty is configured, else None. Raises ConfigError when it is configured, but missing."""
+    """Return log ref [T] when a penalty is configured, else None. Raises ConfigError when it is missing then."""
     if config.kl.weight == 0:
         return None
     if tokens.reference_logprobs_T is None:
@@ -48,8 +49,8 @@ def reference_of(tokens: PolicyTokens, config: PolicyConfig) -> Tensor | None:
     return tokens.reference_logprobs_T
 
 
-def penalised_advantages(tokens: PolicyTokens, config: PolicyConfig) -> Tensor:
-    """Advantages [T], less kl.weight * k1 where the estimator is k1."""
+def penalized_advantages(tokens: PolicyTokens, config: PolicyConfig) -> Tensor:
+    """Return the advantages [T], less kl.weight * k1 where the estimator is k1."""
     reference_T = reference_of(tokens, config)
     if reference_T is None or config.kl.estimator != "k1":
         return tokens.advantages_T
@@ -58,7 +59,7 @@ def penalised_advantages(tokens: PolicyTokens, config: PolicyConfig) -> Tensor:
 
 
 def kl_loss(tokens: PolicyTokens, ratio_T: Tensor, config: PolicyConfig) -> Tensor | None:
-    """kl.weight * k2, k3 or k3 r of each token [T], with gradient; None where nothing joins the loss."""
+    """Return kl.weight * k2, k3 or k3 r of each token [T], with gradient; None where nothing enters the loss."""
     reference_T = reference_of(tokens, config)
     if reference_T is None or config.kl.estimator == "k1":
         return None

@@ -1,20 +1,21 @@
-"""Channel 3: direct preference optimisation on pairs of answers (this project's own channel).
+"""Replay-DPO: direct preference optimization on pairs of answers to replayed states (this project's own term).
 
 With z = beta [(lp_c - ref_c) - (lp_r - ref_r)], z_norm the same with each answer's part divided by its length, and eps
 the probability that the pair's label is wrong:
 
     cdpo          -(1 - eps) log s(z) - eps log s(-z)                          DPO with smoothed labels
-    sigmoid       -log s(z)                                                    DPO, 2305.18290 eq. 7
-    robust        [-(1 - eps) log s(z) + eps log s(-z)] / (1 - 2 eps)          robust DPO, 2403.00409
-    ipo           (z_norm / beta - 1 / (2 beta))^2                             IPO, 2310.12036 eq. 17
+    sigmoid       -log s(z)                                                    DPO, arXiv 2305.18290 eq. 7
+    robust        [-(1 - eps) log s(z) + eps log s(-z)] / (1 - 2 eps)          robust DPO, arXiv 2403.00409
+    ipo           (z_norm / beta - 1 / (2 beta))^2                             IPO, arXiv 2310.12036 eq. 17
     sigmoid_norm  -log s(z_norm)
-    simpo         -log s(beta [lp_c / |c| - lp_r / |r|] - gamma)               SimPO, 2405.14734; no reference
+    simpo         -log s(beta [lp_c / |c| - lp_r / |r|] - gamma)               SimPO, arXiv 2405.14734; no reference
 
-    L = 1/P sum_p [ loss_p - nll_weight * lp_c / |c| ]                         chosen-NLL term as in 2404.19733
+    L = 1/P sum_p [ loss_p - nll_weight * lp_c / |c| ]                         chosen-NLL term as in arXiv 2404.19733
 
 P counts the pairs of the whole step.
 
-Departure: robust's epsilon is capped at 0.45, where its factor is 10; at 0.5 it would be infinite.
+Departures:
+1. robust's epsilon is capped at 0.45, where its factor is 10; at 0.5 it would be infinite.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ class PairTokens:
     epsilon_P: Tensor
     """float [P]: probability that the label is wrong, in [0, 0.5]."""
     reference_chosen_P: Tensor | None = None
-    """float [P], under the frozen base; simpo does without."""
+    """float [P], under the frozen base; simpo needs none."""
     reference_rejected_P: Tensor | None = None
     """float [P], under the frozen base."""
 
 
 def replay_dpo_loss(pairs: PairTokens, totals: StepTotals, config: ReplayDpoConfig) -> tuple[Tensor, Sums]:
-    """This micro-batch's share of the channel's loss (scalar, before its weight) and its metric sums.
+    """Return this micro-batch's share of the replay-DPO loss (scalar, before beta) and its metric sums.
 
-    Without pairs the loss is a zero that is attached to the graph. Raises ConfigError when the loss measures from a
-    reference that is not there.
+    Without pairs the loss is a zero that is attached to the graph. Raises ConfigError when the loss needs a reference
+    and the pairs have none.
     """
     margin_P = _margin(pairs, config)
     pair_loss_P = _pair_loss(margin_P, pairs.epsilon_P, config)
@@ -67,7 +68,7 @@ def replay_dpo_loss(pairs: PairTokens, totals: StepTotals, config: ReplayDpoConf
 
 
 def _margin(pairs: PairTokens, config: ReplayDpoConfig) -> Tensor:
-    """z [P] in the form that the loss takes; positive where the policy prefers the chosen answer."""
+    """Return z [P] in the form that the loss takes; positive where the policy prefers the chosen answer."""
     chosen_P, rejected_P = pairs.chosen_logprobs_P, pairs.rejected_logprobs_P
     if config.loss != "simpo":
         if pairs.reference_chosen_P is None or pairs.reference_rejected_P is None:
@@ -116,7 +117,7 @@ def _sums(pairs: PairTokens, margin_P: Tensor) -> Sums:
 
 
 def replay_dpo_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Figures of a step: dpo/pairs always, with pairs also their means.
+    """Return a step's metrics: dpo/pairs always, means only with pairs.
 
     dpo/accuracy is the share of pairs with a positive margin z, dpo/margin its mean. dpo/displacement is the chosen
     answers' mean change against the reference, nats a token; dpo/displaced_fraction is the share of pairs in which it

@@ -1,11 +1,15 @@
-"""Channel 2: self-distillation at error turns, over the tokens of the turns that got a hint.
+"""SDPO: self-distillation at error turns, over the tokens of the turns that got a hint.
 
     L = 1/D sum_d  w_d  min(rho_d, c)  e_d  divergence_d                     rho = pi / mu, detached
 
-D counts the distilled tokens of the whole step, or (denominator = turns) a token counts 1 / (its turn's tokens) and D
-counts the step's turns. w is the turn's weight, e the entropy weight exp(-H_teacher / scale) when it is asked for; the
-latter is this project's own. The mask is the turn's tokens, thinking included; SDPO (2601.20802) and OPSD (2601.18734)
-take whole samples, Composer 2.5's blog one message.
+D counts the hinted turns' tokens of the whole step. With denominator = turns, a token counts 1 / (its turn's tokens)
+and D counts the step's hinted turns. w is the turn's weight; e is the entropy weight exp(-H_teacher / scale) when it is
+configured.
+
+Departures from SDPO (arXiv 2601.20802) and OPSD (arXiv 2601.18734):
+1. The mask is the turn's tokens, thinking included. The papers take whole samples; Composer 2.5's blog takes one
+   message.
+2. The entropy weight e is this project's own.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from composer_prime.wire.types import StepTotals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SdpoTokens:
-    """The tokens of the distilled turns of one micro-batch, laid end to end; D may be 0."""
+    """The tokens of the hinted turns of one micro-batch, laid end to end; D may be 0."""
 
     divergence_D: Tensor
     """float [D], with gradient: divergence.divergence of each token."""
@@ -34,18 +38,18 @@ class SdpoTokens:
     weight_D: Tensor
     """float [D]: weight of the token's turn; 0 drops the token."""
     turn_D: Tensor
-    """int64 [D]: which of the micro-batch's turns the token belongs to."""
+    """int64 [D]: the token's turn within the micro-batch."""
     turns: int
-    """Distilled turns in the micro-batch."""
+    """Hinted turns in the micro-batch."""
     teacher_entropy_D: Tensor | None = None
     """float [D], nats; needed where `entropy_weighting` is not none."""
 
 
 def sdpo_loss(tokens: SdpoTokens, totals: StepTotals, config: SdpoConfig) -> tuple[Tensor, Sums]:
-    """This micro-batch's share of the channel's loss (scalar, before alpha) and its metric sums.
+    """Return this micro-batch's share of the SDPO loss (scalar, before alpha) and its metric sums.
 
-    Without tokens the loss is a zero that is attached to the graph. Raises ConfigError when turns have no tokens, or
-    the configuration weighs by an entropy that is not there.
+    Without tokens the loss is a zero that is attached to the graph. Raises ConfigError when a turn has no tokens, or
+    when the configured entropy weight lacks its entropy.
     """
     _check(tokens, config)
     weight_D = tokens.weight_D
@@ -67,7 +71,7 @@ def _check(tokens: SdpoTokens, config: SdpoConfig) -> None:
     count = tokens.divergence_D.numel()
     if tokens.turns > count:
         raise ConfigError(
-            f"channel 2 got {tokens.turns} turns, but {count} tokens of them: a turn needs at least one token in its "
+            f"SDPO got {tokens.turns} turns, but {count} tokens of them: a turn needs at least one token in its "
             "mask (thinking counts); leave out turns without any"
         )
     if config.entropy_weighting != "none" and tokens.teacher_entropy_D is None:
@@ -94,7 +98,10 @@ def _sums(tokens: SdpoTokens, importance_D: Tensor, config: SdpoConfig) -> Sums:
 
 
 def sdpo_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Figures of a step: sdpo/turns always; sdpo/jsd (mean a token), sdpo/turn_jsd (mean of turns' means) with any."""
+    """Return a step's metrics: sdpo/turns and sdpo/tokens always, means only with tokens.
+
+    sdpo/jsd is the mean of the tokens, sdpo/turn_jsd the mean of the turns' means.
+    """
     metrics = {"sdpo/turns": sums["turns"], "sdpo/tokens": sums["tokens"]}
     if sums["tokens"] == 0:
         return metrics

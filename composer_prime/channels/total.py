@@ -1,10 +1,10 @@
-"""The whole loss: the sum of the channels, each over its own tokens and its own global denominator.
+"""The whole loss: the sum of its terms, each over its own tokens and its own global denominator.
 
     L = L_policy + alpha(step) L_sdpo + beta(step) L_replay_dpo
 
-A channel whose weight is 0 at a step adds nothing at all, so that alpha = beta = 0 is channel 1 to the last bit. A
-channel with a weight but without tokens in this micro-batch is a zero that is attached to the graph, so that FSDP ranks
-stay in step. Metric sums of a channel are there whenever its input is, whatever its weight at the step.
+A term whose weight is 0 at a step adds nothing at all, so alpha = beta = 0 is the policy loss to the last bit. A term
+with a weight but without tokens in this micro-batch is a zero that is attached to the graph, so FSDP ranks stay in
+step. A term's metric sums are there whenever its input is, whatever its weight at the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from composer_prime.wire.types import StepTotals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelInputs:
-    """What one forward pass gave each channel; None for a channel that the configuration turns off."""
+    """The tokens of each loss term, from one forward pass; None for a term that the configuration turns off."""
 
     policy: PolicyTokens
     sdpo: SdpoTokens | None = None
@@ -38,29 +38,29 @@ class LossParts:
     total: Tensor
     """Scalar, with gradient."""
     sums: Sums
-    """Detached scalars that add up over micro-batches and ranks: `loss/...` and each channel's own, prefixed."""
+    """Detached scalars that add up over micro-batches and ranks: `loss/...` and those of each term, prefixed."""
 
 
 def total_loss(
     inputs: ChannelInputs, totals: StepTotals, config: ChannelsConfig, max_length: int, step: int = 1
 ) -> LossParts:
-    """Sum of the channels at `step` (from 1). `max_length` is the constant length divisor of channel 1, in tokens
-    (`max_completion_length(config, context)`).
+    """Return the sum of the terms at `step` (from 1).
 
-    Raises ConfigError when a channel has a weight, but no input.
+    `max_length` is the policy loss's constant length divisor, in tokens (`max_completion_length(config, context)`).
+    Raises ConfigError when a term has a weight, but no input.
     """
     _check(inputs, config)
     total, sums = policy_loss(inputs.policy, totals, config.policy, max_length)
     losses = {"loss/policy": total.detach()}
     sums = _prefixed("policy", sums)
     if inputs.sdpo is not None:
-        loss, own = sdpo_loss(inputs.sdpo, totals, config.sdpo)
-        total = _plus(total, config.sdpo.weight_at(step), loss)
-        losses, sums = losses | {"loss/sdpo": loss.detach()}, sums | _prefixed("sdpo", own)
+        loss, sdpo_sums = sdpo_loss(inputs.sdpo, totals, config.sdpo)
+        total = _plus(total, config.sdpo.weight_at(step), loss)  # alpha
+        losses, sums = losses | {"loss/sdpo": loss.detach()}, sums | _prefixed("sdpo", sdpo_sums)
     if inputs.replay_dpo is not None:
-        loss, own = replay_dpo_loss(inputs.replay_dpo, totals, config.replay_dpo)
-        total = _plus(total, config.replay_dpo.weight_at(step), loss)
-        losses, sums = losses | {"loss/replay_dpo": loss.detach()}, sums | _prefixed("dpo", own)
+        loss, dpo_sums = replay_dpo_loss(inputs.replay_dpo, totals, config.replay_dpo)
+        total = _plus(total, config.replay_dpo.weight_at(step), loss)  # beta
+        losses, sums = losses | {"loss/replay_dpo": loss.detach()}, sums | _prefixed("dpo", dpo_sums)
     return LossParts(total=total, sums=losses | sums | {"loss/total": total.detach()})
 
 
@@ -68,33 +68,32 @@ def _plus(total: Tensor, weight: float, loss: Tensor) -> Tensor:
     return total if weight == 0 else total + weight * loss
 
 
-def _prefixed(channel: str, sums: Sums) -> Sums:
-    return {f"{channel}/{name}": value for name, value in sums.items()}
+def _prefixed(term: str, sums: Sums) -> Sums:
+    return {f"{term}/{name}": value for name, value in sums.items()}
 
 
 def _check(inputs: ChannelInputs, config: ChannelsConfig) -> None:
-    for name, weight, given in (
+    for name, weight, tokens in (
         ("sdpo", config.sdpo.weight, inputs.sdpo),
         ("replay_dpo", config.replay_dpo.weight, inputs.replay_dpo),
     ):
-        if weight > 0 and given is None:
+        if weight > 0 and tokens is None:
             raise ConfigError(
-                f"channels.{name}.weight is {weight}, but this trainer brought no input for the channel: set "
+                f"channels.{name}.weight is {weight}, but the batch has no input for this loss term: set "
                 f"channels.{name}.weight = 0"
             )
 
 
 def channel_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """A step's metrics from sums that were added over all its micro-batches and ranks."""
+    """Return a step's metrics from sums that were added over all its micro-batches and ranks."""
     metrics = {name: value for name, value in sums.items() if name.startswith("loss/")}
-    figures = {"policy": policy_metrics, "sdpo": sdpo_metrics, "dpo": replay_dpo_metrics}
-    for channel, of_channel in figures.items():
-        prefix = f"{channel}/"
-        own = {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}
-        metrics |= of_channel(own) if own else {}
+    for term, term_metrics in (("policy", policy_metrics), ("sdpo", sdpo_metrics), ("dpo", replay_dpo_metrics)):
+        prefix = f"{term}/"
+        term_sums = {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}
+        metrics |= term_metrics(term_sums) if term_sums else {}
     return metrics
 
 
 def max_completion_length(config: ChannelsConfig, max_context: int) -> int:
-    """Channel 1's constant length divisor in tokens: the configured one, else the model's context."""
+    """Return the policy loss's constant length divisor in tokens: the configured one, else the model's context."""
     return config.policy.max_completion_length or max_context

@@ -1,1 +1,1 @@
-"""Adapters to other packages' formats. Each module imports what it adapts, torch included, on its own."""
+"""Adapters to other packages' formats. Each module imports the package that it adapts."""

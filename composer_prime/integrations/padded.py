@@ -1,4 +1,4 @@
-"""From the padded tensors [B, T] of other trainers to the flat tokens that the channels take."""
+"""From the padded tensors [B, T] of other trainers to the flat tokens that the policy loss takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def flat_tokens(
     reference_BT: Tensor | None = None,
     weight_BT: Tensor | None = None,
 ) -> PolicyTokens:
-    """The tokens where `mask_BT` is not 0; every row is one sequence. `advantages_BT` may be [B, 1].
+    """Return the tokens where `mask_BT` is not 0; every row is one sequence. `advantages_BT` may be [B, 1].
 
     A sampler's log-probability that is NaN (the engine could not score the token) counts as the policy's own: ratio 1.
     """

@@ -7,10 +7,10 @@
     [trainer.loss.kwargs]
     objective = "dapo"
 
-prime-rl calls the function once a sequence with LossInputs (its docs/algorithms.md, "Custom Loss"), sums what it
-returns and divides by the step's trained tokens. So the denominator is always `tokens`, also for objectives with
-another one (dr_grpo then divides by the tokens of the step instead of a constant), and asking for another is refused.
-Advantages come from prime-rl's algorithm: its grpo only subtracts the mean.
+prime-rl calls the function once a sequence with LossInputs (its docs/algorithms.md, "Custom Loss"), sums the results
+and divides by the step's trained tokens. So the denominator is always `tokens`, and any other is refused; dr_grpo then
+divides by the tokens of the step instead of a constant. Advantages come from prime-rl's algorithm: its grpo only
+subtracts the mean.
 
 Its own default loss is objective = "dr_grpo" with correction = "dppo", dppo_ratio_cap = None and drift_weight = 0.001.
 """
@@ -30,10 +30,10 @@ from composer_prime.wire.types import StepTotals
 
 
 def composer_loss(inputs: LossInputs, objective: str = "dr_grpo", **settings: Any) -> LossOutputs:
-    """The summed loss of one sequence's tokens; `settings` are those of [channels.policy].
+    """Return the summed loss of one sequence's tokens; `settings` are those of [channels.policy].
 
     The metrics are means over the sequence: mismatch_kl, masked_fraction, clip_fraction.
-    Raises ConfigError for an unknown objective or setting, and for one that LossInputs cannot serve.
+    Raises ConfigError for an unknown objective or setting, or one that LossInputs has no data for.
     """
     config = make_po_config(objective, **{"denominator": "tokens"} | settings)
     if config.denominator != "tokens":
@@ -48,7 +48,7 @@ def composer_loss(inputs: LossInputs, objective: str = "dr_grpo", **settings: An
         )
     mask = inputs.loss_mask
 
-    def chosen(values: torch.Tensor | None) -> torch.Tensor | None:
+    def selected(values: torch.Tensor | None) -> torch.Tensor | None:
         return None if values is None else values[mask]
 
     logprobs_T = inputs.trainer_logprobs[mask]
@@ -59,8 +59,8 @@ def composer_loss(inputs: LossInputs, objective: str = "dr_grpo", **settings: An
         entropy_T=torch.zeros_like(logprobs_T.detach()),
         sequence_T=torch.zeros_like(logprobs_T, dtype=torch.long),
         sequences=1,
-        reference_logprobs_T=chosen(inputs.ref_logprobs),
-        weight_T=chosen(inputs.loss_weights),
+        reference_logprobs_T=selected(inputs.ref_logprobs),
+        weight_T=selected(inputs.loss_weights),
     )
     loss, sums = policy_loss(tokens, StepTotals(samples=1, tokens=1), config, 1)
     count = sums["tokens"].clamp(min=1)

@@ -2,12 +2,12 @@
 
     python -m composer_prime.integrations.smollm2 FILE.gguf FOLDER
 
-Run by composer_prime.model_source in a process of its own, so that the launcher never holds torch. What a plain
-load-and-save gets wrong, and what is done instead:
+composer_prime.model_source runs it in a process of its own, so that the launcher never imports torch. A plain
+load-and-save fails in three ways; this is done instead:
 
 1. transformers refuses to save an object loaded from GGUF: its weights move into a fresh model of the same config.
-2. The config keeps a `quantization_config` that later loads would obey: dropped.
-3. The embedded chat template fails on `content: null` and on tool messages: replaced by chat_template.jinja here.
+2. The config keeps a `quantization_config` that later loads would apply: it is removed.
+3. The embedded chat template fails on `content: null` and on tool messages: smollm2_chat_template.jinja replaces it.
 
 The 4-bit weights (Q4_1) are stored as bfloat16, whose rounding (2^-9) is far below theirs.
 """
@@ -29,7 +29,7 @@ TEMPLATE = Path(__file__).with_name("smollm2_chat_template.jinja")
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write config.json, model.safetensors, tokenizer files and provenance.json into `folder` (made here)."""
+    """Write config.json, model.safetensors, tokenizer files and provenance.json into `folder`, which must not exist."""
     os.environ["TQDM_DISABLE"] = "1"  # one bar, not three
     bar = Progress(
         TextColumn("SmolLM2-135M: {task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True)
@@ -38,7 +38,7 @@ def convert(gguf: Path, folder: Path) -> None:
         task = bar.add_task("loading libraries", total=4)
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        bar.update(task, advance=1, description="dequantising weights")
+        bar.update(task, advance=1, description="dequantizing weights")
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
         bar.update(task, advance=1, description="reading the tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

@@ -1,15 +1,15 @@
-"""This project's loss inside TRL: a GRPOTrainer whose loss is the sum of the channels.
+"""This project's loss inside TRL: a GRPOTrainer whose loss is the sum of the loss terms.
 
     trainer = ComposerGRPOTrainer(
         model, reward_funcs=reward, args=GRPOConfig(..., scale_rewards="none"), train_dataset=tasks,
         channels=ChannelsConfig(policy=make_po_config("dr_grpo")),
     )
 
-TRL generates, scores, computes advantages, accumulates and steps; the loss and its denominators are ours. Channels 2
-and 3 join through `other_channels`, which a subclass overrides: TRL's batches carry neither hints nor pairs.
+TRL generates, scores, computes advantages, accumulates and steps; the loss and its denominators are ours. SDPO and
+replay-DPO enter through `other_channels`, which a subclass overrides: TRL's batches carry neither hints nor pairs.
 
-What differs from this project's own trainer: TRL generates with transformers or vLLM in its own loop, and without vLLM
-it has no sampler log-probabilities: then mu is the policy at generation.
+One difference from this project's own trainer: TRL generates with transformers or vLLM in its own loop. Without vLLM it
+has no sampler log-probabilities, and mu is the policy at generation.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SCALE_REWARDS = {"none": "none", "std": "group"}
 class ComposerGRPOTrainer(GRPOTrainer):
     """GRPOTrainer with the loss of `channels`; every other argument is TRL's.
 
-    Raises ConfigError when TRL's arguments would make advantages or reference log-probabilities that the channels'
-    configuration does not expect.
+    Raises ConfigError when TRL's arguments would produce advantages or reference log-probabilities that `channels` does
+    not expect.
     """
 
     args: GRPOConfig
@@ -50,8 +50,10 @@ class ComposerGRPOTrainer(GRPOTrainer):
         _check(self.channels, self.args)
 
     def other_channels(self, model: Any, inputs: dict[str, Any]) -> tuple[SdpoTokens | None, PairTokens | None]:
-        """Channel 2's and 3's tokens for this micro-batch; override to bring them. Their counts go into the step's
-        denominators as if every micro-batch had as many."""
+        """Return the tokens of SDPO and replay-DPO for this micro-batch; override it to provide them.
+
+        The step's denominators assume the same counts in every micro-batch.
+        """
         return None, None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -101,7 +103,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
     def _totals(
         self, inputs: dict[str, Any], tokens: PolicyTokens, sdpo: SdpoTokens | None, pairs: PairTokens | None
     ) -> StepTotals:
-        """Counts of one optimizer step. TRL counts tokens over a generation batch, rows by construction."""
+        """Return the counts of one optimizer step; TRL counts tokens over a generation batch."""
         training = self.model.training
         parts = (self.current_gradient_accumulation_steps if training else 1) * self.accelerator.num_processes
         count = tokens.logprobs_T.numel()
@@ -119,11 +121,11 @@ class ComposerGRPOTrainer(GRPOTrainer):
 
 
 def _check(channels: ChannelsConfig, args: GRPOConfig) -> None:
-    scaling, wanted = args.scale_rewards, SCALE_REWARDS[channels.policy.advantage_scaling]
-    if scaling != wanted:
+    scaling, expected = args.scale_rewards, SCALE_REWARDS[channels.policy.advantage_scaling]
+    if scaling != expected:
         raise ConfigError(
             f"GRPOConfig.scale_rewards is {scaling!r}, but objective {channels.policy.objective} has advantage_scaling "
-            f"= {channels.policy.advantage_scaling}: set scale_rewards = {wanted!r}, or advantage_scaling"
+            f"= {channels.policy.advantage_scaling}: set scale_rewards = {expected!r}, or advantage_scaling"
         )
     if channels.policy.kl.weight != args.beta:
         raise ConfigError(

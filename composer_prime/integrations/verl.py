@@ -7,12 +7,12 @@ composer_gspo and composer_cispo.
 verl imports the modules of that variable in every process; importing this one registers the losses with the defaults of
 their objectives. For other settings, name a module of your own there that calls `register`.
 
-What verl gives decides what is possible:
+verl's interface sets the limits:
 1. mu is verl's `old_log_probs`: the actor's own at the start of the step, or the engine's in its bypass mode.
 2. Rollout-correction weights that verl computed multiply each token's loss.
-3. Advantages come from verl's estimator: set algorithm.norm_adv_by_std_in_grpo to what the objective wants.
-4. KL and entropy terms are verl's own (actor.use_kl_loss, actor.entropy_coeff); a loss that asks for ours is refused.
-5. bnpo needs the number of micro-batches, which verl doesn't tell; refused as well.
+3. Advantages come from verl's estimator: set algorithm.norm_adv_by_std_in_grpo as the objective needs it.
+4. KL and entropy terms are verl's own (actor.use_kl_loss, actor.entropy_coeff); a policy with ours is refused.
+5. bnpo needs the number of micro-batches, which verl does not pass; it is refused as well.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OBJECTIVES = ("dr_grpo", "grpo", "dapo", "gspo", "cispo")
 def register(name: str, policy: PolicyConfig) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
     """Make `policy` available to verl as policy_loss.loss_mode = `name`, and return the function that verl will call.
 
-    Raises ConfigError for settings that verl's interface cannot serve.
+    Raises ConfigError for settings that verl's interface has no data for.
     """
     _check(name, policy)
 
@@ -50,14 +50,14 @@ def register(name: str, policy: PolicyConfig) -> Callable[..., tuple[Tensor, dic
     ) -> tuple[Tensor, dict[str, Any]]:
         """verl's interface: all tensors [batch, response]. The denominator is the policy's, not `loss_agg_mode`."""
         tokens = flat_tokens(log_prob, old_log_prob, advantages, response_mask, weight_BT=rollout_is_weights)
-        known = dict(getattr(config, "global_batch_info", None) or {})
-        ranks = known.get("dp_size") or 1
+        batch_info = dict(getattr(config, "global_batch_info", None) or {})
+        ranks = batch_info.get("dp_size") or 1
         rows = int((response_mask.sum(-1) > 0).sum())
         totals = StepTotals(
-            samples=int(known.get("global_batch_size") or rows),
-            tokens=int(known.get("batch_num_tokens") or tokens.logprobs_T.numel()),
+            samples=int(batch_info.get("global_batch_size") or rows),
+            tokens=int(batch_info.get("batch_num_tokens") or tokens.logprobs_T.numel()),
         )
-        length = policy.max_completion_length or known.get("loss_scale_factor") or response_mask.shape[-1]
+        length = policy.max_completion_length or batch_info.get("loss_scale_factor") or response_mask.shape[-1]
         share, sums = policy_loss(tokens, totals, policy, length)
         metrics = policy_metrics({name: value.item() for name, value in sums.items()})
         return share * ranks, {f"actor/{key.removeprefix('policy/')}": value for key, value in metrics.items()}
@@ -72,9 +72,9 @@ def _check(name: str, policy: PolicyConfig) -> None:
         "entropy_weight > 0 (use actor.entropy_coeff)": policy.entropy_weight > 0,
         "entropy_floor > 0": policy.entropy_floor > 0,
     }
-    for setting, asked in refused.items():
-        if asked:
-            raise ConfigError(f"policy loss {name!r} has {setting}: verl's interface doesn't bring what it needs")
+    for setting, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"policy loss {name!r} has {setting}: verl's interface does not provide what it needs")
 
 
 for _objective in OBJECTIVES:

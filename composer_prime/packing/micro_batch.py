@@ -1,12 +1,12 @@
-"""From the units of a row to the micro-batch that travels: documents end to end, and who learns from whom.
+"""From the units of a row to the micro-batch on the wire: documents end to end, hinted turns and answers by position.
 
     | sample | sample | ... | teacher document | ... | chosen | rejected | chosen | ...
 
-What has to share a row: a sample with its teacher documents, or both sides of a preference pair.
+A unit is what must share a row: a sample with its teacher documents, or both sides of a preference pair.
 
     sample                    context ── turn ── tool ── turn
-    teacher document          context ── hint ── turn           channel 2 reads the turn in both, token by token
-    preference pair           context ── chosen                 channel 3 compares the two answers
+    teacher document          context ── hint ── turn           SDPO reads the turn in both, token by token
+    preference pair           context ── chosen                 replay-DPO compares the two answers
                               context ── rejected
 """
 
@@ -37,13 +37,13 @@ from composer_prime.wire.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Documents that go into one row together; exactly one of `sample` and `preference` is there."""
+    """Documents that share a row; exactly one of `sample` and `preference` is set."""
 
     name: str
     documents: tuple[np.ndarray, ...]
     """Token ids, int32 [T_i] each: the sample and its teacher documents, or the chosen and the rejected side."""
     sample: Sample | None = None
-    distillations: tuple[HintedTurn, ...] = ()
+    hinted_turns: tuple[HintedTurn, ...] = ()
     """One for each document but the first."""
     preference: Preference | None = None
 
@@ -53,28 +53,28 @@ class Unit:
 
     @property
     def group(self) -> str:
-        """Units of one group start alike."""
+        """The group of rollouts; its units start alike."""
         return self.sample.group_id if self.sample else self.name
 
 
 def units(samples: Iterable[Sample], preferences: Iterable[Preference], *, distil: bool, max_tokens: int) -> list[Unit]:
-    """Everything that a step trains, checked; teacher documents are left out unless `distil`.
+    """Return everything that a step trains, checked; teacher documents only with `distil`.
 
     Raises ConfigError (too long for a row of `max_tokens`, given twice, a first token that is trained) or
     RunMismatchError (a teacher document that does not end in its turn, a pair without a common context or an answer).
     """
-    made = [_of_sample(sample, distil) for sample in samples] + [_of_pair(pair) for pair in preferences]
+    row_units = [_of_sample(sample, distil) for sample in samples] + [_of_pair(pair) for pair in preferences]
     seen: set[str] = set()
-    for unit in made:
+    for unit in row_units:
         if unit.name in seen:
             raise ConfigError(f"{unit.name} was given twice for one step")
         seen.add(unit.name)
         _check_room(unit, max_tokens)
-    return made
+    return row_units
 
 
 def check_same_turn(where: str, turn: str, student: np.ndarray, teacher: np.ndarray) -> None:
-    """Raise RunMismatchError unless both hold the same token ids; the message gives the first difference."""
+    """Raise RunMismatchError with the first difference unless both hold the same token ids."""
     if len(student) == len(teacher) and np.array_equal(student, teacher):
         return
     if len(student) != len(teacher):
@@ -91,21 +91,21 @@ def _of_sample(sample: Sample, distil: bool) -> Unit:
     ids = ints(sample.input_ids)
     if len(ids) and flags(sample.loss_mask)[0]:
         raise ConfigError(f"sample {sample.sample_id} trains its first token, which has no context to predict it")
-    distillations = tuple(sample.distillations) if distil else ()
-    for distillation in distillations:
-        _check_distillation(sample.sample_id, ids, distillation)
-    documents = (ids, *(ints(distillation.teacher_ids) for distillation in distillations))
-    return Unit(name=f"sample {sample.sample_id}", documents=documents, sample=sample, distillations=distillations)
+    hinted_turns = tuple(sample.distillations) if distil else ()
+    for turn in hinted_turns:
+        _check_hinted_turn(sample.sample_id, ids, turn)
+    documents = (ids, *(ints(turn.teacher_ids) for turn in hinted_turns))
+    return Unit(name=f"sample {sample.sample_id}", documents=documents, sample=sample, hinted_turns=hinted_turns)
 
 
-def _check_distillation(sample_id: str, ids: np.ndarray, wanted: HintedTurn) -> None:
-    where, turn = f"sample {sample_id}", f"turn {wanted.turn}"
-    if not 1 <= wanted.start < wanted.end <= len(ids) or wanted.teacher_start < 1:
+def _check_hinted_turn(sample_id: str, ids: np.ndarray, turn: HintedTurn) -> None:
+    where, name = f"sample {sample_id}", f"turn {turn.turn}"
+    if not 1 <= turn.start < turn.end <= len(ids) or turn.teacher_start < 1:
         raise RunMismatchError(
-            f"{where}: {turn} is tokens {wanted.start}..{wanted.end} of {len(ids)}, from token {wanted.teacher_start} "
+            f"{where}: {name} is tokens {turn.start}..{turn.end} of {len(ids)}, from token {turn.teacher_start} "
             "of its teacher document: a turn needs a token and a context on both sides"
         )
-    check_same_turn(where, turn, ids[wanted.start : wanted.end], ints(wanted.teacher_ids)[wanted.teacher_start :])
+    check_same_turn(where, name, ids[turn.start : turn.end], ints(turn.teacher_ids)[turn.teacher_start :])
 
 
 def _of_pair(pair: Preference) -> Unit:
@@ -119,7 +119,7 @@ def _of_pair(pair: Preference) -> Unit:
     if not np.array_equal(chosen[: pair.context], rejected[: pair.context]):
         raise RunMismatchError(f"{where}: its sides differ within the {pair.context} tokens of their common context")
     if not 0.0 <= pair.epsilon <= 0.5:
-        raise RunMismatchError(f"{where}: epsilon is {pair.epsilon}, a label's noise is in 0 to 0.5")
+        raise RunMismatchError(f"{where}: epsilon is {pair.epsilon}, it must be in 0 to 0.5")
     return Unit(name=where, documents=(chosen, rejected), preference=pair)
 
 
@@ -134,7 +134,7 @@ def _check_room(unit: Unit, max_tokens: int) -> None:
             f"{unit.name} has {len(unit.documents[0])} tokens, {limit} the longest sample (model.max_context)"
         )
     raise ConfigError(
-        f"{unit.name} and its {pluralize(len(unit.distillations), 'teacher document')} have {unit.tokens} tokens "
+        f"{unit.name} and its {pluralize(len(unit.hinted_turns), 'teacher document')} have {unit.tokens} tokens "
         f"and must share a row, {limit} {unit.tokens}, or hint fewer turns of a rollout"
     )
 
@@ -145,7 +145,7 @@ def tokens_of(bundle: Sequence[Unit]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlace:
-    """Which micro-batch it is."""
+    """The place of a micro-batch in the run."""
 
     run_id: str
     step: int
@@ -154,13 +154,13 @@ class RowPlace:
 
 
 def micro_batch(units: Sequence[Unit], place: RowPlace) -> MicroBatch:
-    """The sealed micro-batch of a row's units; one masked token when there are none."""
+    """Return the sealed micro-batch of a row's units; one masked token when there are none."""
     samples = [unit.sample for unit in units if unit.sample is not None]
-    documents, turns, pairs = _laid_out(units)
+    documents, turns, pairs = _lay_out(units)
     lengths = [len(document) for document in documents]
     rest = sum(lengths) - sum(sample.num_tokens for sample in samples)
     temperatures = [sample.temperature for sample in samples]
-    temperatures += [unit.sample.temperature for unit in units if unit.sample for _ in unit.distillations]
+    temperatures += [unit.sample.temperature for unit in units if unit.sample for _ in unit.hinted_turns]
     temperatures += [1.0] * (len(documents) - len(temperatures))
     return seal_batch(
         MicroBatch(
@@ -184,16 +184,16 @@ def micro_batch(units: Sequence[Unit], place: RowPlace) -> MicroBatch:
     )
 
 
-def _laid_out(units: Sequence[Unit]) -> tuple[list[np.ndarray], list[HintedTurnInRow], list[PairInRow]]:
-    """Documents in the order of the row, and where in it channels 2 and 3 find theirs."""
+def _lay_out(units: Sequence[Unit]) -> tuple[list[np.ndarray], list[HintedTurnInRow], list[PairInRow]]:
+    """Return the documents in the order of the row, and the positions of hinted turns and answers in it."""
     with_sample = [unit for unit in units if unit.sample is not None]
     documents = [unit.documents[0] for unit in with_sample]
     starts = np.cumsum([0, *map(len, documents)]).tolist()
     end, turns, pairs = starts[-1], [], []
     for unit, start in zip(with_sample, starts, strict=False):
-        for wanted, document in zip(unit.distillations, unit.documents[1:], strict=True):
-            count = wanted.end - wanted.start
-            turns.append(HintedTurnInRow(start + wanted.start, end + wanted.teacher_start, count, wanted.weight))
+        for turn, document in zip(unit.hinted_turns, unit.documents[1:], strict=True):
+            count = turn.end - turn.start
+            turns.append(HintedTurnInRow(start + turn.start, end + turn.teacher_start, count, turn.weight))
             documents.append(document)
             end += len(document)
     for unit in units:

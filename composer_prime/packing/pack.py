@@ -5,8 +5,8 @@
 
 Ranks compute micro-batch k at the same time (each gathers the others' shards), so a step lasts as long as the slowest
 rank of each round: rows of a round should cost the same. Siblings in one row let the trainer compute their common
-prompt once (prefixes.py); where this makes ranks too uneven, samples are spread one by one: the plan that is estimated
-to be faster wins. A sample stays with its teacher documents, a chosen answer with its rejected one (documents.py).
+prompt once (prefixes.py). Where this makes ranks too uneven, samples are spread one by one: the plan with the smaller
+estimate wins. A sample stays with its teacher documents, a chosen answer with its rejected one (micro_batch.py).
 Torch-free and deterministic; the orchestrator calls it.
 """
 
@@ -25,10 +25,11 @@ Bundle = list[Unit]
 
 
 class _Cost:
-    """FLOPs of units that share a row, common beginnings counted once."""
+    """Counts the FLOPs of units that share a row; common beginnings count once."""
 
     def __init__(self, per_token: float, per_pair: float) -> None:
-        self._per_token, self._per_pair = per_token, per_pair
+        self._per_token = per_token
+        self._per_pair = per_pair
 
     def __call__(self, bundle: Sequence[Unit]) -> float:
         trees = prefix_layout([document for unit in bundle for document in unit.documents]).trees
@@ -36,7 +37,7 @@ class _Cost:
 
 
 class _Row:
-    """A row while it is being filled."""
+    """A row that is being filled."""
 
     def __init__(self) -> None:
         self.units: Bundle = []
@@ -61,26 +62,26 @@ def pack(
     flops_per_token: float = 1.0,
     flops_per_pair: float = 0.0,
 ) -> list[list[MicroBatch]]:
-    """Micro-batches of each rank: [world_size][same count], sealed; every sample and pair is in exactly one.
+    """Return the micro-batches of each rank: [world_size][same count], sealed; each sample and pair is in exactly one.
 
-    Give no `preferences` in a step where channel 3 has weight 0, and `distil` off where channel 2 has: rows are then
-    those of channel 1 alone. T tokens are taken to cost flops_per_token * T + flops_per_pair * T^2 (`model_flops` gives
-    both). Ranks that would come short get dummy micro-batches of one masked token.
+    Pass no `preferences` in a step where replay-DPO has weight 0, and `distil` False where SDPO has it: the rows are
+    then those of the policy loss alone. T tokens cost flops_per_token * T + flops_per_pair * T^2 (`model_flops` gives
+    both). Ranks without enough rows get dummy micro-batches of one masked token.
 
     Raises ConfigError (longer than `max_tokens`, given twice, a first token that is trained) or RunMismatchError (a
-    distilled turn or a pair that is cut or does not match), each naming the sample or pair.
+    hinted turn or a pair that is cut or does not match), each naming the sample or pair.
     """
-    wanted = units(samples, preferences, distil=distil, max_tokens=max_tokens)
+    row_units = units(samples, preferences, distil=distil, max_tokens=max_tokens)
     cost = _Cost(flops_per_token, flops_per_pair)
-    together = _rows(_siblings(wanted, max_tokens), cost, world_size, max_tokens)
-    apart = _rows([[unit] for unit in wanted], cost, world_size, max_tokens) if world_size > 1 else together
+    together = _rows(_siblings(row_units, max_tokens), cost, world_size, max_tokens)
+    apart = _rows([[unit] for unit in row_units], cost, world_size, max_tokens) if world_size > 1 else together
     rows = min(together, apart, key=lambda rows: _duration(rows, world_size))
     return [
         [
             micro_batch(row.units, RowPlace(run_id=run_id, step=step, rank=rank, index=index))
-            for index, row in enumerate(own)
+            for index, row in enumerate(rank_rows)
         ]
-        for rank, own in enumerate(_deal(rows, world_size))
+        for rank, rank_rows in enumerate(_deal(rows, world_size))
     ]
 
 
@@ -91,7 +92,7 @@ def totals(
     distil: bool = True,
     micro_batches: int = 1,
 ) -> StepTotals:
-    """The losses' denominators of a step that trains `samples` and `preferences`; `distil` as for `pack`.
+    """Return the losses' denominators of a step that trains `samples` and `preferences`; `distil` as for `pack`.
 
     `micro_batches` counts those that hold samples, over all ranks.
     """
@@ -108,7 +109,7 @@ def totals(
 
 
 def model_flops(config: Mapping[str, Any]) -> tuple[float, float]:
-    """(FLOPs a token, FLOPs a token pair) of a decoder's forward pass, from the values of its config.json.
+    """Return (FLOPs a token, FLOPs a token pair) of a decoder's forward pass, from the values of its config.json.
 
     Two operations a weight and token; attention is causal: 2 products x 2 operations x half the pairs.
     """
@@ -122,10 +123,10 @@ def model_flops(config: Mapping[str, Any]) -> tuple[float, float]:
     return 2.0 * (layers * block + hidden * config["vocab_size"]), 2.0 * layers * heads * head
 
 
-def _siblings(wanted: Sequence[Unit], max_tokens: int) -> list[Bundle]:
-    """The units of each group, those with like beginnings side by side, cut where they outgrow a row."""
+def _siblings(row_units: Sequence[Unit], max_tokens: int) -> list[Bundle]:
+    """Bundle the units of each group, like beginnings side by side; cut where they outgrow a row."""
     bundles: list[Bundle] = []
-    ordered = sorted(wanted, key=lambda unit: (unit.group, unit.documents[0].tobytes(), unit.name))
+    ordered = sorted(row_units, key=lambda unit: (unit.group, unit.documents[0].tobytes(), unit.name))
     for _, group in groupby(ordered, key=lambda unit: unit.group):
         bundle: Bundle = []
         for unit in group:
@@ -138,17 +139,17 @@ def _siblings(wanted: Sequence[Unit], max_tokens: int) -> list[Bundle]:
 
 
 def _rows(bundles: list[Bundle], cost: _Cost, world_size: int, max_tokens: int) -> list[_Row]:
-    """Rows that hold all bundles, a multiple of `world_size` in number."""
-    weighed = sorted(((cost(bundle), bundle) for bundle in bundles), key=lambda pair: (-pair[0], pair[1][0].name))
-    rows = _first_fit(weighed, max_tokens)
-    wanted = -(-max(len(rows), 1) // world_size) * world_size
-    return _spread(weighed, wanted, max_tokens) or rows + [_Row() for _ in range(wanted - len(rows))]
+    """Put all bundles into rows, a multiple of `world_size` in number."""
+    by_cost = sorted(((cost(bundle), bundle) for bundle in bundles), key=lambda pair: (-pair[0], pair[1][0].name))
+    rows = _first_fit(by_cost, max_tokens)
+    count = -(-max(len(rows), 1) // world_size) * world_size
+    return _spread(by_cost, count, max_tokens) or rows + [_Row() for _ in range(count - len(rows))]
 
 
-def _first_fit(weighed: list[tuple[float, Bundle]], max_tokens: int) -> list[_Row]:
-    """Each bundle, dearest first, into the first row that has room; gives few rows."""
+def _first_fit(by_cost: list[tuple[float, Bundle]], max_tokens: int) -> list[_Row]:
+    """Put each bundle, most expensive first, into the first row that has room; needs few rows."""
     rows: list[_Row] = []
-    for flops, bundle in weighed:
+    for flops, bundle in by_cost:
         row = next((row for row in rows if row.tokens + tokens_of(bundle) <= max_tokens), None)
         if row is None:
             rows.append(row := _Row())
@@ -156,10 +157,10 @@ def _first_fit(weighed: list[tuple[float, Bundle]], max_tokens: int) -> list[_Ro
     return rows
 
 
-def _spread(weighed: list[tuple[float, Bundle]], count: int, max_tokens: int) -> list[_Row] | None:
-    """Each bundle, dearest first, into the cheapest of `count` rows that has room; None when that does not fit."""
+def _spread(by_cost: list[tuple[float, Bundle]], count: int, max_tokens: int) -> list[_Row] | None:
+    """Put each bundle, most expensive first, into the cheapest of `count` rows with room; None when it does not fit."""
     rows = [_Row() for _ in range(count)]
-    for flops, bundle in weighed:
+    for flops, bundle in by_cost:
         fitting = [row for row in rows if row.tokens + tokens_of(bundle) <= max_tokens]
         if not fitting:
             return None
@@ -168,19 +169,19 @@ def _spread(weighed: list[tuple[float, Bundle]], count: int, max_tokens: int) ->
 
 
 def _duration(rows: list[_Row], world_size: int) -> float:
-    """FLOPs of the slowest rank of each round, added up."""
+    """Add up the FLOPs of the slowest rank of each round."""
     ranks = _deal(rows, world_size)
     return sum(max(row.flops for row in round_) for round_ in zip(*ranks, strict=True))
 
 
 def _deal(rows: list[_Row], world_size: int) -> list[list[_Row]]:
-    """Rounds of rows of like cost; within a round the dearest row goes to the rank with least work so far."""
+    """Deal rounds of rows of like cost; in a round the most expensive row goes to the rank with the least work."""
     ranks: list[list[_Row]] = [[] for _ in range(world_size)]
     work = [0.0] * world_size
-    dearest_first = sorted(rows, key=lambda row: -row.flops)
+    by_cost = sorted(rows, key=lambda row: -row.flops)
     for start in range(0, len(rows), world_size):
         order = sorted(range(world_size), key=lambda rank: (work[rank], rank))
-        for rank, row in zip(order, dearest_first[start : start + world_size], strict=True):
+        for rank, row in zip(order, by_cost[start : start + world_size], strict=True):
             ranks[rank].append(row)
             work[rank] += row.flops
     return ranks

@@ -6,8 +6,8 @@
                              └─── x                   q r
     computed tokens         a b c d e f x q r         9 instead of 15
 
-A hidden state depends on the tokens up to it and their positions alone, so equal beginnings have equal hidden states:
-computing them once changes no result, and the gradients of all branches add up in the shared part. Torch-free; the
+A hidden state depends on the tokens up to it and their positions alone, so equal beginnings have equal hidden states.
+Computing them once changes no result, and the gradients of all branches add up in the shared part. Torch-free; the
 packer estimates work with it, the trainer lays rows out by it.
 """
 
@@ -21,8 +21,8 @@ import numpy as np
 MIN_SAVED = 16
 """A fork must save at least this many tokens: each costs one more call of the attention kernel in every layer."""
 MAX_NESTED = 64
-"""Forks below one another; what forks deeper is computed apart. Bounds the recursion here and in the trainer, which
-would fail at some 300, for the rare row of hundreds of documents that each leave the others a little later."""
+"""Nesting depth of forks; what forks deeper is computed apart. It bounds the recursion here and in the trainer, which
+would fail at about 300 in the rare row of hundreds of documents that each leave the others a little later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +32,14 @@ class Tree:
     run: int
     """Tokens of this run, at least 1."""
     branches: tuple[Tree, ...] = ()
-    """None for the end of a document, else at least two."""
+    """Empty at the end of a document, else at least two."""
 
     @property
     def tokens(self) -> int:
         return self.run + sum(branch.tokens for branch in self.branches)
 
     def pairs(self, above: int = 0) -> int:
-        """Twice the (query, key) pairs of causal attention, below `above` tokens: L^2 of a single document."""
+        """Return twice the (query, key) pairs of causal attention below `above` tokens: L^2 for a single document."""
         below = above + self.run
         return below**2 - above**2 + sum(branch.pairs(below) for branch in self.branches)
 
@@ -57,7 +57,7 @@ class PrefixLayout:
 
 
 def prefix_layout(documents: Sequence[np.ndarray], *, share: bool = True) -> PrefixLayout:
-    """Trees over `documents` (token ids, each [T_i], T_i >= 1); `share` off keeps each document alone."""
+    """Lay out `documents` (token ids, each [T_i], T_i >= 1) as trees; without `share` each document stays alone."""
     builder = _Builder(documents)
     members = list(range(len(documents)))
     trees = builder.forest(members, 0, MAX_NESTED if share else 0)
@@ -65,14 +65,14 @@ def prefix_layout(documents: Sequence[np.ndarray], *, share: bool = True) -> Pre
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """Equal leading tokens, at most all but one of the shorter, so that each document keeps a token of its own."""
+    """Count equal leading tokens, at most all but one of the shorter: each document keeps a token of its own."""
     shorter = min(len(one), len(other)) - 1
     differs = np.flatnonzero(one[:shorter] != other[:shorter])
     return int(differs[0]) if differs.size else shorter
 
 
 class _Builder:
-    """Grows trees depth first and notes for each token where it is computed."""
+    """Grows trees depth first and records for each token where it is computed."""
 
     def __init__(self, documents: Sequence[np.ndarray]) -> None:
         self._documents = documents
@@ -82,29 +82,29 @@ class _Builder:
         self.where = [np.zeros(len(document), dtype=np.int64) for document in documents]
 
     def forest(self, members: list[int], depth: int, levels: int) -> list[Tree]:
-        """Trees of documents that are equal up to `depth`, from there on, with at most `levels` forks nested."""
+        """Return trees of documents that are equal up to `depth`, from there on, with at most `levels` nested forks."""
         if levels == 0:
             return [self._document(member, depth) for member in members]
-        return [tree for part in self._parts(members, depth) for tree in self._grown(part, depth, levels)]
+        return [tree for part in self._parts(members, depth) for tree in self._grow(part, depth, levels)]
 
     def _document(self, member: int, depth: int) -> Tree:
-        """The rest of one document as an end."""
+        """Return the rest of one document as an end."""
         end = len(self._documents[member])
         self._compute([member], depth, end)
         return Tree(run=end - depth)
 
-    def _grown(self, members: list[int], depth: int, levels: int) -> list[Tree]:
+    def _grow(self, members: list[int], depth: int, levels: int) -> list[Tree]:
         if len(members) == 1 or levels == 0:
             return [self._document(member, depth) for member in members]
         first = self._documents[members[0]]
         fork = min(common_prefix(first, self._documents[member]) for member in members[1:])
         if (fork - depth) * (len(members) - 1) < MIN_SAVED:  # too little in common for all; smaller parts may have more
-            return [tree for part in self._parts(members, fork) for tree in self._grown(part, depth, levels - 1)]
+            return [tree for part in self._parts(members, fork) for tree in self._grow(part, depth, levels - 1)]
         self._compute(members, depth, fork)
         return [Tree(run=fork - depth, branches=tuple(self.forest(members, fork, levels - 1)))]
 
     def _parts(self, members: list[int], at: int) -> list[list[int]]:
-        """Documents by their token at `at`; one that ends there stays alone."""
+        """Group documents by their token at `at`; one that ends there stays alone."""
         parts: dict[tuple[int, int], list[int]] = {}
         for member in members:
             document = self._documents[member]
@@ -113,7 +113,7 @@ class _Builder:
         return list(parts.values())
 
     def _compute(self, members: list[int], start: int, end: int) -> None:
-        """Tokens [start, end) are computed once for all of `members`."""
+        """Compute tokens [start, end) once for all of `members`."""
         self.kept.append(self._starts[members[0]] + np.arange(start, end))
         for member in members:
             self.where[member][start:end] = self._computed + np.arange(end - start)
@@ -121,5 +121,5 @@ class _Builder:
 
 
 def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
-    """int64: all parts end to end."""
+    """Join all parts end to end, as int64."""
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])

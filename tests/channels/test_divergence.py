@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl_oracle import loss_utils
 
-from composer_prime.channels.divergence import divergence, entropy, generalised_jsd
+from composer_prime.channels.divergence import divergence, entropy, generalized_jsd
 from composer_prime.config.channels import SdpoConfig
 
 BETAS = (0.0, 0.3, 0.5, 0.7, 1.0)
@@ -188,7 +188,7 @@ def test_float32_agrees_with_float64():
 def test_the_jsd_of_two_coins_by_hand():
     # S = (1, 0) up to the floor and T = (0, 1): M is even, D = ln 2.
     certain = torch.tensor([[0.0, -1e4]], dtype=torch.float64)
-    assert math.isclose(generalised_jsd(certain, certain.flip(1), 0.5).item(), math.log(2), rel_tol=1e-12)
+    assert math.isclose(generalized_jsd(certain, certain.flip(1), 0.5).item(), math.log(2), rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("settings_", [{}, {"kind": "top_k", "top_k": 4}, {"kind": "top_k", "top_k": 2}], ids=str)

@@ -138,7 +138,7 @@ def test_a_weight_without_its_channel_s_input_is_refused():
     step = Step(5)
     inputs = step.inputs()
     for missing, config in (("sdpo", weighed(0.1, 0)), ("replay_dpo", weighed(0, 0.1))):
-        with pytest.raises(ConfigError, match=rf"channels.{missing}.weight is 0\.1, but this trainer brought no input"):
+        with pytest.raises(ConfigError, match=rf"channels.{missing}.weight is 0\.1, but the batch has no input"):
             total_loss(dataclasses.replace(inputs, **{missing: None}), TOTALS, config, 32)
 
 
