@@ -9,6 +9,7 @@ import argparse
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 
 from composer_prime.console import gib, pluralize
@@ -26,8 +27,13 @@ _INDENT = " " * 15
 
 def main(words: list[str]) -> int:
     options = report_parser().parse_args(words)
+    if options.plot and len(options.run) > 1:
+        raise ConfigError(f"--plot draws one run, not {len(options.run)}: report them one by one")
     for folder in options.run:
         print("\n".join([*report_run(open_run(folder), options.bins), ""]))
+    if options.plot:
+        plot_rewards(open_run(options.run[0]), options.plot)
+        print(f"wrote {options.plot}")
     return 0
 
 
@@ -35,7 +41,27 @@ def report_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="composer report", description=__doc__)
     parser.add_argument("run", nargs="+", help="run directory")
     parser.add_argument("--bins", type=int, default=10, help="lines of the reward table")
+    parser.add_argument("--plot", type=Path, help="draw the reward curve into this .svg or .png (needs the extra plot)")
     return parser
+
+
+def plot_rewards(run_dir: RunDir, path: Path) -> None:
+    """Draw reward by step and the held-out evaluations.
+
+    Raises ConfigError where matplotlib is missing, `path` cannot be written, or no step has a reward.
+    """
+    from composer_prime.stats.plot import reward_curve, save
+
+    progress = RunProgress()
+    progress.update(read_history(run_dir.metrics))
+    rewards = {step: each.reward for step, each in progress.steps.items() if each.reward is not None}
+    if not rewards:
+        raise ConfigError(f"{run_dir.root} has no trained step with a reward to draw: train first")
+    evaluations = {step: mean_interval(scores) for step, scores in eval_scores(run_dir).items() if scores}
+    try:
+        save(reward_curve(run_dir.root.name, rewards, evaluations), path)
+    except OSError as error:
+        raise ConfigError(f"the plot cannot be written to {path} ({error.strerror}): name another file") from None
 
 
 def report_run(run_dir: RunDir, bins: int) -> list[str]:

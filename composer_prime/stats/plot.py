@@ -48,7 +48,7 @@ def save(figure: Figure, path: Path) -> None:
 
     content = io.BytesIO()
     with rc_context({"svg.hashsalt": "composer-prime", "svg.fonttype": "none"}):
-        figure.savefig(content, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+        figure.savefig(content, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {})
     data = content.getvalue()
     write_atomic(path, _MARK + b"\n" + data[data.index(b"<svg") :] if kind == "svg" else data)
 

@@ -73,6 +73,33 @@ def test_report_shows_curve_evaluations_and_change(run_dir, capsys):
     assert "after     6 steps  0.500" in text and "change +0.500" in text
 
 
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_report_draws_the_reward_curve(run_dir, capsys, suffix):
+    # By step with its ten-step mean and the evaluations; the same run gives the same bytes.
+    drawn = [run_dir / f"{name}{suffix}" for name in "ab"]
+    for path in drawn:
+        assert f"wrote {path}" in output(capsys, report_command, str(run_dir), "--plot", str(path))
+    assert drawn[0].read_bytes() == drawn[1].read_bytes()
+    if suffix == ".svg":
+        text = drawn[0].read_text()
+        assert all(words in text for words in ("mean of 10 steps", "held-out tasks [95 %]", "mean reward"))
+
+
+def test_report_without_matplotlib_names_the_extra(run_dir, capsys, monkeypatch):
+    # The text comes first, and is there all the same.
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match="uv sync --extra plot"):
+        report_command.main([str(run_dir), "--plot", str(run_dir / "r.svg")])
+    assert "first 3 0.200   last 3 0.500" in capsys.readouterr().out
+
+
+def test_a_plot_is_an_svg_or_a_png_of_one_run(run_dir, tmp_path):
+    with pytest.raises(ConfigError, match=r"neither \.svg nor \.png"):
+        report_command.main([str(run_dir), "--plot", "r.gif"])
+    with pytest.raises(ConfigError, match="draws one run, not 2"):
+        report_command.main([str(run_dir), str(run_dir), "--plot", "r.svg"])
+
+
 def test_report_of_a_run_that_has_not_trained(tmp_path, capsys):
     # No step yet is said, not a division by zero.
     (tmp_path / "config.json").write_text("{}")

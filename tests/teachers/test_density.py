@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -118,6 +119,19 @@ def test_the_chart(tmp_path: Path, changes: dict) -> None:
     words = " ".join(element.text or "" for element in ElementTree.fromstring(path.read_text()).iter())
     assert ("gate passed" if density.passed else "gate missed") in words
     check_own(path, plot.is_chart, "a chart")
+
+
+# Without matplotlib the report is whole but for its chart, and names what to install.
+def test_a_report_without_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_bytes(b"".join(msgspec.json.encode(pair("t", number)) + b"\n" for number in range(3)))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([str(pairs)]) == 1
+    shown = capsys.readouterr().out
+    assert "pairs       3" in shown and "chart       not drawn: charts need matplotlib" in shown
+    assert "uv sync --extra plot" in shown and not (tmp_path / "pairs.svg").exists()
 
 
 # Margins are of the base: a scorer that likes "cat" gives +1 for real pairs, and cross-step pairs another's answer.
