@@ -1,4 +1,4 @@
-"""python -m benchmarks.rl_throughput_sides.parity PLAN: check that both sides show the model the same token ids. Prints JSON.
+"""python -m benchmarks.rl_throughput_sides.parity PLAN: compare the token ids of both sides. Prints JSON.
 
 It compares for a sample of tasks: the prompt (ours rendered by the model's renderer, TRL's by its chat template), the
 prompt of the turn after a tool's reply, and the tools' replies to right and wrong calls.

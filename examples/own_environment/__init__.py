@@ -1,4 +1,4 @@
-"""A task set with one tool: the model must add two numbers by calling `sum_up`.
+"""A task set with one tool: the model must add two numbers by calling `plus`.
 
     uv run trainer @ examples/own_environment/own.toml
 
@@ -20,7 +20,7 @@ __all__ = ["SumsTaskset"]
 WRONG_CALL = "Wrong call"
 NUMBER = {"type": "integer"}
 PARAMETERS = {"type": "object", "properties": {"left": NUMBER, "right": NUMBER}, "required": ["left", "right"]}
-FUNCTION = {"name": "sum_up", "description": "Adds two numbers.", "parameters": PARAMETERS}
+FUNCTION = {"name": "plus", "description": "Adds two numbers.", "parameters": PARAMETERS}
 
 
 class Adder:
@@ -31,7 +31,7 @@ class Adder:
     async def call(self, name: str, arguments_json: str) -> str:
         try:
             arguments = json.loads(arguments_json)
-            return str(arguments["left"] + arguments["right"]) if name == "sum_up" else WRONG_CALL
+            return str(arguments["left"] + arguments["right"]) if name == "plus" else WRONG_CALL
         except (ValueError, KeyError, TypeError):
             return WRONG_CALL
 

@@ -118,8 +118,8 @@ def test_own_environment():
     task = next(iter(SumsTaskset(SumsConfig(id="examples.own_environment")).load()))
     executor = task.data.tool_executor()
     left, right = (int(word) for word in re.findall(r"\d+", task.data.prompt))
-    assert asyncio.run(executor.call("sum_up", json.dumps({"left": left, "right": right}))) == task.data.answer
-    wrong = [("sum_up", "{"), ("sum_up", "[]"), ("sum_up", json.dumps({"left": "1", "right": 2})), ("add", "{}")]
+    assert asyncio.run(executor.call("plus", json.dumps({"left": left, "right": right}))) == task.data.answer
+    wrong = [("plus", "{"), ("plus", "[]"), ("plus", json.dumps({"left": "1", "right": 2})), ("add", "{}")]
     assert all(task.data.is_tool_error(asyncio.run(executor.call(*call))) for call in wrong)
 
 

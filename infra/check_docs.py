@@ -1,0 +1,50 @@
+"""Check that the files, links and settings that documentation names exist: python infra/check_docs.py"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from composer_prime.config.root import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+_FOLDERS = "composer_prime|orchestrator|inference|trainer|diloco|configs|tests|benchmarks|infra|docs|examples"
+_PATH = re.compile(rf"(?<![\w/.-])((?:{_FOLDERS})/[\w/.-]+\.(?:py|md|toml|jsonl?|svg|jinja)|(?:{_FOLDERS})/[\w/-]+/)")
+_LINK = re.compile(r"\]\(((?!https?:)[^)#\s]+)")
+_SECTIONS = "run|model|monitor|inference|orchestrator|trainer|teachers|channels|diloco"
+_SETTING = re.compile(rf"`(?:--)?((?:{_SECTIONS})(?:\.[\w-]+)+)(?=[` =])")
+
+
+def has_setting(model: Any, names: list[str]) -> bool:
+    """Return whether a dotted setting leads to a field, through optional sections and lists."""
+    if not names:
+        return True
+    if isinstance(model, type) and issubclass(model, BaseModel):
+        field = model.model_fields.get(names[0].replace("-", "_"))
+        return field is not None and has_setting(field.annotation, names[1:])
+    return any(has_setting(kind, names[names[0].isdigit() :]) for kind in get_args(model))
+
+
+def problems(page: Path) -> list[str]:
+    text = page.read_text()
+    lines = [f"no file {name}" for name in sorted(set(_PATH.findall(text))) if not (ROOT / name).exists()]
+    if page.suffix == ".md":
+        lines += [f"broken link {link}" for link in _LINK.findall(text) if not (page.parent / link).exists()]
+    for name in sorted(set(_SETTING.findall(text))):
+        is_file = name.endswith((".py", ".safetensors")) or (ROOT / name.replace(".", "/")).exists()
+        if not is_file and not has_setting(Config, name.split(".")):
+            lines.append(f"no setting {name}")
+    return lines
+
+
+if __name__ == "__main__":
+    listed = subprocess.run(["git", "ls-files", "*.md", "*.toml"], cwd=ROOT, capture_output=True, text=True, check=True)
+    pages = [ROOT / name for name in listed.stdout.split() if (ROOT / name).exists()]
+    lines = [f"{page.relative_to(ROOT)}: {line}" for page in pages for line in problems(page)]
+    print("\n".join(lines) or f"{len(pages)} pages: every file, link and setting exists")
+    sys.exit(bool(lines))
