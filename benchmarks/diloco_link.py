@@ -49,7 +49,7 @@ NEAR_ZERO_S = 0.1
 """Waiting for the link that counts as none."""
 BLOCKS, FRAGMENTS, DELAYED_INTERVAL, AT_ONCE_STEP_S = 8, 4, 2, 0.2
 CELLS = {"fp32": (1000.0,), "int4": (100.0, 20.0)}
-"""Megabits a second by the codec with which a synchronisation takes seconds there, not milliseconds."""
+"""Megabits a second by the codec with which a synchronization takes seconds there, not milliseconds."""
 
 
 class BenchError(RuntimeError):
@@ -61,7 +61,7 @@ class Measured:
     """Medians, in seconds."""
 
     cost_s: float
-    """What a synchronisation adds to the steps that it begins and ends in."""
+    """What a synchronization adds to the steps that it begins and ends in."""
     waited_s: float
     """Of that, for the link."""
 
@@ -93,7 +93,7 @@ class Process:
                 return line
             why = "ended"
         except queue.Empty:
-            why = f"said nothing for {timeout_s:g} s (--timeout-s)"
+            why = f"was silent for {timeout_s:g} s (--timeout-s)"
         raise BenchError(f"the process at {self.end} {why}\n{self._log.read_text()[-2000:]}")
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class Bench:
         return process
 
     def join(self, run: JointRun) -> JointRun:
-        """Begin a joint run with a rendezvous of its own and one synchronisation; `run` with the steps' real time."""
+        """Begin a joint run with a rendezvous of its own and one synchronization; `run` with the steps' real time."""
         before, self._port = self._rendezvous, self._port + 1
         bind, key = f"tcp://{self._star.address('rendezvous')}:{self._port}", str(self._key)
         argv = ["diloco.main", "lighthouse", "--run", "link", "--key-file", key, "--bind", bind]
@@ -138,15 +138,15 @@ class Bench:
                 "sync_every": run.every, "fragments": run.fragments, "codec": {"type": run.codec.type},
             }  # fmt: skip
             peer.tell({"step_s": run.step_s, "diloco": diloco})
-        told = [json.loads(peer.line(self._words.timeout_s)) for peer in self._peers]
-        self._plain_s = statistics.median(each["plain_s"] for each in told)
+        replies = [json.loads(peer.line(self._words.timeout_s)) for peer in self._peers]
+        self._plain_s = statistics.median(each["plain_s"] for each in replies)
         if before is not None:
             before.close()
         self.measure(run, syncs=1)
         return replace(run, step_s=run.step_s + self._plain_s)
 
     def measure(self, run: JointRun, syncs: int | None = None) -> Measured:
-        """Some synchronisations of the run that was joined. Raises BenchError when the peers' global models differ."""
+        """Run synchronizations of the joined run. Raises BenchError when the peers' global models differ."""
         interval, count = run.every // run.fragments, syncs or self._words.syncs
         for peer in self._peers:
             peer.tell({"steps": count * interval})
@@ -176,7 +176,7 @@ def joint_run(words: argparse.Namespace, codec: str, delay: int) -> JointRun:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=2048, help=f"of {BLOCKS} square blocks (default: 34 M parameters)")
-    parser.add_argument("--syncs", type=int, default=5, help="measured synchronisations of each kind")
+    parser.add_argument("--syncs", type=int, default=5, help="measured synchronizations of each kind")
     parser.add_argument("--step-s", type=float, default=2.0, help="compute time of a step, behind which tau = 1 hides")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="longest silence of a process")
     words = parser.parse_args()
@@ -217,11 +217,11 @@ def compare(bench: Bench, star: Star, words: argparse.Namespace) -> int:
                 f"{way_s:.2f} s on the way (simulate's constants: {own.busy_s:.2f}, {own.handling_s + own.round_s:.2f})"
             )
             for mbit, measured in found.items():
-                said = forecast_link(run, replace(net, gbit_s=mbit / 1e3))
+                forecast = forecast_link(run, replace(net, gbit_s=mbit / 1e3))
                 figure = "s that a sync costs" if delay else "s a sync"
-                good &= _row(mbit, codec, delay, figure, measured.cost_s, said.exposed_s)
+                good &= _row(mbit, codec, delay, figure, measured.cost_s, forecast.exposed_s)
                 if delay:
-                    waits_s = said.exposed_s - net.busy_s
+                    waits_s = forecast.exposed_s - net.busy_s
                     good &= _row(mbit, codec, delay, "s waited for the link", measured.waited_s, waits_s)
     print("\nall figures agree" if good else "\nFAILED: figures marked with * do not agree")
     return 0 if good else 1

@@ -79,7 +79,7 @@ class Outcome:
     bytes_sent: int
     """By one peer."""
     bits: float
-    """A parameter and synchronisation."""
+    """Per parameter and synchronization."""
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def streaming(seed: int, codec_type: str, outer: OuterConfig, every: int, words:
             loss_of(model, chain.batch(step * peers + peer)).backward()
             optimizer.step()
         if (step + 1) % interval == 0:
-            sent += synchronise(copies, feedback, codec)
+            sent += synchronize(copies, feedback, codec)
     if len({copy.hash for copy in copies}) != 1:
         raise SystemExit("the peers' global models differ: that must not happen")
     copies[0].install_all()
@@ -135,7 +135,7 @@ def streaming(seed: int, codec_type: str, outer: OuterConfig, every: int, words:
     return Outcome(held_out(models[0], chain), sent, sent * 8 / count / (steps / every))
 
 
-def synchronise(copies: Sequence[GlobalModel], feedback: Sequence[ErrorFeedback], codec: Codec) -> int:
+def synchronize(copies: Sequence[GlobalModel], feedback: Sequence[ErrorFeedback], codec: Codec) -> int:
     """One outer step of all peers; bytes that one of them sends."""
     fragment = copies[0].outer_step % len(copies[0].fragments)
     pairs = list(zip(feedback, copies, strict=True))

@@ -75,7 +75,7 @@ class Outcome:
     """Trained, both clusters."""
     bytes_sent: float
     bits: float
-    """A parameter and synchronisation of it."""
+    """Per parameter and synchronization of it."""
     minutes: float
     evaluations: Sequence[Sequence[float]]
     """(trained tokens, held-out reward), in order; of a cluster that evaluates at its end, one."""
@@ -87,7 +87,7 @@ class Outcome:
 
 
 def cells(words: argparse.Namespace) -> list[Cell]:
-    """Raises SystemExit where --steps ends between two synchronisations."""
+    """Raises SystemExit where --steps ends between two synchronizations."""
     if odd := [every for every in words.sync_every if words.steps % every]:
         raise SystemExit(f"--steps {words.steps} is no multiple of --sync-every {odd[0]}: the last steps would be lost")
     found = []

@@ -97,10 +97,10 @@ def claude_code(rng: random.Random, session: int) -> Iterator[dict]:
 
 def messages(rng: random.Random, trace: int) -> Iterator[dict]:
     """One conversation of 20 turns in a line."""
-    said = [{"role": "system", "content": prose(rng, 200)}, {"role": "user", "content": prose(rng, 100)}]
+    messages = [{"role": "system", "content": prose(rng, 200)}, {"role": "user", "content": prose(rng, 100)}]
     for _ in range(20):
-        said += [{"role": "assistant", "content": prose(rng, 60)}, {"role": "user", "content": prose(rng, 250)}]
-    yield {"messages": said, "traj_id": f"t{trace}", "model": "gpt-4o"}
+        messages += [{"role": "assistant", "content": prose(rng, 60)}, {"role": "user", "content": prose(rng, 250)}]
+    yield {"messages": messages, "traj_id": f"t{trace}", "model": "gpt-4o"}
 
 
 KINDS = {"claude_code": claude_code, "messages": messages}

@@ -141,7 +141,7 @@ def policies() -> Iterator[tuple[str, dict[str, Any]]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What one policy asked for and got."""
+    """The calls and pairs of one policy."""
 
     calls: int
     dollars: float

@@ -27,7 +27,7 @@ QUEUE_S = 0.05
 
 
 class StarError(RuntimeError):
-    """The namespaces cannot be made here; the message says why and what to do."""
+    """The namespaces cannot be made here; the message has the reason and the remedy."""
 
 
 class Star:

@@ -73,7 +73,7 @@ def plain_step_s(optimizer: torch.optim.Optimizer) -> float:
 
 
 def inner_step(engine: StreamingDiLoCo, optimizer: torch.optim.Optimizer, step_s: float) -> dict[str, Any]:
-    """What it took, and if a synchronisation ended in it, how long that waited, with whom, and its outcome."""
+    """A step's seconds, and, if a synchronization ended in it, its wait, its peers and its outcome."""
     time.sleep(step_s)
     engine.count(tokens=1)
     before, began = engine.outer_step, time.monotonic()

@@ -51,7 +51,7 @@ class CpuRecord:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of every child: this repository importable, one thread unless told otherwise, no network."""
+    """The environment of every child: this repository importable, one thread by default, no network."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     fixed = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     return os.environ | fixed | more

@@ -20,7 +20,7 @@ class SideResult:
     rewards: list[float]
     """[steps]: mean training reward."""
     spent_s: dict[str, float]
-    """Where the side says that its time went."""
+    """Seconds by phase, as the side reports them."""
     cpu_s: dict[str, float]
     """CPU seconds by process over the training time."""
     folders: dict[int, Path]

@@ -47,7 +47,7 @@ def template_for_trl(template: str) -> str:
 
 
 def environment_class(episode: Episode) -> type:
-    """An environment with the episode's tools as methods, as TRL's environment_factory wants it."""
+    """An environment with the episode's tools as methods, in the form of TRL's environment_factory."""
     # TRL lists members by attribute, in alphabetical order, and names tools by __name__.
     methods = {f"tool_{index}": _method(episode, tool) for index, tool in enumerate(episode.tools)}
     return type("Toolsmith", (), {"reset": _reset, **methods})
