@@ -223,7 +223,7 @@ class WorkerProcess:
                 if future is not None and not future.done():
                     future.set_result(message)
             case Heartbeat():
-                pass  # That it came is what counts.
+                pass  # `_read` has noted the time.
             case WorkerReady() | StartFailed():
                 logger.warning("%s: unexpected %s", self.label, type(message).__name__)
 

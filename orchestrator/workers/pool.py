@@ -59,6 +59,7 @@ class WorkerPool:
         self._changed = asyncio.Condition()
         self._failure: ComposerError | None = None
         self._ready: WorkerReady | None = None
+        """The first worker's report; None until it has loaded."""
         self.restarts = 0
         """Workers started again since `start`."""
 
@@ -84,13 +85,8 @@ class WorkerPool:
 
     def num_tasks(self, taskset: str = TRAIN) -> int | None:
         """Return the number of tasks, or None for a task set that never ends."""
-        return self.ready.num_tasks[taskset]
-
-    @property
-    def ready(self) -> WorkerReady:
-        """The report of the first worker that loaded."""
         assert self._ready is not None, "start the pool first"
-        return self._ready
+        return self._ready.num_tasks[taskset]
 
     @property
     def running(self) -> int:

@@ -61,12 +61,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The environment has loaded."""
+
     num_tasks: dict[str, int | None]
     """By task set; None for one that never ends."""
-    renderer: str
-    """Name of the renderer chosen for the model folder."""
-    load_s: float
-    rss_bytes: int
 
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed"):
@@ -181,12 +179,7 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
-    running: int
-    cpu_s: float
-    """CPU seconds of the process since its start."""
-    lag_s: float
-    """Largest delay of the worker's event loop since the last heartbeat."""
-    rss_bytes: int
+    """The worker's event loop runs."""
 
 
 ToWorker = Start | RunRollout | CancelRollout

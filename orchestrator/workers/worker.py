@@ -5,9 +5,7 @@
     pool <--RolloutReply------+       Cancel aborts the task, and with it the open request
     pool <--Heartbeat-- every heartbeat_s; the pool kills a worker that stays silent
 
-Started by `WorkerProcess` only. It is killed when its parent dies.
-
-What a process used: resident memory, and each concurrent rollout's share of the CPU time.
+Only `WorkerProcess` starts it. It is killed when its parent dies.
 """
 
 from __future__ import annotations
@@ -15,11 +13,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
-import resource
 import signal
 import socket
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -42,90 +37,40 @@ from orchestrator.workers.protocol import (
     WorkerReady,
 )
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
-class CpuShares:
-    """Splits the process's CPU time evenly over the rollouts that run at the time (processor sharing).
-
-    The shares of all rollouts add up to the CPU time of the whole process while at least one was running, threads
-    included.
-    """
-
-    def __init__(self) -> None:
-        self._running = 0
-        self._per_rollout_s = 0.0
-        self._seen_s = time.process_time()
-
-    def enter(self) -> float:
-        """A mark to hand to `leave`."""
-        self._advance()
-        self._running += 1
-        return self._per_rollout_s
-
-    def leave(self, mark: float) -> float:
-        """CPU seconds since the mark."""
-        self._advance()
-        self._running -= 1
-        return self._per_rollout_s - mark
-
-    def _advance(self) -> None:
-        now_s = time.process_time()
-        if self._running:
-            self._per_rollout_s += (now_s - self._seen_s) / self._running
-        self._seen_s = now_s
-
-
-def rss_bytes() -> int:
-    """Resident memory of this process; where the system does not tell, its highest value so far."""
-    try:
-        with open("/proc/self/statm", "rb") as statm:
-            return int(statm.read().split()[1]) * _PAGE_BYTES
-    except OSError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-
-
 logger = logging.getLogger("orchestrator.worker")
 
-_LAG_STEP_S = 0.25
 _ABORT_S = 3.0
-"""For rollouts to end once they are aborted; the environments themselves close after that."""
+"""Time for aborted rollouts to end. The environments themselves close after that."""
 
 
 class Worker:
     """Serves the environments of one source on this process's event loop."""
 
     def __init__(self, spec: SourceSpec, frames: Frames, boxes: Path) -> None:
-        """Imports verifiers and loads everything; raises what `Environment` and `build_renderer` raise.
+        """Import verifiers and load everything. Raises what `Environment` and `build_renderer` raise.
 
-        `boxes`: where rollouts get their working folders; whoever made it removes it.
+        `boxes`: takes the rollouts' working folders; `WorkerProcess` removes it.
         """
         from orchestrator.chat_renderer import build_renderer
         from orchestrator.workers.verifiers_adapter import Environment
         from orchestrator.workers.verifiers_compat import install_renderer, keep_boxes_in
 
-        started = time.monotonic()
         keep_boxes_in(boxes)
-        self._spec, self._frames = spec, frames
+        self._heartbeat_s = spec.heartbeat_s
+        self._frames = frames
         config, renderer = build_renderer(spec.model_path, spec.renderer)
         install_renderer(spec.model_path, config, renderer)
         self._environments = {name: Environment(spec, name, config) for name in spec.tasksets}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._shares = CpuShares()
-        self._ready = WorkerReady(
-            num_tasks={name: environment.num_tasks for name, environment in self._environments.items()},
-            renderer=type(renderer).__name__,
-            load_s=time.monotonic() - started,
-            rss_bytes=rss_bytes(),
-        )
 
     async def serve(self) -> None:
-        """Until the parent closes the connection; then every rollout is aborted."""
+        """Serve until the parent closes the connection, then abort every rollout."""
         from orchestrator.workers.verifiers_adapter import serving
 
         async with serving(list(self._environments.values())):
-            self._frames.send(self._ready)
+            num_tasks = {name: environment.num_tasks for name, environment in self._environments.items()}
+            self._frames.send(WorkerReady(num_tasks=num_tasks))
             heartbeats = asyncio.create_task(self._heartbeats())
             try:
                 while (message := await self._frames.receive()) is not None:
@@ -157,8 +102,8 @@ class Worker:
         except asyncio.CancelledError:
             reply = _failed(request, "cancelled", "cancelled by the orchestrator", retryable=False)
         except Exception as error:
-            what, where = f"{type(error).__name__}: {error}", traceback.format_exc()[-2000:]
-            reply = _failed(request, "internal", what, detail=where)
+            detail = traceback.format_exc()[-2000:]
+            reply = _failed(request, "internal", f"{type(error).__name__}: {error}", detail=detail)
         finally:
             self._running.pop(request.rollout_id, None)
             cpu_s = self._shares.leave(mark)
@@ -168,22 +113,46 @@ class Worker:
         try:
             self._frames.send(reply)
         except (ValueError, TypeError, OverflowError) as error:
-            # Text that is no valid Unicode, or a metric that is no number. The rollout must still end.
+            # A text is not valid Unicode, or a metric is not a number. The rollout must still end.
             self._frames.send(_failed(request, "internal", f"its reply cannot be encoded: {error}"))
 
-    def _refuse(self, request: RunRollout, why: str) -> None:
-        self._frames.send(_failed(request, "request", why, retryable=False))
+    def _refuse(self, request: RunRollout, reason: str) -> None:
+        self._frames.send(_failed(request, "request", reason, retryable=False))
 
     async def _heartbeats(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            worst_s, until = 0.0, loop.time() + self._spec.heartbeat_s
-            while (now := loop.time()) < until:
-                step_s = min(_LAG_STEP_S, until - now)
-                await asyncio.sleep(step_s)
-                worst_s = max(worst_s, loop.time() - now - step_s)
-            cpu_s, running = time.process_time(), len(self._running)
-            self._frames.send(Heartbeat(running=running, cpu_s=cpu_s, lag_s=worst_s, rss_bytes=rss_bytes()))
+            await asyncio.sleep(self._heartbeat_s)
+            self._frames.send(Heartbeat())
+
+
+class CpuShares:
+    """Splits the process's CPU time evenly over the rollouts that run at the time (processor sharing).
+
+    The shares of all rollouts add up to the CPU time of the whole process, with its threads, while at least one ran.
+    """
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._per_rollout_s = 0.0
+        self._seen_s = time.process_time()
+
+    def enter(self) -> float:
+        """Begin a rollout. Return a mark to hand to `leave`."""
+        self._advance()
+        self._running += 1
+        return self._per_rollout_s
+
+    def leave(self, mark: float) -> float:
+        """End a rollout. Return its CPU seconds since the mark."""
+        self._advance()
+        self._running -= 1
+        return self._per_rollout_s - mark
+
+    def _advance(self) -> None:
+        now_s = time.process_time()
+        if self._running:
+            self._per_rollout_s += (now_s - self._seen_s) / self._running
+        self._seen_s = now_s
 
 
 def _failed(
@@ -194,7 +163,7 @@ def _failed(
 
 
 async def serve_worker(connection: socket.socket, boxes: Path) -> None:
-    """Reads Start, answers Ready or StartFailed, then serves."""
+    """Read Start, answer WorkerReady or StartFailed, then serve."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     frames: Frames[ToWorker] = Frames(reader, writer, ToWorker, "pool")
     start = await frames.receive()

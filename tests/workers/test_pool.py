@@ -64,7 +64,8 @@ def played(model_path: str) -> Iterator[tuple[asyncio.Runner, WorkerPool]]:
         "eval": {"id": "bench_env", "num_tasks": 3, "prompt": "held"},
     }
     with asyncio.Runner() as runner:
-        pool = WorkerPool(source(model_path, tasksets=tasksets, turns=3), workers=2, start_timeout_s=START_S)
+        spec = source(model_path, tasksets=tasksets, turns=3)
+        pool = WorkerPool(spec, workers=2, start_timeout_s=START_S, stop_grace_s=0.1)
         runner.run(pool.start())
         yield runner, pool
         runner.run(pool.close())
