@@ -19,7 +19,7 @@ format:
 
 # build the documentation into build/site
 docs:
-    uv run --group docs mkdocs build --strict
+    uv run --only-group docs mkdocs build --strict
 
 # everything that must hold, or the named lanes: just ci static fast
 ci *LANES:
