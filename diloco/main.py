@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     lighthouse = add.add_parser(
         "lighthouse",
         help="the rendezvous of a joint run",
-        description="The rendezvous of a joint run. It relays deltas, closes rounds and finds a state for joining peers. "
+        description="The rendezvous of a joint run. It relays deltas and states between peers, and closes rounds. "
         "Everything is in memory, and it may be restarted at any time.",
         epilog="The log says which peer came or left, and with whom each round closed. With RUST_LOG=info in the "
         "environment torchft's lighthouse adds lines of its own.",

@@ -1,28 +1,25 @@
-"""The matrices of the blocks, orthogonalised whole although each rank of a cluster holds some of their rows.
+"""Muon's orthogonalized step for the matrices of the blocks, with the same bits on every machine and number of ranks.
 
     rank r: its rows of the mean delta --> owner: Newton-Schulz on the whole matrix --> rank r: its rows of the step
 
-Every matrix has one owner, chosen by the shapes so that the ranks have like shares of the work. Any number of ranks
-gives the same bits.
-
-The Newton-Schulz iteration of Muon with the same bits on every machine, so that peers can take it as an outer step.
+Every matrix has one owner, chosen by the shapes so that the ranks have like shares of the work. The owner computes
 
     X <- M / |M|_F;   five times   A = X X^T,   X <- a X + (b A + c A A) X
 
-It brings the singular values of M near 1 (Keller Jordan, https://kellerjordan.github.io/posts/muon/; at scale:
-arXiv 2502.16982). torch.optim.Muon computes it in bfloat16, and what a product of matrices comes to then depends on the
-order in which it is summed: on the library, the processor and the number of threads. Here it does not:
+which brings the singular values of M near 1 (Keller Jordan, https://kellerjordan.github.io/posts/muon/; at scale:
+arXiv 2502.16982). torch.optim.Muon computes it in bfloat16. There the result depends on the order of summation: on the
+library, the processor and the number of threads. Peers must agree on every bit, so two things differ here:
 
 1. Before a product, both operands are rounded to integers n 2^s, |n| <= 2^k, with 2 k + ceil(log2(inner size)) <= 53.
    Then every product of two elements and every partial sum, in any order, fused or not, is an integer of at most 2^53,
-   which float64 holds: nothing is rounded, so there is nothing to differ but the sign of a zero, which is made +.
-   Scaling by 2^s is exact too.
-2. All else is elementwise float64, one operation after the other, each rounded once as IEEE 754 says (no fused
+   which float64 holds. Nothing is rounded, so only the sign of a zero can differ, which is made +. Scaling by 2^s is
+   exact too.
+2. All else is elementwise float64, one operation after the other, each rounded once as IEEE 754 requires (no fused
    multiply-add, no division by a scalar, which is a product on CUDA), and Python's own arithmetic.
 
-It relies on products of matrices that add up products of elements in float64; Strassen's algorithm and emulated types
-do not, and no library takes them unless told to. k is 21 for inner sizes up to 2048 and 20 up to 8192: an operand loses
-2^-k of its largest element, where bfloat16 loses 2^-9 of each.
+This relies on matrix products that add up products of elements in float64. Strassen's algorithm and emulated types do
+not, and no library uses them by default. k is 21 for inner sizes up to 2048 and 20 up to 8192: an operand loses 2^-k of
+its largest element, where bfloat16 loses 2^-9 of each.
 """
 
 from __future__ import annotations
@@ -37,20 +34,20 @@ from torch.distributed.tensor import DTensor, Shard
 
 from composer_prime.errors import ConfigError
 from composer_prime.model_source import block_of
-from diloco.fragments import Fragment, Named, local_shard
+from diloco.fragments import Fragment, NamedParameter, local_shard
 from diloco.ranks import Ranks
 
 A, B, C = 3.4445, -4.7750, 2.0315
-"""Keller Jordan's coefficients, which torch.optim.Muon has too."""
+"""Keller Jordan's coefficients, also those of torch.optim.Muon."""
 STEPS = 5
 
 
 def orthogonalized(matrix_mn: Tensor) -> Tensor:
-    """U S' V^T for `matrix_mn` = U S V^T with S' between about 0.7 and 1.2; float32 [m, n], on the same device.
+    """Return U S' V^T for `matrix_mn` = U S V^T with S' between about 0.7 and 1.2; float32 [m, n], on the same device.
 
-    Singular values below about 1/500 of the Frobenius norm come out smaller. Only the direction of `matrix_mn` counts,
-    which is float32, however short or long it is; zeros give zeros. A transposed matrix gives the transposed result, a
-    square one nearly so.
+    Singular values below about 1/500 of the Frobenius norm come out smaller. Only the direction of the float32
+    `matrix_mn` counts, not its length; zeros give zeros. A transposed matrix gives the transposed result, a square one
+    nearly the transposed result.
 
     Raises ValueError when an element is NaN or infinite.
     """
@@ -70,7 +67,7 @@ def orthogonalized(matrix_mn: Tensor) -> Tensor:
 
 
 def frobenius_norm(matrix_mn: Tensor) -> float:
-    """Of float32 [m, n], to about 2^-20, with the same bits on every machine.
+    """Return the norm of float32 [m, n], to about 2^-20, with the same bits on every machine.
 
     Raises ValueError when an element is NaN or infinite.
     """
@@ -79,19 +76,19 @@ def frobenius_norm(matrix_mn: Tensor) -> float:
 
 
 def _sum_of_squares(integers_mn: Tensor) -> int:
-    """Of integers as `_integers` gives them for sums of n: each row's is exact in any order."""
+    """Take integers as `_integers` gives them for sums of n: each row's sum is exact in any order."""
     return sum(map(int, (integers_mn * integers_mn).sum(dim=1).tolist()))
 
 
 def exact_product(left_mi: Tensor, right_in: Tensor) -> Tensor:
-    """The product of both, first rounded to `_integers`; float64 [m, n], with the same bits on every machine."""
+    """Return the product of both, first rounded to `_integers`; float64 [m, n], the same bits on every machine."""
     inner = left_mi.shape[1]
     (left_mi, left), (right_in, right) = _integers(left_mi, inner), _integers(right_in, inner)
     return (left_mi @ right_in) * 2.0 ** (left + right) + 0.0  # libraries start sums at 0.0, or at the first product
 
 
 def _integers(values: Tensor, inner: int) -> tuple[Tensor, int]:
-    """Float64 integers n and an exponent s such that n 2^s are `values`, rounded for sums of `inner` products.
+    """Return float64 integers n and an exponent s: n 2^s are `values`, rounded for sums of `inner` products.
 
     Raises ValueError when an element is NaN or infinite.
     """
@@ -110,12 +107,12 @@ class Matrix:
     place: slice
     """Of these rows in the fragment's vector."""
     rows: list[int]
-    """How many each rank brings."""
+    """How many each rank holds."""
     columns: int
     device: torch.device
-    """Where it is orthogonalised."""
+    """Where it is orthogonalized."""
     owner: int = 0
-    """The rank that orthogonalises it."""
+    """The rank that orthogonalizes it."""
 
     @property
     def cost(self) -> int:
@@ -125,12 +122,12 @@ class Matrix:
 
     @property
     def sizes(self) -> list[int]:
-        """Elements that each rank brings."""
+        """Elements that each rank holds."""
         return [rows * self.columns for rows in self.rows]
 
 
 def matrices_of(fragment: Fragment, ranks: Ranks) -> tuple[list[Matrix], list[slice]]:
-    """The matrices of blocks in a fragment's vector, and the places of all other parameters.
+    """Return the matrices of blocks in a fragment's vector, and the places of all other parameters.
 
     Raises ConfigError when a matrix is not sharded by rows over `ranks`, as FSDP2 does.
     """
@@ -138,11 +135,11 @@ def matrices_of(fragment: Fragment, ranks: Ranks) -> tuple[list[Matrix], list[sl
     rest: list[slice] = []
     at = 0
     for name, parameter in fragment.parameters:
-        own = local_shard(parameter)
-        place = slice(at, at + own.numel())
+        shard = local_shard(parameter)
+        place = slice(at, at + shard.numel())
         at = place.stop
         if parameter.ndim == 2 and block_of(name) is not None:
-            device = own.device if own.device.type == "cuda" else torch.device("cpu")
+            device = shard.device if shard.device.type == "cuda" else torch.device("cpu")
             rows = _rows((name, parameter), ranks)
             matrices.append(Matrix(place=place, rows=rows, columns=parameter.shape[1], device=device))
         else:
@@ -151,8 +148,8 @@ def matrices_of(fragment: Fragment, ranks: Ranks) -> tuple[list[Matrix], list[sl
     return matrices, rest
 
 
-def _rows(named: Named, ranks: Ranks) -> list[int]:
-    """How many rows of a matrix each rank holds. Raises ConfigError when they are not as torch.chunk deals them out."""
+def _rows(named: NamedParameter, ranks: Ranks) -> list[int]:
+    """Return how many rows of a matrix each rank holds. Raises ConfigError unless it is as torch.chunk splits them."""
     name, parameter = named
     total, own = parameter.shape[0], local_shard(parameter).shape[0]
     each = -(-total // ranks.size)
@@ -168,7 +165,7 @@ def _rows(named: Named, ranks: Ranks) -> list[int]:
 
 
 def _share_out(matrices: Sequence[Matrix], ranks: int) -> None:
-    """Give each matrix to the rank that has least to do by then, the costliest first."""
+    """Give each matrix, the costliest first, to the rank with the least work so far."""
     work = [0] * ranks
     for matrix in sorted(matrices, key=lambda each: -each.cost):
         matrix.owner = work.index(min(work))
@@ -176,22 +173,22 @@ def _share_out(matrices: Sequence[Matrix], ranks: int) -> None:
 
 
 def orthogonal_steps(matrices: Sequence[Matrix], mean_n: Tensor, lr: float, ranks: Ranks) -> list[Tensor]:
-    """What each matrix's mean delta becomes, orthogonal and `lr` times as long: this rank's rows, float32, flat.
+    """Return this rank's rows of each matrix's step: the mean delta made orthogonal, `lr` times as long; float32, flat.
 
     A collective.
     """
     owned = [[matrix for matrix in matrices if matrix.owner == owner] for owner in range(ranks.size)]
     mine = owned[ranks.rank]
-    brought = ranks.exchange(
+    gathered = ranks.exchange(
         [[mean_n[matrix.place] for matrix in each] for each in owned],
         [[matrix.sizes[source] for matrix in mine] for source in range(ranks.size)],
     )
-    cut = [
-        _orthogonal_step(matrix, torch.cat([parts[index] for parts in brought]), lr).split(matrix.sizes)
+    steps = [
+        _orthogonal_step(matrix, torch.cat([parts[index] for parts in gathered]), lr).split(matrix.sizes)
         for index, matrix in enumerate(mine)
     ]
     returned = ranks.exchange(
-        [[parts[target] for parts in cut] for target in range(ranks.size)],
+        [[parts[target] for parts in steps] for target in range(ranks.size)],
         [[matrix.sizes[ranks.rank] for matrix in each] for each in owned],
     )
     by_owner = [iter(parts) for parts in returned]
@@ -199,7 +196,7 @@ def orthogonal_steps(matrices: Sequence[Matrix], mean_n: Tensor, lr: float, rank
 
 
 def _orthogonal_step(matrix: Matrix, values_n: Tensor, lr: float) -> Tensor:
-    """float32 [numel] of a whole matrix, on the CPU."""
+    """Return the step of a whole matrix, float32 [numel], on the CPU."""
     whole = values_n.view(sum(matrix.rows), matrix.columns).to(matrix.device)
     direction = orthogonalized(whole)
     length = frobenius_norm(direction)

@@ -1,15 +1,15 @@
 """The outer optimizer: one step of a fragment's global values along the mean pseudo-gradient.
 
     Delta = mean_i w_i (global - local_i)
-    v <- m v + Delta;   global <- global - lr (Delta + m v)        Nesterov as in torch.optim.SGD; DiLoCo, 2311.08105
-    global <- global - muon_lr |Delta|_F O / |O|_F;    O = orthogonalized(Delta)        Muon, for matrices of the blocks
+    v <- m v + Delta;   global <- global - lr (Delta + m v)   Nesterov as in torch.optim.SGD; DiLoCo, arXiv 2311.08105
+    global <- global - muon_lr |Delta|_F O / |O|_F,   O = orthogonalized(Delta)         Muon, for matrices of the blocks
 
 Departures:
 1. v starts at 0, as torch's first step does in effect (its first v is Delta).
 2. Global values and momentum are float32 on the CPU whatever the parameters are: an outer step below the resolution of
-   bfloat16 would vanish. Deltas are taken against the global values as the parameters hold them, so it stays.
-3. Products and sums are separate operations. A fused multiply-add rounds once where two operations round twice, and
-   which of the two a library takes depends on the processor; so every peer gets the same bits on any machine.
+   bfloat16 would vanish. Deltas are taken against the global values as the parameters hold them, so such a step stays.
+3. Products and sums are separate operations, so every peer gets the same bits on any machine. A fused multiply-add
+   rounds once where two operations round twice, and which of the two a library takes depends on the processor.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from diloco.ranks import Ranks
 
 
 class OuterOptimizer(Protocol):
-    """What turns a round's mean delta into the next global values."""
+    """Turns a round's mean delta into the next global values."""
 
     velocity: list[Tensor]
-    """Momentum, float32 a fragment: [numel], with Muon of what is no matrix alone; none where there is none."""
+    """Momentum, float32 [numel] a fragment, with Muon only of what is not a matrix; empty without momentum."""
 
     def step(self, fragment: int, master_n: Tensor, mean_n: Tensor) -> None:
-        """Update `master_n` (float32 [numel]) in place; `mean_n` is left as it is. Muon's is a collective."""
+        """Update `master_n` (float32 [numel]) in place; leave `mean_n` as it is. With Muon it is a collective."""
         ...
 
     def reach(self, fragment: int, largest: float) -> float:
-        """No intermediate value, change or momentum of a step is larger than this, no element of its mean `largest`."""
+        """Return a bound on every intermediate value, change and momentum of a step whose mean is at most `largest`."""
         ...
 
 
 class Averaging:
-    """The global model becomes the mean of the peers'."""
+    """The global model becomes the mean of the peers' models."""
 
     def __init__(self) -> None:
         self.velocity: list[Tensor] = []
@@ -61,7 +61,8 @@ class Nesterov:
 
     def __init__(self, lr: float, momentum: float, sizes: Sequence[int]) -> None:
         """`sizes`: elements of each fragment on this rank."""
-        self.lr, self.momentum = lr, momentum
+        self.lr = lr
+        self.momentum = momentum
         self.velocity = [torch.zeros(size) for size in sizes] if momentum else []
 
     def step(self, fragment: int, master_n: Tensor, mean_n: Tensor) -> None:
@@ -77,19 +78,21 @@ class Nesterov:
 
 
 class Muon:
-    """Orthogonalised steps without momentum for the matrices of the blocks, and Nesterov for the rest.
+    """Orthogonalized steps without momentum for the matrices of the blocks, and Nesterov for the rest.
 
-    A step is as long as the mean delta, times the learning rate, so that one rate does for any H and inner rate (Muon
-    as an inner optimizer has steps of a fixed length). Such an outer optimizer is a trial of our own, not a published
-    recipe: docs/results.md has what it gives.
+    A step is as long as the mean delta, times the learning rate, so one rate serves any H and inner rate. (Muon as an
+    inner optimizer has steps of a fixed length.) Such an outer optimizer is an experiment of our own, not a published
+    recipe: docs/reference/results.md has its results.
     """
 
     def __init__(self, config: OuterConfig, fragments: Sequence[Fragment], ranks: Ranks) -> None:
         """Raises ConfigError when no parameter is a matrix of a block, or `ranks` do not hold one by rows."""
-        assert config.muon_lr is not None  # which OuterConfig sees to
-        self._lr, self._ranks = config.muon_lr, ranks
+        assert config.muon_lr is not None  # OuterConfig sets it
+        self._lr = config.muon_lr
+        self._ranks = ranks
         parts = [matrices_of(fragment, ranks) for fragment in fragments]
-        self._matrices, self._rest = [matrices for matrices, _ in parts], [rest for _, rest in parts]
+        self._matrices = [matrices for matrices, _ in parts]
+        self._rest = [rest for _, rest in parts]
         if not any(self._matrices):
             raise ConfigError(
                 "diloco.outer.type is 'muon', but no trainable parameter is a matrix of a numbered block (such as "
@@ -115,19 +118,22 @@ class Muon:
             part.copy_(values)
 
     def reach(self, fragment: int, largest: float) -> float:
-        # on the rank with the largest element of all; the others rely on its being asked too
+        # It holds on the rank with the largest element of all; the other ranks rely on that rank's answer.
         longest = max((math.sqrt(sum(matrix.sizes)) * largest for matrix in self._matrices[fragment]), default=0.0)
         return max(self._nesterov.reach(fragment, largest), self._lr * longest)
 
 
 def largest_of(values_n: Tensor) -> float:
-    """The largest absolute value, 0 of none; NaN when an element is."""
+    """Return the largest absolute value, 0 of none; NaN when an element is NaN."""
     low, high = torch.aminmax(values_n) if values_n.numel() else (torch.zeros(()), torch.zeros(()))
     return max(-float(low), float(high))
 
 
 def build_outer(config: OuterConfig, fragments: Sequence[Fragment], ranks: Ranks) -> OuterOptimizer:
-    """Raises ConfigError when Muon finds no matrix, or one that `ranks` do not hold by rows."""
+    """Return the optimizer that `config` asks for.
+
+    Raises ConfigError when Muon finds no matrix, or one that `ranks` do not hold by rows.
+    """
     if config.type == "average":
         return Averaging()
     if config.type == "muon":
@@ -136,9 +142,9 @@ def build_outer(config: OuterConfig, fragments: Sequence[Fragment], ranks: Ranks
 
 
 def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """sum_i (w_i / sum w) delta_i, float32 [numel], added up in the order given; weights are tokens, samples or ones.
+    """Return sum_i (w_i / sum w) delta_i, float32 [numel], added up in the order given.
 
-    Weights that are all 0 count the same.
+    Weights are tokens, samples or ones. Weights that are all 0 count the same.
     """
     total = sum(weights)
     shares = [weight / total for weight in weights] if total > 0 else [1.0 / len(weights)] * len(weights)

@@ -1,19 +1,21 @@
-"""One outer step on one rank: a closed round's deltas that pass the guards, averaged; outer step; local <- global.
+"""How a round ends on one rank: its result, alike on all ranks; the deltas that count; the outer step.
 
-All peers apply the same deltas in the same order, also those that have no part in the round.
+    RoundResults.wait ──> accept: decode, check, reject ──> OuterSteps.take: average, outer step, local <- global
 
-What a completed outer step says of itself, its round and its peers, by the names in docs/multi-cluster.md.
+Who waits on whom: each rank hears a result over a link of its own, and all must take the same turn. A rank that knows
+how a round ended waits until the others know the same, which needs all of them to take part. While they wait they serve
+their state to joining peers.
 
-From a closed round to the deltas that count: decode, look, reject. The same on every peer.
-
-Which deltas of a round count. A pure function of what every peer received, so all peers reject the same ones.
+All peers apply the same deltas in the same order, also peers that have no part in the round. Which deltas count is a
+pure function of what every peer received, so all peers reject the same ones.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -21,43 +23,166 @@ import torch
 from torch import Tensor
 
 from composer_prime.config.diloco import DilocoConfig, GuardConfig
-from diloco.codec import codec_from_spec
-from diloco.codec.base import shared
+from composer_prime.errors import DeadlineError, RunMismatchError
+from diloco.codec import codec_from_spec, shared_bytes
+from diloco.fragments import Schedule
 from diloco.global_model import GlobalModel
-from diloco.ranks import Ranks
-from diloco.replica import DeltaStatus, Pending, Replica, Totals, fate_of
-from diloco.schedule import Schedule
-from diloco.transport.exchange import RoundResult
-from diloco.transport.header import Header
+from diloco.ranks import POLL_S, Ranks
+from diloco.state import DeltaStatus, PendingDelta, ProgressTotals, Replica, delta_status
 from diloco.transport.link import PeerLink
-from diloco.transport.messages import RoundOutcome
+from diloco.transport.messages import Header, RoundOutcome
+from diloco.transport.session import MustRejoin, RoundResult
 
 logger = logging.getLogger(__name__)
 
+_MAX_DISPUTES = 3
+"""How often in a row the ranks may get different outcomes. A rendezvous that was restarted causes one."""
+
+
+class RoundResults:
+    """Waits for the results of rounds, alike on all ranks of a peer."""
+
+    def __init__(
+        self,
+        config: DilocoConfig,
+        link: PeerLink,
+        model: GlobalModel,
+        ranks: Ranks,
+        serve_state: Callable[[int], None],
+    ) -> None:
+        """`serve_state` is called with the serial of a request for this peer's state."""
+        self._config = config
+        self._link = link
+        self._model = model
+        self._ranks = ranks
+        self._serve_state = serve_state
+        self._disputes = 0
+        """How often in a row the ranks got different outcomes."""
+        self._in_step_at = time.monotonic()
+
+    def wait(
+        self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False
+    ) -> RoundResult | MustRejoin | None:
+        """Return the result of the round that was begun; MustRejoin when one of the ranks must join anew.
+
+        None when there is none after `timeout_s` or once `should_stop`. A collective.
+
+        Raises RunMismatchError when the ranks get different outcomes again and again.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            result = self._link.wait(min(POLL_S, timeout_s))
+            rating = {RoundResult: 2, MustRejoin: 1}.get(type(result), 0)
+            lowest, state_request, in_time = self._ranks.smallest(
+                [rating, self._link.state_request, time.monotonic() < deadline and not should_stop()]
+            )
+            if state_request:
+                self._serve_state(state_request)
+            if lowest == 2 and isinstance(result, RoundResult):
+                if self._same_on_all_ranks(result):
+                    return result
+                time.sleep(POLL_S)  # a rendezvous may be replacing another
+                self._link.retry_round()
+            elif lowest == 0 and rating == 2 and self._link.rendezvous_restarted:
+                self._link.retry_round()  # the other ranks get nothing unless this one takes part
+            if lowest == 1:
+                return result if isinstance(result, MustRejoin) else MustRejoin("another rank was left behind")
+            if not in_time:
+                return None
+
+    def next(self, newest: int, timeout_s: float) -> RoundResult | MustRejoin | None:
+        """Return the next closed round of those up to `newest`; None when there is none. A collective."""
+        if self._ranks.smallest([newest])[0] < self._model.outer_step:
+            return None
+        self._link.fetch(self._model.outer_step, self._model.hash)
+        return self.wait(timeout_s)
+
+    def mark_in_step(self) -> None:
+        """Note that this peer stands where the others stand: from now on it counts the silence."""
+        self._in_step_at = time.monotonic()
+
+    def silent_s(self) -> float:
+        """Return the seconds since `mark_in_step`. A collective.
+
+        Raises DeadlineError after diloco.offline_timeout_s.
+        """
+        silent_s = time.monotonic() - self._in_step_at
+        if self._ranks.any(silent_s > self._config.offline_timeout_s):
+            raise DeadlineError(
+                f"no outcome of outer step {self._model.outer_step} for {silent_s:.0f} s "
+                f"(diloco.offline_timeout_s = {self._config.offline_timeout_s:g}): the rendezvous at "
+                f"{self._config.rendezvous} last reported that it waits for {self._link.waiting_for}. Is it reachable, "
+                "and are enough peers alive? Go on with --resume"
+            )
+        return silent_s
+
+    def _same_on_all_ranks(self, result: RoundResult) -> bool:
+        """Return whether all ranks of this peer got the same outcome. A collective."""
+        ((lowest, highest),) = self._ranks.bounds([result.digest])
+        self._disputes = 0 if lowest == highest else self._disputes + 1
+        if self._disputes == _MAX_DISPUTES:
+            raise RunMismatchError(
+                f"the ranks of peer {self._config.peer_id} got different outcomes of outer step "
+                f"{self._model.outer_step} {_MAX_DISPUTES} times in a row ({lowest:015x} and {highest:015x}), so their "
+                f"parts of the model would not fit together. Is {self._config.rendezvous} the address of more than one "
+                "rendezvous? Leave one, and go on with --resume"
+            )
+        return not self._disputes
+
+
+# -- the deltas that count ---------------------------------------------------------------------------------------
 
 MEDIAN_FROM = 3
-"""Peers from which on the median says who is out of line; of two, either may be."""
-
-
+"""From so many peers on the median shows who is out of line; of two, either may be."""
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 """1.8e19. The squares of larger values are infinite in float32: no model with them can be trained."""
+MAX_WEIGHT = 1e15
+"""In tokens; far above what any round trains on, far below where a sum of weights would overflow."""
 _LANES = 1 << 14
 
 
-def squared_norm(delta_n: Tensor) -> float:
-    """Sum of squares in float64; NaN or infinity when an element is.
+@dataclass(frozen=True, slots=True)
+class AcceptedDeltas:
+    deltas: list[Tensor]
+    """float32 [numel], in order of the peers' names."""
+    weights: list[float]
+    norms: dict[str, float]
+    """L2 norm over all ranks, by peer."""
+    rejections: dict[str, str]
+    """Why a peer's delta does not count."""
 
-    It has the same bits on any machine: squares of float32 are exact, element i is added in lane i mod 16384, in order,
-    and the lanes are summed with one rounding. The order in which torch's own sum adds depends on the processor.
-    """
-    lanes = torch.zeros(_LANES, dtype=torch.float64)
-    for part in delta_n.split(_LANES):
-        lanes[: len(part)] += part.to(torch.float64).square_()
-    return math.fsum(lanes.tolist())
+    def without_all(self, reason: str) -> AcceptedDeltas:
+        """Return the same round with no delta that counts."""
+        return replace(self, deltas=[], weights=[], rejections=dict.fromkeys(self.norms, reason) | self.rejections)
+
+
+def accept(
+    headers: Sequence[Header], bodies: Sequence[memoryview], *, fragment: int, n: int, guard: GuardConfig, ranks: Ranks
+) -> AcceptedDeltas:
+    """Decode this rank's part of a round's deltas. A peer that fails on one rank fails on all. A collective."""
+    deltas: dict[str, Tensor] = {}
+    undecodable: dict[str, str] = {}
+    for header, body in zip(headers, bodies, strict=True):
+        try:
+            deltas[header.peer] = _decode(header, body, fragment, n)
+        except ValueError as error:
+            undecodable[header.peer] = str(error)
+    own = [squared_norm(deltas[header.peer]) if header.peer in deltas else math.nan for header in headers]
+    squared = {header.peer: total for header, total in zip(headers, ranks.total(own), strict=True)}
+    elsewhere = [peer for peer, mine in zip(squared, own, strict=True) if math.isnan(squared[peer]) and mine >= 0]
+    another_rank = "another rank of this cluster cannot use its part: see that rank's log"
+    rejections = rejected(squared, guard) | dict.fromkeys(elsewhere, another_rank) | undecodable
+    counted = [header for header in headers if header.peer not in rejections]
+    return AcceptedDeltas(
+        deltas=[deltas[header.peer] for header in counted],
+        weights=[header.weight for header in counted],
+        norms={peer: math.sqrt(value) for peer, value in squared.items()},
+        rejections=rejections,
+    )
 
 
 def rejected(squared_norms: Mapping[str, float], config: GuardConfig) -> dict[str, str]:
-    """Why each rejected peer's delta does not count, by peer; `squared_norms` are of whole deltas, all ranks."""
+    """Return why each rejected peer's delta does not count; `squared_norms` are of whole deltas, over all ranks."""
     norms = {peer: math.sqrt(value) for peer, value in squared_norms.items() if math.isfinite(value)}
     reasons = {peer: "it holds NaN or infinity" for peer in squared_norms if peer not in norms}
     middle = median(norms.values()) if len(norms) >= MEDIAN_FROM else None
@@ -73,133 +198,110 @@ def rejected(squared_norms: Mapping[str, float], config: GuardConfig) -> dict[st
     return reasons
 
 
-MAX_WEIGHT = 1e15
-"""Tokens; far above what any round trains on, far below where a sum of weights would overflow."""
+def squared_norm(delta_n: Tensor) -> float:
+    """Return the sum of squares in float64; NaN or infinity when an element is.
 
-_ELSEWHERE = "another rank of this cluster cannot use its part: that rank's log says why"
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    deltas: list[Tensor]
-    """float32 [numel], in order of the peers' names."""
-    weights: list[float]
-    norms: dict[str, float]
-    """L2 norm over all ranks, by peer."""
-    reasons: dict[str, str]
-    """Why a peer's delta does not count."""
-
-    def without_all(self, reason: str) -> Accepted:
-        """The same round with no delta that counts."""
-        return replace(self, deltas=[], weights=[], reasons=dict.fromkeys(self.norms, reason) | self.reasons)
+    It has the same bits on any machine: squares of float32 are exact, element i is added in lane i mod 16384, in order,
+    and the lanes are summed with one rounding. The order in which torch's own sum adds depends on the processor.
+    """
+    lanes = torch.zeros(_LANES, dtype=torch.float64)
+    for part in delta_n.split(_LANES):
+        lanes[: len(part)] += part.to(torch.float64).square_()
+    return math.fsum(lanes.tolist())
 
 
-def accept(
-    headers: Sequence[Header], bodies: Sequence[memoryview], *, fragment: int, n: int, guard: GuardConfig, ranks: Ranks
-) -> Accepted:
-    """Decode this rank's part of a round's deltas; a peer that fails on one rank fails on all. A collective."""
-    deltas: dict[str, Tensor] = {}
-    wrong: dict[str, str] = {}
-    for header, body in zip(headers, bodies, strict=True):
-        try:
-            deltas[header.peer] = _decoded(header, body, fragment, n)
-        except ValueError as error:
-            wrong[header.peer] = str(error)
-    own = [squared_norm(deltas[header.peer]) if header.peer in deltas else math.nan for header in headers]
-    squared = {header.peer: total for header, total in zip(headers, ranks.total(own), strict=True)}
-    elsewhere = [peer for peer, sent in zip(squared, own, strict=True) if math.isnan(squared[peer]) and sent >= 0]
-    reasons = rejected(squared, guard) | dict.fromkeys(elsewhere, _ELSEWHERE) | wrong
-    kept = [header for header in headers if header.peer not in reasons]
-    return Accepted(
-        deltas=[deltas[header.peer] for header in kept],
-        weights=[header.weight for header in kept],
-        norms={peer: math.sqrt(value) for peer, value in squared.items()},
-        reasons=reasons,
-    )
-
-
-def _decoded(header: Header, body: memoryview, fragment: int, n: int) -> Tensor:
-    """Raises ValueError for a body that is not what its header says, or one of another fragment."""
+def _decode(header: Header, body: memoryview, fragment: int, n: int) -> Tensor:
+    """Raises ValueError for a body that does not match its header, or one of another fragment."""
     if header.fragment != fragment:
         raise ValueError(f"it is of fragment {header.fragment}, this round is of fragment {fragment}")
     if not 0 <= header.weight <= MAX_WEIGHT:
         raise ValueError(f"its weight is {header.weight:g}, expected 0 to {MAX_WEIGHT:g}")
-    return codec_from_spec(header.codec).decode(shared(body), n)
+    return codec_from_spec(header.codec).decode(shared_bytes(body), n)
 
 
-def figures(
-    outcome: RoundOutcome, accepted: Accepted, *, model: GlobalModel, totals: Totals, exposed_s: float,
+# -- the outer step ----------------------------------------------------------------------------------------------
+
+
+class OuterSteps:
+    def __init__(self, config: DilocoConfig, link: PeerLink, replica: Replica, ranks: Ranks) -> None:
+        self._config = config
+        self._link = link
+        self._replica = replica
+        self._ranks = ranks
+        self._schedule = Schedule.of(config)
+        self.metrics: dict[str, float] = {}
+        """Of the last outer step."""
+
+    def take(self, result: RoundResult, exposed_s: float) -> None:
+        """Advance the global model by this round, and give the parameters their values. A collective.
+
+        The delta on offer ends here, counted or not. `exposed_s`: how long training waited for the result.
+        """
+        model, replica = self._replica.global_model, self._replica
+        fragment = self._schedule.fragment(model.outer_step)
+        accepted = self._accepted(fragment, result)
+        pending, replica.pending = replica.pending, None
+        offered = pending and pending.header
+        status = delta_status(self._config.peer_id, offered, result.outcome.headers, accepted.rejections)
+        before_n = model.masters[fragment].clone() if status is DeltaStatus.MISSED else None
+        model.advance(fragment, accepted.deltas, accepted.weights)
+        self._settle_residual(fragment, status, pending)
+        replica.progress.install(fragment, status, pending and pending.coverage, before_n)
+        self._link.set_position(model.outer_step, model.hash)
+        self.metrics = outer_metrics(
+            result.outcome, accepted, model=model, totals=replica.progress.totals, exposed_s=exposed_s,
+            traffic=self._link.traffic,
+        )  # fmt: skip
+
+    def _accepted(self, fragment: int, result: RoundResult) -> AcceptedDeltas:
+        """Return the deltas that count. A collective."""
+        model = self._replica.global_model
+        accepted = accept(
+            result.outcome.headers, result.bodies, fragment=fragment, n=self._replica.fragments[fragment].numel,
+            guard=self._config.guard, ranks=self._ranks,
+        )  # fmt: skip
+        if not self._ranks.all(model.can_advance(fragment, accepted.deltas)):
+            accepted = accepted.without_all("the outer step along the round's mean would leave the range of float32")
+        for peer, reason in accepted.rejections.items():
+            logger.warning("outer step %d: the delta of peer %s is rejected: %s", model.outer_step, peer, reason)
+        return accepted
+
+    def _settle_residual(self, fragment: int, status: DeltaStatus, pending: PendingDelta | None) -> None:
+        """Update what compression still owes, now that the round is in the global model."""
+        if status is DeltaStatus.COUNTED and pending is not None:
+            self._replica.feedback.settle(fragment, pending.residual_n)
+        elif status is DeltaStatus.PREDECESSOR:
+            self._replica.feedback.reset(fragment)
+            if pending is not None:
+                logger.warning(
+                    "outer step %d holds a delta of another process of peer %s: this one's, of %.0f tokens, is lost",
+                    self._replica.global_model.outer_step - 1, self._config.peer_id, pending.coverage.work.tokens,
+                )  # fmt: skip
+
+
+def outer_metrics(
+    outcome: RoundOutcome, accepted: AcceptedDeltas, *, model: GlobalModel, totals: ProgressTotals, exposed_s: float,
     traffic: tuple[int, int],
 ) -> dict[str, float]:  # fmt: skip
-    """`totals`: of this peer's own work; `exposed_s`: what training waited; `traffic`: bytes sent and received."""
-    found: dict[str, float] = {
+    """Return an outer step's metrics, by the names in docs/how-to/several-clusters.md.
+
+    `totals`: of this peer's own work; `exposed_s`: how long training waited; `traffic`: bytes sent and received.
+    """
+    metrics: dict[str, float] = {
         "diloco/outer_step": model.outer_step,
         "diloco/sweep": model.sweep,
         "diloco/sync_s": exposed_s,
         "diloco/bytes_sent": traffic[0],
         "diloco/bytes_received": traffic[1],
         "diloco/participants": len(outcome.headers),
-        "diloco/rejected": len(accepted.reasons),
+        "diloco/rejected": len(accepted.rejections),
         "diloco/quorum": outcome.quorum_id,
         "diloco/missed_rounds": totals.missed,
         "diloco/carried_tokens": totals.carried,
         "diloco/overwritten_tokens": totals.overwritten,
     }
     for header in outcome.headers:
-        found[f"diloco/{header.peer}/norm"] = accepted.norms[header.peer]
-        found[f"diloco/{header.peer}/weight"] = header.weight
-        found[f"diloco/{header.peer}/inner_steps"] = header.inner_steps
-    return found
-
-
-class OuterSteps:
-    def __init__(self, config: DilocoConfig, link: PeerLink, replica: Replica, ranks: Ranks) -> None:
-        self._config, self._link, self._replica, self._ranks = config, link, replica, ranks
-        self._schedule = Schedule.of(config)
-        self.metrics: dict[str, float] = {}
-        """Figures of the last one."""
-
-    def take(self, arrived: RoundResult, exposed_s: float) -> None:
-        """Advance the global model by this round, and give the parameters their values. A collective.
-
-        Whatever delta was on offer is so no more. `exposed_s`: what training waited for the outcome.
-        """
-        model, replica = self._replica.global_model, self._replica
-        fragment = self._schedule.fragment(model.outer_step)
-        accepted = self._accepted(fragment, arrived)
-        pending, replica.pending = replica.pending, None
-        fate = fate_of(self._config.peer_id, pending and pending.header, arrived.outcome.headers, accepted.reasons)
-        before_n = model.masters[fragment].clone() if fate is DeltaStatus.MISSED else None
-        model.advance(fragment, accepted.deltas, accepted.weights)
-        self._settle_error(fragment, fate, pending)
-        replica.work.install(fragment, fate, pending and pending.offer, before_n)
-        self._link.position(model.outer_step, model.hash)
-        self.metrics = figures(
-            arrived.outcome, accepted, model=model, totals=replica.work.totals, exposed_s=exposed_s,
-            traffic=self._link.traffic,
-        )  # fmt: skip
-
-    def _accepted(self, fragment: int, arrived: RoundResult) -> Accepted:
-        """The deltas that count. A collective."""
-        model = self._replica.global_model
-        accepted = accept(
-            arrived.outcome.headers, arrived.bodies, fragment=fragment, n=self._replica.fragments[fragment].numel,
-            guard=self._config.guard, ranks=self._ranks,
-        )  # fmt: skip
-        if not self._ranks.all(model.can_advance(fragment, accepted.deltas)):
-            accepted = accepted.without_all("the outer step along the round's mean would leave the range of float32")
-        for peer, reason in accepted.reasons.items():
-            logger.warning("outer step %d: the delta of peer %s is rejected: %s", model.outer_step, peer, reason)
-        return accepted
-
-    def _settle_error(self, fragment: int, fate: DeltaStatus, pending: Pending | None) -> None:
-        """What compression still owes, now that the round's outcome is in the global model."""
-        if fate is DeltaStatus.COUNTED and pending is not None:
-            self._replica.feedback.settle(fragment, pending.residual_n)
-        elif fate is DeltaStatus.EARLIER:
-            self._replica.feedback.reset(fragment)
-            if pending is not None:
-                logger.warning(
-                    "outer step %d holds a delta of another process of peer %s: this one's, of %.0f tokens, is lost",
-                    self._replica.global_model.outer_step - 1, self._config.peer_id, pending.offer.work.tokens,
-                )  # fmt: skip
+        metrics[f"diloco/{header.peer}/norm"] = accepted.norms[header.peer]
+        metrics[f"diloco/{header.peer}/weight"] = header.weight
+        metrics[f"diloco/{header.peer}/inner_steps"] = header.inner_steps
+    return metrics

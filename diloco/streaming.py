@@ -7,20 +7,19 @@
     after inner step H/P - tau:  delta = global - local of fragment k mod P, encoded, sent in the background
     after inner step H/P:        the round's deltas, those that pass the guards, averaged; outer step; local <- global
 
-    StreamingDiLoCo ─── when (schedule.py) ──┬─> replica.py      global model, own work, delta on offer; checkpoints
-                                             ├─> outcomes.py     how a round ended, alike on all ranks
-                                             ├─> outer_step.py   what it does to the replica
-                                             ├─> heal.py         catching up, and joining anew where that is too far
-                                             └─> serving.py      this peer's state for those that join
-                                                   all of them through link.py, which works in the background
+    StreamingDiLoCo ──┬─> fragments.py    the parts of the model, and when each is due
+                      ├─> state.py        global model, own progress, delta on offer; checkpoints
+                      ├─> outer_step.py   how a round ended, alike on all ranks, and what it does to the state
+                      └─> heal.py         catching up, joining anew where that is too far, serving a state to others
+                            all of them through transport/link.py, which works in the background
 
 Departures from the paper:
 1. Deltas are weighted by the tokens they were trained on, and their compression error is fed back into the next.
-2. H is what a peer plans. When another peer has brought its delta and the deadline nears, this one sends what it has.
-3. A round that does not come to an end in time is not dropped: training goes on, its delta stays on offer, and the
-   outcome is taken when it comes. A peer that missed rounds applies them one by one as long as they are kept.
-4. Work that an outcome does not hold is kept (carry.py): steps after the delay are carried on, and a peer whose delta
-   came too late offers what it has at once, for the next round.
+2. H is what a peer plans. When another peer has brought its delta and the deadline is near, this one sends what it has.
+3. A round that does not end in time is not dropped: training goes on, its delta stays on offer, and the result is taken
+   when it comes. A peer that missed rounds applies them one by one as long as they are kept.
+4. Work that an outcome does not hold is kept (LocalProgress): steps after the delay are carried on, and a peer whose
+   delta came too late offers it at once, for the next round.
 """
 
 from __future__ import annotations
@@ -36,17 +35,14 @@ import torch
 
 from composer_prime.config.diloco import DilocoConfig
 from diloco.codec import build_codec
-from diloco.fragments import Named, frozen_digest, parameter_layout, partition
-from diloco.heal import Healer
-from diloco.outcomes import RoundResults, StateServer
-from diloco.outer_step import OuterSteps
+from diloco.fragments import NamedParameter, Schedule, frozen_digest, parameter_layout, partition
+from diloco.heal import Healer, StateServer
+from diloco.outer_step import OuterSteps, RoundResults
 from diloco.ranks import Ranks
-from diloco.replica import LocalWork, OfferedDelta, Pending, Replica
-from diloco.schedule import Schedule, StepPace
-from diloco.transport.exchange import RoundResult
+from diloco.state import DeltaCoverage, LocalWork, PendingDelta, Replica
 from diloco.transport.keys import JointKey
 from diloco.transport.link import PeerLink
-from diloco.transport.session import Member, agreed_settings
+from diloco.transport.session import Member, RoundResult, agreed_settings
 
 logger = logging.getLogger(__name__)
 
@@ -54,38 +50,51 @@ logger = logging.getLogger(__name__)
 class StreamingDiLoCo:
     def __init__(
         self,
-        parameters: Iterable[Named],
+        parameters: Iterable[NamedParameter],
         optimizer: torch.optim.Optimizer,
         config: DilocoConfig,
         ranks: Ranks | None = None,
         agreed: Mapping[str, str] | None = None,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_catch_up: Callable[[int], None] = lambda steps: None,
+        on_state_replaced: Callable[[], None] = lambda: None,
     ) -> None:
-        """`optimizer`'s step ends an inner step (of several, the last that steps). Collective over `ranks`.
+        """`optimizer`: its step ends an inner step; of several optimizers the one that steps last. A collective.
 
-        `agreed`: what else all peers must have in common, as text by its key in the TOML.
+        `agreed`: what else all peers must have in common, as text by its key in the TOML. `should_stop` turning true
+        ends the wait for a round: its delta stays on offer and in `state`. Healer describes the other two.
 
         Raises ConfigError when the model has too few parts or the key file is unusable.
         """
-        self.config, self.ranks = config, ranks or Ranks()
-        self.schedule, self._pace = Schedule.of(config), StepPace(min(2.0, config.round_deadline_s / 4))
+        self.config = config
+        self.ranks = ranks or Ranks()
+        self.schedule = Schedule.of(config)
         named = list(parameters)
         self.fragments = partition(named, config.fragments, config.partition)
         self.replica = Replica(self.fragments, config, self.ranks)
         self.global_model = self.replica.global_model
         self._codec = build_codec(config.codec)
         member = Member(
-            rank=self.ranks.rank, ranks=self.ranks.size, instance=self.ranks.smallest([secrets.randbits(62)])[0],
-            layout=parameter_layout(self.fragments), frozen=frozen_digest(named),
+            rank=self.ranks.rank,
+            ranks=self.ranks.size,
+            instance=self.ranks.smallest([secrets.randbits(62)])[0],
+            layout=parameter_layout(self.fragments),
+            frozen=frozen_digest(named),
             settings=agreed_settings(config) | dict(agreed or {}),
-        )  # fmt: skip
+        )
         self._link = PeerLink(config, JointKey.read(config.key_file), member)
-        self._server = StateServer(self._link, self.global_model, config.peer_id)
-        self._outcomes = RoundResults(config, self._link, self.global_model, self._server, self.ranks)
+        self._state_server = StateServer(self._link, self.global_model, config.peer_id)
+        self._results = RoundResults(config, self._link, self.global_model, self.ranks, self._state_server.serve)
         self._steps = OuterSteps(config, self._link, self.replica, self.ranks)
-        self.healer = Healer(config, self._link, self.replica, self._outcomes, self._steps, self.ranks)
-        self._optimizer, self._hook = optimizer, None
-        self.stopping: Callable[[], bool] = lambda: False
-        """Turning true ends the wait for a round in mid-training: its delta stays on offer and in `state`."""
+        self._healer = Healer(
+            config, self._link, self.replica, self._results, self._steps, self.ranks,
+            on_catch_up=on_catch_up, on_state_replaced=on_state_replaced,
+        )  # fmt: skip
+        self._pace = StepPace(min(2.0, config.round_deadline_s / 4))
+        self._should_stop = should_stop
+        self._optimizer = optimizer
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     def __enter__(self) -> StreamingDiLoCo:
         """Join the others; may take over their global model, and waits for an outcome that was due at a checkpoint.
@@ -94,8 +103,8 @@ class StreamingDiLoCo:
         """
         try:
             self._link.start(self.global_model.outer_step, self.global_model.hash)
-            self.healer.join()
-            self._outcomes.heard()
+            self._healer.join()
+            self._results.mark_in_step()
             self._pace.restart()
             self._complete_if_due()
         except BaseException:
@@ -112,20 +121,20 @@ class StreamingDiLoCo:
         self._link.close()
 
     def count(self, *, tokens: int = 0, samples: int = 0) -> None:
-        """What the coming inner step is trained on, over all ranks of this cluster."""
-        self.replica.work.count(LocalWork(tokens=tokens, samples=samples))
+        """Note what the coming inner step is trained on, over all ranks of this cluster."""
+        self.replica.progress.count(LocalWork(tokens=tokens, samples=samples))
 
     # -- the algorithm -------------------------------------------------------------------------------------------
 
     def _after_step(self) -> None:
         replica = self.replica
         replica.inner += 1
-        replica.work.count(LocalWork(steps=1))
-        self._pace.stepped()
-        hurry = self._pace.would_miss(self._link.left_s(self.outer_step))
-        patient, wanted = self.ranks.smallest([not hurry, self._link.state_wanted])
-        if wanted:
-            self._server.serve(wanted)
+        replica.progress.count(LocalWork(steps=1))
+        self._pace.step_ended()
+        hurry = self._pace.would_miss(self._link.time_left_s(self.outer_step))
+        patient, state_request = self.ranks.smallest([not hurry, self._link.state_request])
+        if state_request:
+            self._state_server.serve(state_request)
         if replica.pending is None and (self.schedule.prepares(replica.inner) or not patient):
             self._prepare()
         self._complete_if_due()
@@ -134,73 +143,75 @@ class StreamingDiLoCo:
         """Offer the delta of the fragment whose turn it is."""
         model, replica = self.global_model, self.replica
         fragment = self.schedule.fragment(model.outer_step)
-        covered = replica.work.held[fragment]
+        covered = replica.progress.held[fragment]
         encoded = replica.feedback.encode(fragment, model.delta(fragment), self._codec)
         body = memoryview(encoded.data.numpy()).cast("B")
         header = self._link.seal(self._link.header(
             "delta", body, model.outer_step, model.hash, fragment=fragment, codec=self._codec.spec,
             weight=float(getattr(covered, self.config.weighting)), inner_steps=round(covered.steps),
         ))  # fmt: skip
-        replica.pending = Pending(header, body, encoded.residual_n, OfferedDelta(covered))
+        replica.pending = PendingDelta(header, body, encoded.residual_n, DeltaCoverage(covered))
         replica.due = replica.inner + self.config.delay
         self._link.offer(header, body)
 
     def _complete_if_due(self) -> None:
         if self.replica.pending is not None and self.replica.inner >= self.replica.due:
-            if self._complete():
+            if self._complete(self._should_stop):
                 self._offer_again()
             self._pace.restart()
 
-    def _complete(self, *, heed_stop: bool = True) -> bool:
-        """Take the outcome of the round that is under way, and of those that were closed meanwhile.
+    def _complete(self, should_stop: Callable[[], bool]) -> bool:
+        """Take the result of the round under way, and of those that were closed meanwhile.
 
-        Whether one of them ended without this peer.
+        Return whether one of them ended without this peer.
         """
         replica = self.replica
-        began, missed = time.monotonic(), replica.work.totals.missed
-        late = replica.pending is not None and replica.pending.offer.due is not None
-        stopping = self.stopping if heed_stop else lambda: False
-        arrived = self._outcomes.wait(0.0 if late else self.config.round_timeout_s, stopping)
-        if arrived is None:
-            if not self.ranks.any(stopping()):
+        began, missed = time.monotonic(), replica.progress.totals.missed
+        late = replica.pending is not None and replica.pending.coverage.due is not None
+        result = self._results.wait(0.0 if late else self.config.round_timeout_s, should_stop)
+        if result is None:
+            if not self.ranks.any(should_stop()):
                 self._go_on_alone()
             return False
-        if isinstance(arrived, RoundResult):
+        if isinstance(result, RoundResult):
             exposed_s = time.monotonic() - began
-            self._steps.take(arrived, exposed_s)
+            self._steps.take(result, exposed_s)
             replica.inner = max(0, replica.inner - self.schedule.interval)
-            arrived = self.healer.replay(arrived.outcome.newest, exposed_s)
-        if arrived is not None:
-            logger.warning("joining anew: %s", arrived.reason)
+            result = self._healer.replay(result.outcome.newest, exposed_s)
+        if result is not None:
+            logger.warning("joining anew: %s", result.reason)
             replica.pending = None
-            self.healer.join()
+            self._healer.join()
         replica.restart_interval()
-        self._outcomes.heard()
-        return replica.work.totals.missed > missed
+        self._results.mark_in_step()
+        return replica.progress.totals.missed > missed
 
     # -- when rounds and steps do not go together ----------------------------------------------------------------
 
     def _go_on_alone(self) -> None:
-        """The outcome is due and not here: train on, its delta stays on offer. Raises DeadlineError at last."""
-        silent_s, pending = self._outcomes.silent_s(), self.replica.pending
-        if pending is not None and pending.offer.due is None:
-            self.replica.work.late(pending.header.fragment, pending.offer)
+        """Train on although the result is due: the delta stays on offer.
+
+        Raises DeadlineError after diloco.offline_timeout_s.
+        """
+        silent_s, pending = self._results.silent_s(), self.replica.pending
+        if pending is not None and pending.coverage.due is None:
+            self.replica.progress.mark_late(pending.header.fragment, pending.coverage)
             logger.warning("outer step %d is not complete after %.0f s: training goes on", self.outer_step, silent_s)
 
     def _offer_again(self) -> None:
-        """Bring what the others went on without into the next round, before another step can make it late again."""
-        work = self.replica.work
-        if not work.held[self.schedule.fragment(self.outer_step)].steps:
+        """Bring work that a round ended without into the next round, before another step can make it late again."""
+        progress = self.replica.progress
+        if not progress.held[self.schedule.fragment(self.outer_step)].steps:
             return
         logger.warning(
             "outer step %d came too early for this peer: its work since is offered for the next (rounds missed so far: "
-            "%d). When this repeats, raise diloco.round_deadline_s", self.outer_step, work.totals.missed,
+            "%d). When this repeats, raise diloco.round_deadline_s", self.outer_step, progress.totals.missed,
         )  # fmt: skip
         self._prepare()
         if self.replica.inner >= self.replica.due:
-            self._complete()
+            self._complete(self._should_stop)
 
-    # -- what a trainer asks -------------------------------------------------------------------------------------
+    # -- for the trainer -----------------------------------------------------------------------------------------
 
     @property
     def outer_step(self) -> int:
@@ -208,52 +219,74 @@ class StreamingDiLoCo:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Figures of the last completed outer step."""
+        """Metrics of the last completed outer step."""
         return self._steps.metrics
 
     @property
     def sweep(self) -> int:
-        """How often every fragment has been synchronised: the policy version."""
+        """How often every fragment has been synchronized: the policy version."""
         return self.global_model.sweep
 
     def global_values(self, *, swept: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Meanwhile the parameters hold the global model; with `swept`, as it was after the last full sweep.
+        """Give the parameters the global model within the context; with `swept`, as of the last full sweep.
 
         What is sampled from, evaluated and exported is the global model, never one cluster's.
         """
         return self.global_model.installed(swept=swept)
 
     def state(self) -> memoryview:
-        """This rank's outer state for a checkpoint: masters, momentum, error feedback, the delta under way."""
-        return self.replica.saved()
+        """Return this rank's outer state for a checkpoint: masters, momentum, error feedback, the delta under way."""
+        return self.replica.packed()
 
     def load(self, raw: bytes | memoryview) -> None:
-        """Go on from `state`; before the context is entered. The parameters are restored by who saved them.
+        """Go on from `state`; call it before the context is entered. The caller restores the parameters.
 
         Raises CheckpointError as Replica.load does.
         """
         self.replica.load(raw)
 
     def finish(self) -> dict[str, int | str]:
-        """Take the outcome of a round that is under way, where it ends in time; no round waits for this peer any more.
+        """End this peer's part: take the result of a round under way if it ends in time. A collective.
 
-        Outer step and hash that the global model ended with: equal, rank by rank, on every peer that ended at this
-        outer step. `diloco/final_left_behind` is the outer step of a delta whose round did not end in time; one that
-        was late already is not waited for. A collective.
+        Return the outer step and hash that the global model ended with: equal, rank by rank, on every peer that ended
+        at this outer step. `diloco/final_left_behind` is the outer step of a delta whose round did not end in time; a
+        delta that was late already is not waited for. From then on no round waits for this peer.
         """
         replica = self.replica
         if replica.pending is not None:
-            self._complete(heed_stop=False)
-        step, found = self.global_model.outer_step, self.global_model.hash
-        ended: dict[str, int | str] = {"diloco/final_outer_step": step, "diloco/final_hash": found}
+            self._complete(lambda: False)
+        step, final_hash = self.global_model.outer_step, self.global_model.hash
+        ending: dict[str, int | str] = {"diloco/final_outer_step": step, "diloco/final_hash": final_hash}
         if replica.pending is not None:
-            ended["diloco/final_left_behind"] = replica.pending.header.outer_step
+            ending["diloco/final_left_behind"] = replica.pending.header.outer_step
             logger.warning("a delta of outer step %d is left behind: its round did not end in time", step)
-        if left := replica.work.tokens_held():
-            logger.info("the global model is without this peer's last work, on %.0f tokens", left)
-        self._link.position(step, found, training=False)
+        if tokens_held := replica.progress.tokens_held():
+            logger.info("the global model is without this peer's last work, on %.0f tokens", tokens_held)
+        self._link.set_position(step, final_hash, training=False)
         logger.info(
             "the global model ended at outer step %d, with hash %s: equal on every peer that ended at this outer step",
-            step, found,
+            step, final_hash,
         )  # fmt: skip
-        return ended
+        return ending
+
+
+class StepPace:
+    """Measures how long an inner step takes, for a peer that must not miss a deadline by one step."""
+
+    def __init__(self, margin_s: float) -> None:
+        """`margin_s`: what may pass before a beat tells of a deadline."""
+        self._margin_s = margin_s
+        self._step_s = 0.0
+        self._since = time.monotonic()
+
+    def restart(self) -> None:
+        """Leave out what passed since the last step, such as the wait for a result."""
+        self._since = time.monotonic()
+
+    def step_ended(self) -> None:
+        now = time.monotonic()
+        self._step_s, self._since = now - self._since, now
+
+    def would_miss(self, left_s: float | None) -> bool:
+        """Return whether another step may take longer than `left_s`; None: nothing is due."""
+        return left_s is not None and left_s < 1.5 * self._step_s + self._margin_s

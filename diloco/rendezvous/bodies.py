@@ -1,28 +1,36 @@
-"""The bodies of deltas and states on their way through the rendezvous: what may come in, and what is handed out.
+"""The bodies of deltas and states on their way through the rendezvous. No I/O here.
 
-No I/O here. What is sent is checked before a byte of it is kept: its header, whether a round or a joiner wants it, its
-size, and whether there is room.
+    Bodies             what may come in and what is handed out: the header, the size, the room are checked first
+    StateTransfers     which training peer is asked for its state, for the peers that join
+
+A source uploads its state once, whoever asks for it: it stays for later joining peers while the rounds since then are
+kept. A source that dies or makes no progress is replaced by another, as is one whose state is refused. Where the rounds
+since then outgrow the memory before anybody could take them, the source rests for as long before it is asked again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from composer_prime.errors import ChecksumError, RunMismatchError, WireError
-from diloco.rendezvous.peer import Peer, Position
-from diloco.rendezvous.rounds import RendezvousSettings, Rounds
-from diloco.rendezvous.transfer import Blob, Transfers
-from diloco.transport.header import Header, authenticate
+from diloco.rendezvous.peers import Base, Peer
+from diloco.rendezvous.rounds import Blob, Rounds
 from diloco.transport.messages import (
     BodyChunk,
     Get,
     Gone,
+    Header,
     Piece,
+    Position,
     Received,
     RequestRefused,
     RoundClosed,
     ToPeer,
+    authenticate,
     largest_body,
     layout_hash,
 )
@@ -31,32 +39,172 @@ logger = logging.getLogger(__name__)
 _MAX_PIECE_BYTES = 1 << 22
 
 
+@dataclass(slots=True)
+class StateTransfer:
+    serial: int
+    source: str
+    ranks: int
+    began: float
+    progress_at: float
+    """When it last made progress."""
+    blobs: dict[int, Blob] = field(default_factory=dict)
+    """By rank."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.blobs) == self.ranks and all(blob.complete for blob in self.blobs.values())
+
+    @property
+    def outer_step(self) -> int | None:
+        """The outer step of all ranks' parts; None while they differ."""
+        steps = {blob.header.outer_step for blob in self.blobs.values()}
+        return steps.pop() if len(steps) == 1 else None
+
+    @property
+    def first_step(self) -> int | None:
+        """The earliest outer step of a rank's part; None before the first is offered."""
+        return min((blob.header.outer_step for blob in self.blobs.values()), default=None)
+
+    @property
+    def base(self) -> Base:
+        return tuple(self.blobs[rank].header.base_hash for rank in sorted(self.blobs))
+
+    def progress(self, newest: int, now: float) -> str:
+        """Describe how far it is, how long that took, and how many rounds up to `newest` were closed meanwhile."""
+        if (step := self.first_step) is None:
+            return f"none of it is here after {now - self.began:.0f} s"
+        size = sum(blob.header.size for blob in self.blobs.values())
+        received = sum(blob.received for blob in self.blobs.values())
+        took_s = (self.progress_at if self.complete else now) - self.began
+        part = f"{received / 1e6:.1f} of {size / 1e6:.1f} MB of rank(s) {sorted(self.blobs)}"
+        text = f"{part} are here after {took_s:.0f} s"
+        if (rounds := newest + 1 - step) > 0:
+            text += f", in which {rounds} round(s) were closed, one in {(now - self.began) / rounds:.2g} s"
+        return text
+
+
+class StateTransfers:
+    def __init__(self, stall_s: float) -> None:
+        """`stall_s`: a source without progress for this long is given up."""
+        self.current: StateTransfer | None = None
+        """Under way or complete."""
+        self._stall_s = stall_s
+        self._serial = secrets.randbits(48)  # ranks that got answers before and after a restart must notice
+        self._failures: Counter[str] = Counter()
+        self._rests_until: dict[str, float] = {}
+        """By source: it is not asked before."""
+        self.outgrown = ""
+        """Describes the last state that was given up for lack of memory; empty for none."""
+
+    def request(self, sources: Sequence[Peer], oldest_useful: int, now: float) -> StateTransfer | None:
+        """Return the current transfer, or a new one from one of `sources`; None where none may be asked.
+
+        `oldest_useful`: a state of an earlier outer step is of no use, because the rounds since are not kept.
+        """
+        if self.current is not None and self._useful(self.current, sources, oldest_useful, now):
+            return self.current
+        if self.current is not None and not self.current.complete:
+            self._failures[self.current.source] += 1
+        self.current = None
+        ready = [peer for peer in sources if self._rests_until.get(peer.name, now) <= now]
+        if ready:
+            source = min(ready, key=lambda peer: (self._failures[peer.name], peer.name))
+            self._serial += 1
+            self.current = StateTransfer(self._serial, source.name, source.ranks, now, now)
+        return self.current
+
+    def _useful(self, transfer: StateTransfer, sources: Sequence[Peer], oldest_useful: int, now: float) -> bool:
+        if transfer.complete:
+            return transfer.outer_step is not None and transfer.outer_step >= oldest_useful
+        alive = any(peer.name == transfer.source for peer in sources)
+        return alive and now - transfer.progress_at <= self._stall_s
+
+    def requested_from(self, peer: str) -> int:
+        """Return the serial of the state that this peer must serve; 0 for none."""
+        current = self.current
+        return current.serial if current is not None and current.source == peer and not current.complete else 0
+
+    def state(self, header: Header, now: float) -> Blob | None:
+        """Return the blob of a state that was requested; None for any other."""
+        current = self.current
+        if current is None or header.serial != current.serial or header.peer != current.source:
+            return None
+        if header.rank >= current.ranks:
+            return None
+        blob = current.blobs.get(header.rank)
+        if blob is None or blob.header.checksum != header.checksum:
+            blob = current.blobs[header.rank] = Blob(header)
+        current.progress_at = now
+        return blob
+
+    def refuse(self, serial: int) -> str | None:
+        """Drop this state as a failure of its source; return the source, None when the state is not here any more."""
+        current = self.current
+        if current is None or current.serial != serial:
+            return None
+        self._failures[current.source] += 1
+        self.drop()
+        return current.source
+
+    def drop(self) -> None:
+        """Drop the current state, which is of a void part of the run."""
+        self.current = None
+
+    def expire(self, oldest_useful: int) -> None:
+        """Drop the current state when nobody can catch up from it any more."""
+        step = self.current.first_step if self.current is not None else None
+        if step is not None and step < oldest_useful:
+            self.drop()
+
+    def outgrow(self, oldest_useful: int, newest: int, now: float) -> None:
+        """Drop the current state when the rounds since, up to `newest`, do not all fit in memory."""
+        current = self.current
+        if current is None or (step := current.first_step) is None or step >= oldest_useful:
+            return
+        took_s = (current.progress_at if current.complete else now) - current.began
+        self._rests_until[current.source] = current.began + 2 * took_s
+        if not current.complete:
+            self._failures[current.source] += 1
+        self.outgrown = f"that of peer {current.source} was given up: {current.progress(newest, now)}"
+        self.drop()
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(len(blob.data) for blob in self.current.blobs.values()) if self.current is not None else 0
+
+
 class Bodies:
     def __init__(
         self,
-        settings: RendezvousSettings,
-        header_key: bytes,
         rounds: Rounds,
-        transfers: Transfers,
+        transfers: StateTransfers,
         *,
+        run: str,
+        header_key: bytes,
+        max_bytes: int,
         clock: Callable[[], float],
-        changed: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
-        """`changed` is called when one is whole."""
-        self._settings, self._header_key, self._rounds, self._transfers = settings, header_key, rounds, transfers
-        self._clock, self._changed = clock, changed
+        """`max_bytes`: most bytes of all bodies. `on_change` is called when one is whole."""
+        self._rounds = rounds
+        self._transfers = transfers
+        self._run = run
+        self._header_key = header_key
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._on_change = on_change
 
     def offer(self, header: Header, instance: int) -> ToPeer:
-        """From which byte on a body may come. Raises WireErrors for one that does not belong here."""
-        authenticate(header, self._header_key, run=self._settings.run)
+        """Answer from which byte on a body may come. Raises WireErrors for one that does not belong here."""
+        authenticate(header, self._header_key, run=self._run)
         now = self._clock()
         peer = self._rounds.peers.get(header.peer)
         if peer is None or peer.instance != instance or header.rank not in peer.layouts:
-            return Gone(reason="say hello first")
-        self._check(header, peer)
+            return Gone(reason="send a hello first")
+        _check_header(header, peer)
         peer.heard[header.rank] = now
         if header.kind == "state":
-            return self._offered_state(header, now)
+            return self._offer_state(header, now)
         if self._rounds.closed(header.outer_step):
             return RoundClosed(outer_step=header.outer_step)
         if not self._rounds.accepts(header.outer_step, now):
@@ -64,7 +212,7 @@ class Bodies:
                 reason=f"peer {header.peer} brings a delta of outer step {header.outer_step}, the others are at "
                 f"{self._rounds.front(now)}"
             )
-        # Fresher than the last beat.
+        # More recent than the last beat.
         peer.note(header.rank, Position(header.outer_step, header.base_hash, peer.positions[header.rank].training), now)
         self._make_room(header)
         blob = self._rounds.delta(header)
@@ -72,8 +220,14 @@ class Bodies:
             self._rounds.note_whole(header.outer_step, now)
         return Received(name=header.name, size=blob.received)
 
+    def _offer_state(self, header: Header, now: float) -> ToPeer:
+        if self._transfers.requested_from(header.peer) == header.serial:
+            self._make_room(header)
+        blob = self._transfers.state(header, now)
+        return Received(name=header.name, size=blob.received) if blob else Gone(reason="this state is not wanted")
+
     def chunk(self, chunk: BodyChunk) -> ToPeer:
-        """Keep some bytes of a body that was offered; how many are there."""
+        """Keep some bytes of a body that was offered; answer how many are here."""
         blob = self.find(chunk.name)
         peer = self._rounds.peers.get(blob.header.peer) if blob is not None else None
         if blob is None or peer is None or peer.instance != chunk.instance:
@@ -89,11 +243,19 @@ class Bodies:
         if blob.complete:
             if blob.header.kind == "delta":
                 self._rounds.note_whole(blob.header.outer_step, self._clock())
-            self._changed()
+            self._on_change()
         return Received(name=chunk.name, size=blob.received)
 
+    def get(self, get: Get) -> ToPeer:
+        """Answer with some bytes of a body that is whole."""
+        blob = self.find(get.name)
+        if blob is None or not blob.complete:
+            return Gone(reason=f"{get.name} is not kept any more")
+        length = max(0, min(get.length, _MAX_PIECE_BYTES))
+        return Piece(name=get.name, offset=get.offset, data=bytes(blob.data[get.offset : get.offset + length]))
+
     def find(self, name: str) -> Blob | None:
-        """By `Header.name`; None where it is not kept."""
+        """Return a body by its `Header.name`; None where it is not kept."""
         kind, _, rest = name.partition("/")
         number, _, owner = rest.partition("/")
         peer, _, rank = owner.rpartition("/")
@@ -101,52 +263,43 @@ class Bodies:
             return None
         if kind == "state":
             current = self._transfers.current
-            wanted = current is not None and current.serial == int(number) and current.source == peer
-            return current.blobs.get(int(rank)) if current and wanted else None
-        found = self._rounds.rounds.get(int(number))
-        return found.blobs.get((peer, int(rank))) if found else None
-
-    def get(self, get: Get) -> ToPeer:
-        """Some bytes of a body that is whole."""
-        blob = self.find(get.name)
-        if blob is None or not blob.complete:
-            return Gone(reason=f"{get.name} is not kept any more")
-        length = max(0, min(get.length, _MAX_PIECE_BYTES))
-        return Piece(name=get.name, offset=get.offset, data=bytes(blob.data[get.offset : get.offset + length]))
-
-    def _check(self, header: Header, peer: Peer) -> None:
-        if header.kind not in ("delta", "state") or header.outer_step < 0 or header.size < 0:
-            raise WireError(
-                f"{header.name} of outer step {header.outer_step} with {header.size} bytes is neither a delta nor a "
-                "state"
-            )
-        expected = layout_hash(peer.layouts[header.rank])
-        if header.layout_hash != expected:
-            raise RunMismatchError(
-                f"{header.name} is of layout {header.layout_hash}, but peer {peer.name} said hello with {expected}"
-            )
-        limit = largest_body(peer.layouts[header.rank], None if header.kind == "state" else header.fragment)
-        if header.size > limit:
-            raise WireError(f"{header.name} has {header.size} bytes, a {header.kind} of its layout at most {limit}")
-
-    def _offered_state(self, header: Header, now: float) -> ToPeer:
-        if self._transfers.wanted(header.peer) == header.serial:
-            self._make_room(header)
-        blob = self._transfers.state(header, now)
-        return Received(name=header.name, size=blob.received) if blob else Gone(reason="this state is not wanted")
+            matches = current is not None and current.serial == int(number) and current.source == peer
+            return current.blobs.get(int(rank)) if current and matches else None
+        kept = self._rounds.rounds.get(int(number))
+        return kept.blobs.get((peer, int(rank))) if kept else None
 
     def _make_room(self, header: Header) -> None:
-        """Drop the oldest rounds for a body that is to come. Raises WireError when it does not fit all the same."""
+        """Drop the oldest rounds for a body that is to come. Raises WireError when it does not fit even then."""
         known = self.find(header.name)
         if known is not None and known.header.checksum == header.checksum:
             return
-        limit = self._settings.max_bytes
-        while self._rounds.held + self._transfers.held + header.size > limit and self._rounds.drop_oldest():
+        limit = self._max_bytes
+        while self._held_bytes + header.size > limit and self._rounds.drop_oldest():
             newest = self._rounds.newest
             self._transfers.outgrow(self._rounds.oldest, -1 if newest is None else newest, self._clock())
-        held = self._rounds.held + self._transfers.held
-        if held + header.size > limit:
+        if self._held_bytes + header.size > limit:
             raise WireError(
-                f"{header.name} has {header.size / 1e9:.3g} GB, and what is under way holds {held / 1e9:.3g} of the "
-                f"rendezvous' {limit / 1e9:.3g} GB: start `diloco lighthouse` with a larger --memory-gb"
+                f"{header.name} has {header.size / 1e9:.3g} GB, and what is under way holds "
+                f"{self._held_bytes / 1e9:.3g} of the rendezvous' {limit / 1e9:.3g} GB: start `diloco lighthouse` with "
+                "a larger --memory-gb"
             )
+
+    @property
+    def _held_bytes(self) -> int:
+        return self._rounds.held_bytes + self._transfers.held_bytes
+
+
+def _check_header(header: Header, peer: Peer) -> None:
+    """Raises WireErrors when the header is neither a delta's nor a state's, or does not fit the peer's layout."""
+    if header.kind not in ("delta", "state") or header.outer_step < 0 or header.size < 0:
+        raise WireError(
+            f"{header.name} of outer step {header.outer_step} with {header.size} bytes is neither a delta nor a state"
+        )
+    expected = layout_hash(peer.layouts[header.rank])
+    if header.layout_hash != expected:
+        raise RunMismatchError(
+            f"{header.name} is of layout {header.layout_hash}, but the hello of peer {peer.name} was of {expected}"
+        )
+    limit = largest_body(peer.layouts[header.rank], None if header.kind == "state" else header.fragment)
+    if header.size > limit:
+        raise WireError(f"{header.name} has {header.size} bytes, a {header.kind} of its layout at most {limit}")

@@ -1,13 +1,13 @@
-"""With what a peer joins: its own global model, or another peer's. Decided once for all its ranks. No I/O here.
+"""Which state a peer joins with: its own, or another peer's. Decided once for all its ranks. No I/O here.
 
-    somebody trains       the asker's own will do if it is theirs or the rounds since are kept; else it gets a state.
-                          A state that would take it back is never given: it waits until the others have passed it.
-    nobody trains         the start, or all have stopped: those that come wait for one another, at most gather_s. The
+    some peer trains      the joining peer's own state will do if it is theirs or the rounds since are kept. If not, it
+                          gets another's, never one that would take it back: it waits until the others passed it.
+    no peer trains        the start, or all have stopped: those that come wait for one another, at most gather_s. The
                           highest outer step among them wins, and rounds that were closed beyond it are void, unless
-                          a peer that ended with them is there: who can replays them.
+                          a peer that ended with them is there: then the others replay them.
 
-A peer counts as training only if it was heard after the asker asked: one that was killed a moment ago does not. A
-rendezvous that was started a moment ago listens first: peers that trained with the one before it may be on their way.
+A peer counts as training only if it was heard after the joining peer asked: one that was killed a moment ago does not.
+A rendezvous that was started a moment ago listens first: peers that trained with the one before it may be on their way.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import logging
 from dataclasses import dataclass, field
 
 from composer_prime.errors import RunMismatchError
-from diloco.rendezvous.peer import Base, Peer, Position
-from diloco.rendezvous.rounds import Rounds, leading
-from diloco.rendezvous.transfer import Transfers
-from diloco.transport.messages import AskState, Current, Gone, RoundNotReady, StateReady
+from diloco.rendezvous.bodies import StateTransfers
+from diloco.rendezvous.peers import Base, Peer, leading
+from diloco.rendezvous.rounds import Rounds
+from diloco.transport.messages import AskState, Current, Gone, Position, RoundNotReady, StateReady
 
 logger = logging.getLogger(__name__)
-Answer = Current | StateReady | RoundNotReady | Gone
+JoinAnswer = Current | StateReady | RoundNotReady | Gone
 
 
 @dataclass(slots=True)
-class Join:
+class JoinAttempt:
     """One attempt of one peer to join."""
 
     instance: int
@@ -35,15 +35,15 @@ class Join:
     asks: dict[int, AskState] = field(default_factory=dict)
     """By rank."""
     over: bool = False
-    """It trains."""
-    own: Current | None = None
-    """Its own state will do."""
-    awaits: int = 0
+    """The peer trains."""
+    own_state: Current | None = None
+    """The answer that its own state will do."""
+    awaited_state: int = 0
     """Serial of the state that it is to get; 0 for none."""
     replays_from: int | None = None
-    """Outer step of the last state that this start of the peer was told of, by whichever attempt."""
-    given: dict[int, int] = field(default_factory=dict)
-    """By the serial of a state that a rank was told of: the last closed round that all its ranks are told with it."""
+    """Outer step of the last state that this start of the peer was given, in any attempt."""
+    newest_by_state: dict[int, int] = field(default_factory=dict)
+    """The last closed round that all its ranks are given with a state, by the state's serial."""
 
     @property
     def outer_step(self) -> int:
@@ -56,27 +56,30 @@ class Join:
 
 class Joins:
     def __init__(
-        self, rounds: Rounds, transfers: Transfers, *, expected: int, gather_s: float, listens_until: float
+        self, rounds: Rounds, transfers: StateTransfers, *, expected: int, gather_s: float, listens_until: float
     ) -> None:
-        """`expected`: peers that are waited for when nobody trains, besides those that are known to the books.
+        """`expected`: peers to wait for when no peer trains, if more than the rendezvous knows already.
 
-        `listens_until`: a moment; nobody is told before it that nobody trains.
+        `listens_until`: before this moment no peer gets the answer that no peer trains.
         """
-        self._rounds, self._transfers = rounds, transfers
-        self._expected, self._gather_s, self._listens_until = expected, gather_s, listens_until
-        self._joins: dict[str, Join] = {}
+        self._rounds = rounds
+        self._transfers = transfers
+        self._expected = expected
+        self._gather_s = gather_s
+        self._listens_until = listens_until
+        self._joins: dict[str, JoinAttempt] = {}
 
-    def answer(self, ask: AskState, now: float) -> Answer:
-        """Raises RunMismatchError when the ranks of the peer stand at different outer steps."""
+    def answer(self, ask: AskState, now: float) -> JoinAnswer:
+        """Answer one rank. Raises RunMismatchError when the ranks of the peer stand at different outer steps."""
         peer = self._rounds.peers.get(ask.peer)
         if peer is None or peer.instance != ask.instance or ask.rank not in peer.layouts:
-            return Gone(reason="say hello first")
+            return Gone(reason="send a hello first")
         join = self._joins.get(ask.peer)
         if join is None or join.instance != ask.instance:
-            join = self._joins[ask.peer] = Join(ask.instance, ask.attempt, now)
+            join = self._joins[ask.peer] = JoinAttempt(ask.instance, ask.attempt, now)
         elif join.attempt < ask.attempt:  # until all its ranks have asked anew, what the last attempt needs stays
-            join = self._joins[ask.peer] = Join(
-                ask.instance, ask.attempt, now, awaits=join.awaits, replays_from=join.replays_from
+            join = self._joins[ask.peer] = JoinAttempt(
+                ask.instance, ask.attempt, now, awaited_state=join.awaited_state, replays_from=join.replays_from
             )
         if join.attempt > ask.attempt or join.over:  # a request that was sent again, and came late
             return RoundNotReady(waiting_for="the same answer on all ranks")
@@ -93,17 +96,12 @@ class Joins:
                 f"the ranks of peer {peer.name} stand at outer steps {steps}: resume all of them from one checkpoint, "
                 "or start without --resume"
             )
-        return join.own or self._decide(peer, join, ask.rank, now)
-
-    @property
-    def waiting(self) -> list[str]:
-        """Peers that have asked and have no answer yet."""
-        return [name for name, join in self._joins.items() if not join.over and join.own is None]
+        return join.own_state or self._decide(peer, join, ask.rank, now)
 
     def needed_from(self, now: float) -> int | None:
-        """From this outer step on rounds must stay, for who waits for the state of it, brings it over or replays them.
+        """Return the outer step from which on rounds must stay: joining peers await its state, fetch or replay it.
 
-        None where nobody does.
+        None where no peer does.
         """
         current, steps = self._transfers.current, []
         for peer in self._rounds.alive(now):
@@ -111,16 +109,16 @@ class Joins:
             if join is None or join.over or join.instance != peer.instance:
                 continue
             steps.append(join.replays_from)
-            if current is not None and join.awaits == current.serial:
+            if current is not None and join.awaited_state == current.serial:
                 steps.append(current.first_step)
         return min((step for step in steps if step is not None), default=None)
 
-    def trains(self, peer: str) -> None:
-        """It has joined."""
+    def note_training(self, peer: str) -> None:
+        """Note that the peer has joined."""
         if (join := self._joins.get(peer)) is not None:
             join.over = True
 
-    def _decide(self, peer: Peer, join: Join, rank: int, now: float) -> Answer:
+    def _decide(self, peer: Peer, join: JoinAttempt, rank: int, now: float) -> JoinAnswer:
         training = [each for each in self._rounds.awaited(now) if each.name != peer.name]
         silent = [each.name for each in training if not each.heard_since(join.began)]
         if silent:
@@ -142,15 +140,19 @@ class Joins:
         return self._state(join, sources, rank, now)
 
     def _replayable(self, outer_step: int, base: Base) -> bool:
-        """Whether the rounds from there on are kept."""
+        """Return whether the rounds from there on are kept."""
         closed = self._rounds.closed(outer_step)
         return closed is not None and closed.base == base
 
-    def _keep(self, join: Join) -> Current:
-        join.own = Current(newest=-1 if self._rounds.newest is None else self._rounds.newest)
-        return join.own
+    def _keep(self, join: JoinAttempt) -> Current:
+        join.own_state = Current(newest=self._newest)
+        return join.own_state
 
-    def _ahead(self, peer: Peer, join: Join, front: int) -> Answer:
+    @property
+    def _newest(self) -> int:
+        return -1 if self._rounds.newest is None else self._rounds.newest
+
+    def _ahead(self, peer: Peer, join: JoinAttempt, front: int) -> JoinAnswer:
         if not self._rounds.settled:
             self._go_to(join.outer_step, [peer])
             return self._keep(join)
@@ -159,11 +161,11 @@ class Joins:
             f"{peer.name}, which would be lost; to give it up start that peer anew without --resume, or resume all"
         )
 
-    # -- when nobody trains ----------------------------------------------------------------------------------------
+    # -- when no peer trains ---------------------------------------------------------------------------------------
 
-    def _gather(self, peer: Peer, join: Join, now: float) -> Answer:
-        if (left := self._listens_until - now) > 0:
-            return RoundNotReady(waiting_for=f"clusters that train already to be heard, {left:.0f} s at most")
+    def _gather(self, peer: Peer, join: JoinAttempt, now: float) -> JoinAnswer:
+        if (left_s := self._listens_until - now) > 0:
+            return RoundNotReady(waiting_for=f"clusters that train already to be heard, {left_s:.0f} s at most")
         here = [each for each in self._rounds.alive(now) if self._waits(each)]
         if peer not in here:
             return RoundNotReady(waiting_for=f"a sign of life of every rank of peer {peer.name}")
@@ -172,19 +174,19 @@ class Joins:
         if newest is None and not any(each.outer_step for each in self._rounds.alive(now)):  # a new run
             return self._keep(join)
         missing = max(self._expected, len(self._rounds.peers)) - len(here)
-        left = self._gather_s - (now - min(self._joins[each.name].began for each in here))
-        if missing > 0 and left > 0:
-            return RoundNotReady(waiting_for=f"{missing} more peer(s) to come, {left:.0f} s at most")
+        left_s = self._gather_s - (now - min(self._joins[each.name].began for each in here))
+        if missing > 0 and left_s > 0:
+            return RoundNotReady(waiting_for=f"{missing} more peer(s) to come, {left_s:.0f} s at most")
         if newest is not None and lead != newest + 1:
-            if lead <= newest and self._ended(newest, now) and self._replayable(join.outer_step, join.base):
+            if lead <= newest and self._ended_with(newest, now) and self._replayable(join.outer_step, join.base):
                 return self._keep(join)
             self._go_to(lead, leaders)
         if peer not in leaders:
             return RoundNotReady(waiting_for=f"peer {leaders[0].name}, at outer step {lead}, to stand ready")
         return self._keep(join)
 
-    def _ended(self, newest: int, now: float) -> bool:
-        """Whether a peer is there that has all rounds behind it and trains no more: what it ended with stands."""
+    def _ended_with(self, newest: int, now: float) -> bool:
+        """Return whether a peer is there that holds all rounds and trains no more: what it ended with stands."""
         beyond = [each for each in self._rounds.alive(now) if each.outer_step > newest]
         return any(not each.training and not self._waits(each) for each in beyond)
 
@@ -201,14 +203,14 @@ class Joins:
 
     # -- with another peer's state -----------------------------------------------------------------------------------
 
-    def _state(self, join: Join, sources: list[Peer], rank: int, now: float) -> Answer:
+    def _state(self, join: JoinAttempt, sources: list[Peer], rank: int, now: float) -> JoinAnswer:
         transfer = self._transfers.request(sources, self._rounds.oldest, now)
-        last = -1 if self._rounds.newest is None else self._rounds.newest
         if transfer is None:
             return RoundNotReady(waiting_for=self._no_source(sources))
-        join.awaits = transfer.serial
+        join.awaited_state = transfer.serial
         if not transfer.complete:
-            return RoundNotReady(waiting_for=f"the state of peer {transfer.source}: {transfer.progress(last, now)}")
+            progress = transfer.progress(self._newest, now)
+            return RoundNotReady(waiting_for=f"the state of peer {transfer.source}: {progress}")
         if transfer.outer_step is None:  # its ranks answered at different steps
             self._transfers.drop()
             return RoundNotReady(waiting_for="a state that is of one outer step on all ranks")
@@ -218,7 +220,8 @@ class Joins:
             logger.warning("the state of peer %s is not the others' of outer step %d", transfer.source, step)
             self._transfers.refuse(transfer.serial)
             return RoundNotReady(waiting_for="a state that the rounds since go on from")
-        join.replays_from, newest = transfer.outer_step, join.given.setdefault(transfer.serial, last)
+        join.replays_from = transfer.outer_step
+        newest = join.newest_by_state.setdefault(transfer.serial, self._newest)
         return StateReady(header=transfer.blobs[rank].header, newest=newest)
 
     def _no_source(self, sources: list[Peer]) -> str:
@@ -226,6 +229,6 @@ class Joins:
             return "a peer that trains"
         return (
             f"another try to bring a state over, for {self._transfers.outgrown}. The rounds since, which stay for a "
-            "joiner beyond --keep-rounds, outgrew the memory: start `diloco lighthouse` with a larger --memory-gb, or "
-            "raise diloco.sync_every, or the source's diloco.rate_limit_mbit"
+            "joining peer beyond --keep-rounds, outgrew the memory: start `diloco lighthouse` with a larger "
+            "--memory-gb, or raise diloco.sync_every, or the source's diloco.rate_limit_mbit"
         )

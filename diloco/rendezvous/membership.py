@@ -3,13 +3,13 @@
     rendezvous ──quorum(peer, step) for each contributor──> lighthouse (loopback)  ──> quorum id, participants
 
 The lighthouse grants a quorum of at least min_peers that are more than half of the peers heard of within
-`HEARTBEAT_TIMEOUT_S`: a peer that stopped contributing delays one round by that long, and two halves of a split run
+`HEARTBEAT_TIMEOUT_S`. So a peer that stopped contributing delays one round by that long, and two halves of a split run
 cannot both go on while they talk to one rendezvous.
 
 torchft's lighthouse serves its dashboard, kill button and RPCs on one port without a password. So it listens on
-loopback only, on a port that changes, and clusters never talk to it: the rendezvous, which authenticates them, asks.
-torchft's Manager is not used: its server listens on every interface and obeys an unauthenticated kill, its commit
-is a vote among one cluster's ranks only, and its healing unpickles what it is sent.
+loopback only, on a port that changes. Clusters never talk to it: the rendezvous, which authenticates them, does.
+torchft's Manager is not used: its server listens on every interface and obeys an unauthenticated kill, its commit is a
+vote among one cluster's ranks only, and its healing unpickles what it receives.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Lighthouse:
 
     def __init__(self, min_peers: int) -> None:
         """Raises ConfigError when torchft is not installed."""
-        # Several lines a round otherwise; its logger reads this once, when it is imported.
+        # Without it several lines a round are logged; its logger reads this once, when it is imported.
         os.environ.setdefault("RUST_LOG", "warn")
         try:
             from torchft.coordination import LighthouseClient, LighthouseServer
@@ -71,12 +71,12 @@ class Lighthouse:
         self._members: frozenset[str] = frozenset()
 
     def restart(self) -> None:
-        """Replace a lighthouse that does not answer. It holds nothing that is missed: quorum ids begin anew."""
+        """Replace a lighthouse that does not answer. It holds no state that matters: quorum ids begin anew."""
         self.close()
         self._start()
 
     def quorum(self, peers: Sequence[str], outer_step: int, timeout_s: float) -> Quorum:
-        """A quorum that holds all of `peers`.
+        """Return a quorum that holds all of `peers`.
 
         Raises DeadlineError when the lighthouse grants none within `timeout_s`.
         """
@@ -94,18 +94,18 @@ class Lighthouse:
 
     def _attempt(self, peers: Sequence[str], outer_step: int) -> Quorum | None:
         """Ask for all at once. Newcomers first: once the former members have asked, the quorum is closed."""
-        self._beat(peers)  # the lighthouse waits a moment for those that it has just heard of
+        self._beat(peers)  # the lighthouse waits a moment for peers that it has just heard
         order = sorted(peers, key=lambda peer: (peer in self._members, peer))
         with ThreadPoolExecutor(max_workers=len(order)) as threads:
-            asked = []
+            calls = []
             for index, peer in enumerate(order):
                 if index and peer in self._members and order[index - 1] not in self._members:
                     time.sleep(3 * _TICK_MS / 1000)
-                asked.append(threads.submit(self._ask, peer, outer_step))
-            # Who waits must stay alive in the lighthouse's eyes until those who left have died in them.
-            while wait(asked, timeout=HEARTBEAT_TIMEOUT_S / 4).not_done:
+                calls.append(threads.submit(self._ask, peer, outer_step))
+            # The waiting peers must stay alive for the lighthouse until it counts those that left as dead.
+            while wait(calls, timeout=HEARTBEAT_TIMEOUT_S / 4).not_done:
                 self._beat(order)
-            answers = [answer for call in asked if (answer := call.result()) is not None]
+            answers = [answer for call in calls if (answer := call.result()) is not None]
         return max(answers, key=lambda quorum: quorum.id, default=None)
 
     def _beat(self, peers: Sequence[str]) -> None:

@@ -3,16 +3,16 @@
     trainer rank (a, 0) ──┐   one CURVE connection each, outwards from the cluster: no cluster needs an open port
     trainer rank (a, 1) ──┼──> rendezvous ──> lighthouse (torchft, loopback): quorum of each round
     trainer rank (b, 0) ──┘        │
-                                   └ answers, from the books: rounds (who brought what, closed with whom),
-                                     joins (who joins with what), transfers (states for joiners)
+                                   └ request_handler.py: rounds (deltas, closed with whom), joins (which peer joins
+                                     with which state), bodies (deltas and states on their way)
 
 Who waits on whom: a rank that asks for a round waits for the peers that are training, at most round_deadline_s after
-the first whole delta; a joiner for one source's upload. Requests are answered at once or, with NotReady, after a
-second. While the process stands still nobody counts as silent and no deadline runs: what peers sent meanwhile is read
-first. The rendezvous keeps nothing on disk. Restarted, it learns from the peers' hellos and offers where the run
-stands: the highest outer step wins, once start_peers are there or gather_s is over.
+the first whole delta; a joining peer for one source's upload. Requests are answered at once or, with RoundNotReady,
+after a second. While the process stands still no peer counts as silent and no deadline runs: what peers sent meanwhile
+is read first.
 
-A clock for who judges others by their silence: what passes while it could not have heard them does not count.
+The rendezvous keeps nothing on disk. Restarted, it learns from the peers' hellos and offers where the run stands: the
+highest outer step wins, once start_peers are there or gather_s is over.
 """
 
 from __future__ import annotations
@@ -28,33 +28,37 @@ import zmq
 from composer_prime.errors import ComposerError, DeadlineError
 from composer_prime.wire.sockets import SecureServer, bind_router
 from diloco.rendezvous.membership import Lighthouse
-from diloco.rendezvous.request_handler import RequestHandler
-from diloco.rendezvous.rounds import RendezvousSettings
+from diloco.rendezvous.peers import Base
+from diloco.rendezvous.request_handler import RendezvousSettings, RequestHandler
 from diloco.transport.keys import JointKey
 from diloco.transport.messages import AskState, FromPeer, RequestRefused, RoundNotReady, ToPeer, encode, from_peer
 
 logger = logging.getLogger(__name__)
-
-
-class SuspendAwareClock:
-    """Seconds in which this process ran: of a time in which it stood still (SIGSTOP, a frozen machine) few count."""
-
-    def __init__(self, longest_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`longest_s`: at most so much passes from one look to the next, so whoever has it must look more often."""
-        self._longest_s, self._clock = longest_s, clock
-        self._now, self._looked = 0.0, clock()
-
-    def __call__(self) -> float:
-        passed, self._looked = (looked := self._clock()) - self._looked, looked
-        if passed > self._longest_s:
-            logger.warning("this process stood still for %.1f s: nobody counts as silent for that", passed)
-        self._now += min(passed, self._longest_s)
-        return self._now
-
-
 _TICK_S = 0.02
 _LONG_POLL_S = 1.0
 _QUORUM_TIMEOUT_S = 10.0
+
+
+class SuspendAwareClock:
+    """Counts the seconds in which this process ran. Peers must not count as silent while it could not hear them.
+
+    Of a time in which the process stood still (SIGSTOP, a frozen machine) at most `longest_s` counts.
+    """
+
+    def __init__(self, longest_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`longest_s`: the most that passes from one call to the next, so it must be called more often."""
+        self._longest_s = longest_s
+        self._clock = clock
+        self._now = 0.0
+        self._called_at = clock()
+
+    def __call__(self) -> float:
+        called_at = self._clock()
+        passed_s, self._called_at = called_at - self._called_at, called_at
+        if passed_s > self._longest_s:
+            logger.warning("this process stood still for %.1f s: no peer counts as silent for that", passed_s)
+        self._now += min(passed_s, self._longest_s)
+        return self._now
 
 
 class Rendezvous:
@@ -67,12 +71,13 @@ class Rendezvous:
         self._server: SecureServer = bind_router(settings.bind, key.server(), [key.client().own.public])
         self.endpoint = self._server.endpoint
         self._clock = SuspendAwareClock(settings.beat_timeout_s / 5)
-        self.answers = RequestHandler(settings, key.derive("headers"), self._clock, self._pulse)
-        self.rounds, self.transfers = self.answers.rounds, self.answers.transfers
+        self.handler = RequestHandler(settings, key.derive("headers"), self._clock, self._wake_waiting)
+        self.rounds = self.handler.rounds
+        self.transfers = self.handler.transfers
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._present: set[str] = set()
-        """Peers that were alive at the last look."""
+        """Peers that were alive at the last check."""
 
     async def __aenter__(self) -> Rendezvous:
         return self
@@ -103,17 +108,17 @@ class Rendezvous:
 
     async def _respond(self, identity: bytes, number: bytes, raw: bytes) -> None:
         answer = await self._answer(raw)
-        # A peer that went away meanwhile has no route: its request is answered when it asks again.
+        # A peer that disconnected meanwhile has no route: its request is answered when it asks again.
         with contextlib.suppress(zmq.ZMQError):
             await self._server.socket.send_multipart([identity, number, encode(answer)])
 
     async def _answer(self, raw: bytes) -> ToPeer:
         try:
             request = from_peer(raw)
-            answer = self.answers.to(request)
+            answer = self.handler.answer(request)
             if isinstance(request, AskState):  # ranks wait for one another
-                self._pulse()
-            return await self._patiently(request) if isinstance(answer, RoundNotReady) else answer
+                self._wake_waiting()
+            return await self._poll(request) if isinstance(answer, RoundNotReady) else answer
         except ComposerError as error:
             logger.warning("refused: %s", error)
             return RequestRefused(error=str(error))
@@ -121,22 +126,25 @@ class Rendezvous:
             logger.exception("a request could not be handled")
             return RequestRefused(error=f"the rendezvous could not handle this request ({type(error).__name__})")
 
-    async def _patiently(self, request: FromPeer) -> ToPeer:
-        """Another answer than NotReady, if there is one soon."""
+    async def _poll(self, request: FromPeer) -> ToPeer:
+        """Return another answer than RoundNotReady, if there is one within a second."""
         deadline = self._clock() + _LONG_POLL_S
-        while isinstance(answer := self.answers.to(request), RoundNotReady) and (left := deadline - self._clock()) > 0:
+        while True:
+            answer = self.handler.answer(request)
+            left_s = deadline - self._clock()
+            if not isinstance(answer, RoundNotReady) or left_s <= 0:
+                return answer
             changed = self._changed
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), left)
-        return answer
+                await asyncio.wait_for(changed.wait(), left_s)
 
-    def _pulse(self) -> None:
+    def _wake_waiting(self) -> None:
         """Wake every request that waits."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _keep_time(self) -> None:
-        """Look at the clock so often that only a process that stands still misses a look."""
+        """Call the clock often enough that only a process that stands still misses a call."""
         while True:
             self._clock()
             await asyncio.sleep(_TICK_S)
@@ -146,13 +154,14 @@ class Rendezvous:
     async def _close_rounds(self) -> None:
         while True:
             now = self._clock()
-            self._say_who_came_and_went(now)
-            begun, members = self.answers.begun(now), self.rounds.closable(now, self.settings.min_peers)
-            if begun and members is not None:
+            self._log_arrivals(now)
+            may_close, members = self.handler.may_close(now), self.rounds.closable(now, self.settings.min_peers)
+            if may_close and members is not None:
                 await self._close(dict(members))
             await asyncio.sleep(_TICK_S)
 
-    def _say_who_came_and_went(self, now: float) -> None:
+    def _log_arrivals(self, now: float) -> None:
+        """Log which peers came and went."""
         present = {peer.name: peer for peer in self.rounds.alive(now)}
         for name in sorted(present.keys() - self._present):
             logger.info("peer %s is here: %s", name, ", ".join(sorted(present)))
@@ -160,11 +169,11 @@ class Rendezvous:
             if self.rounds.peers[name].training:
                 silence_s = self.settings.beat_timeout_s
                 logger.warning("peer %s is gone, silent for %g s: rounds go on without it", name, silence_s)
-            else:  # it said farewell, or ended while it joined
+            else:  # it ended, or stopped while it joined
                 logger.info("peer %s has left", name)
         self._present = set(present)
 
-    async def _close(self, members: dict[str, tuple[str, ...]]) -> None:
+    async def _close(self, members: dict[str, Base]) -> None:
         current = self.rounds.open_round()
         assert current is not None
         step = current.outer_step
@@ -182,9 +191,9 @@ class Rendezvous:
         if len(still) < self.settings.min_peers:
             return
         late = sorted(peer.name for peer in self.rounds.awaited(self._clock()) if peer.name not in still)
-        closed = self.answers.close(still, quorum.id)
+        closed = self.handler.close(still, quorum.id)
         logger.info(
             "round %d closed with %s (quorum %d)%s", step, ", ".join(closed.members), quorum.id,
             f"; without {', '.join(late)}" if late else "",
         )  # fmt: skip
-        self._pulse()
+        self._wake_waiting()

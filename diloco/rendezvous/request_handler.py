@@ -1,17 +1,18 @@
-"""What the rendezvous answers to each request, from its books. No I/O here: rendezvous.py sends it."""
+"""What the rendezvous answers to each request. No I/O here: rendezvous.py receives and sends."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 
-from diloco.rendezvous.bodies import Bodies
+import msgspec
+
+from diloco.rendezvous.bodies import Bodies, StateTransfers
 from diloco.rendezvous.joining import Joins
-from diloco.rendezvous.peer import Base, Position, largest_party
-from diloco.rendezvous.rounds import RendezvousSettings, Round, Rounds
-from diloco.rendezvous.transfer import Transfers
-from diloco.transport.header import PROTOCOL
+from diloco.rendezvous.peers import Base, largest_party
+from diloco.rendezvous.rounds import Round, Rounds
 from diloco.transport.messages import (
+    PROTOCOL,
     AskRound,
     AskState,
     Beat,
@@ -23,6 +24,7 @@ from diloco.transport.messages import (
     Gone,
     PeerHello,
     PeerWelcome,
+    Position,
     RequestRefused,
     RoundNotReady,
     RoundOutcome,
@@ -32,7 +34,30 @@ from diloco.transport.messages import (
 
 logger = logging.getLogger(__name__)
 _MAX_RANKS = 4096
-"""Of one peer; the books go through them all."""
+"""Of one peer; some requests loop over all of them."""
+
+
+class RendezvousSettings(msgspec.Struct, frozen=True, kw_only=True):
+    bind: str
+    """tcp://ADDRESS:PORT; port 0 takes a free one."""
+    run: str
+    min_peers: int = 1
+    """A round needs this many contributions."""
+    start_peers: int = 1
+    """The first round waits until so many peers are training."""
+    gather_s: float = 60.0
+    """How long, after a restart of the rendezvous or of all peers, those that come first wait for start_peers."""
+    beat_timeout_s: float = 10.0
+    """A peer that is silent for longer is gone; beats come five times as often."""
+    keep_rounds: int = 16
+    """Closed rounds that late peers can catch up with, as far as max_bytes allows."""
+    max_bytes: int = 16_000_000_000
+    """Most bytes of deltas and of a state in memory."""
+
+    @property
+    def listen_s(self) -> float:
+        """After its start: until then every peer that trains is heard, also if its last request was lost in between."""
+        return 0.6 * self.beat_timeout_s
 
 
 class RequestHandler:
@@ -41,23 +66,31 @@ class RequestHandler:
         settings: RendezvousSettings,
         header_key: bytes,
         clock: Callable[[], float],
-        changed: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
-        """`changed` is called when something happened that requests may wait for."""
-        self.settings, self._clock, self._changed = settings, clock, changed
+        """`on_change` is called when something happened that requests may wait for."""
+        self.settings = settings
+        self._clock = clock
+        self._on_change = on_change
         self.rounds = Rounds(beat_timeout_s=settings.beat_timeout_s, keep=settings.keep_rounds)
-        self.transfers = Transfers(stall_s=2 * settings.beat_timeout_s)
+        self.transfers = StateTransfers(stall_s=2 * settings.beat_timeout_s)
         self.joins = Joins(
             self.rounds, self.transfers, expected=settings.start_peers, gather_s=settings.gather_s,
             listens_until=clock() + settings.listen_s,
         )  # fmt: skip
-        self._bodies = Bodies(settings, header_key, self.rounds, self.transfers, clock=clock, changed=changed)
+        self._bodies = Bodies(
+            self.rounds, self.transfers, run=settings.run, header_key=header_key, max_bytes=settings.max_bytes,
+            clock=clock, on_change=on_change,
+        )  # fmt: skip
         self._unsettled_since = clock()
 
-    def to(self, request: FromPeer) -> ToPeer:
-        """Raises WireErrors for a request that does not belong here. NotReady asks the sender to come again."""
-        if (speaker := self._speaker(request)) is not None:
-            self.rounds.check_not_succeeded(*speaker)
+    def answer(self, request: FromPeer) -> ToPeer:
+        """Answer one request; RoundNotReady asks the sender to come again.
+
+        Raises WireErrors for a request that does not belong here.
+        """
+        if (sender := self._sender(request)) is not None:
+            self.rounds.check_not_replaced(*sender)
         match request:
             case PeerHello():
                 return self._hello(request)
@@ -76,8 +109,8 @@ class RequestHandler:
             case Unusable():
                 return self._unusable(request)
 
-    def _speaker(self, request: FromPeer) -> tuple[str, int] | None:
-        """The peer, and which start of it; None where it does not matter."""
+    def _sender(self, request: FromPeer) -> tuple[str, int] | None:
+        """Return the peer and which start of it; None where it does not matter."""
         match request:
             case PeerHello() | Beat() | AskRound() | AskState() | Unusable():
                 return request.peer, request.instance
@@ -89,9 +122,10 @@ class RequestHandler:
 
     def _hello(self, hello: PeerHello) -> ToPeer:
         if hello.protocol != PROTOCOL:
-            told = str(hello.protocol) if hello.protocol else "an older protocol"
+            protocol = str(hello.protocol) if hello.protocol else "an older protocol"
             return RequestRefused(
-                error=f"peer {hello.peer} speaks {told}, this rendezvous {PROTOCOL}: use one release on all machines"
+                error=f"peer {hello.peer} speaks {protocol}, this rendezvous {PROTOCOL}: use one release on all "
+                "machines"
             )
         if hello.run != self.settings.run:
             return RequestRefused(
@@ -99,14 +133,16 @@ class RequestHandler:
                 "check diloco.run and diloco.rendezvous"
             )
         if not 0 <= hello.rank < hello.ranks <= _MAX_RANKS:
-            told = f"rank {hello.rank} of {hello.ranks}, expected 1 to {_MAX_RANKS} ranks and one of them"
-            return RequestRefused(error=f"peer {hello.peer} says hello as {told}")
-        waiting = self.rounds.admit(hello, self._clock())
-        if waiting is not None:
-            return RoundNotReady(waiting_for=waiting)
+            return RequestRefused(
+                error=f"the hello of peer {hello.peer} is of rank {hello.rank} of {hello.ranks}, expected 1 to "
+                f"{_MAX_RANKS} ranks and one of them"
+            )
+        waiting_for = self.rounds.admit(hello, self._clock())
+        if waiting_for is not None:
+            return RoundNotReady(waiting_for=waiting_for)
         self._compare_models(hello.peer, hello.rank)
-        self._changed()
-        logger.info("peer %s rank %d said hello at outer step %d", hello.peer, hello.rank, hello.outer_step)
+        self._on_change()
+        logger.info("peer %s rank %d sent a hello at outer step %d", hello.peer, hello.rank, hello.outer_step)
         return PeerWelcome(beat_s=self.settings.beat_timeout_s / 5)
 
     def _beat(self, beat: Beat) -> ToPeer:
@@ -116,85 +152,88 @@ class RequestHandler:
             return BeatReply(known=False, open_round=None, left_s=None, state_wanted=0)
         peer.note(beat.rank, Position(beat.outer_step, beat.base_hash, beat.training), now)
         if peer.training:
-            self.joins.trains(peer.name)
+            self.joins.note_training(peer.name)
         self._compare_models(peer.name, beat.rank)
-        self._changed()
+        self._on_change()
         current = self.rounds.open_round()
         return BeatReply(
             known=True,
             open_round=current.outer_step if current else None,
             left_s=self.rounds.left_s(current, now) if current else None,
-            state_wanted=self.transfers.wanted(beat.peer),
+            state_wanted=self.transfers.requested_from(beat.peer),
         )
 
     def _compare_models(self, peer: str, rank: int) -> None:
-        """Say so when a peer that has begun holds another global model than the others at its outer step."""
-        where = self.rounds.peers[peer].positions[rank]
-        if where.training or where.outer_step > 0:
-            difference = self.rounds.agreement.difference(peer, rank, where)
+        """Log it when a peer that has begun holds another global model than the others at its outer step."""
+        position = self.rounds.peers[peer].positions[rank]
+        if position.training or position.outer_step > 0:
+            difference = self.rounds.agreement.difference(peer, rank, position)
             if difference:
                 logger.error("%s", difference)
 
-    def _unusable(self, said: Unusable) -> ToPeer:
-        source = self.transfers.refuse(said.serial)
+    def _unusable(self, unusable: Unusable) -> ToPeer:
+        source = self.transfers.refuse(unusable.serial)
         if source is not None:
-            logger.warning("the state of peer %s is dropped, for peer %s says: %s", source, said.peer, said.reason)
-            self._changed()
+            logger.warning(
+                "the state of peer %s is dropped, peer %s reports: %s", source, unusable.peer, unusable.reason
+            )
+            self._on_change()
         return Gone(reason="this state is given to nobody")
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
     def close(self, members: dict[str, Base], quorum_id: int) -> Round:
-        """Close the open round with `members`, and let go of what is too old for late peers and for joiners."""
+        """Close the open round with `members`, and drop what is too old for late and for joining peers."""
         closed = self.rounds.close(members, quorum_id, self.joins.needed_from(self._clock()))
         self.transfers.expire(self.rounds.oldest)
         return closed
 
     def _outcome(self, ask: AskRound) -> ToPeer:
-        found, now = self.rounds.closed(ask.outer_step), self._clock()
-        if found is not None:
-            if not _starts_from(ask, found.base):
-                return _differs(ask, found.members)
+        closed, now = self.rounds.closed(ask.outer_step), self._clock()
+        if closed is not None:
+            if not _starts_from(ask, closed.base):
+                return _differs(ask, closed.members)
             return RoundOutcome(
                 outer_step=ask.outer_step,
-                quorum_id=found.quorum_id or 0,
-                headers=[found.blobs[name, ask.rank].header for name in found.members],
+                quorum_id=closed.quorum_id or 0,
+                headers=[closed.blobs[name, ask.rank].header for name in closed.members],
                 newest=self.rounds.newest if self.rounds.newest is not None else ask.outer_step,
-                digest=found.digest,
+                digest=closed.digest,
             )
         if not self.rounds.accepts(ask.outer_step, now):
             return Gone(reason=f"round {ask.outer_step} is over and its deltas are not kept any more")
         current = self.rounds.open_round()
-        if current is not None and current.split and self.begun(now):
+        if current is not None and current.split and self.may_close(now):
             winners, others = self.rounds.parties(now)
-            # Who has taken over the winners' model since asks from there, with its earlier delta still in the books.
+            # A peer that took over the winners' model since asks from there; its earlier delta is still in the round.
             if ask.peer in others and _starts_from(ask, others[ask.peer]):
                 return _differs(ask, sorted(winners))
         return RoundNotReady(waiting_for=self._missing(ask.outer_step, now))
 
-    def begun(self, now: float) -> bool:
-        """Whether rounds may end: after a start or restart, the most advanced peers have had a chance to be heard.
+    def may_close(self, now: float) -> bool:
+        """Return whether rounds may end: after a (re)start, the most advanced peers must have had time to be heard.
 
-        To be asked all the time: that chance begins with the last answer while rounds were settled.
+        Call it all the time: that time begins with the last call while rounds were settled.
         """
         if self.rounds.settled:
             self._unsettled_since = now
             return True
-        waited, training = now - self._unsettled_since, self.rounds.awaited(now)
-        if waited < self.settings.listen_s:
+        waited_s, training = now - self._unsettled_since, self.rounds.awaited(now)
+        if waited_s < self.settings.listen_s:
             return False
         if len(training) >= self.settings.start_peers:
             return True
-        return waited >= self.settings.gather_s and any(peer.outer_step > 0 for peer in training)
+        return waited_s >= self.settings.gather_s and any(peer.outer_step > 0 for peer in training)
 
     def _missing(self, outer_step: int, now: float) -> str:
+        """Describe what the round waits for."""
         current, training = self.rounds.rounds.get(outer_step), self.rounds.awaited(now)
-        brought = current.contributors(self.rounds.peers) if current else {}
-        missing = sorted(peer.name for peer in training if peer.name not in brought)
-        short = self.settings.min_peers - len(largest_party(brought)) - len(missing)
+        contributors = current.contributors(self.rounds.peers) if current else {}
+        missing = sorted(peer.name for peer in training if peer.name not in contributors)
+        short = self.settings.min_peers - len(largest_party(contributors)) - len(missing)
         waits = [f"the deltas of {', '.join(missing)}"] if missing else []
         waits += [f"{short} more peer(s) with the same global model (--min-peers)"] if short > 0 else []
-        if not self.begun(now):
+        if not self.may_close(now):
             absent = self.settings.start_peers - len(training)
             waits += [f"{absent} more peer(s) to train (--start-peers)" if absent > 0 else "peers that may come yet"]
         return " and ".join(waits) or "the lighthouse's quorum"

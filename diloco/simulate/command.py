@@ -1,37 +1,49 @@
-"""`diloco simulate`: which link a joint run needs, and which way of reducing pays, as tables and a plot."""
+"""`diloco simulate`: which link a joint run needs, and which way of reducing pays, as tables and a plot.
+
+The tables are 80 columns wide. A sentence under each explains its figures.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from composer_prime.config.diloco import CodecConfig, wrong_schedule
 from composer_prime.errors import ConfigError
-from diloco.simulate.fleet import Fleet
-from diloco.simulate.plot import svg
-from diloco.simulate.product import ENCODE_NS, JointRun
-from diloco.simulate.reduce import pipe
-from diloco.simulate.tables import LinkSpec, peers_table, required_table, traffic_table
-from diloco.simulate.utilisation import (
+from composer_prime.stats.plot import line_chart, save
+from diloco.simulate.fleet import Fleet, deadline_warning, goodput, heal_warning
+from diloco.simulate.joint_run import ENCODE_NS, WAYS, JointRun, best, forecast_link, pipe, seconds, traffic
+from diloco.simulate.utilization import (
+    IntervalShares,
     Pipe,
     Scheme,
     Workload,
     bytes_per_step,
+    exposed_s,
     grid,
     paper_schemes,
+    required_gbit,
     three_digits,
-    utilisation,
+    utilization,
 )
+
+TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
+OUT_OF_REACH = "-"
+_GRID = grid(-3, 4, 100)
 
 
 def simulate_parser(add: argparse._SubParsersAction) -> None:
+    """Add the command and its options."""
     words = add.add_parser(
         "simulate",
-        help="utilisation, bytes and goodput against bandwidth, latency, peers and codec",
+        help="utilization, bytes and goodput against bandwidth, latency, peers and codec",
         description="What a joint run would get from its link. Nothing is measured and nothing is sent.",
     )
     words.add_argument("--parameters", type=float, default=1e9, help="trained parameters (default 1e9)")
@@ -58,12 +70,12 @@ def simulate_parser(add: argparse._SubParsersAction) -> None:
         "--heal-timeout-s", type=float, default=900.0, help="diloco.heal_timeout_s (default 900)"
     )  # fmt: skip
     words.add_argument("--mtbf-h", type=float, default=None, help="hours between a peer's failures (default: none)")
-    words.add_argument("--plot", type=Path, default=None, help="write utilisation against bandwidth as SVG")
+    words.add_argument("--plot", type=Path, default=None, help="write utilization against bandwidth as SVG or PNG")
     words.set_defaults(run=simulate)
 
 
 def simulate(words: argparse.Namespace) -> int:
-    """Print the tables. Raises ConfigError for values that cannot be."""
+    """Print the tables. Raises ConfigError for impossible values, or a plot that cannot be drawn."""
     _check(words)
     workload = Workload(parameters=words.parameters, layers=words.layers, step_s=words.step_s)
     runs = [
@@ -78,7 +90,7 @@ def simulate(words: argparse.Namespace) -> int:
     link = LinkSpec(gbit=words.gbit, latency_s=words.latency_ms / 1e3, relay_gbit=words.relay_gbit)
     fleet = Fleet(peers=2, slowest=words.slowest, deadline_s=words.deadline_s, mtbf_h=words.mtbf_h)
     console = Console(highlight=False)
-    with console.capture() as shown:  # rich would answer a reader that left with an exit status of its own
+    with console.capture() as captured:  # rich would end with its own exit status when the reader leaves early
         for table, sentence in (
             required_table(workload, schemes, runs[0]),
             peers_table(runs, link, fleet, words.heal_timeout_s),
@@ -86,30 +98,11 @@ def simulate(words: argparse.Namespace) -> int:
         ):
             console.print(table)
             console.print(f"{sentence}\n")
-    print(shown.get().rstrip())
+    print(captured.get().rstrip())
     if words.plot is not None:
-        words.plot.write_text(_plot(workload, schemes, runs[0]))
+        _plot(words.plot, workload, schemes, runs[0])
         print(f"\nwrote {words.plot}")
     return 0
-
-
-def _plot(workload: Workload, schemes: Sequence[Scheme], own: JointRun) -> str:
-    bandwidths = grid(-3, 3, 121)
-
-    def named(name: str, workload: Workload, scheme: Scheme) -> str:
-        return f"{name}: {three_digits(bytes_per_step(workload, scheme) / 1e6)} MB"
-
-    series = {
-        named(scheme.name, workload, scheme): [
-            (gbit, utilisation(workload, scheme, Pipe(gbit_s=gbit))) for gbit in bandwidths
-        ]
-        for scheme in schemes
-    }
-    series[named(f"{own.scheme.name}, relayed", own.workload, own.scheme)] = [
-        (gbit, utilisation(own.workload, own.scheme, pipe("relay", own.net(gbit)))) for gbit in bandwidths
-    ]
-    title = f"{own.parameters:.3g} parameters, {own.step_s:g} s a step, {own.peers} peers; MB: sent by each a step"
-    return svg(title, "Gbit/s", series)
 
 
 def _check(words: argparse.Namespace) -> None:
@@ -117,8 +110,8 @@ def _check(words: argparse.Namespace) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected a finite number")
     positive = ("parameters", "layers", "step_s", "sync_every", "fragments", "ranks", "gbit", "deadline_s")
-    given = (name for name in ("relay_gbit", "mtbf_h") if getattr(words, name) is not None)
-    for name in (*positive, "heal_timeout_s", *given):
+    optional = (name for name in ("relay_gbit", "mtbf_h") if getattr(words, name) is not None)
+    for name in (*positive, "heal_timeout_s", *optional):
         if getattr(words, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(words, name)}; expected a value above 0")
     for name in ("latency_ms", "delay"):
@@ -133,3 +126,132 @@ def _check(words: argparse.Namespace) -> None:
         raise ConfigError(f"--fragments is {words.fragments}, but there are {words.layers} layers: use at most that")
     if min(words.peers) < 2:
         raise ConfigError(f"--peers is {' '.join(map(str, words.peers))}; a joint run has 2 or more")
+
+
+def _plot(path: Path, workload: Workload, schemes: Sequence[Scheme], own: JointRun) -> None:
+    """Draw utilization against bandwidth."""
+    bandwidths = grid(-3, 3, 121)
+
+    def label(name: str, workload: Workload, scheme: Scheme) -> str:
+        return f"{name}: {three_digits(bytes_per_step(workload, scheme) / 1e6)} MB"
+
+    series = {
+        label(scheme.name, workload, scheme): [
+            (gbit, utilization(workload, scheme, Pipe(gbit_s=gbit))) for gbit in bandwidths
+        ]
+        for scheme in schemes
+    }
+    series[label(f"{own.scheme.name}, relayed", own.workload, own.scheme)] = [
+        (gbit, utilization(own.workload, own.scheme, pipe("relay", own.net(gbit)))) for gbit in bandwidths
+    ]
+    title = f"{own.parameters:.3g} parameters, {own.step_s:g} s a step, {own.peers} peers; MB: sent by each a step"
+    save(line_chart(title, "Gbit/s", series), path)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpec:
+    """The links of a joint run."""
+
+    gbit: float
+    """Of each peer."""
+    latency_s: float
+    """One way."""
+    relay_gbit: float | None
+    """Of the rendezvous; None is that of a peer."""
+
+
+def required_table(workload: Workload, schemes: Sequence[Scheme], own: JointRun) -> tuple[Table, str]:
+    """Return Gbit/s of a peer's link for each utilization, and the bytes that a peer sends an inner step.
+
+    The paper's schemes are on a link that carries a delta once, this package's own goes through the rendezvous.
+    """
+    table = _table("Gbit/s that each peer's link needs for a compute utilization of")
+    for head in ("scheme", *(f"{target:.0%}" for target in TARGETS), "MB a step"):
+        table.add_column(head, justify="left" if head == "scheme" else "right")
+    for scheme in schemes:
+        required = [required_gbit(workload, scheme, target, _GRID) for target in TARGETS]
+        _add_required(table, scheme.name, required, bytes_per_step(workload, scheme))
+    required = [
+        required_gbit(own.workload, own.scheme, target, _GRID, lambda gbit: pipe("relay", own.net(gbit)))
+        for target in TARGETS
+    ]
+    name = f"{own.scheme.name}, {own.peers} peers"
+    _add_required(table, name, required, bytes_per_step(own.workload, own.scheme))
+    if None not in required:
+        return table, ""
+    shares = IntervalShares.of(own.workload, own.scheme, pipe("relay", own.net(_GRID[-1])))
+    return table, f"{OUT_OF_REACH}: out of reach of any link. On the widest, {name}: {shares.text()}"
+
+
+def _add_required(table: Table, name: str, required: Sequence[float | None], sent_bytes: float) -> None:
+    cells = (OUT_OF_REACH if gbit is None else three_digits(gbit) for gbit in required)
+    table.add_row(name, *cells, three_digits(sent_bytes / 1e6))
+
+
+def peers_table(runs: Sequence[JointRun], link: LinkSpec, fleet: Fleet, heal_timeout_s: float) -> tuple[Table, str]:
+    """Return one row for each number of peers and way of reducing. `fleet`: of any number of peers."""
+    first = runs[0]
+    table = _table(
+        f"{first.scheme.name}, H = {first.every}, P = {first.fragments}, tau = {first.delay:g}, peers with "
+        f"{link.gbit:g} Gbit/s and {1e3 * link.latency_s:g} ms"
+    )
+    for head in ("peers", "way", "sync, s", "waits, s", "utilization", "goodput", "dominates"):
+        table.add_column(head, justify="left" if head in ("way", "dominates") else "right")
+    for run in runs:
+        for row in _ways(run, link, fleet):
+            table.add_row(*row)
+        table.add_section()
+    net = first.net(link.gbit, link.latency_s, link.relay_gbit)
+    forecast = forecast_link(first, net)
+    warnings = (
+        deadline_warning(forecast.send_s, fleet.deadline_s, "--deadline-s"),
+        heal_warning(forecast.heal_s, heal_timeout_s, "--heal-timeout-s"),
+    )
+    return table, (
+        "sync: from encoding to the installed outcome; waits: what of it training waits for; *: the quickest way. "
+        f"relay is what runs here; with {first.peers} peers, "
+        f"{IntervalShares.of(first.workload, first.scheme, pipe('relay', net)).text()}"
+        + "".join(f"\nWarning: {warning}" for warning in warnings if warning)
+    )
+
+
+def _ways(run: JointRun, link: LinkSpec, fleet: Fleet) -> list[list[str]]:
+    net, bits = run.net(link.gbit, link.latency_s, link.relay_gbit), run.size * run.scheme.bits
+    interval_s, heal_s = run.every / run.fragments * run.step_s, forecast_link(run, net).heal_s
+    quickest, rows = best(net, bits), []
+    for way in WAYS:
+        path = pipe(way, net)
+        share = utilization(run.workload, run.scheme, path)
+        rows.append([
+            str(run.peers), f"{way} *" if way == quickest else way, three_digits(seconds(way, net, bits)),
+            three_digits(exposed_s(run.workload, run.scheme, path)), f"{share:.1%}",
+            f"{goodput(fleet.of(run.peers), share, interval_s, heal_s):.1%}",
+            IntervalShares.of(run.workload, run.scheme, path).dominant,
+        ])  # fmt: skip
+    return rows
+
+
+def traffic_table(runs: Sequence[JointRun]) -> tuple[Table, str]:
+    """Return one row for each number of peers: megabytes an inner step on each peer's link and the rendezvous'."""
+    table = _table("MB an inner step, through the relay and by the other ways")
+    for head in ("peers", "sent", "received", "rendezvous", "mesh", "hierarchical", "ring"):
+        table.add_column(head, justify="right")
+    for run in runs:
+        delta, relay = bytes_per_step(run.workload, run.scheme), traffic("relay", run.peers)
+        others = (traffic(way, run.peers).received for way in WAYS if way != "relay")
+        counts = (relay.sent, relay.received, relay.relayed, *others)
+        table.add_row(str(run.peers), *(three_digits(count * delta / 1e6) for count in counts))
+    return table, (
+        "sent, received: by each peer through the relay; rendezvous: in and out of its link, N * N deltas; mesh, "
+        "hierarchical (a leader), ring: received by a peer, and sent as much."
+    )
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )  # fmt: skip

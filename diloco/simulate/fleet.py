@@ -2,7 +2,7 @@
 
 A fast peer waits for slower ones until the round's deadline; a slow one sends what it has by then. A peer that fails is
 gone until it is back and has received the state; the rest goes on after one beat timeout. Data-parallel training stops
-whole whenever one fails. Expected values, not a random run.
+whole whenever one peer fails. These are expected values, not a random run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Fleet:
     beat_timeout_s: float = 10.0
 
     def of(self, peers: int) -> Fleet:
-        """As many `peers` of the same kind."""
+        """Return a fleet of this kind with so many peers."""
         return replace(self, peers=peers)
 
 
 def waiting_share(fleet: Fleet, interval_s: float) -> float:
-    """Share of its time that a peer waits for slower ones, mean over peers; `interval_s` is of the fastest."""
+    """Return the share of its time that a peer waits for slower ones, mean over peers; `interval_s`: the fastest's."""
     shares = []
     longest = interval_s * fleet.slowest
     end = min(longest, interval_s + fleet.deadline_s)
@@ -42,10 +42,10 @@ def waiting_share(fleet: Fleet, interval_s: float) -> float:
 
 
 def deadline_warning(send_s: float, deadline_s: float, key: str) -> str:
-    """Words for a delta that takes longer to bring than the deadline, which `key` sets; empty for others.
+    """Return a warning for a delta that takes longer to bring than the deadline, which `key` sets; empty for others.
 
-    The deadline runs from the first whole delta, so equal peers that start together have all the time they need. Who
-    starts when another has brought its own is too late.
+    The deadline runs from the first whole delta, so equal peers that start together have all the time they need. A peer
+    that starts when another has brought its own is too late.
     """
     if send_s <= deadline_s:
         return ""
@@ -56,7 +56,7 @@ def deadline_warning(send_s: float, deadline_s: float, key: str) -> str:
 
 
 def heal_warning(heal_s: float, timeout_s: float, key: str) -> str:
-    """Words for a state that takes longer to a joining peer than it may, which `key` sets; empty for others."""
+    """Return a warning for a state that takes longer to a joining peer than `key` allows; empty for others."""
     if heal_s <= timeout_s:
         return ""
     return (
@@ -66,7 +66,7 @@ def heal_warning(heal_s: float, timeout_s: float, key: str) -> str:
 
 
 def availability(fleet: Fleet, heal_s: float, *, together: bool) -> float:
-    """Share of the time that a peer trains; `together`: all stop when one fails, as in data-parallel training."""
+    """Return the share of the time that a peer trains; `together`: all stop when one fails, as in data-parallel."""
     if fleet.mtbf_h is None:
         return 1.0
     down, up = fleet.restart_s + heal_s, fleet.mtbf_h * 3600
@@ -76,7 +76,7 @@ def availability(fleet: Fleet, heal_s: float, *, together: bool) -> float:
     return 1 / (1 + (down + stalls) / up)
 
 
-def goodput(fleet: Fleet, utilisation: float, interval_s: float, heal_s: float, *, together: bool = False) -> float:
-    """Share of the fleet's compute that trains the model, 0..1."""
+def goodput(fleet: Fleet, utilization: float, interval_s: float, heal_s: float, *, together: bool = False) -> float:
+    """Return the share of the fleet's compute that trains the model, 0..1."""
     waits = 1 - 1 / fleet.slowest if together else waiting_share(fleet, interval_s)
-    return utilisation * (1 - waits) * availability(fleet, heal_s, together=together)
+    return utilization * (1 - waits) * availability(fleet, heal_s, together=together)

@@ -1,4 +1,4 @@
-"""What a link gives the joint run of a configuration: the rows of its plan about the link."""
+"""What a link gives the joint run of a configuration: the rows about the link in its plan."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.plan.footprint import ModelShape, trained_parameters
 from composer_prime.run.run_dir import RunDir
 from diloco.simulate.fleet import deadline_warning, heal_warning
-from diloco.simulate.product import JointRun, codec_bits, forecast_link
+from diloco.simulate.joint_run import JointRun, codec_bits, forecast_link
 
 LINKS_MBIT = (1000.0, 100.0)
 """Of each peer and of the rendezvous, where the configuration names none."""
 ASSUMED_STEP_S = 60.0
 _STEPS = 10
-"""Last steps of a run that say how long one takes."""
+"""The last steps of a run: their median time is a step's."""
 
 
 def link_rows(config: Config) -> list[tuple[str, str]]:
-    """(label, text) as in a plan; none without [diloco] or without a model folder to count parameters in."""
+    """Return (label, text) as in a plan; none without [diloco] or without a model folder to count parameters in."""
     diloco = config.diloco
     if diloco is None:
         return []
@@ -49,16 +49,16 @@ def link_rows(config: Config) -> list[tuple[str, str]]:
     )
     limit = diloco.rate_limit_mbit
     links = LINKS_MBIT if limit is None else (limit * config.trainer.ranks,)
-    unknown = (
-        "the time of Muon's steps, which no link changes, is not in this forecast: docs/explanation/joint-runs.md counts their "
-        "operations"
+    muon_note = (
+        "the time of Muon's steps, which no link changes, is not in this forecast: docs/explanation/joint-runs.md "
+        "counts their operations"
     )
-    muon = [("", unknown)] if diloco.outer.type == "muon" else []
+    muon = [("", muon_note)] if diloco.outer.type == "muon" else []
     return [("link", first), *(("", _link_text(run, mbit, diloco)) for mbit in links), *muon]
 
 
 def momentum_share(outer: OuterConfig, shape: ModelShape) -> float:
-    """Share of a model's parameters that have outer momentum: with Muon not the matrices of its blocks."""
+    """Return the share of a model's parameters with outer momentum: with Muon not the matrices of its blocks."""
     if not outer.momentum:
         return 0.0
     if outer.type != "muon":
@@ -67,24 +67,24 @@ def momentum_share(outer: OuterConfig, shape: ModelShape) -> float:
 
 
 def _link_text(run: JointRun, mbit: float, diloco: DilocoConfig) -> str:
-    said = forecast_link(run, run.net(mbit / 1e3))
-    interval_s = run.every / run.fragments * run.step_s + said.exposed_s
-    hidden = f", all but {said.exposed_s:.2g} s hidden by delay {run.delay:g}" if run.delay else ""
+    forecast = forecast_link(run, run.net(mbit / 1e3))
+    interval_s = run.every / run.fragments * run.step_s + forecast.exposed_s
+    hidden = f", all but {forecast.exposed_s:.2g} s hidden by delay {run.delay:g}" if run.delay else ""
     warnings = (
-        deadline_warning(said.send_s, diloco.round_deadline_s, "diloco.round_deadline_s"),
-        heal_warning(said.heal_s, diloco.heal_timeout_s, "diloco.heal_timeout_s"),
+        deadline_warning(forecast.send_s, diloco.round_deadline_s, "diloco.round_deadline_s"),
+        heal_warning(forecast.heal_s, diloco.heal_timeout_s, "diloco.heal_timeout_s"),
     )
-    codec = f" ({said.codec_s:.2g} s of it codec work, never hidden)"
+    codec = f" ({forecast.codec_s:.2g} s of it codec work, never hidden)"
     return (
-        f"at {mbit:,.0f} Mbit/s: {said.sync_s:.2g} s a synchronisation{codec}{hidden}, utilisation "
-        f"{said.utilisation:.1%}; "
-        f"{size(said.sent_bytes)} each way, {size(said.sent_bytes * 86400 / interval_s)} a day"
+        f"at {mbit:,.0f} Mbit/s: {forecast.sync_s:.2g} s a synchronization{codec}{hidden}, utilization "
+        f"{forecast.utilization:.1%}; "
+        f"{size(forecast.sent_bytes)} each way, {size(forecast.sent_bytes * 86400 / interval_s)} a day"
         + "".join(f"; warning: {warning}" for warning in warnings if warning)
     )
 
 
 def step_s(metrics: Path) -> float | None:
-    """Median seconds of a run's last steps; None before the first."""
+    """Return the median seconds of a run's last steps; None before the first."""
     if not metrics.is_file():
         return None
     lines = [json.loads(line) for line in metrics.read_text().splitlines() if '"time/step_s"' in line]
@@ -92,7 +92,7 @@ def step_s(metrics: Path) -> float | None:
 
 
 def size(count: float) -> str:
-    """Bytes for people, decimal as links are."""
+    """Format bytes in decimal units, as links have them."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
         if count >= unit:
             return f"{count / unit:.3g} {name}"

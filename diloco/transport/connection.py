@@ -1,14 +1,7 @@
 """One rank's connection to the rendezvous: numbered requests over a DEALER socket, repeated until they are answered.
 
-Runs in the event loop of the link's thread. Bytes of blobs go in pieces, several under way at once, so that a long
-round trip costs little; where a transfer broke off, it goes on.
-
-How much of a body is under way at once, by how long answers take. No I/O here.
-
-A long round trip wants many pieces under way. A slow link wants small ones: nothing else comes through while a piece is
-sent, neither the beats that keep this peer in the run nor the ones that keep the connection.
-
-A token bucket: at most so many bytes a second over any long time, a burst at once.
+Runs in the event loop of the link's thread. Bytes of blobs go in pieces, several under way at once, so a long round
+trip costs little. An interrupted transfer goes on where it broke off.
 """
 
 from __future__ import annotations
@@ -28,18 +21,20 @@ import zmq.asyncio
 from composer_prime.errors import DeadlineError, WireError
 from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.sockets import dealer
-from diloco.transport.header import Header, RunningChecksum, check_body
 from diloco.transport.messages import (
     BodyChunk,
     DeltaOffer,
     FromPeer,
     Get,
     Gone,
+    Header,
     Piece,
     Received,
     RequestRefused,
     RoundClosed,
+    RunningChecksum,
     ToPeer,
+    check_body,
     encode,
     to_peer,
 )
@@ -54,19 +49,33 @@ WINDOW = 32
 LEAST_BYTES = 1 << 14
 _FIRST_WINDOW, _LEAST_WINDOW = 4, 2
 _SLOW_S = 2.0
-"""An answer that takes longer says that the link's queue is full."""
+"""An answer that takes longer shows that the link's queue is full."""
+_RESEND_S = 3.0
+_PIECE_TIMEOUT_S = 15.0
+BodyRequest = TypeVar("BodyRequest", BodyChunk, Get)
+
+
+class RefusedError(WireError):
+    """The rendezvous refused a request; the message is its own."""
 
 
 class Flow:
-    """Of one transfer: how quick the link was for the last says nothing about this one."""
+    """How much of one transfer is under way at once, by how long answers take. No I/O here.
+
+    A long round trip needs many pieces under way. A slow link needs small ones: nothing else gets through while a piece
+    is sent, neither the beats that keep this peer in the run nor those that keep the connection. How fast the last
+    transfer was does not matter to the next.
+    """
 
     def __init__(self, least_bytes: int = LEAST_BYTES, most_bytes: int = PIECE_BYTES) -> None:
         """Sizes of pieces. The most must be the least times a power of two."""
-        self._least_bytes, self._most_bytes = least_bytes, most_bytes
-        self.piece_bytes, self.window = least_bytes, _FIRST_WINDOW
+        self._least_bytes = least_bytes
+        self._most_bytes = most_bytes
+        self.piece_bytes = least_bytes
+        self.window = _FIRST_WINDOW
 
-    def answered(self, took_s: float) -> None:
-        """A piece was answered so long after it was sent."""
+    def note_answer(self, took_s: float) -> None:
+        """Adapt to a piece that was answered `took_s` after it was sent."""
         if took_s < _SLOW_S:
             if self.piece_bytes < self._most_bytes:
                 self.piece_bytes *= 2
@@ -77,40 +86,36 @@ class Flow:
         else:
             self.piece_bytes = max(self._least_bytes, self.piece_bytes // 2)
 
-    def unanswered(self) -> None:
-        """An answer stayed out: the link became slow, or was lost with all that was under way."""
+    def note_timeout(self) -> None:
+        """Start small again: the link became slow, or was lost with all that was under way."""
         self.piece_bytes, self.window = self._least_bytes, _LEAST_WINDOW
 
 
 class TokenBucket:
+    """Lets through at most so many bytes a second over any long time, and a burst at once."""
+
     def __init__(
         self, bytes_per_s: float | None, burst_bytes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """None has no limit."""
-        self._rate, self._burst, self._clock = bytes_per_s, float(burst_bytes), clock
-        self._tokens, self._filled = self._burst, clock()
+        self._rate = bytes_per_s
+        self._burst = float(burst_bytes)
+        self._clock = clock
+        self._tokens = self._burst
+        self._filled_at = clock()
 
     def delay_s(self, size: int) -> float:
-        """Take `size` bytes; how long to wait before sending them. The bucket may go into debt, so any size passes."""
+        """Take `size` bytes; return the wait before sending them. The bucket may go into debt, so any size passes."""
         if self._rate is None:
             return 0.0
         now = self._clock()
-        self._tokens = min(self._burst, self._tokens + (now - self._filled) * self._rate) - size
-        self._filled = now
+        self._tokens = min(self._burst, self._tokens + (now - self._filled_at) * self._rate) - size
+        self._filled_at = now
         return max(0.0, -self._tokens / self._rate)
 
     async def take(self, size: int) -> None:
-        if (delay := self.delay_s(size)) > 0:
-            await asyncio.sleep(delay)
-
-
-_RESEND_S = 3.0
-_PIECE_TIMEOUT_S = 15.0
-Asked = TypeVar("Asked", BodyChunk, Get)
-
-
-class RefusedError(WireError):
-    """The rendezvous refused a request; the message is its own."""
+        if (delay_s := self.delay_s(size)) > 0:
+            await asyncio.sleep(delay_s)
 
 
 class Connection:
@@ -124,17 +129,17 @@ class Connection:
         self._waiting: dict[bytes, asyncio.Future[ToPeer]] = {}
         rate = rate_limit_mbit * 1e6 / 8 if rate_limit_mbit is not None else None
         self._bucket = TokenBucket(rate, min(2 * PIECE_BYTES, int(rate or PIECE_BYTES)))  # a second's worth at most
-        self._receiver = asyncio.create_task(self._receive())
+        self.receiver = asyncio.create_task(self._receive())
 
     async def close(self) -> None:
-        self._receiver.cancel()
+        self.receiver.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await self._receiver
+            await self.receiver
         self._socket.close(linger=200)
         self._context.term()
 
     async def call(self, request: FromPeer, timeout_s: float = float("inf")) -> ToPeer:
-        """The answer to `request`, which is sent again every few seconds.
+        """Return the answer to `request`, which is sent again every few seconds.
 
         Raises DeadlineError after `timeout_s`, or RefusedError with the rendezvous' words.
         """
@@ -170,10 +175,7 @@ class Connection:
                 future.set_exception(error)
 
     async def upload(self, header: Header, body: memoryview, instance: int) -> bool:
-        """Bring a blob of this start of the peer over; whether all of it is there.
-
-        If not, its round closed, or nobody wants it any more. Raises RefusedError.
-        """
+        """Upload a blob; return False when its round closed or nobody wants it any more. Raises RefusedError."""
         flow = Flow()
         while True:
             answer = await self.call(DeltaOffer(header=header, instance=instance))
@@ -186,19 +188,19 @@ class Connection:
                 BodyChunk(name=header.name, offset=at, data=bytes(body[at : at + size]), instance=instance)
                 for at, size in _spans(answer.size, header.size, flow)
             )
-            # Whatever goes wrong on the way, the next offer's answer says where to go on.
+            # Whatever goes wrong on the way, the answer to the next offer tells where to go on.
             with contextlib.suppress(TimeoutError):
                 async for chunk, reply in self._pipelined(chunks, flow):
                     if not isinstance(reply, Received) or reply.size < chunk.offset + len(chunk.data):
                         break
 
     async def download(self, header: Header, progress: str = "") -> bytearray | None:
-        """A blob's body; None when it is not kept any more. Raises ChecksumError, WireError, RefusedError.
+        """Return a blob's body; None when it is not kept any more. Raises ChecksumError, WireError, RefusedError.
 
-        `progress`: what to call it in the log, about every ten seconds.
+        `progress`: its name in the log, about every ten seconds.
         """
-        body, done, said, running = bytearray(header.size), 0, time.monotonic(), RunningChecksum()
-        flow = Flow()
+        body, done, checksum, flow = bytearray(header.size), 0, RunningChecksum(), Flow()
+        logged_at = time.monotonic()
         while done < header.size:
             spans = _spans(done, header.size, flow)
             requests = (Get(name=header.name, offset=at, length=size) for at, size in spans)
@@ -209,20 +211,22 @@ class Connection:
                     if len(piece.data) != get.length:
                         raise WireError(f"{header.name}: {len(piece.data)} bytes at {get.offset}, not {get.length}")
                     body[get.offset : get.offset + get.length] = piece.data
-                    running.update(piece.data)  # not all at once at the end: beats go out meanwhile
+                    checksum.update(piece.data)  # not all at once at the end: beats go out meanwhile
                     done = get.offset + get.length
-                    if progress and time.monotonic() - said > 10:
-                        said = time.monotonic()
+                    if progress and time.monotonic() - logged_at > 10:
+                        logged_at = time.monotonic()
                         logger.info("%s: %.0f %% of %.1f MB", progress, 100 * done / header.size, header.size / 1e6)
-        check_body(header, len(body), running.hexdigest())
+        check_body(header, len(body), checksum.hexdigest())
         return body
 
-    async def _pipelined(self, requests: Iterable[Asked], flow: Flow) -> AsyncIterator[tuple[Asked, ToPeer]]:
-        """Requests, made one by one, with their answers, in order: as many under way at once as `flow` says.
+    async def _pipelined(
+        self, requests: Iterable[BodyRequest], flow: Flow
+    ) -> AsyncIterator[tuple[BodyRequest, ToPeer]]:
+        """Yield requests, made one by one, with their answers, in order; `flow` decides how many are under way.
 
-        Raises TimeoutError when an answer stays out.
+        Raises TimeoutError when an answer does not come.
         """
-        waiting: deque[tuple[Asked, float, asyncio.Future[ToPeer]]] = deque()
+        waiting: deque[tuple[BodyRequest, float, asyncio.Future[ToPeer]]] = deque()
         source = iter(requests)
         try:
             while True:
@@ -232,13 +236,13 @@ class Connection:
                     waiting.append((request, time.monotonic(), await self._send(request)))
                 if not waiting:
                     return
-                request, sent, future = waiting.popleft()
+                request, sent_at, future = waiting.popleft()
                 try:
                     answer = _accepted(await asyncio.wait_for(future, _PIECE_TIMEOUT_S))
                 except TimeoutError:
-                    flow.unanswered()
+                    flow.note_timeout()
                     raise
-                flow.answered(time.monotonic() - sent)
+                flow.note_answer(time.monotonic() - sent_at)
                 yield request, answer
         finally:
             for _, _, future in waiting:
@@ -246,7 +250,7 @@ class Connection:
 
 
 def _spans(start: int, end: int, flow: Flow) -> Iterator[tuple[int, int]]:
-    """Offsets and sizes of pieces, each of the size that is right when it is asked for."""
+    """Yield offsets and sizes of pieces, each of the size that fits when it is requested."""
     while start < end:
         size = min(flow.piece_bytes, end - start)
         yield start, size

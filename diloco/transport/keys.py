@@ -1,11 +1,11 @@
 """The joint run's key: one file that every cluster holds, from which all other keys are derived.
 
-    run key (32 random bytes) ──blake2b──┬─ CURVE pair of the rendezvous     peers know whom they talk to
+    run key (32 random bytes) ──blake2b──┬─ CURVE pair of the rendezvous     peers authenticate it
                                          ├─ CURVE pair of the peers          the rendezvous admits nobody else
-                                         └─ authentication key of headers    what is relayed stays what was sent
+                                         └─ authentication key of headers    nothing relayed can be altered
 
 Whoever holds the key is a peer: it can train, and it can send bad deltas. Peers are not protected from one another
-beyond the guards; see docs/security.md.
+beyond the guards; see docs/explanation/security.md.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class JointKey:
         return cls(raw)
 
     def derive(self, purpose: str) -> bytes:
-        """32 bytes of their own for each purpose."""
+        """Return 32 bytes that are different for each purpose."""
         return hashlib.blake2b(purpose.encode(), key=self.raw, digest_size=32).digest()
 
     def server(self) -> CurvePair:

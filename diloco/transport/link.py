@@ -1,12 +1,13 @@
 """A trainer rank's link to the other clusters, in a thread of its own: training goes on while deltas travel.
 
-    engine thread                         link thread
-    offer(header, body)  ───────────────> upload, ask for the outcome, fetch the others' bodies (exchange.py)
-    wait(timeout_s)      <─────────────── Arrived | Left | nothing yet
-    seek, found          <──────────────> a state to join with
-                                          a beat every few seconds: alive, at which outer step (session.py)
+    training thread                       link thread
+    offer(header, body)  ───────────────> upload, request the result, fetch the others' bodies (session.py, Exchange)
+    wait(timeout_s)      <─────────────── RoundResult | MustRejoin | nothing yet
+    request_source       ───────────────> a state to join with
+    join_source          <───────────────
+                                          a beat every few seconds: alive, at which outer step (session.py, Session)
 
-A lost connection or a restarted rendezvous is nothing special: requests are repeated, uploads go on where they were.
+A lost connection or a restarted rendezvous is no failure: requests are repeated, uploads go on where they were.
 """
 
 from __future__ import annotations
@@ -22,13 +23,10 @@ from typing import Any, TypeVar
 
 from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import RunMismatchError
-from diloco.rendezvous.peer import Position
 from diloco.transport.connection import Connection, RefusedError
-from diloco.transport.exchange import Exchange, JoinSource, MustRejoin, Offered, RoundResult
-from diloco.transport.header import Header, body_checksum, seal_header
 from diloco.transport.keys import JointKey
-from diloco.transport.messages import Unusable, layout_hash
-from diloco.transport.session import Member, Session
+from diloco.transport.messages import Header, Position, Unusable, body_checksum, layout_hash, seal_header
+from diloco.transport.session import Exchange, JoinSource, Member, MustRejoin, RoundEntry, RoundResult, Session
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,28 +35,31 @@ _FAREWELL_S = 4.0
 
 class PeerLink:
     def __init__(self, config: DilocoConfig, key: JointKey, member: Member) -> None:
-        self._config, self._member = config, member
-        self._client, self._header_key = key.client(), key.derive("headers")
+        self._config = config
+        self._member = member
+        self._client_keys = key.client()
+        self._header_key = key.derive("headers")
         self._layout_hash = layout_hash(member.layout)
         self._session = Session(config, member)
         self._connection: Connection | None = None
+        """This and the exchange are made in the link thread, where their event loop runs."""
         self._exchange: Exchange | None = None
-        self._part: Offered | None = None
+        self._entry: RoundEntry | None = None
         self._round: concurrent.futures.Future[RoundResult | MustRejoin] | None = None
-        self._hellos = 0
-        """Of the session, when the round was begun."""
+        self._round_hellos = 0
+        """The session's hellos when the round was begun."""
         self._beating: asyncio.Task[None] | None = None
-        self._join: concurrent.futures.Future[JoinSource] | None = None
+        self._source: concurrent.futures.Future[JoinSource] | None = None
         self._attempt = 0
-        self._served = 0
-        """Serial of the last request for this peer's state that was met."""
+        self._answered_request = 0
+        """Serial of the last request for this peer's state that was served or refused."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="diloco-link", daemon=True)
 
-    # -- engine thread -------------------------------------------------------------------------------------------
+    # -- training thread -----------------------------------------------------------------------------------------
 
     def start(self, outer_step: int, base_hash: str) -> None:
-        """Connect and say hello as one that stands there.
+        """Connect and send a hello from that position.
 
         Raises DeadlineError when the rendezvous does not answer, RunMismatchError when it refuses this peer.
         """
@@ -77,115 +78,115 @@ class PeerLink:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=5)
 
-    def position(self, outer_step: int, base_hash: str, *, training: bool | None = None) -> None:
-        """Where this rank stands, for the next beat; while it is not training no round waits for it.
+    def set_position(self, outer_step: int, base_hash: str, *, training: bool | None = None) -> None:
+        """Set where this rank stands, for the next beat; while it is not training no round waits for it.
 
-        None leaves that as it was; a change is told at once. Never waits.
+        `training` None leaves that as it was; a value is sent at once. Never waits.
         """
         before = self._session.position.training
         self._session.position = Position(outer_step, base_hash, before if training is None else training)
         if training is not None and self._connection is not None:
-            self._submit(self._session.tell(self._connection))
+            self._submit(self._session.beat_early(self._connection))
 
-    def header(self, kind: str, body: memoryview, outer_step: int, base_hash: str, **facts: Any) -> Header:
-        """Of a body that belongs to the global values with that hash; not sealed yet. `facts`: more of its fields."""
+    def header(self, kind: str, body: memoryview, outer_step: int, base_hash: str, **fields: Any) -> Header:
+        """Return the header, not sealed yet, of a body that belongs to the global values with that hash."""
         return Header(
             kind=kind, run=self._config.run, peer=self._config.peer_id, rank=self._member.rank, size=len(body),
             outer_step=outer_step, base_hash=base_hash, layout_hash=self._layout_hash,
-            checksum=body_checksum(body), **facts,
+            checksum=body_checksum(body), **fields,
         )  # fmt: skip
 
+    def seal(self, header: Header) -> Header:
+        return seal_header(header, self._header_key)
+
     def offer(self, header: Header, body: memoryview) -> None:
-        """Start on a round: bring a delta, then fetch the outcome; `body` must not change any more."""
-        self._part = Offered(outer_step=header.outer_step, base_hash=header.base_hash, header=header, body=body)
-        self.repeat()
+        """Begin a round: bring a delta, then fetch the result; `body` must not change any more."""
+        self._entry = RoundEntry(outer_step=header.outer_step, base_hash=header.base_hash, header=header, body=body)
+        self.retry_round()
 
     def fetch(self, outer_step: int, base_hash: str) -> None:
-        """Start on a round without a delta: only fetch what the others agreed on."""
-        self._part = Offered(outer_step=outer_step, base_hash=base_hash)
-        self.repeat()
+        """Begin a round without a delta: only fetch the result."""
+        self._entry = RoundEntry(outer_step=outer_step, base_hash=base_hash)
+        self.retry_round()
 
-    def repeat(self) -> None:
-        """Take part once more in the round that was begun, for not all ranks of this peer were told the same."""
+    def retry_round(self) -> None:
+        """Take part once more in the round that was begun, because not all ranks of this peer got the same result."""
         if self._round is not None:
             self._round.cancel()
-        self._hellos = self._session.hellos
-        self._round = self._submit(self._exchange.take_part(self._part))
+        self._round_hellos = self._session.hellos
+        self._round = self._submit(self._exchange.take_part(self._entry))
 
     def wait(self, timeout_s: float) -> RoundResult | MustRejoin | None:
-        """How the round that was begun ended; None while it has not. Raises what went wrong, such as WireErrors."""
-        if self._session.failure is not None:
-            raise self._session.failure
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            return self._round.result(timeout_s) if self._round is not None else None
-        return None
+        """Return the result of the round that was begun; None while there is none. Raises its errors (WireErrors)."""
+        return self._result(self._round, timeout_s)
 
     @property
-    def outdated(self) -> bool:
-        """Whether the rendezvous was restarted since the round was begun, and cannot tell others how it ended."""
-        return self._hellos != self._session.hellos
+    def rendezvous_restarted(self) -> bool:
+        """Whether the rendezvous was restarted since the round was begun, and so forgot how it ended."""
+        return self._round_hellos != self._session.hellos
 
-    def left_s(self, outer_step: int) -> float | None:
-        """Until a delta that is begun now would miss the deadline of this round, if that runs; as of the last beat."""
+    def time_left_s(self, outer_step: int) -> float | None:
+        """Return the seconds until a delta begun now misses this round's deadline, as of the last beat.
+
+        None while the deadline does not run.
+        """
         status = self._session.status
         if status.open_round != outer_step or status.left_s is None:
             return None
         return status.left_s - (time.monotonic() - self._session.status_at) - self._exchange.upload_s
 
     @property
-    def state_wanted(self) -> int:
+    def state_request(self) -> int:
         """Serial of a request for this peer's state; 0 for none."""
         serial = self._session.status.state_wanted
-        return serial if serial != self._served else 0
+        return serial if serial != self._answered_request else 0
 
     def serve_state(self, header: Header, body: memoryview) -> None:
         """Upload a copy of the state in the background; `body` must not change any more."""
-        self._served = header.serial
-        upload = self._submit(
-            self._connection.upload(seal_header(header, self._header_key), body, self._member.instance)
-        )
-        upload.add_done_callback(_note_upload)
+        self._answered_request = header.serial
+        upload = self._submit(self._connection.upload(self.seal(header), body, self._member.instance))
+        upload.add_done_callback(_log_upload)
 
     def refuse_state(self, serial: int, reason: str) -> None:
-        """Have another source asked, for this state can not be served, or not be taken over. Never waits."""
-        self._served = serial
-        said = Unusable(
+        """Report that this state cannot be served or taken over: another source is asked. Never waits."""
+        self._answered_request = serial
+        unusable = Unusable(
             peer=self._config.peer_id, instance=self._member.instance, serial=serial, reason=reason
         )  # fmt: skip
-        self._submit(self._connection.call(said))
+        self._submit(self._connection.call(unusable))
 
-    def seek(self, outer_step: int, base_hash: str) -> None:
-        """Ask for what to join with, being at `outer_step` with `base_hash`; all ranks of the peer must ask."""
-        if self._join is not None:
-            self._join.cancel()
+    def request_source(self, outer_step: int, base_hash: str) -> None:
+        """Ask which state to join with, being at `outer_step` with `base_hash`; all ranks of the peer must ask."""
+        if self._source is not None:
+            self._source.cancel()
         self._attempt += 1
-        self._join = self._submit(self._exchange.fetch_state(outer_step, base_hash, self._attempt))
+        self._source = self._submit(self._exchange.fetch_source(outer_step, base_hash, self._attempt))
 
-    def found(self, timeout_s: float) -> JoinSource | None:
-        """What to join with; None while it is not known. Raises what went wrong, such as WireErrors."""
-        if self._session.failure is not None:
-            raise self._session.failure
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            return self._join.result(timeout_s) if self._join is not None else None
-        return None
+    def join_source(self, timeout_s: float) -> JoinSource | None:
+        """Return the state to join with; None while it is not known. Raises its errors (WireErrors)."""
+        return self._result(self._source, timeout_s)
 
-    def sought(self) -> None:
-        """What was found is with the caller now: let go of it."""
-        self._join = None
+    def release_source(self) -> None:
+        """Drop the link's reference to the state, which is as large as the model."""
+        self._source = None
 
     @property
     def waiting_for(self) -> str:
-        """What the rendezvous said last when there was no answer yet."""
+        """What the rendezvous last reported that it waits for."""
         return self._exchange.waiting_for if self._exchange is not None else "a connection"
-
-    def seal(self, header: Header) -> Header:
-        return seal_header(header, self._header_key)
 
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
         connection = self._connection
         return (connection.bytes_sent, connection.bytes_received) if connection else (0, 0)
+
+    def _result(self, future: concurrent.futures.Future[T] | None, timeout_s: float) -> T | None:
+        if self._session.failure is not None:
+            raise self._session.failure
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            return future.result(timeout_s) if future is not None else None
+        return None
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -199,7 +200,7 @@ class PeerLink:
     async def _open(self) -> None:
         config, member = self._config, self._member
         identity = f"{config.peer_id}/{member.rank}/{member.instance}"  # a successor's answers are not this process's
-        connection = Connection(config.rendezvous, self._client, identity, config.rate_limit_mbit)
+        connection = Connection(config.rendezvous, self._client_keys, identity, config.rate_limit_mbit)
         self._connection = connection
         self._exchange = Exchange(connection, self._header_key, config.run, config.peer_id, member)
         await self._session.hello(connection)
@@ -208,18 +209,18 @@ class PeerLink:
     async def _shut(self) -> None:
         if self._connection is None:
             return
-        where = self._session.position
-        if where.training:
-            self._session.position = Position(where.outer_step, where.base_hash, False)
+        position = self._session.position
+        if position.training:
+            self._session.position = Position(position.outer_step, position.base_hash, False)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._session.tell(self._connection), _FAREWELL_S / 2)
+                await asyncio.wait_for(self._session.beat_early(self._connection), _FAREWELL_S / 2)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            if task is not self._connection._receiver:
+            if task is not self._connection.receiver:
                 task.cancel()
         await self._connection.close()
 
 
-def _note_upload(upload: concurrent.futures.Future[bool]) -> None:
+def _log_upload(upload: concurrent.futures.Future[bool]) -> None:
     if upload.cancelled():
         return
     if (error := upload.exception()) is not None:

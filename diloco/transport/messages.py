@@ -1,39 +1,139 @@
-"""Messages between a peer's trainer ranks and the rendezvous (ZMQ ROUTER/DEALER, msgpack, CURVE).
+"""What travels between a peer's trainer ranks and the rendezvous (ZMQ ROUTER/DEALER, msgpack, CURVE). No torch here.
 
-    Hello ------> Welcome                      run, layout and settings must be those of the others
-    Beat -------> BeatReply                    alive; is a round open, is this peer's state wanted
-    Offer ------> Received | Closed | Gone     the header of a blob; its bytes may come, from this one on
-    Chunk ------> Received | Gone              some of its bytes
-    AskRound ---> Outcome | NotReady | Gone    whose deltas make up an outer step
-    AskState ---> Current | StateReady | NotReady    whether to join with what one has, or with another peer's state;
+    PeerHello ----> PeerWelcome                run, layout and settings must be those of the others
+    Beat ---------> BeatReply                  alive; is a round open, is this peer's state wanted
+    DeltaOffer ---> Received | RoundClosed | Gone     the header of a blob; its bytes may come, from this one on
+    BodyChunk ----> Received | Gone            some of its bytes
+    AskRound -----> RoundOutcome | RoundNotReady | Gone     whose deltas make up an outer step
+    AskState -----> Current | StateReady | RoundNotReady    whether to join with one's own state or with another peer's;
                                                decided once all ranks of the peer have asked, for all of them
-    Get --------> Piece | Gone                 some bytes of a blob that another peer offered
-    Unusable ---> Gone                         a state cannot be served, or cannot be taken over: ask another source
-    (any) ------> Refused                      does not belong here; says why
+    Get ----------> Piece | Gone               some bytes of a blob that another peer offered
+    Unusable -----> Gone                       a state cannot be served, or cannot be taken over: ask another source
+    (any) --------> RequestRefused             does not belong here, and why
 
-Every request may be repeated: the answer to the second is that to the first. The header of a blob says what it is and
-who made it (header.py).
+Every request may be repeated: the answer to the second is that to the first.
 
-What peers tell one another about their parameters; no torch here, for the rendezvous has none.
+A blob is a delta or a state. Its header names the body's hash, run, peer, outer step and the global model that it
+starts from. It is sealed with a key derived from the run's, and no two are the same. So a relay without the key cannot
+alter a delta, and nobody can replay one in another round.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import math
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from composer_prime.errors import WireError
-from diloco.transport.header import PROTOCOL, Header
+from composer_prime.errors import ChecksumError, RunMismatchError, WireError
+
+PROTOCOL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank stands."""
+
+    outer_step: int
+    base_hash: str
+    training: bool
+    """False while it joins: rounds do not wait for it."""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What a blob is. `kind` is delta or state."""
+
+    protocol: int = PROTOCOL
+    kind: str
+    run: str
+    peer: str
+    rank: int
+    outer_step: int
+    """delta: the step it contributes to; state: the steps that it holds."""
+    base_hash: str
+    """Hash of this rank's global values at outer_step: all peers of a round start from the same."""
+    layout_hash: str
+    size: int
+    """Bytes of the body."""
+    checksum: str
+    """blake2b-256 of the body, hexadecimal."""
+    fragment: int = -1
+    codec: str = ""
+    weight: float = 0.0
+    """What the delta counts by: tokens, samples or 1."""
+    inner_steps: int = 0
+    serial: int = 0
+    """state: the request that it answers."""
+    nonce: str = ""
+    """16 random bytes, so that no two headers are the same."""
+    mac: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the blob at the rendezvous."""
+        number = self.outer_step if self.kind == "delta" else self.serial
+        return f"{self.kind}/{number}/{self.peer}/{self.rank}"
+
+
+class RunningChecksum:
+    """Checksum of a body whose pieces come one after the other."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=32)
+
+    def update(self, piece: bytes | bytearray | memoryview) -> None:
+        self._hash.update(piece)
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+
+def body_checksum(body: bytes | bytearray | memoryview) -> str:
+    return hashlib.blake2b(body, digest_size=32).hexdigest()
+
+
+def seal_header(header: Header, key: bytes) -> Header:
+    """Return `header` with a fresh nonce and its authentication code."""
+    header = msgspec.structs.replace(header, nonce=secrets.token_hex(16))
+    return msgspec.structs.replace(header, mac=_mac(header, key))
+
+
+def authenticate(header: Header, key: bytes, *, run: str) -> None:
+    """Raises RunMismatchError for another run or release, ChecksumError when not made with the run's key."""
+    if header.protocol != PROTOCOL:
+        raise RunMismatchError(f"{header.peer} speaks protocol {header.protocol}, this is {PROTOCOL}: use one release")
+    if header.run != run:
+        raise RunMismatchError(f"{header.peer} sends for run {header.run!r}, this is {run!r}: check diloco.run")
+    if not hmac.compare_digest(header.mac.encode(), _mac(header, key).encode()):
+        raise ChecksumError(f"the header of {header.name} was not made with this run's key, or was altered on the way")
+
+
+def check_body(header: Header, size: int, checksum: str) -> None:
+    """Raises ChecksumError when a body of `size` bytes with `checksum` is not the header's."""
+    if size != header.size or checksum != header.checksum:
+        raise ChecksumError(
+            f"{header.name}: {size} bytes with hash {checksum[:16]}..., its header says {header.size} bytes "
+            f"with {header.checksum[:16]}...: damaged on the way"
+        )
+
+
+def _mac(header: Header, key: bytes) -> str:
+    raw = msgspec.msgpack.encode(msgspec.structs.replace(header, mac=""))
+    return hashlib.blake2b(raw, key=key, digest_size=32).hexdigest()
+
+
+# -- layouts: what peers must have in common ----------------------------------------------------------------------
 
 _DELTA_BYTES, _STATE_BYTES, _MORE_BYTES = 5, 13, 1 << 21
-"""At most, of a parameter: fp32 has 4; master, momentum and swept values 12. And beside them: a last block, names."""
+"""Upper bounds of bytes a parameter (fp32: 4; master, momentum and swept values: 12), and of a last block and names."""
 
 
 class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one parameter lies, as far as peers must agree on it."""
+    """Where one parameter lies, as far as peers must agree."""
 
     name: str
     shape: list[int]
@@ -44,34 +144,34 @@ class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def largest_body(tensors: Sequence[TensorLayout], fragment: int | None) -> int:
-    """Bytes that no delta of this fragment exceeds; None: no state."""
+    """Return the most bytes that a delta of `fragment` can have; None: that a state can have."""
     count = sum(math.prod(each.local_shape) for each in tensors if fragment in (None, each.fragment))
     return _MORE_BYTES + count * (_STATE_BYTES if fragment is None else _DELTA_BYTES)
 
 
 def layout_hash(tensors: Sequence[TensorLayout]) -> str:
-    """blake2b-128, hexadecimal."""
+    """Return the blake2b-128 of a layout, hexadecimal."""
     return hashlib.blake2b(msgspec.json.encode(list(tensors)), digest_size=16).hexdigest()
 
 
 def difference(ours: Sequence[TensorLayout], theirs: Sequence[TensorLayout]) -> str:
-    """The first thing that differs, in words that give both sides; empty when nothing does."""
+    """Return the first parameter that differs, with both sides; empty when none does."""
     mine, other = {each.name: each for each in ours}, {each.name: each for each in theirs}
     differing = [name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name)]
     if not differing:
         return ""
     name = min(differing, key=lambda name: (name in mine and name in other, name))
-    return f"parameter {name}: {_words(mine.get(name))} here, {_words(other.get(name))} there"
+    return f"parameter {name}: {_description(mine.get(name))} here, {_description(other.get(name))} there"
 
 
-def _words(tensor: TensorLayout | None) -> str:
+def _description(tensor: TensorLayout | None) -> str:
     if tensor is None:
         return "not trained"
     return f"shape {tensor.shape}, shard {tensor.local_shape}, fragment {tensor.fragment}"
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what follows."""
+    """Base of all messages."""
 
 
 class PeerHello(Message, tag="hello"):
@@ -80,7 +180,7 @@ class PeerHello(Message, tag="hello"):
     rank: int
     ranks: int
     instance: int
-    """Random, the same on all ranks of a peer's start: a restarted peer is told from its predecessor."""
+    """Random, the same on all ranks of one start of a peer: it tells a restarted peer from its predecessor."""
     outer_step: int
     base_hash: str
     training: bool
@@ -92,7 +192,7 @@ class PeerHello(Message, tag="hello"):
     frozen: str = ""
     """Digest of what this rank holds of the parameters that are not trained."""
     protocol: int = 0
-    """0 for releases before protocol 3, which did not tell."""
+    """0 for releases before protocol 3, which did not send it."""
 
 
 class Beat(Message, tag="beat"):
@@ -108,7 +208,7 @@ class Beat(Message, tag="beat"):
 class DeltaOffer(Message, tag="offer"):
     header: Header
     instance: int
-    """Which start of the peer brings it; as in its hello."""
+    """As in its hello."""
 
 
 class BodyChunk(Message, tag="chunk"):
@@ -144,7 +244,7 @@ class Get(Message, tag="get"):
 
 class Unusable(Message, tag="unusable"):
     peer: str
-    """Who says so."""
+    """The sender."""
     instance: int
     serial: int
     reason: str
@@ -152,12 +252,12 @@ class Unusable(Message, tag="unusable"):
 
 class PeerWelcome(Message, tag="welcome"):
     beat_s: float
-    """How often a beat is expected."""
+    """Seconds between beats."""
 
 
 class BeatReply(Message, tag="beat_reply"):
     known: bool
-    """False: say hello (again); the rendezvous was restarted."""
+    """False: send a hello (again); the rendezvous was restarted."""
     open_round: int | None
     left_s: float | None
     """Until the open round's deadline."""
@@ -176,7 +276,7 @@ class RoundClosed(Message, tag="closed"):
 
 
 class Gone(Message, tag="gone"):
-    """What was asked for is not there and will not be: join anew."""
+    """The requested thing is not there and will not be: join anew."""
 
     reason: str
 
@@ -189,15 +289,15 @@ class RoundOutcome(Message, tag="outcome"):
     outer_step: int
     quorum_id: int
     headers: list[Header]
-    """Of the contributions, this rank's part, sorted by peer."""
+    """This rank's part of the contributions, sorted by peer."""
     newest: int
-    """The last round that is closed: more outcomes are to be had up to it."""
+    """The last closed round: more outcomes are available up to it."""
     digest: str
-    """Of all ranks' headers: ranks that were told of different outcomes notice."""
+    """Hash of all ranks' headers: ranks that got different outcomes notice."""
 
 
 class Current(Message, tag="current"):
-    """The asker's own state will do: it is the others', can catch up from rounds that are kept, or it is alone."""
+    """The peer's own state will do: it is the others', can catch up from rounds that are kept, or the peer is alone."""
 
     newest: int
     """The last closed round; -1 for none."""

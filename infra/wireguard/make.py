@@ -35,20 +35,20 @@ class Host:
 
 
 def configurations(names: list[str], endpoint: str) -> dict[str, str]:
-    """host -> its configuration; the first is the hub, `endpoint` its HOST:PORT as the others reach it.
+    """Return each host's configuration. The first is the hub; `endpoint`: its HOST:PORT as the others reach it.
 
-    Raises ConfigError where it is none.
+    Raises ConfigError when `endpoint` is not HOST:PORT.
     """
-    reached = host_port(endpoint, "--endpoint")
+    hub_address = host_port(endpoint, "--endpoint")
     hub, *spokes = [Host.make(name, number) for number, name in enumerate(names, start=1)]
     peers = "".join(
         f"\n# {spoke.name}\n[Peer]\nPublicKey = {spoke.public}\nAllowedIPs = {spoke.address}/32\n" for spoke in spokes
     )
-    texts = {hub.name: f"{_interface(hub)}ListenPort = {reached.port}\n{peers}"}
+    texts = {hub.name: f"{_interface(hub)}ListenPort = {hub_address.port}\n{peers}"}
     for spoke in spokes:
         texts[spoke.name] = (
             f"{_interface(spoke)}\n# {hub.name}\n[Peer]\nPublicKey = {hub.public}\nAllowedIPs = {hub.address}/32\n"
-            f"Endpoint = {reached}\nPersistentKeepalive = 25\n"
+            f"Endpoint = {hub_address}\nPersistentKeepalive = 25\n"
         )
     return texts
 
@@ -58,7 +58,7 @@ def _interface(host: Host) -> str:
 
 
 def write(folder: Path, texts: dict[str, str]) -> list[Path]:
-    """HOST.conf files of mode 600, all of them new. Raises FileExistsError, with none written, when one exists."""
+    """Write new HOST.conf files of mode 600. Raises FileExistsError, with none written, when one exists."""
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     try:
@@ -84,7 +84,7 @@ def main() -> int:
     if len(set(words.hosts)) < len(words.hosts) or not 2 <= len(words.hosts) <= MAX_HOSTS:
         parser.error(f"{len(words.hosts)} hosts were given; expected 2 to {MAX_HOSTS} different names")
     if not all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) for name in words.hosts):
-        parser.error(f"{words.hosts} name files; use letters, digits, '.', '-' and '_'")
+        parser.error(f"{words.hosts} become file names; use letters, digits, '.', '-' and '_'")
     try:
         for path in write(words.out, configurations(words.hosts, words.endpoint)):
             print(f"wrote {path}")
@@ -92,8 +92,8 @@ def main() -> int:
         parser.error(str(error))
     except FileExistsError as error:
         parser.error(
-            f"{error.filename} exists, and new keys fit none of the old ones: nothing was written. Take another --out, "
-            "or remove the old files to give every host new keys"
+            f"{error.filename} exists, and new keys do not work with the old ones: nothing was written. Use another "
+            "--out, or remove the old files to give every host new keys"
         )
     return 0
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_prime.config.diloco import CodecConfig
-from diloco.codec import ErrorFeedback, build_codec, codec_from_spec
-from diloco.codec.base import EntropyCodec
+from diloco.codec import EntropyCodec, ErrorFeedback, build_codec, codec_from_spec
 
 SPECS = ["fp32", "bf16", "int8/256", "int4/64", "e3m0/256", "sparse/64"]
 vectors = st.builds(

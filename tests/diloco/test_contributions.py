@@ -12,7 +12,7 @@ from composer_prime.config.diloco import MAX_BLOCK, CodecConfig, GuardConfig
 from diloco.codec import build_codec, codec_from_spec
 from diloco.outer_step import accept
 from diloco.ranks import Ranks
-from diloco.transport.header import Header, body_checksum
+from diloco.transport.messages import Header, body_checksum
 
 
 def contribution(peer: str, values: torch.Tensor, **fields) -> tuple[Header, memoryview]:
@@ -39,7 +39,7 @@ def test_wrong_contributions(wrong, reason):
     values = torch.linspace(-1, 1, 300)
     good, bad = contribution("a", values), contribution("b", values, **wrong)
     found = accept([good[0], bad[0]], [good[1], bad[1]], fragment=1, n=300, guard=GuardConfig(), ranks=Ranks())
-    assert list(found.reasons) == ["b"] and re.search(reason, found.reasons["b"]) and found.weights == [2.0]
+    assert list(found.rejections) == ["b"] and re.search(reason, found.rejections["b"]) and found.weights == [2.0]
     assert torch.allclose(found.deltas[0], values, atol=1 / 127)
     assert found.norms["a"] == pytest.approx(float(values.norm()), rel=0.01)
 

@@ -63,7 +63,7 @@ def test_balanced_by_bytes(blocks, count):
     assert max(sizes) - min(sizes) <= 11 * 4
 
 
-# Under LoRA only the adapters are synchronised.
+# Under LoRA only the adapters are synchronized.
 def test_frozen_parameters_stay_out():
     model = stack(4)
     for name, parameter in model.named_parameters():
@@ -103,7 +103,7 @@ def test_layout_difference():
 def test_too_many_fragments():
     with pytest.raises(ConfigError, match=r"fragments is 9, but the model has only 5 .* use fragments <= 5"):
         partition(stack(2).named_parameters(), 9, "balanced")
-    with pytest.raises(ConfigError, match="nothing to synchronise"):
+    with pytest.raises(ConfigError, match="nothing to synchronize"):
         partition([], 1, "strided")
 
 

@@ -68,7 +68,7 @@ def rank_main(result: str, rank: int, ranks: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-# Two and four ranks end with the bits of one; four leave the last one a row, for 7 rows are dealt out by twos.
+# Two and four ranks end with the bits of one. Of four the last has one row, because 7 rows are dealt out by twos.
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_take_the_step_of_one(tmp_path, ranks):

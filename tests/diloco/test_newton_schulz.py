@@ -51,8 +51,7 @@ def test_product_is_exact(data, rows, inner, columns):
     assert ours == [[sum(map(mul, row, column)) for column in zip(*b, strict=True)] for row in a]
 
 
-# So no order of summation gives other bits, nor does another number of threads; also where the sums are as large as
-# they can be.
+# No order of summation and no number of threads gives other bits, also where the sums are as large as they can be.
 @pytest.mark.parametrize("inner", [1, 2, 3, 64, 1000, 1025])
 @pytest.mark.parametrize("constant", [False, True])
 def test_order_does_not_matter(inner, constant):

@@ -14,12 +14,11 @@ from pydantic import ValidationError
 
 from composer_prime.config import Config
 from composer_prime.config.diloco import DilocoConfig, GuardConfig, OuterConfig
-from diloco.fragments import partition
+from diloco.fragments import Schedule, partition
 from diloco.global_model import GlobalModel
 from diloco.outer import Averaging, Nesterov, weighted_mean
 from diloco.outer_step import rejected, squared_norm
-from diloco.schedule import Schedule
-from diloco.state_file import packed, unpacked
+from diloco.state import pack_state, unpack_state
 from diloco.transport.session import agreed_settings
 
 PEER = {"rendezvous": "tcp://127.0.0.1:1", "run": "r", "peer_id": "a", "key_file": "key"}
@@ -90,7 +89,7 @@ def test_swept_model_is_part_of_a_state(outer_step):
     for step in range(outer_step):
         source.advance(step % 3, [torch.full_like(source.masters[step % 3], 1.0 + step)], [1.0])
         history.append([master.clone() for master in source.masters])
-    joiner.load(unpacked(packed(source.tensors(), {}))[0], outer_step)
+    joiner.load(unpack_state(pack_state(source.tensors(), {}))[0], outer_step)
     assert joiner.hash == source.hash and joiner.sweep == source.sweep == outer_step // 3
     for model in (source, joiner):
         assert all(map(torch.equal, model.swept, history[outer_step - outer_step % 3]))
@@ -124,8 +123,8 @@ def test_steps_below_the_parameters_resolution(norm_dtype):
 def test_a_checked_state_is_hashed_once():
     models = (partition(Blocks(seed).named_parameters(), 3, "strided") for seed in (0, 1))
     source, joiner = (GlobalModel(fragments, OuterConfig()) for fragments in models)
-    tensors, _ = unpacked(packed(source.tensors(), {}))
-    digests = joiner.checked(tensors, 0, source.hash)
+    tensors, _ = unpack_state(pack_state(source.tensors(), {}))
+    digests = joiner.verify(tensors, 0, source.hash)
     joiner.load(tensors, 0, digests)
     assert joiner.hash == source.hash and joiner.intact
     joiner.load(tensors, 0, digests[::-1])

@@ -37,7 +37,7 @@ def test_too_large_a_delta():
     assert not rejected({"a": good, "b": LARGEST_NORM**2 / 2}, GuardConfig())
 
 
-# From three peers on the median says who is out of line; of two, either may be, and both count.
+# From three peers on the median shows which one is out of line. Of two either may be, and both count.
 def test_out_of_line_from_three_peers_on():
     squared, strict = {"a": 1.0, "b": 100.0}, GuardConfig(max_norm_ratio=1.5)
     assert not rejected(squared, strict)

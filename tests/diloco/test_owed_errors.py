@@ -6,10 +6,10 @@ import pytest
 import torch
 from joint_run import Blocks, adamw, inner_step, settings
 
-from diloco.replica import LocalWork, OfferedDelta, Pending
+from diloco.state import DeltaCoverage, LocalWork, PendingDelta
 from diloco.streaming import StreamingDiLoCo
-from diloco.transport.exchange import RoundResult
 from diloco.transport.messages import RoundOutcome
+from diloco.transport.session import RoundResult
 
 
 def moved(key_file, peer, steps):
@@ -33,7 +33,7 @@ def delta(engine):
     body, spec = memoryview(encoded.data.numpy()).cast("B"), engine._codec.spec
     facts = {"fragment": 0, "codec": spec, "weight": 1.0}
     header = engine._link.seal(engine._link.header("delta", body, 0, engine.global_model.hash, **facts))
-    return Pending(header, body, encoded.residual_n, OfferedDelta(LocalWork(steps=1, tokens=1)))
+    return PendingDelta(header, body, encoded.residual_n, DeltaCoverage(LocalWork(steps=1, tokens=1)))
 
 
 # A delta in the global model leaves what encoding it lost; one that came too late leaves what was owed before. Where
@@ -56,6 +56,6 @@ def test_what_a_round_leaves_owed(key_file, whose):
 def test_a_state_taken_over_leaves_nothing_owed(key_file):
     source, joiner = moved(key_file, "a", 1), moved(key_file, "b", 3)
     tensors = {name: tensor.clone() for name, tensor in source.global_model.tensors().items()}
-    digests = joiner.global_model.checked(tensors, 0, source.global_model.hash)
+    digests = joiner.global_model.verify(tensors, 0, source.global_model.hash)
     joiner.replica.take_over(tensors, 0, digests)
     assert not any(residual.any() for residual in joiner.replica.feedback.residuals)

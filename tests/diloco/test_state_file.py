@@ -1,4 +1,4 @@
-"""A packed state is a safetensors file, whoever reads it."""
+"""A packed state is a safetensors file for every reader."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from composer_prime.errors import CheckpointError
-from diloco.state_file import packed, unpacked
+from diloco.state import pack_state, unpack_state
 
 SHAPES = st.lists(st.integers(0, 5), min_size=0, max_size=3)
 
@@ -20,18 +20,18 @@ SHAPES = st.lists(st.integers(0, 5), min_size=0, max_size=3)
 def test_round_trip(shapes, facts):
     tensors = {f"master.{index}": torch.randn(shape) for index, shape in enumerate(shapes)}
     tensors["body"] = torch.arange(7, dtype=torch.uint8)
-    raw = packed(tensors, facts)
-    back, read = unpacked(raw)
+    raw = pack_state(tensors, facts)
+    back, read = unpack_state(raw)
     for found in (back, load(bytes(raw)), load(save(tensors))):
         assert found.keys() == tensors.keys()
         assert all(found[name].equal(value) and found[name].dtype == value.dtype for name, value in tensors.items())
     assert read == facts
 
 
-WHOLE = bytes(packed({"w": torch.ones(9)}, {}))
+WHOLE = bytes(pack_state({"w": torch.ones(9)}, {}))
 
 
-# What was cut off, says another thing than it holds or is something else is no state.
+# Bytes that were cut off, whose header does not fit, or that are something else are refused.
 @pytest.mark.parametrize(
     "raw",
     [
@@ -43,4 +43,4 @@ WHOLE = bytes(packed({"w": torch.ones(9)}, {}))
 )
 def test_no_state(raw):
     with pytest.raises(CheckpointError, match="bytes are no packed global state"):
-        unpacked(raw)
+        unpack_state(raw)

@@ -73,8 +73,8 @@ def test_files_are_private_and_never_replaced(tmp_path, monkeypatch, capsys):
     (tmp_path / "overlay/hub.conf").unlink()
     with pytest.raises(SystemExit):
         run("hub", "a", "b")
-    assert "a.conf exists" in (told := capsys.readouterr().err) and "Take another --out" in told
+    assert "a.conf exists" in (told := capsys.readouterr().err) and "Use another --out" in told
     assert {path.name: path.read_text() for path in (tmp_path / "overlay").iterdir()} == {"a.conf": first["a.conf"]}
     with pytest.raises(SystemExit):
         run("hub", "../a")
-    assert "name files" in capsys.readouterr().err
+    assert "become file names" in capsys.readouterr().err

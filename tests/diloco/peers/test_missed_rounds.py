@@ -30,7 +30,7 @@ from diloco.codec import ErrorFeedback, build_codec
 from diloco.fragments import partition
 from diloco.global_model import GlobalModel
 from diloco.ranks import Ranks
-from diloco.replica import DeltaStatus, LocalProgress, LocalWork, OfferedDelta
+from diloco.state import DeltaCoverage, DeltaStatus, LocalProgress, LocalWork
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.messages import BeatReply
 
@@ -88,7 +88,7 @@ def test_missed_deadline_loses_nothing(make_rendezvous, key_file):
     def lag(step, engine):
         if step == 2:
             assert advanced.wait(30)
-            until(lambda: engine._link.left_s(1) is None, "b does not hear that round 1 is over")
+            until(lambda: engine._link.time_left_s(1) is None, "b does not hear that round 1 is over")
 
     waits = {"round_deadline_s": 30, "round_timeout_s": 30}
     config = partial(settings, server.endpoint, key_file, sync_every=2, **waits, **OUTER)
@@ -113,7 +113,7 @@ def test_missed_deadline_loses_nothing(make_rendezvous, key_file):
     assert (last["diloco/b/inner_steps"], last["diloco/b/weight"]) == (2, 10)
 
 
-# While peer b trains on its first step, peer a asks for the outcome again and again: the round closes without b when
+# While peer b trains on its first step, peer a requests the outcome again and again. The round closes without b when
 # the deadline is over, which is longer than one such request.
 def test_a_slow_peer_is_not_waited_for_beyond_the_deadline(make_rendezvous, key_file):
     server, deadline_s = make_rendezvous(start_peers=2), 2.0
@@ -156,7 +156,7 @@ def test_late_outcome_keeps_the_steps_since(make_rendezvous, key_file, delay, al
             copy = Blocks()
             resumed = StreamingDiLoCo(copy.named_parameters(), adamw(copy), engine.config)
             resumed.load(raw)
-            assert resumed.state() == raw and resumed.replica.pending.offer.due_n is not None
+            assert resumed.state() == raw and resumed.replica.pending.coverage.due_n is not None
             far.set()
             engine.config = engine.config.model_copy(update={"round_timeout_s": 15})
             until(engine._link._round.done, "round 1 does not end")
@@ -193,7 +193,7 @@ def test_late_outcome_keeps_the_steps_since(make_rendezvous, key_file, delay, al
     assert seen[0].metrics[3]["diloco/overwritten_tokens"] == 3 * (1 - alpha) * delay
 
 
-# On a link that needs seconds for a delta, a peer sends what it has so much earlier before a deadline.
+# On a link that needs seconds for a delta, a peer sends what it has that much earlier before a deadline.
 def test_the_upload_counts_before_a_deadline(make_rendezvous, key_file):
     config = settings(make_rendezvous().endpoint, key_file, "a", sync_every=2, rate_limit_mbit=0.005)
     left: list[float] = []
@@ -203,7 +203,7 @@ def test_the_upload_counts_before_a_deadline(make_rendezvous, key_file):
             link = engine._link
             link._session.status = BeatReply(known=True, open_round=1, left_s=5.0, state_wanted=0)
             link._session.status_at = time.monotonic()
-            left.append(link.left_s(1))
+            left.append(link.time_left_s(1))
 
     train(config, 0, 3, before_step=look)
     assert left[0] < 4
@@ -236,14 +236,14 @@ def test_step_longer_than_the_deadline(make_rendezvous, key_file):
     assert max(metrics.get("diloco/missed_rounds", 0) for metrics in slow.metrics.values()) >= 1
 
 
-# Another process of this peer delivered in its name: what this one had on offer is lost and counted as such; a process
+# Another process of this peer delivered in its name: this one's delta on offer is lost and counted as such. A process
 # that only catches up has lost nothing.
 @pytest.mark.parametrize(("offered", "lost"), [(True, 7), (False, 0)])
 def test_a_delta_of_another_process(offered, lost):
     module = Numbers()
     work = LocalProgress(GlobalModel(partition(module.named_parameters(), 1, "strided"), OuterConfig()), 0.0, Ranks())
     work.count(LocalWork(steps=1, tokens=7))
-    work.install(0, DeltaStatus.EARLIER, OfferedDelta(work.held[0]) if offered else None, None)
+    work.install(0, DeltaStatus.PREDECESSOR, DeltaCoverage(work.held[0]) if offered else None, None)
     assert work.totals.overwritten == lost and work.tokens_held() == 0
 
 
@@ -253,9 +253,9 @@ class Numbers(nn.Module):
         self.values = nn.Parameter(torch.zeros(4))
 
 
-# Whatever becomes of a peer's rounds (in time, late, missed), what its steps moved is what its deltas delivered, plus
-# what compression still owes, plus what the local values are ahead of the global ones. Moves are whole numbers, so that
-# the sums are exact. The tokens counted follow the same rule.
+# However a peer's rounds end (in time, late, missed), the sum of its steps is what its deltas delivered, plus what
+# compression still owes, plus the lead of the local values over the global ones. Moves are whole numbers, so the sums
+# are exact. The tokens counted follow the same rule.
 @hypothesis_settings(deadline=None)
 @given(
     codec=st.sampled_from(["fp32", "int8"]),
@@ -284,11 +284,11 @@ def test_nothing_is_lost(codec, rounds):
 
     for fate, before, after, others in rounds:
         train(before)
-        offer = OfferedDelta(work.held[0])
+        offer = DeltaCoverage(work.held[0])
         encoded = feedback.encode(0, model.delta(0), encoder)
         sent = encoder.decode(encoded.data, 4)
         if after:
-            work.late(0, offer)
+            work.mark_late(0, offer)
             train(after)
         global_before = model.masters[0].clone()
         if fate is DeltaStatus.COUNTED:

@@ -27,16 +27,19 @@ class Cluster:
         self.start = self.weights()
         self.optimizer = adamw(self.model)
         self.teacher = SelfTeacher(self.model, CHANNELS, None)
-        self.engine = StreamingDiLoCo(self.model.named_parameters(), self.optimizer, config)
-        self.told: list[int | str] = []
-        self.engine.healer.replayed, self.engine.healer.replaced = self._replayed, self._replaced
+        self.events: list[int | str] = []
+        """Steps that it caught up with, and replaced states."""
+        self.engine = StreamingDiLoCo(
+            self.model.named_parameters(), self.optimizer, config,
+            on_catch_up=self._catch_up, on_state_replaced=self._start_anew,
+        )  # fmt: skip
 
-    def _replayed(self, steps: int) -> None:
-        self.told.append(steps)
+    def _catch_up(self, steps: int) -> None:
+        self.events.append(steps)
         self.teacher.catch_up(steps)
 
-    def _replaced(self) -> None:
-        self.told.append("replaced")
+    def _start_anew(self) -> None:
+        self.events.append("replaced")
         self.teacher.start_anew()
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -62,7 +65,7 @@ def join_late(make_rendezvous, key_file, keep_rounds: int, seed: int) -> Cluster
     def hold(step: int) -> None:
         if step == 10:
             advanced.set()  # a state is served after a step
-            until(lambda: finished.is_set() or first.engine._link.state_wanted, "nobody wants a state")
+            until(lambda: finished.is_set() or first.engine._link.state_request, "nobody wants a state")
         if step == 11:
             assert finished.wait(30)
 
@@ -80,7 +83,7 @@ def join_late(make_rendezvous, key_file, keep_rounds: int, seed: int) -> Cluster
 def test_a_state_starts_averages_anew(make_rendezvous, key_file):
     late = join_late(make_rendezvous, key_file, keep_rounds=2, seed=7)
     now = late.weights()
-    assert late.engine.outer_step == 5 and late.told == ["replaced"]
+    assert late.engine.outer_step == 5 and late.events == ["replaced"]
     assert not now["embed.weight"].equal(late.start["embed.weight"])
     for average in late.teacher.averages().values():
         assert all(average[name].equal(now[name]) for name in now)
@@ -91,7 +94,7 @@ def test_a_state_starts_averages_anew(make_rendezvous, key_file):
 def test_averages_follow_replayed_rounds(make_rendezvous, key_file):
     late = join_late(make_rendezvous, key_file, keep_rounds=16, seed=0)
     now = late.weights()
-    assert late.engine.outer_step == 5 and late.told == [10]
+    assert late.engine.outer_step == 5 and late.events == [10]
     for name, average in late.teacher.averages().items():
         for key, value in average.items():
             kept = (1 - RATES[name]) ** 10
@@ -111,7 +114,7 @@ def test_averages_follow_rounds_since_a_state(make_rendezvous, key_file):
         if step in (10, 14):
             ready[step == 14].set()
         if step == 10:
-            until(lambda: done[0].is_set() or first.engine._link.state_wanted, "nobody wants a state")
+            until(lambda: done[0].is_set() or first.engine._link.state_request, "nobody wants a state")
         if step in (11, 14):
             assert done[step == 14].wait(30)
 
@@ -126,11 +129,11 @@ def test_averages_follow_rounds_since_a_state(make_rendezvous, key_file):
             done[index].set()
 
     joiner = together(lambda: first.train(15, hold), lambda: late(0), lambda: late(1))[2]
-    assert joiner.engine.outer_step == 7 and joiner.told == ["replaced", 4]
+    assert joiner.engine.outer_step == 7 and joiner.events == ["replaced", 4]
 
 
-# A peer in time is told nothing. One that brings its delta when round 2 is long over takes that round as its
-# own steps' and hears of the four steps behind rounds 3 and 4.
+# A peer in time catches up with nothing. One that brings its delta when round 2 is long over takes that round for its
+# own steps, and catches up with the four steps behind rounds 3 and 4.
 def test_only_steps_elsewhere_count(make_rendezvous, key_file):
     server = make_rendezvous(start_peers=2)
     config = partial(settings, server.endpoint, key_file, sync_every=2)
@@ -148,4 +151,4 @@ def test_only_steps_elsewhere_count(make_rendezvous, key_file):
             until(lambda: server.server.rounds.newest == 4, "peer a does not go on alone")
 
     a, b = together(lambda: Cluster(config("a"), 0).train(10, lead), lambda: Cluster(config("b"), 1).train(6, lag))
-    assert (a.told, b.told) == ([], [4]) and b.engine.outer_step >= 5
+    assert (a.events, b.events) == ([], [4]) and b.engine.outer_step >= 5

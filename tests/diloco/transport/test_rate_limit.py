@@ -11,8 +11,8 @@ from diloco.transport.connection import TokenBucket
 BURST = 1000
 
 
-# A sender that waits as told, with pauses of its own, has sent at most rate * t + burst bytes from any moment t ago at
-# which it asked; also where a body is larger than the burst.
+# A sender that waits as required, with pauses of its own, has sent at most rate * t + burst bytes from any moment t ago
+# at which it asked; also where a body is larger than the burst.
 @given(
     sends=st.lists(st.tuples(st.integers(0, 3 * BURST), st.floats(0, 10)), min_size=1, max_size=30),
     rate=st.floats(1, 1e6),

@@ -1,4 +1,4 @@
-"""A rendezvous whose process stood still: it could hear nobody meanwhile, so nobody counts as silent for that."""
+"""A rendezvous whose process stood still: it could hear no peer meanwhile, so none counts as silent."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from joint_run import assert_same_globals, settings, together, train, until
 
 from diloco.rendezvous.rendezvous import SuspendAwareClock
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BEAT_TIMEOUT_S = 2.0
 
 
-# Looked at often it is the clock behind it; of a longer while than `longest_s` only so much passes.
+# Called often, it is the clock behind it; of a longer pause at most `longest_s` counts.
 @given(looks=st.lists(st.integers(0, 40), max_size=20))
 def test_a_pause_does_not_pass(looks):
     now, expected = 100.0, 0.0
@@ -33,7 +33,7 @@ def test_a_pause_does_not_pass(looks):
 
 
 # Peer a has brought its delta and waits for that of b when the rendezvous' process is stopped for longer than its beat
-# timeout, three times. Every round closes with both: who is alive is heard before it closes.
+# timeout, three times. Every round closes with both: peers that are alive are heard before it closes.
 @pytest.mark.slow
 def test_rounds_close_with_all_after_a_pause(key_file):
     pytest.importorskip("torchft")
@@ -45,7 +45,7 @@ def test_rounds_close_with_all_after_a_pause(key_file):
 
     def lag(step, engine):
         if step < 3:
-            until(lambda: engine._link.left_s(step) is not None, "peer a has not brought its delta")
+            until(lambda: engine._link.time_left_s(step) is not None, "peer a has not brought its delta")
             process.send_signal(signal.SIGSTOP)
             time.sleep(2 * BEAT_TIMEOUT_S)
             process.send_signal(signal.SIGCONT)

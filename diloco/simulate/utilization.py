@@ -1,16 +1,14 @@
-"""Compute utilisation of one synchronisation scheme over one link, layer by layer. No torch, no randomness.
+"""Compute utilization of one synchronization scheme over one link, layer by layer. No torch, no randomness.
 
     forward 1..L | backward L..1 |        a layer's bits are ready when its backward pass is done;
               ready: L   ...    1         they go one after the other over the link;
     link:            ====L==== ... ===1== what is left when they are needed is exposed: compute waits
 
     needed at: end of the step (data-parallel, DiLoCo, streaming), or tau steps later (overlapped streaming)
-    utilisation = compute / (compute + exposed), over the interval between two synchronisations, mean over fragments
+    utilization = compute / (compute + exposed), over the interval between two synchronizations, mean over fragments
 
 Three constants are fitted to Table 4 of Streaming DiLoCo (arXiv 2501.18512), whose text does not state them:
-BITS_PER_PARAMETER, BACKWARD_SHARE and OVERLAP_STEPS below. tests/diloco/test_simulate.py says how well.
-
-Where the time from one synchronisation to the next goes, and which part dominates.
+BITS_PER_PARAMETER, BACKWARD_SHARE and OVERLAP_STEPS below. tests/diloco/test_simulate.py shows how well.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """Who sends what when."""
+    """What is sent when."""
 
     name: str
     every: int = 1
-    """H: inner steps between two synchronisations of a layer; 1 is data-parallel."""
+    """H: inner steps between two synchronizations of a layer; 1 is data-parallel."""
     fragments: int = 1
     """P; strided: fragment f holds layers f, f + P, f + 2P, ..."""
     delay_steps: float = 0.0
@@ -56,7 +54,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipe:
-    """What one peer's bits meet on the way through a reduction."""
+    """What one peer's bits pass through in a reduction."""
 
     gbit_s: float
     latency_s: float = 0.0
@@ -66,19 +64,19 @@ class Pipe:
     hops: int = 1
     """One-way trips that follow one another."""
     busy_s: float = 0.0
-    """A synchronisation's work on the training thread, before and after the bits are under way: never hidden."""
+    """Work on the training thread a synchronization, before and after the bits are under way: never hidden."""
     handling_s: float = 0.0
-    """A synchronisation's work on bits on their way, beside the transfer: the slower of the two sets the pace."""
+    """Work on bits on their way a synchronization, beside the transfer: the slower of the two sets the pace."""
     round_s: float = 0.0
-    """What a synchronisation takes on the way besides, whatever its size."""
+    """Further time on the way a synchronization, whatever its size."""
 
     def moving_s(self, bits: float) -> float:
-        """Until `bits` of a delta are through the link and those that handle it, without latency."""
+        """Return how long `bits` of a delta take through the link and the machines on the way, without latency."""
         return max(bits * self.factor / (self.gbit_s * 1e9), self.handling_s)
 
 
 def exposed_s(workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
-    """Seconds that compute waits at each synchronisation, mean over the fragments."""
+    """Return the seconds that compute waits at each synchronization, mean over the fragments."""
     layers = range(workload.layers)
     parts = [[layer for layer in layers if layer % scheme.fragments == index] for index in range(scheme.fragments)]
     needed = workload.step_s * (1 + scheme.delay_steps)
@@ -87,7 +85,7 @@ def exposed_s(workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
 
 
 def _arrival_s(part: Sequence[int], workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
-    """When the last layer of a fragment is there, from the start of the step that sends it."""
+    """Return when the last layer of a fragment is there, from the start of the step that sends it."""
     share, at = workload.backward_share, 0.0
     seconds = pipe.moving_s(len(part) * workload.parameters / workload.layers * scheme.bits) / len(part)
     for layer in sorted(part, reverse=True):
@@ -96,19 +94,19 @@ def _arrival_s(part: Sequence[int], workload: Workload, scheme: Scheme, pipe: Pi
     return at + pipe.hops * pipe.latency_s + pipe.round_s
 
 
-def utilisation(workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
-    """Compute time over wall time, 0..1."""
+def utilization(workload: Workload, scheme: Scheme, pipe: Pipe) -> float:
+    """Return compute time over wall time, 0..1."""
     compute = scheme.every / scheme.fragments * workload.step_s
     return compute / (compute + exposed_s(workload, scheme, pipe))
 
 
 def bytes_per_step(workload: Workload, scheme: Scheme) -> float:
-    """Of a peer's own deltas (or gradients), an inner step, mean: what it sends where each travels once."""
+    """Return the mean bytes of a peer's own deltas (or gradients) an inner step: what it sends if each travels once."""
     return workload.parameters * scheme.bits / 8 / scheme.every
 
 
 def grid(low: float = -1.0, high: float = 3.0, count: int = 50) -> list[float]:
-    """Bandwidths in Gbit/s, evenly spaced in their logarithm; the default is that of Table 4."""
+    """Return bandwidths in Gbit/s, evenly spaced in their logarithm; the default is that of Table 4."""
     return [10 ** (low + (high - low) * index / (count - 1)) for index in range(count)]
 
 
@@ -119,15 +117,15 @@ def required_gbit(
     bandwidths: Sequence[float],
     pipe_of: Callable[[float], Pipe] = lambda gbit: Pipe(gbit_s=gbit),
 ) -> float | None:
-    """The first of `bandwidths` (rising) with which utilisation reaches `target`; None when none does.
+    """Return the first of `bandwidths` (rising) with which utilization reaches `target`; None when none does.
 
-    `pipe_of`: what a delta meets at a bandwidth; by default a link that carries it once and nothing else.
+    `pipe_of`: the pipe at a bandwidth; by default a link that carries a delta once and nothing else.
     """
-    return next((each for each in bandwidths if utilisation(workload, scheme, pipe_of(each)) >= target), None)
+    return next((each for each in bandwidths if utilization(workload, scheme, pipe_of(each)) >= target), None)
 
 
 def paper_schemes(workload: Workload, every: int = 100, layers_a_fragment: int = 3) -> list[Scheme]:
-    """The five rows of Table 4."""
+    """Return the five rows of Table 4."""
     parts = workload.layers // layers_a_fragment
     return [
         Scheme(name="data-parallel"),
@@ -142,11 +140,11 @@ def paper_schemes(workload: Workload, every: int = 100, layers_a_fragment: int =
 
 
 NOTABLE = 0.1
-"""From this share of an interval on, what is not compute is what there is to change."""
+"""From this share of an interval on, a loss is named as dominant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
+class IntervalShares:
     """Seconds of one interval on the training thread; what inner steps hide is in none of them."""
 
     compute_s: float
@@ -155,10 +153,10 @@ class Shares:
     link_s: float
     """Waiting for bits on their way."""
     rendezvous_s: float
-    """Waiting for the rendezvous to close the round, and to handle what it relays where the link is quicker."""
+    """Waiting for the rendezvous to close the round, and to handle what it relays where the link is faster."""
 
     @classmethod
-    def of(cls, workload: Workload, scheme: Scheme, pipe: Pipe) -> Shares:
+    def of(cls, workload: Workload, scheme: Scheme, pipe: Pipe) -> IntervalShares:
         waits_s = exposed_s(workload, scheme, pipe) - pipe.busy_s
         bits = workload.parameters / scheme.fragments * scheme.bits
         on_link_s = bits * pipe.factor / (pipe.gbit_s * 1e9)
@@ -180,23 +178,23 @@ class Shares:
         return max(losses, key=lambda name: losses[name])
 
     def text(self) -> str:
-        """One sentence."""
+        """Return one sentence."""
         whole = self.compute_s + self.codec_s + self.link_s + self.rendezvous_s
 
         def part(seconds: float) -> str:
             return f"{three_digits(seconds)} s ({seconds / whole:.0%})"
 
-        named = {
+        dominant = {
             "compute": "compute", "codec": "of the losses codec work", "link": "of the losses the link",
             "rendezvous": "of the losses the rendezvous",
-        }  # fmt: skip
+        }[self.dominant]  # fmt: skip
         return (
             f"from one sync to the next {part(self.compute_s)} are compute, {part(self.codec_s)} codec work on one CPU "
             f"core a rank, {part(self.link_s)} waiting for the link and {part(self.rendezvous_s)} for the rendezvous' "
-            f"own work: {named[self.dominant]} dominates."
+            f"own work: {dominant} dominates."
         )
 
 
 def three_digits(value: float) -> str:
-    """Three digits; whole from a thousand to a million."""
+    """Return three digits; whole numbers from a thousand to a million."""
     return f"{value:,.0f}" if 999.5 <= value < 1e6 else f"{value:.3g}"

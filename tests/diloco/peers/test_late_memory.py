@@ -1,4 +1,4 @@
-"""What a peer that joins with another's state holds in memory once it has taken it over."""
+"""The memory of a peer that has taken over another's state."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from joint_run import settings, together, train
 from diloco.heal import Healer
 
 
-# Neither the state's tensors, which are views of what arrived, nor the link's answer that holds it outlive the taking
-# over: they are as large as the model, and the rounds since take their time.
+# Neither the state's tensors, which are views of what arrived, nor the link's reference to it outlive the take-over.
+# They are as large as the model, and replaying the rounds since takes time.
 def test_a_state_is_let_go_of(make_rendezvous, key_file, monkeypatch):
     apart = partial(settings, make_rendezvous(keep_rounds=2).endpoint, key_file, sync_every=2)
     advanced, finished = threading.Event(), threading.Event()
@@ -26,9 +26,10 @@ def test_a_state_is_let_go_of(make_rendezvous, key_file, monkeypatch):
         take_over(healer, state)
 
     def look(healer, newest, exposed_s=0.0):
-        gc.collect()
-        alive.extend(each() is not None for each in taken)
-        assert healer._link._join is None
+        if taken and not alive:  # a collection takes a third of a second, and peer a replays all the time
+            gc.collect()
+            alive.extend(each() is not None for each in taken)
+        assert healer._link._source is None
         return replay(healer, newest, exposed_s)
 
     monkeypatch.setattr(Healer, "_take_over", note)

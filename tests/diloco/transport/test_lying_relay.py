@@ -11,11 +11,20 @@ import pytest
 from composer_prime.errors import ChecksumError, RunMismatchError
 from composer_prime.wire.sockets import bind_router
 from diloco.transport.connection import Connection
-from diloco.transport.exchange import Exchange, Offered
-from diloco.transport.header import Header, body_checksum, seal_header
 from diloco.transport.keys import JointKey
-from diloco.transport.messages import Piece, RoundOutcome, StateReady, TensorLayout, ToPeer, encode, layout_hash
-from diloco.transport.session import Member
+from diloco.transport.messages import (
+    Header,
+    Piece,
+    RoundOutcome,
+    StateReady,
+    TensorLayout,
+    ToPeer,
+    body_checksum,
+    encode,
+    layout_hash,
+    seal_header,
+)
+from diloco.transport.session import Exchange, Member, RoundEntry
 
 KEY = JointKey(b"k" * 32)
 LAYOUT = [TensorLayout(name="w", shape=[4], local_shape=[2], fragment=0)]
@@ -75,13 +84,13 @@ def outcome(*headers: Header) -> RoundOutcome:
     ],
 )
 def test_outcomes(lie, error, message):
-    part = Offered(outer_step=5, base_hash="base")
+    part = RoundEntry(outer_step=5, base_hash="base")
     with pytest.raises(error, match=message):
         lied_to(lie, lambda exchange: exchange.take_part(part))
 
 
-# A state that is no state, of another rank or model, without the key, or that leads to an earlier outer step than the
-# asker's is not taken over.
+# A state that cannot be read, is of another rank or model, without the key, or that leads to an earlier outer step than
+# the asker's is not taken over.
 @pytest.mark.parametrize(
     ("facts", "newest", "error", "message"),
     [
@@ -94,24 +103,24 @@ def test_outcomes(lie, error, message):
 def test_states(facts, newest, error, message):
     lie = StateReady(header=header(**{"kind": "state", **facts}), newest=newest)
     with pytest.raises(error, match=message):
-        lied_to(lie, lambda exchange: exchange.fetch_state(7, "base", attempt=1))
+        lied_to(lie, lambda exchange: exchange.fetch_source(7, "base", attempt=1))
 
 
 # A delta of more bytes than the fragment can have is not fetched: it comes as nothing, which no peer decodes. A state
 # of that kind is refused.
 def test_bodies_too_large_to_be():
     size = 10**15
-    part = Offered(outer_step=5, base_hash="base")
+    part = RoundEntry(outer_step=5, base_hash="base")
     arrived = lied_to(outcome(header(size=size, fragment=0)), lambda exchange: exchange.take_part(part))
     assert [bytes(body) for body in arrived.bodies] == [b""]
     with pytest.raises(RunMismatchError, match=f"state/0/b/1 has {size} bytes, a state of this layout at most 2097178"):
         lied_to(
             StateReady(header=header(kind="state", size=size), newest=6),
-            lambda exchange: exchange.fetch_state(5, "base", attempt=1),
+            lambda exchange: exchange.fetch_source(5, "base", attempt=1),
         )
 
 
-# A body that is not what its header says.
+# A body that does not match its header is refused.
 def test_altered_body():
     async def download(exchange: Exchange) -> Any:
         return await exchange._connection.download(header())

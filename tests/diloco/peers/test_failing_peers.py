@@ -1,4 +1,4 @@
-"""Peers that die, stop, come late, lie or speak nonsense: the rest goes on, and all global models agree again."""
+"""Peers that die, stop, come late, lie or send nonsense: the others go on, and all global models agree again."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ from peer_process import PeerProcess, start_peer
 from composer_prime.errors import ConfigError, DeadlineError, RunMismatchError
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport.connection import Connection, RefusedError
-from diloco.transport.header import PROTOCOL, seal_header
 from diloco.transport.keys import JointKey
-from diloco.transport.messages import Beat, BodyChunk, DeltaOffer, PeerHello, RoundClosed
+from diloco.transport.messages import PROTOCOL, Beat, BodyChunk, DeltaOffer, PeerHello, RoundClosed, seal_header
 
 
 def assert_agree(*peers: PeerProcess) -> None:
@@ -70,8 +69,8 @@ def test_peer_fails(make_rendezvous, key_file, tmp_path, kind, moment):
     assert len(first.seen.keys() & again.seen.keys()) > 10
 
 
-# A peer is frozen until another process has taken its place, and thaws: it ends and says why. What its successor and
-# the other peer hold is the same throughout.
+# A peer is frozen until another process has taken its place, then thaws: it ends with an error that names the cause.
+# Its successor and the other peer hold the same model throughout.
 @pytest.mark.slow
 def test_thawed_predecessor_ends(make_rendezvous, key_file, tmp_path):
     values = {"rendezvous": make_rendezvous(start_peers=2).endpoint, "key_file": str(key_file)}
@@ -133,7 +132,7 @@ def test_newcomer_at_a_restarted_rendezvous(make_rendezvous, key_file):
     assert len(both) >= 2 and all(a.hashes[step] == b.hashes[step] for step in both)
 
 
-# The source of a joiner's state is killed while it uploads (its link is throttled): another source takes over.
+# The source of a joining peer's state is killed while it uploads (its link is throttled): another takes over.
 @pytest.mark.slow
 def test_state_source_dies(make_rendezvous, key_file, tmp_path):
     server = make_rendezvous(start_peers=2, keep_rounds=4)
@@ -155,8 +154,8 @@ def test_state_source_dies(make_rendezvous, key_file, tmp_path):
     assert len(steady.seen.keys() & late.seen.keys()) > 10
 
 
-# A peer that joins late, from another start, takes the others' global model and contributes from then on; what it
-# publishes under a version is what the others do, also where it joins amid a sweep.
+# A peer that joins late, from another start, takes the others' global model and contributes from then on. Under each
+# version it publishes the same as the others, also where it joins amid a sweep.
 @pytest.mark.parametrize(("fragments", "outer"), [(1, "nesterov"), (3, "nesterov"), (3, "muon")])
 def test_late_joiner(make_rendezvous, key_file, fragments, outer):
     address = make_rendezvous(keep_rounds=2).endpoint
@@ -211,7 +210,7 @@ def test_nan_of_one_peer(make_rendezvous, key_file):
     assert [seen[peer].metrics[3]["diloco/overwritten_tokens"] for peer in range(3)] == [0, 2, 0]
 
 
-# A delta a thousand times the others' is rejected as well.
+# A delta a thousand times as long as the others' is rejected as well.
 def test_norm_out_of_line(make_rendezvous, key_file):
     address = make_rendezvous(start_peers=3).endpoint
 
@@ -261,7 +260,7 @@ def test_damaged_global_model(make_rendezvous, key_file):
     assert max(metrics.get("diloco/participants", 0) for step, metrics in a.metrics.items() if step > 3) == 3
 
 
-# What a peer ended with, it says; from then on no round waits for it, though it is there while it writes its model.
+# A peer reports what it ended with. From then on no round waits for it, though it is there while it writes its model.
 def test_no_round_waits_for_one_that_has_ended(make_rendezvous, key_file):
     address = make_rendezvous(start_peers=2).endpoint
     config = partial(settings, address, key_file, sync_every=2, round_deadline_s=100, round_timeout_s=110)
@@ -287,7 +286,7 @@ def test_no_round_waits_for_one_that_has_ended(make_rendezvous, key_file):
     assert said == {"diloco/final_outer_step": 2, "diloco/final_hash": seen.hashes[2]} and max(seen.hashes) == 4
 
 
-# A peer whose last round did not end in time says that its delta was left behind, and does not wait for it again.
+# A peer whose last round did not end in time reports that its delta was left behind, and does not wait for it again.
 def test_a_delta_left_behind_is_told(make_rendezvous, key_file, caplog):
     config = settings(make_rendezvous(min_peers=2).endpoint, key_file, "a", sync_every=2, round_timeout_s=0.2)
     model = Blocks()
@@ -301,8 +300,8 @@ def test_a_delta_left_behind_is_told(make_rendezvous, key_file, caplog):
     assert "a delta of outer step 0 is left behind" in caplog.text
 
 
-# The same of one of two peers where a round needs both: neither party can close the round, so the damaged one is told
-# at once, takes over the other's state, and the round closes with both, long before any deadline.
+# The same with two peers where a round needs both. Neither party can close the round, so the damaged peer must join
+# anew at once. It takes over the other's state, and the round closes with both, long before any deadline.
 def test_damaged_global_model_of_one_in_two(make_rendezvous, key_file, caplog):
     address = make_rendezvous(start_peers=2, min_peers=2).endpoint
 
@@ -342,7 +341,7 @@ def test_refusals_name_both(make_rendezvous, key_file):
                 StreamingDiLoCo(other.named_parameters(), adamw(other), config).__enter__()
 
 
-# Bytes that are no message, a forged or altered header, a replayed delta: each is refused, and the joint run beside
+# Bytes that are not a message, a forged or altered header, a replayed delta: each is refused, and the joint run beside
 # them goes on.
 def test_garbage_and_replays_are_refused(make_rendezvous, key_file):
     server = make_rendezvous(start_peers=2)
@@ -380,7 +379,7 @@ def test_garbage_and_replays_are_refused(make_rendezvous, key_file):
     assert max(seen[0].hashes) == 4 and seen[1].metrics[4]["diloco/participants"] == 2
 
 
-# The rendezvous' log tells the operator who is there, who ended in good order, and who fell silent while it trained.
+# The rendezvous' log names the peers that are there, that ended in good order, and that fell silent in training.
 def test_log_of_who_is_there(make_rendezvous, key_file, caplog):
     caplog.set_level(logging.INFO, "diloco.rendezvous")
     server = make_rendezvous()
@@ -400,7 +399,7 @@ def test_log_of_who_is_there(make_rendezvous, key_file, caplog):
     assert "peer a is here: a" in caplog.text and "peer b is here: b" in caplog.text
 
 
-# Another key gets no answer at all, and says what to check when its patience ends.
+# A peer with another key gets no answer at all. Its error names what to check.
 def test_wrong_key_gets_no_answer(make_rendezvous, tmp_path):
     address = make_rendezvous().endpoint
     other = JointKey.create(tmp_path / "other.key")

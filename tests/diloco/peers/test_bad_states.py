@@ -12,9 +12,9 @@ from joint_run import settings, together, train
 from torch import Tensor
 
 from composer_prime.errors import DeadlineError
-from diloco.state_file import packed, unpacked
+from diloco.state import pack_state, unpack_state
 from diloco.streaming import StreamingDiLoCo
-from diloco.transport.header import body_checksum
+from diloco.transport.messages import body_checksum
 
 
 def damage(engine: StreamingDiLoCo) -> None:
@@ -30,9 +30,9 @@ def leave_a_part_out(engine: StreamingDiLoCo) -> None:
     serve = engine._link.serve_state
 
     def without(header, body):
-        tensors, facts = unpacked(body)
+        tensors, facts = unpack_state(body)
         del tensors["velocity.0"]
-        body = packed(tensors, facts)
+        body = pack_state(tensors, facts)
         serve(msgspec.structs.replace(header, size=len(body), checksum=body_checksum(body)), body)
 
     engine._link.serve_state = without

@@ -25,9 +25,9 @@ from joint_run import (
 )
 
 from composer_prime.errors import CheckpointError
-from diloco.state_file import packed, unpacked
+from diloco.state import pack_state, unpack_state
 from diloco.streaming import StreamingDiLoCo
-from diloco.transport.header import PROTOCOL
+from diloco.transport.messages import PROTOCOL
 
 VALUES = {"sync_every": 6, "fragments": 2, "delay": 1, "outer": {"lr": 0.7, "momentum": 0.9}, "codec": {"type": "e3m0"}}
 STEPS = 18
@@ -40,16 +40,17 @@ def part(
     stop: int,
     saved: dict[str, Any] | None,
     save_at: int | None = None,
-    told_to_stop: bool = False,
+    stop_requested: bool = False,
     before_leaving: Callable[[], None] = lambda: None,
 ) -> tuple[Trajectory, dict[str, Any]]:
     """Inner steps start..stop, from `saved`; what was seen, and what a checkpoint after `save_at` (`stop`) holds.
 
-    `told_to_stop`: a signal to stop comes before the last step ends.
+    `stop_requested`: a signal to stop comes before the last step ends.
     """
     model = Blocks()
     optimizer = adamw(model)
-    engine = StreamingDiLoCo(model.named_parameters(), optimizer, config)
+    stopping = threading.Event()
+    engine = StreamingDiLoCo(model.named_parameters(), optimizer, config, should_stop=stopping.is_set)
     if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -58,8 +59,8 @@ def part(
     with engine:
         for step in range(start, stop):
             engine.count(tokens=1)
-            if told_to_stop and step + 1 == stop:
-                engine.stopping = lambda: True
+            if stop_requested and step + 1 == stop:
+                stopping.set()
             inner_step(model, optimizer, peer, step)
             record(seen, engine)
             if step + 1 == (save_at or stop):
@@ -108,7 +109,7 @@ def test_all_resume_at_a_running_rendezvous(make_rendezvous, key_file, first):
 
     def back(peer: int) -> Trajectory:
         if peer != first:
-            until(lambda: server.server.answers.joins.waiting, "the first peer does not come back")
+            until(lambda: server.server.handler.joins.waiting, "the first peer does not come back")
         return part(configs[peer], peer, 8, STEPS, saved[peer][1])[0]
 
     assert_same_globals(*together(partial(back, 0), partial(back, 1)), whole[0])
@@ -123,7 +124,7 @@ def test_all_resume_from_within_a_round(make_rendezvous, key_file):
     server = make_rendezvous(start_peers=2, min_peers=2)
     configs = [settings(server.endpoint, key_file, name, **VALUES) for name in "ab"]
     (_, waited), (_, early) = together(
-        partial(part, configs[0], 0, 0, 9, None, told_to_stop=True), partial(part, configs[1], 1, 0, 7, None)
+        partial(part, configs[0], 0, 0, 9, None, stop_requested=True), partial(part, configs[1], 1, 0, 7, None)
     )
     seen = together(partial(part, configs[0], 0, 9, STEPS, waited), partial(part, configs[1], 1, 7, STEPS, early))
     assert_same_globals(seen[0][0], seen[1][0], *whole)
@@ -177,7 +178,7 @@ def test_state_of_another_layout(key_file):
 def test_a_delta_of_an_older_release(key_file):
     model = Blocks()
     engine = StreamingDiLoCo(model.named_parameters(), adamw(model), settings("tcp://127.0.0.1:1", key_file, "a"))
-    tensors, facts = unpacked(engine.state())
+    tensors, facts = unpack_state(engine.state())
     facts["pending"] = {"protocol": PROTOCOL - 1, "peer": "a"}
     with pytest.raises(CheckpointError, match="older release: end that run with the one it began"):
-        engine.load(packed(tensors, facts))
+        engine.load(pack_state(tensors, facts))

@@ -12,7 +12,7 @@ from composer_prime.cli.plan_command import main
 from composer_prime.config.load import resolve
 from diloco.simulate.forecast import link_rows
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FILES = ["@", str(ROOT / "configs/a1.toml"), "@", str(ROOT / "configs/diloco/peer.toml")]
 
 
@@ -21,7 +21,7 @@ def text(folder: Path, *words: str) -> str:
     return "\n".join(line for _, line in link_rows(config))
 
 
-# Without [diloco] a plan says nothing of links; with it, at 1 Gbit/s and 100 Mbit/s or at the configured limit.
+# Without [diloco] a plan has no rows about links; with it, at 1 Gbit/s and 100 Mbit/s or at the configured limit.
 def test_links(tmp_path):
     assert link_rows(resolve(["@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(tmp_path)]).config) == []
     assert re.findall(r"at ([\d,]+) Mbit/s", text(tmp_path)) == ["1,000", "100"]
@@ -41,18 +41,18 @@ def test_bytes(tmp_path):
     assert float(text(tmp_path, "--trainer.lora.rank", "4").split()[0]) < parameters / 10
 
 
-# A link on which a delta takes longer to bring than the rounds' deadline is told with both figures and the remedy. What
-# follows, until all have everybody's deltas, may take longer: the round is closed by then.
+# A link on which a delta takes longer than the rounds' deadline gives a warning with both figures and the remedy. What
+# follows, until all peers have all deltas, may take longer: the round is closed by then.
 def test_link_slower_than_the_deadline(tmp_path):
     said = text(tmp_path, "--diloco.rate-limit-mbit", "0.01", "--diloco.round-deadline-s", "60")
     found = re.search(r"warning: .* takes ([\d.e+]+) s, more than diloco.round_deadline_s = 60: .*set .* above ", said)
     assert found and float(found[1]) > 60
     shorter = text(tmp_path, "--diloco.rate-limit-mbit", "0.01", "--diloco.round-deadline-s", f"{float(found[1]) + 1}")
     assert "round_deadline_s" not in shorter and "warning" not in text(tmp_path)
-    assert float(re.search(r"Mbit/s: ([\d.e+]+) s a synchronisation", shorter)[1]) > 1.9 * float(found[1])
+    assert float(re.search(r"Mbit/s: ([\d.e+]+) s a synchronization", shorter)[1]) > 1.9 * float(found[1])
 
 
-# So is a state that takes longer to a joining peer than it may; less of it without outer momentum.
+# So does a state that takes a joining peer longer than its timeout; without outer momentum the state is smaller.
 def test_link_too_slow_to_join(tmp_path):
     slow = ["--diloco.rate-limit-mbit", "0.1"]
     found = [
@@ -64,7 +64,7 @@ def test_link_too_slow_to_join(tmp_path):
     assert "heal_timeout_s" not in text(tmp_path, *enough, "--diloco.outer.momentum", "0")
 
 
-# Muon keeps momentum of the embeddings and the head alone, and says that its steps take time of their own.
+# Muon keeps momentum of the embeddings and the head alone. The forecast states that it leaves out Muon's steps.
 def test_muon(tmp_path):
     slow = ["--diloco.rate-limit-mbit", "0.1", "--diloco.outer.momentum", "0.5"]
     plain, muon = text(tmp_path, *slow), text(tmp_path, *slow, "--diloco.outer.type", "muon")
@@ -75,7 +75,7 @@ def test_muon(tmp_path):
     assert "Muon" not in plain
 
 
-# A run that has steps says itself how long one takes.
+# A run that has steps gives the time of one.
 def test_step_time_of_the_run(tmp_path):
     assert "60 s a step (assumed)" in text(tmp_path)
     (tmp_path / "a1" / "a").mkdir(parents=True)

@@ -1,13 +1,24 @@
-"""The rendezvous' books with a clock of their own: what it answers, without sockets and without waiting."""
+"""The rendezvous without sockets and with a clock of its own: what it answers, without waiting."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from diloco.rendezvous.request_handler import RequestHandler
-from diloco.rendezvous.rounds import RendezvousSettings, Round
-from diloco.transport.header import PROTOCOL, Header, body_checksum, seal_header
-from diloco.transport.messages import AskState, Beat, BodyChunk, DeltaOffer, PeerHello, ToPeer, layout_hash
+from diloco.rendezvous.request_handler import RendezvousSettings, RequestHandler
+from diloco.rendezvous.rounds import Round
+from diloco.transport.messages import (
+    PROTOCOL,
+    AskState,
+    Beat,
+    BodyChunk,
+    DeltaOffer,
+    Header,
+    PeerHello,
+    ToPeer,
+    body_checksum,
+    layout_hash,
+    seal_header,
+)
 
 KEY = b"k" * 32
 BEAT_TIMEOUT_S, GATHER_S, DEADLINE_S = 10.0, 30.0, 5.0
@@ -18,13 +29,13 @@ def base(outer_step: int, rank: int = 0, run: str = "") -> str:
     return f"{run}{outer_step}.{rank}"
 
 
-class Books:
+class RendezvousState:
     def __init__(self, *, just_started: bool = False, **settings: Any) -> None:
         self.now = 100.0
         given = {"start_peers": 2, "beat_timeout_s": BEAT_TIMEOUT_S, "gather_s": GATHER_S, **settings}
         settings = RendezvousSettings(bind="unused", run="joint", **given)
-        self.answers = RequestHandler(settings, KEY, lambda: self.now, lambda: None)
-        self.rounds, self.transfers = self.answers.rounds, self.answers.transfers
+        self.handler = RequestHandler(settings, KEY, lambda: self.now, lambda: None)
+        self.rounds, self.transfers = self.handler.rounds, self.handler.transfers
         if not just_started:
             self.now += settings.listen_s
 
@@ -33,7 +44,7 @@ class Books:
     ) -> list[ToPeer]:
         """From all ranks, as a process that was started a moment ago."""
         return [
-            self.answers.to(PeerHello(
+            self.handler.answer(PeerHello(
                 protocol=PROTOCOL, run="joint", peer=peer, rank=rank, ranks=ranks, instance=instance,
                 outer_step=outer_step, base_hash=base(outer_step, rank, run), training=False, layout=[], settings={},
                 round_deadline_s=DEADLINE_S,
@@ -44,7 +55,7 @@ class Books:
     def beat(self, peer: str, outer_step: int, *, training: bool = True, run: str = "") -> None:
         known = self.rounds.peers[peer]
         for rank in range(known.ranks):
-            self.answers.to(Beat(
+            self.handler.answer(Beat(
                 peer=peer, rank=rank, instance=known.instance, outer_step=outer_step,
                 base_hash=base(outer_step, rank, run), training=training,
             ))  # fmt: skip
@@ -54,7 +65,7 @@ class Books:
     ) -> ToPeer:
         """What `peer` is to join with."""
         known = self.rounds.peers[peer]
-        return self.answers.to(AskState(
+        return self.handler.answer(AskState(
             peer=peer, rank=rank, instance=known.instance, attempt=attempt, outer_step=outer_step,
             base_hash=base(outer_step, rank) if base_hash is None else base_hash,
         ))  # fmt: skip
@@ -70,8 +81,8 @@ class Books:
             **{"layout_hash": layout_hash([]), "base_hash": base(outer_step, rank), **facts},
         )  # fmt: skip
         instance = self.rounds.peers[peer].instance if peer in self.rounds.peers else 1
-        answer = self.answers.to(DeltaOffer(header=seal_header(header, KEY), instance=instance))
-        self.answers.to(BodyChunk(name=header.name, offset=0, data=body[:brought], instance=instance))
+        answer = self.handler.answer(DeltaOffer(header=seal_header(header, KEY), instance=instance))
+        self.handler.answer(BodyChunk(name=header.name, offset=0, data=body[:brought], instance=instance))
         return answer
 
     def close(self, outer_step: int, *peers: str, body: bytes = b"delta") -> Round:
@@ -82,12 +93,14 @@ class Books:
                 self.offer(peer, outer_step, rank=rank, body=body)
         members = self.rounds.closable(self.now, len(peers))
         assert members is not None and set(members) == set(peers)
-        return self.answers.close(members, quorum_id=1)
+        return self.handler.close(members, quorum_id=1)
 
     def serve(self, peer: str, outer_step: int) -> None:
         """`peer` uploads the state that it is asked for."""
         for rank in range(self.rounds.peers[peer].ranks):
-            self.offer(peer, outer_step, kind="state", rank=rank, body=b"state", serial=self.transfers.wanted(peer))
+            self.offer(
+                peer, outer_step, kind="state", rank=rank, body=b"state", serial=self.transfers.requested_from(peer)
+            )
 
     def begin(self, *peers: str, ranks: int = 1, rounds: int = 0) -> None:
         """These peers start together and close so many rounds."""

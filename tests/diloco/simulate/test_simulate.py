@@ -13,22 +13,34 @@ from hypothesis import strategies as st
 from composer_prime.config.diloco import CodecConfig
 from diloco.codec import build_codec
 from diloco.simulate.fleet import Fleet, availability, goodput, heal_warning, waiting_share
-from diloco.simulate.product import FRAMING, JointRun, codec_bits, forecast_link
-from diloco.simulate.reduce import WAYS, Net, Traffic, best, group_size, pipe, seconds, traffic
-from diloco.simulate.utilisation import (
+from diloco.simulate.joint_run import (
+    FRAMING,
+    WAYS,
+    JointRun,
+    Net,
+    Traffic,
+    best,
+    codec_bits,
+    forecast_link,
+    group_size,
+    pipe,
+    seconds,
+    traffic,
+)
+from diloco.simulate.utilization import (
     BACKWARD_SHARE,
     BITS_PER_PARAMETER,
     OVERLAP_STEPS,
+    IntervalShares,
     Pipe,
     Scheme,
-    Shares,
     Workload,
     bytes_per_step,
     grid,
     paper_schemes,
     required_gbit,
     three_digits,
-    utilisation,
+    utilization,
 )
 
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
@@ -37,7 +49,7 @@ MODELS = {
     "10B": Workload(parameters=1e10, layers=48, step_s=0.8),
     "100B": Workload(parameters=1e11, layers=108, step_s=4.9),
 }
-# Gbit/s for each utilisation, as printed in the paper.
+# Gbit/s for each utilization, as printed in the paper.
 TABLE_4 = {
     "data-parallel": {
         "1B": (86.8, 152.6, 184.2, 222.3, 569.0),
@@ -85,7 +97,7 @@ def test_table_4():
     assert all(abs(notch) <= 1 for notch in notches)
 
 
-# More bandwidth, fewer bits, less latency, more delay: never less utilisation.
+# More bandwidth, fewer bits, less latency, more delay: never less utilization.
 @given(
     gbit=st.floats(0.05, 500), more=st.floats(1, 10), latency=st.floats(0, 1), delay=st.floats(0, 3),
     parts=st.sampled_from([1, 2, 4, 8]),
@@ -93,23 +105,23 @@ def test_table_4():
 def test_monotone(gbit, more, latency, delay, parts):
     workload = MODELS["1B"]
     scheme = Scheme(name="x", every=96, fragments=parts, delay_steps=delay)
-    base = utilisation(workload, scheme, Pipe(gbit_s=gbit, latency_s=latency))
+    base = utilization(workload, scheme, Pipe(gbit_s=gbit, latency_s=latency))
     later = Scheme(name="x", every=96, fragments=parts, delay_steps=delay + 1)
     smaller = Scheme(name="x", every=96, fragments=parts, delay_steps=delay, bits=BITS_PER_PARAMETER / more)
     slack = base - 1e-9
     assert 0 < base <= 1
-    assert utilisation(workload, scheme, Pipe(gbit_s=gbit * more, latency_s=latency)) >= slack
-    assert utilisation(workload, scheme, Pipe(gbit_s=gbit, latency_s=latency / more)) >= slack
-    assert utilisation(workload, smaller, Pipe(gbit_s=gbit, latency_s=latency)) >= slack
-    assert utilisation(workload, later, Pipe(gbit_s=gbit, latency_s=latency)) >= slack
+    assert utilization(workload, scheme, Pipe(gbit_s=gbit * more, latency_s=latency)) >= slack
+    assert utilization(workload, scheme, Pipe(gbit_s=gbit, latency_s=latency / more)) >= slack
+    assert utilization(workload, smaller, Pipe(gbit_s=gbit, latency_s=latency)) >= slack
+    assert utilization(workload, later, Pipe(gbit_s=gbit, latency_s=latency)) >= slack
 
 
 # By hand: one layer, 8 Gbit, no overlap with the backward pass that produces it: 1 s at 8 Gbit/s after 1 s of compute.
 def test_by_hand():
     workload = Workload(parameters=1e9, layers=1, step_s=1.0, backward_share=0.5)
     scheme = Scheme(name="x", every=4, bits=8)
-    assert utilisation(workload, scheme, Pipe(gbit_s=8)) == pytest.approx(4 / 5)
-    assert utilisation(workload, scheme, Pipe(gbit_s=8, latency_s=0.5, hops=2)) == pytest.approx(4 / 6)
+    assert utilization(workload, scheme, Pipe(gbit_s=8)) == pytest.approx(4 / 5)
+    assert utilization(workload, scheme, Pipe(gbit_s=8, latency_s=0.5, hops=2)) == pytest.approx(4 / 6)
     assert bytes_per_step(workload, scheme) == 0.25e9
 
 
@@ -169,7 +181,7 @@ def test_forecast_by_hand():
     transfer_s = 4 * 5e7 * 32 * FRAMING / 1e9
     at_once, delayed = forecast_link(run, net), forecast_link(replace(run, delay=1), net)
     assert [at_once.sync_s, at_once.exposed_s] == pytest.approx([transfer_s + 0.75] * 2)
-    assert at_once.utilisation == pytest.approx(20 / (20 + transfer_s + 0.75))
+    assert at_once.utilization == pytest.approx(20 / (20 + transfer_s + 0.75))
     assert delayed.exposed_s == pytest.approx(0.5) and delayed.hidden_step_s == pytest.approx(transfer_s + 0.25)
     assert at_once.sent_bytes == pytest.approx(5e7 * 4 * FRAMING)
     # Pieces are handled while others are on the link: only what is slower than the link counts, and counts whole.
@@ -209,10 +221,11 @@ def test_ranks_by_hand():
 def test_shares_by_hand():
     workload = Workload(parameters=1e9, layers=1, step_s=10.0, backward_share=0.0)
     scheme = Scheme(name="x", every=2, delay_steps=1, bits=8)
-    shares = Shares.of(workload, scheme, Pipe(gbit_s=0.5, busy_s=5.0, handling_s=18.0, round_s=2.0))
-    assert shares == Shares(compute_s=20.0, codec_s=5.0, link_s=8.0, rendezvous_s=2.0) and shares.dominant == "link"
+    shares = IntervalShares.of(workload, scheme, Pipe(gbit_s=0.5, busy_s=5.0, handling_s=18.0, round_s=2.0))
+    assert shares == IntervalShares(compute_s=20.0, codec_s=5.0, link_s=8.0, rendezvous_s=2.0)
+    assert shares.dominant == "link"
     assert "20 s (57%) are compute, 5 s (14%) codec work" in shares.text() and "8 s (23%) waiting" in shares.text()
-    assert Shares(compute_s=1, codec_s=3, link_s=2, rendezvous_s=0).dominant == "codec"
+    assert IntervalShares(compute_s=1, codec_s=3, link_s=2, rendezvous_s=0).dominant == "codec"
     assert [three_digits(value) for value in (0.01234, 99.96, 999.4, 1234.4)] == ["0.0123", "100", "999", "1,234"]
 
 

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from joint_run import Blocks, adamw, inner_step, settings
 
 from composer_prime.wire.sockets import bind_router
-from diloco.rendezvous.transfer import Blob
+from diloco.rendezvous.rounds import Blob
 from diloco.streaming import StreamingDiLoCo
 from diloco.transport import connection
 from diloco.transport.connection import PIECE_BYTES, WINDOW, Connection, Flow
-from diloco.transport.header import Header, body_checksum
 from diloco.transport.keys import JointKey
-from diloco.transport.messages import BodyChunk, Received, encode, from_peer
+from diloco.transport.messages import BodyChunk, Header, Received, body_checksum, encode, from_peer
 
 READ_BYTES = 1024
 
@@ -31,9 +30,9 @@ READ_BYTES = 1024
 def test_what_is_under_way(before, rate, trip_s):
     flow = Flow()
     for took_s in before:
-        flow.answered(took_s) if took_s < 15 else flow.unanswered()
+        flow.note_answer(took_s) if took_s < 15 else flow.note_timeout()
     for _ in range(100):
-        flow.answered(trip_s + flow.window * flow.piece_bytes / rate)
+        flow.note_answer(trip_s + flow.window * flow.piece_bytes / rate)
     under_way = flow.window * flow.piece_bytes
     assert under_way <= 4 * rate or under_way == 2 << 14
     if rate > 1e8:

@@ -1,4 +1,4 @@
-"""A part of a joint run fails while its other parts live: one rank of a peer, what it is told, torchft's lighthouse."""
+"""A part of a joint run fails while the others live: one rank of a peer, its answers, torchft's lighthouse."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_one_rank_is_killed(make_rendezvous, key_file, tmp_path, rank):
         assert len(both) > 10 and all(mine[step] == theirs[step] for step in both)
 
 
-# Rank 1 of peer b is told of another outcome than rank 0, as by two rendezvous behind one address. Once is repaired by
-# asking again; told so for good, both ranks end with an error that names both and apply neither, and peer a goes on.
+# Rank 1 of peer b gets another outcome than rank 0, as from two rendezvous behind one address. Once is repaired by
+# asking again. If it repeats, both ranks end with an error that names both outcomes and apply neither; peer a goes on.
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_ranks_are_told_of_different_outcomes(make_rendezvous, key_file, tmp_path):
+def test_ranks_get_different_outcomes(make_rendezvous, key_file, tmp_path):
     server = make_rendezvous(start_peers=2)
-    answers = server.server.answers
-    honest, lies = answers._outcome, {2: 1, 5: 1_000_000}
+    handler = server.server.handler
+    honest, lies = handler._outcome, {2: 1, 5: 1_000_000}
 
     def lying(ask: AskRound) -> ToPeer:
         answer = honest(ask)
@@ -53,7 +53,7 @@ def test_ranks_are_told_of_different_outcomes(make_rendezvous, key_file, tmp_pat
         lies[ask.outer_step] -= 1
         return msgspec.structs.replace(answer, digest="f" * 32)
 
-    answers._outcome = lying
+    handler._outcome = lying
     values = {"rendezvous": server.endpoint, "key_file": str(key_file), "sync_every": 4, "fragments": 2, "delay": 1}
     steady = start_ranks(tmp_path, "a", 0, values, until=20)
     deceived = start_ranks(tmp_path, "b", 1, values, until=20)
@@ -62,7 +62,7 @@ def test_ranks_are_told_of_different_outcomes(make_rendezvous, key_file, tmp_pat
     for rank, each in enumerate(deceived):
         assert max(each.seen) == 5 and all(steady[rank].seen[step] == each.seen[step] for step in each.seen)
         log = each.lines.with_name(each.lines.name + ".log").read_text()
-        assert "told 3 times in a row of different outcomes of outer step 5 (" in log
+        assert "got different outcomes of outer step 5 3 times in a row (" in log
         assert "f" * 15 in log and "more than one rendezvous" in log
 
 

@@ -1,19 +1,18 @@
-"""What is not exchanged must be the same everywhere: frozen weights, the adapters' scale, the protocol."""
+"""Frozen weights, the adapters' scale and the protocol are not exchanged, and must be the same everywhere."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from books import Books
 from hypothesis import given
 from hypothesis import strategies as st
 from joint_run import Blocks, settings
+from rendezvous_state import RendezvousState
 
 from composer_prime.errors import RunMismatchError
 from diloco.fragments import frozen_digest
 from diloco.streaming import StreamingDiLoCo
-from diloco.transport.header import PROTOCOL
-from diloco.transport.messages import PeerHello, PeerWelcome, RequestRefused, encode, from_peer
+from diloco.transport.messages import PROTOCOL, PeerHello, PeerWelcome, RequestRefused, encode, from_peer
 
 
 def adapted(seed: int = 0) -> Blocks:
@@ -59,15 +58,15 @@ def test_refusals_of_other_bases(make_rendezvous, key_file):
             assert joined.outer_step == 0
 
 
-# A peer of a release that does not tell its protocol is refused by name, and so is one of a later release.
+# A peer of a release that does not send its protocol is refused by name, and so is one of a later release.
 @pytest.mark.parametrize(("protocol", "told"), [(0, "an older protocol"), (PROTOCOL + 1, str(PROTOCOL + 1))])
 def test_other_releases(protocol, told):
-    books = Books()
+    rendezvous = RendezvousState()
     hello = PeerHello(
         protocol=protocol, run="joint", peer="b", rank=0, ranks=1, instance=1, outer_step=0, base_hash="",
         training=False, layout=[], settings={}, round_deadline_s=1,
     )  # fmt: skip
-    answer = books.answers.to(from_peer(encode(hello)))
+    answer = rendezvous.handler.answer(from_peer(encode(hello)))
     assert isinstance(answer, RequestRefused)
     assert answer.error == f"peer b speaks {told}, this rendezvous {PROTOCOL}: use one release on all machines"
-    assert isinstance(books.hello("b")[0], PeerWelcome)
+    assert isinstance(rendezvous.hello("b")[0], PeerWelcome)

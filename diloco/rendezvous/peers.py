@@ -1,0 +1,153 @@
+"""The peers as the rendezvous sees them: their ranks, where each stands, when each was last heard. No I/O here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from composer_prime.errors import RunMismatchError
+from diloco.transport.messages import PeerHello, Position, TensorLayout, difference
+
+Base = tuple[str, ...]
+"""Hash of the global values of each rank."""
+
+
+@dataclass(slots=True)
+class Peer:
+    name: str
+    ranks: int
+    instance: int
+    """Which start of it, alike on all ranks."""
+    settings: dict[str, str]
+    deadline_s: float
+    layouts: dict[int, list[TensorLayout]] = field(default_factory=dict)
+    """By rank, for those that sent a hello."""
+    frozen: dict[int, str] = field(default_factory=dict)
+    """Digests of the parameters that are not trained, by rank."""
+    heard: dict[int, float] = field(default_factory=dict)
+    """When each rank last sent anything."""
+    positions: dict[int, Position] = field(default_factory=dict)
+
+    def note(self, rank: int, position: Position, now: float) -> None:
+        self.positions[rank] = position
+        self.heard[rank] = now
+
+    def alive(self, now: float, timeout_s: float) -> bool:
+        """Return whether every rank was heard within `timeout_s`."""
+        return len(self.heard) == self.ranks and all(now - at <= timeout_s for at in self.heard.values())
+
+    def heard_since(self, moment: float) -> bool:
+        """Return whether every rank was heard since `moment`."""
+        return len(self.heard) == self.ranks and min(self.heard.values()) >= moment
+
+    @property
+    def training(self) -> bool:
+        return len(self.positions) == self.ranks and all(each.training for each in self.positions.values())
+
+    @property
+    def outer_step(self) -> int:
+        return min((each.outer_step for each in self.positions.values()), default=0)
+
+    @property
+    def base(self) -> Base:
+        return tuple(self.positions[rank].base_hash for rank in sorted(self.positions))
+
+
+def largest_party(bases: Mapping[str, Base]) -> set[str]:
+    """Return the names of the largest group with one base; of equal groups the one with the first name."""
+    counts = Counter(bases.values())
+    if not counts:
+        return set()
+    first = {base: min(name for name in bases if bases[name] == base) for base in counts}
+    winner = min(counts, key=lambda base: (-counts[base], first[base]))
+    return {name for name, base in bases.items() if base == winner}
+
+
+def leading(peers: Sequence[Peer]) -> list[Peer]:
+    """Return those of `peers` that hold the most advanced, and of these the most widely held, global values."""
+    top = max((peer.outer_step for peer in peers), default=-1)
+    bases = {peer.name: peer.base for peer in peers if peer.outer_step == top}
+    winners = largest_party(bases)
+    return [peer for peer in peers if peer.name in winners]
+
+
+def check_same_run(hello: PeerHello, other: Peer) -> None:
+    """Raises RunMismatchError when the ranks, settings, layout or frozen parameters differ from the other peer's."""
+    if hello.ranks != other.ranks:
+        raise RunMismatchError(
+            f"peer {hello.peer} has {hello.ranks} trainer rank(s), peer {other.name} has {other.ranks}: shards are "
+            "exchanged rank by rank, so give both the same trainer.ranks"
+        )
+    for key in sorted(hello.settings.keys() | other.settings.keys()):
+        mine, theirs = hello.settings.get(key), other.settings.get(key)
+        if mine != theirs:
+            raise RunMismatchError(
+                f"peer {hello.peer} has {key} = {mine}, peer {other.name} has {theirs}: all peers of a joint run must "
+                "agree on it"
+            )
+    layout = other.layouts.get(hello.rank)
+    if layout is not None and (text := difference(hello.layout, layout)):
+        raise RunMismatchError(
+            f"the layouts of peer {hello.peer} (here) and peer {other.name} (there) differ on rank {hello.rank}: "
+            f"{text}; use the same model, sharding and adapters"
+        )
+    frozen = other.frozen.get(hello.rank, hello.frozen)
+    if hello.frozen != frozen:
+        raise RunMismatchError(
+            f"the parameters that are not trained differ on rank {hello.rank}: their digest is {hello.frozen} for peer "
+            f"{hello.peer}, {frozen} for peer {other.name}. Adapters fit the model that they were trained on: give "
+            "both the same files as model.path (compare their sha256sum)"
+        )
+
+
+_REMEMBERED_STEPS = 64
+
+
+class ModelAgreement:
+    """Compares the global models that peers report in beats and hellos, by outer step.
+
+    A round compares what its deltas start from. Nothing starts from the result of the last round: this compares it too,
+    also where a rendezvous that was restarted in between has closed a round a second time.
+    """
+
+    def __init__(self) -> None:
+        self._models: dict[tuple[int, int], tuple[str, str]] = {}
+        """By outer step and rank: the first peer there, and the hash of its model."""
+        self._reported: set[int] = set()
+        """Outer steps whose difference was reported."""
+        self._front = -1
+        """The most advanced outer step."""
+
+    def difference(self, peer: str, rank: int, position: Position) -> str:
+        """Describe how the peer's model differs from the first at this outer step; empty when it does not.
+
+        A difference is reported once for each outer step.
+        """
+        step = position.outer_step
+        first, model = self._models.get((step, rank), (peer, ""))
+        if first == peer:  # it may have joined anew since
+            self._models[step, rank] = peer, position.base_hash
+            if step > self._front:
+                self._front = step
+                self._forget_before(step - _REMEMBERED_STEPS)
+            return ""
+        if model == position.base_hash or step in self._reported:
+            return ""
+        self._reported.add(step)
+        return (
+            f"peers {first} and {peer} hold different global models of outer step {step} (hashes {model} and "
+            f"{position.base_hash} of rank {rank}): unless one of them joins anew with the other's state, their final "
+            "models differ"
+        )
+
+    def go_to(self, outer_step: int) -> None:
+        """Forget this outer step and later ones: the run goes on from it."""
+        self._models = {key: model for key, model in self._models.items() if key[0] < outer_step}
+        self._reported = {step for step in self._reported if step < outer_step}
+        self._front = min(self._front, outer_step - 1)
+
+    def _forget_before(self, outer_step: int) -> None:
+        for key in [key for key in self._models if key[0] < outer_step]:
+            del self._models[key]
+        self._reported = {step for step in self._reported if step >= outer_step}

@@ -1,0 +1,265 @@
+"""What diloco/ itself does, as the simulator sees it, and other ways to bring N peers' deltas together.
+
+A fragment leaves through the rendezvous when a step has ended:
+
+    training thread      encode | waits unless tau steps hide it ......................... | decode, average, install
+    link                        | up .......... | round closes | down (N - 1 deltas) |
+    machines on the way         | handle pieces |              | handle pieces ..... |
+                         busy_s   the slower      round_s        the slower            busy_s
+
+Pieces of a delta (diloco/transport/connection.py) are encrypted, checked and copied while others are on the link. The
+ways differ in what each peer's link carries and how many trips follow one another:
+
+    relay          up once, and when all are there down N - 1 times; the rendezvous' link carries N in, then N (N - 1)
+                   out. This is what diloco/ does: every peer gets every delta as it was sent, so codecs, guards and
+                   joining late need no second pass
+    mesh           N - 1 up, N - 1 down, no relay: the same properties, needs every pair to be reachable
+    hierarchical   groups of about sqrt(N): members to leader, leaders among one another, leader to members
+    ring           2 (N - 1) / N of a delta up and down, 2 (N - 1) trips one after the other
+
+hierarchical and ring add up on the way: deltas are decoded and encoded again at each hop, and a bad one can only be
+rejected before it enters. In return no peer decodes all: a leader decodes its members' and one of each group and
+encodes two sums; in a ring a peer decodes N - 1 parts of 1 / N, twice, and encodes as many as make up one delta.
+
+The constants are CPU times measured on one x86-64 core: a machine with faster or more cores is quicker than this, a
+busy one slower. benchmarks/diloco_link.py measures those of its machine, and how far the simulator is off with them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from composer_prime.config.diloco import CodecConfig
+from diloco.simulate.utilization import Pipe, Scheme, Workload, exposed_s, utilization
+from diloco.transport.connection import PIECE_BYTES, WINDOW
+
+FRAMING = 1.047
+"""Bytes on the wire over bytes of a delta: Ethernet, IP and TCP headers, 66 of 1514 bytes; ZMQ adds next to nothing."""
+ENCODE_NS = {"fp32": 25.0, "bf16": 25.0, "int8": 18.0, "int4": 8.0, "e3m0": 16.0, "sparse": 12.0}
+"""1e-9 s of one core a parameter: delta, error feedback, codec and checksum (2 M parameters at a time)."""
+DECODE_NS = 10.0
+"""A parameter and peer: decode, guard, mean."""
+INSTALL_NS = 4.0
+"""A parameter: outer step, hash of the global model, copy into the parameters."""
+ROUND_S = 0.08
+"""Until a round of next to nothing is closed: requests, the rendezvous' tick, torchft's quorum."""
+RELAY_NS = 4.6
+"""1e-9 s of the rendezvous a byte that goes through it: encryption, checksums, copies."""
+SCALE_BITS = 16
+_CODE_BITS = {"int8": 7.46, "int4": 3.32, "e3m0": 3.51}
+"""Of a code after entropy coding, where deltas are normally distributed and 256 share a scale."""
+
+WAYS = ("relay", "mesh", "hierarchical", "ring")
+RELAY_TRIPS = 10
+"""Requests and answers of a peer, one after the other: offer, last piece, offer again, outcome, last piece down."""
+RELAY_WINDOW_GBIT = WINDOW * PIECE_BYTES * 8 / 1e9
+"""Most that one connection has under way at once."""
+
+
+# -- ways of reducing --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Net:
+    peers: int
+    gbit_s: float
+    """Of each peer, each direction."""
+    latency_s: float
+    """One way, between any two."""
+    relay_gbit_s: float | None = None
+    """Of the rendezvous, each direction; None is that of a peer."""
+    connections: int = 1
+    """Of a peer with the rendezvous, each with a window of its own."""
+    busy_s: float = 0.0
+    """As in Pipe, where every peer decodes every delta (relay, mesh)."""
+    encode_s: float = 0.0
+    """Of it, encoding one delta."""
+    decode_s: float = 0.0
+    """Of it, decoding one of the N."""
+    handling_s: float = 0.0
+    """Of the rendezvous, as in Pipe; ways without a relay have none."""
+    round_s: float = 0.0
+    """Likewise."""
+
+
+def pipe(way: str, net: Net) -> Pipe:
+    """Return what a peer's delta passes through. Raises ValueError for an unknown way."""
+    n = net.peers
+    if n < 2:
+        return Pipe(gbit_s=net.gbit_s, factor=0.0, hops=0)
+    gbit, encoded, decoded = net.gbit_s, 1.0, float(n)
+    match way:
+        case "relay":
+            if net.latency_s:
+                gbit = min(gbit, net.connections * RELAY_WINDOW_GBIT / (2 * net.latency_s))
+            thinner = gbit / (net.relay_gbit_s or net.gbit_s)
+            factor, hops = max(1, n * thinner) + max(n - 1, n * (n - 1) * thinner), RELAY_TRIPS
+        case "mesh":
+            factor, hops = n - 1, 1
+        case "hierarchical":
+            group = group_size(n)
+            leaders = math.ceil(n / group)
+            factor, hops = 2 * (group - 1) + (leaders - 1), 3
+            encoded, decoded = 2.0, group - 1 + leaders
+        case "ring":
+            factor, hops = 2 * (n - 1) / n, 2 * (n - 1)
+            decoded = factor
+        case _:
+            raise ValueError(f"no way of reducing is called {way!r}; there are {', '.join(WAYS)}")
+    handling_s, round_s = (net.handling_s, net.round_s) if way == "relay" else (0.0, 0.0)
+    busy_s = net.busy_s + (encoded - 1) * net.encode_s + (decoded - n) * net.decode_s
+    return Pipe(
+        gbit_s=gbit, latency_s=net.latency_s, factor=factor, hops=hops, busy_s=busy_s, handling_s=handling_s,
+        round_s=round_s,
+    )  # fmt: skip
+
+
+def group_size(peers: int) -> int:
+    """Return the group size that keeps the busiest link, a leader's, least busy: about sqrt(N / 2)."""
+    return min(range(1, peers + 1), key=lambda size: 2 * (size - 1) + math.ceil(peers / size) - 1)
+
+
+def seconds(way: str, net: Net, bits: float) -> float:
+    """Return the time of one reduction of `bits` bits, from the start of encoding to the last peer's result."""
+    path = pipe(way, net)
+    return path.moving_s(bits) + path.hops * path.latency_s + path.round_s + path.busy_s
+
+
+def best(net: Net, bits: float) -> str:
+    """Return the quickest way."""
+    return min(WAYS, key=lambda way: seconds(way, net, bits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Counted in deltas of one peer."""
+
+    sent: float
+    """By each peer; in a hierarchy by a leader, which sends most."""
+    received: float
+    """Likewise."""
+    relayed: float = 0.0
+    """Into the rendezvous and out of it."""
+
+
+def traffic(way: str, peers: int) -> Traffic:
+    """Return how many deltas each link carries in one synchronization. Raises ValueError for an unknown way."""
+    match way:
+        case "relay":
+            return Traffic(sent=1, received=peers - 1, relayed=peers + peers * (peers - 1))
+        case "mesh":
+            return Traffic(sent=peers - 1, received=peers - 1)
+        case "hierarchical":
+            group = group_size(peers)
+            each = group - 1 + math.ceil(peers / group) - 1
+            return Traffic(sent=each, received=each)
+        case "ring":
+            each = 2 * (peers - 1) / peers
+            return Traffic(sent=each, received=each)
+        case _:
+            raise ValueError(f"no way of reducing is called {way!r}")
+
+
+# -- this package's own run --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointRun:
+    """One peer's part of a joint run."""
+
+    parameters: float
+    """Trained, on all ranks."""
+    layers: int
+    step_s: float
+    """Compute time of an inner step."""
+    every: int
+    """H."""
+    fragments: int
+    """P."""
+    delay: float
+    """tau."""
+    codec: CodecConfig
+    ranks: int = 1
+    """trainer.ranks: each works on a shard of its own, on a core of its own, over a connection of its own."""
+    peers: int = 2
+    momentum: float = 1.0
+    """Share of the parameters that the outer optimizer keeps momentum of."""
+
+    @property
+    def size(self) -> float:
+        """Parameters of a fragment."""
+        return self.parameters / self.fragments
+
+    @property
+    def state_bits(self) -> float:
+        """Bits a parameter in a state that a joining peer gets: master, momentum, and amid a sweep the last sweep."""
+        return 32.0 * (1 + self.momentum) + 32.0 * (self.fragments - 1) / (2 * self.fragments)
+
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme(
+            name=f"this run, {self.codec.type}", every=self.every, fragments=self.fragments, delay_steps=self.delay,
+            bits=codec_bits(self.codec) * FRAMING,
+        )  # fmt: skip
+
+    @property
+    def workload(self) -> Workload:
+        """Nothing hides behind the backward pass: a delta is known when the optimizer's step has ended."""
+        return Workload(parameters=self.parameters, layers=self.layers, step_s=self.step_s, backward_share=0.0)
+
+    def net(self, gbit: float, latency_s: float = 0.0, relay_gbit: float | None = None) -> Net:
+        """Return a link, with the time that handling a fragment takes by this module's constants."""
+        each_s = self.size / self.ranks * 1e-9
+        encode_s, decode_s = each_s * ENCODE_NS[self.codec.type], each_s * DECODE_NS
+        relayed_bytes = self.peers**2 * self.size * codec_bits(self.codec) / 8
+        return Net(
+            peers=self.peers, gbit_s=gbit, latency_s=latency_s, relay_gbit_s=relay_gbit,
+            connections=self.ranks, busy_s=encode_s + self.peers * decode_s + each_s * INSTALL_NS, encode_s=encode_s,
+            decode_s=decode_s, handling_s=relayed_bytes * RELAY_NS * 1e-9, round_s=ROUND_S,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkForecast:
+    """What one link gives a joint run."""
+
+    sync_s: float
+    """From the start of encoding to the installed outcome."""
+    send_s: float
+    """From the start of encoding until the delta is at the rendezvous, with no other traffic on the links."""
+    hidden_step_s: float
+    """Inner steps of at least this many seconds hide a transfer; infinite without delay."""
+    exposed_s: float
+    """What a synchronization costs training."""
+    codec_s: float
+    """Of that, work on the training thread, which nothing hides."""
+    utilization: float
+    sent_bytes: float
+    """By one peer in one synchronization, headers included."""
+    heal_s: float
+    """Until a joining peer has the state: from another to the rendezvous, and when all of it is there down."""
+
+
+def codec_bits(codec: CodecConfig) -> float:
+    """Return the bits a parameter of an encoded delta."""
+    if codec.type in _CODE_BITS:
+        return _CODE_BITS[codec.type] + SCALE_BITS / codec.block
+    return {"fp32": 32.0, "bf16": 16.0, "sparse": 14 * codec.density + 1 / 64}[codec.type]
+
+
+def forecast_link(run: JointRun, net: Net) -> LinkForecast:
+    """Return what `net` gives `run`."""
+    path, bits = pipe("relay", net), run.size * run.scheme.bits
+    sync_s = seconds("relay", net, bits)
+    up_gbit = min(path.gbit_s, net.relay_gbit_s or path.gbit_s)
+    return LinkForecast(
+        sync_s=sync_s,
+        send_s=net.encode_s + bits / (up_gbit * 1e9) + net.latency_s,
+        hidden_step_s=(sync_s - path.busy_s) / run.delay if run.delay else float("inf"),
+        exposed_s=exposed_s(run.workload, run.scheme, path),
+        codec_s=path.busy_s,
+        utilization=utilization(run.workload, run.scheme, path),
+        sent_bytes=bits / 8,
+        heal_s=2 * run.parameters * run.state_bits * FRAMING / (up_gbit * 1e9),
+    )

@@ -1,0 +1,266 @@
+"""The state of the rendezvous: what makes a delta whole, what stays in memory, which process speaks for a peer."""
+
+from __future__ import annotations
+
+import pytest
+from rendezvous_state import BEAT_TIMEOUT_S, DEADLINE_S, RendezvousState, base
+
+from composer_prime.errors import RunMismatchError, WireError
+from diloco.transport.messages import AskRound, Beat, BodyChunk, DeltaOffer, PeerWelcome, RoundNotReady, Unusable
+
+
+# Bodies in memory stay below the bound: the oldest rounds go first, the newest stays for late peers.
+def test_memory_is_bounded():
+    rendezvous = RendezvousState(keep_rounds=16, max_bytes=500)
+    rendezvous.begin("a", "b")
+    for outer_step in range(9):
+        rendezvous.close(outer_step, "a", "b", body=b"x" * 50)
+        assert rendezvous.rounds.held_bytes <= 500
+    assert rendezvous.rounds.oldest == 4 and rendezvous.rounds.closed(8) is not None
+
+
+# A body that does not fit even so is refused with both figures.
+def test_a_body_beyond_the_bound():
+    rendezvous = RendezvousState(max_bytes=500)
+    rendezvous.begin("a", "b")
+    with pytest.raises(WireError, match=r"has 6e-07 GB, .* holds 0 of the rendezvous' 5e-07 GB: .*--memory-gb"):
+        rendezvous.offer("a", 0, body=b"x" * 600)
+
+
+# A body of more bytes than its layout can have is refused, whatever room there is, and nothing is dropped for it; so is
+# a peer of more ranks than can be.
+@pytest.mark.parametrize("kind", ["delta", "state"])
+def test_sizes_that_cannot_be(kind):
+    rendezvous = RendezvousState(max_bytes=10**8)
+    rendezvous.begin("a", "b", rounds=3)
+    with pytest.raises(WireError, match=rf"has 10000000 bytes, a {kind} of its layout at most 2097152"):
+        rendezvous.offer("a", 3, kind=kind, body=bytes(10**7))
+    assert rendezvous.rounds.oldest == 0 and rendezvous.rounds.open_round() is None
+    (refused, *_) = rendezvous.hello("c", ranks=4097)[:1]
+    assert "rank 0 of 4097, expected 1 to 4096 ranks" in refused.error
+
+
+# Ranks whose parts are not of one delta (another weight: trained on since) do not make a contribution.
+def test_parts_of_two_deltas():
+    rendezvous = RendezvousState()
+    rendezvous.begin("a", "b", ranks=2)
+    for rank, weight in enumerate([3.0, 5.0]):
+        rendezvous.offer("a", 0, rank=rank, weight=weight)
+    assert rendezvous.rounds.open_round().contributors(rendezvous.rounds.peers) == {}
+    rendezvous.offer("a", 0, rank=0, body=b"newer", weight=5.0)
+    assert list(rendezvous.rounds.open_round().contributors(rendezvous.rounds.peers)) == ["a"]
+
+
+# Both peers need longer than the deadline to bring their deltas: it runs from the first that is whole, so neither is
+# left out. What is not there when it ends does not count.
+@pytest.mark.parametrize(("late_s", "members"), [(DEADLINE_S - 1, {"a", "b"}), (DEADLINE_S + 1, {"a"})])
+def test_uploads_longer_than_the_deadline(late_s, members):
+    rendezvous, half = RendezvousState(), DEADLINE_S + 1
+    rendezvous.begin("a", "b")
+
+    def closable_after(seconds):
+        rendezvous.now += seconds
+        rendezvous.beat("a", 0)
+        rendezvous.beat("b", 0)
+        closable = rendezvous.rounds.closable(rendezvous.now, 1)
+        return closable if closable is None else set(closable)
+
+    def bring(peer, offset):
+        name = rendezvous.rounds.open_round().blobs[peer, 0].header.name
+        rendezvous.handler.answer(BodyChunk(name=name, offset=offset, data=b"x" * 5, instance=1))
+
+    for peer in "ab":
+        rendezvous.offer(peer, 0, body=b"x" * 10, brought=5)
+    assert closable_after(half) is None
+    bring("a", 5)
+    assert rendezvous.rounds.left_s(rendezvous.rounds.open_round(), rendezvous.now) == DEADLINE_S
+    if late_s < DEADLINE_S:
+        assert closable_after(late_s) is None
+        bring("b", 5)
+        assert closable_after(0) == members
+    else:
+        assert closable_after(late_s) == members
+
+
+# A peer that waits for the outcome offers its whole delta again each second; the deadline runs from the first time. A
+# newer delta in its place is another delta, which starts it anew.
+@pytest.mark.parametrize("replaced_s", [None, 2])
+def test_the_deadline_ends_while_a_delta_is_offered_again(replaced_s):
+    rendezvous = RendezvousState()
+    rendezvous.begin("a", "b")
+    ends = int(DEADLINE_S) + (replaced_s or 0)
+    for second in range(ends + 1):
+        body = b"newer" if replaced_s is not None and second >= replaced_s else b"delta"
+        rendezvous.offer("a", 0, body=body)
+        rendezvous.beat("a", 0)
+        rendezvous.beat("b", 0)
+        closable = rendezvous.rounds.closable(rendezvous.now, 1)
+        assert closable is None if second < ends else set(closable) == {"a"}
+        rendezvous.now += 1
+
+
+# Of the peers that have brought their deltas, the one with the shortest deadline decides how long the round waits.
+@pytest.mark.parametrize("impatient", ["a", "b"])
+def test_the_most_impatient_peer_decides(impatient):
+    rendezvous = RendezvousState()
+    rendezvous.begin("a", "b", "c")
+    for peer in "ab":
+        rendezvous.rounds.peers[peer].deadline_s = DEADLINE_S if peer == impatient else 3 * DEADLINE_S
+        rendezvous.offer(peer, 0)
+    rendezvous.now += DEADLINE_S - 1
+    assert rendezvous.rounds.left_s(rendezvous.rounds.open_round(), rendezvous.now) == 1
+    rendezvous.now += 1
+    assert set(rendezvous.rounds.closable(rendezvous.now, 1)) == {"a", "b"}
+
+
+# What a process brought to an open round goes when another takes its place, and with it the deadline that it started.
+def test_a_successor_brings_its_own():
+    rendezvous = RendezvousState()
+    rendezvous.begin("a", "b")
+    rendezvous.offer("b", 0)
+    rendezvous.now += BEAT_TIMEOUT_S
+    rendezvous.hello("b", instance=2)
+    current = rendezvous.rounds.open_round()
+    assert current.contributors(rendezvous.rounds.peers) == {}
+    rendezvous.beat("a", 0)
+    rendezvous.beat("b", 0)
+    rendezvous.offer("b", 0)
+    assert rendezvous.rounds.left_s(current, rendezvous.now) == DEADLINE_S
+
+
+# Of two processes with one peer id the first stays; when it is silent the second takes its place on all ranks, and the
+# first is refused from then on, also when the second is silent.
+def test_two_processes_with_one_name():
+    rendezvous = RendezvousState()
+    rendezvous.begin("a", ranks=2)
+    assert isinstance(rendezvous.hello("a", ranks=2, instance=2)[0], RoundNotReady)
+    rendezvous.now += BEAT_TIMEOUT_S
+    assert [type(answer) for answer in rendezvous.hello("a", ranks=2, instance=2)] == [PeerWelcome, PeerWelcome]
+    late = Beat(peer="a", rank=0, instance=1, outer_step=0, base_hash="", training=True)
+    for request in (late, AskRound(peer="a", rank=1, instance=1, outer_step=0, base_hash="")):
+        with pytest.raises(RunMismatchError, match="peer a was silent, and another process has taken its place"):
+            rendezvous.handler.answer(request)
+    rendezvous.now += 2 * BEAT_TIMEOUT_S
+    with pytest.raises(RunMismatchError, match="another process has taken its place"):
+        rendezvous.hello("a", ranks=2, instance=1)
+
+
+# A process that thaws after another has taken its place cannot bring its delta, nor go on with one that it had begun:
+# the round holds its successor's. Nor can it refuse a state that is given to joining peers.
+def test_a_thawed_predecessor_brings_nothing():
+    rendezvous = RendezvousState()
+    rendezvous.begin("a", "b")
+    rendezvous.now += BEAT_TIMEOUT_S
+    rendezvous.hello("b", instance=2)
+    rendezvous.offer("b", 0, body=b"successor")
+    blob = rendezvous.rounds.open_round().blobs["b", 0]
+    for request in (
+        DeltaOffer(header=blob.header, instance=1),
+        BodyChunk(name=blob.header.name, offset=0, data=b"predecess", instance=1),
+        Unusable(peer="b", instance=1, serial=1, reason="damaged"),
+    ):
+        with pytest.raises(RunMismatchError, match="another process has taken its place"):
+            rendezvous.handler.answer(request)
+    assert blob.complete and bytes(blob.data) == b"successor"
+
+
+# The same where the rendezvous was restarted since, and does not know of the first: bytes of another process than the
+# one that offered the blob do not enter it.
+def test_bytes_of_another_start():
+    rendezvous = RendezvousState()
+    rendezvous.hello("b", instance=2)
+    rendezvous.beat("b", 0)
+    rendezvous.offer("b", 0, body=b"successor", brought=4)
+    blob = rendezvous.rounds.open_round().blobs["b", 0]
+    gone = rendezvous.handler.answer(BodyChunk(name=blob.header.name, offset=4, data=b"essor", instance=1))
+    assert gone.reason == "nothing called delta/0/b/0 is expected" and blob.received == 4
+
+
+# A body of another layout than that of its sender's hello is refused, with both.
+def test_layout_of_a_body():
+    rendezvous = RendezvousState()
+    rendezvous.begin("a", "b")
+    with pytest.raises(
+        RunMismatchError, match=r"delta/0/a/0 is of layout other, but the hello of peer a was of [0-9a-f]+"
+    ):
+        rendezvous.offer("a", 0, layout_hash="other")
+
+
+# Peers that report different models of one outer step are named, with both hashes, once. That holds also for the last
+# step, which no round starts from, for a peer that has ended meanwhile, and at a rendezvous that was restarted.
+@pytest.mark.parametrize("restarted", [False, True])
+def test_different_final_models(restarted, caplog):
+    rendezvous = RendezvousState()
+    rendezvous.begin("a", "b", rounds=2)
+    assert not caplog.messages
+    rendezvous.beat("a", 2, training=False)
+    if restarted:
+        rendezvous = RendezvousState()
+        rendezvous.hello("a", 2)
+        rendezvous.hello("b", 1)
+    for _ in range(2):
+        rendezvous.beat("b", 2, run="other")
+    (said,) = caplog.messages
+    models = f"{base(2)} and {base(2, 0, 'other')}"
+    assert f"peers a and b hold different global models of outer step 2 (hashes {models} of rank 0)" in said
+
+
+# A newcomer brings a model of its own, and steps that the run goes back to are taken anew: neither is reported.
+def test_newcomers_and_void_steps_are_no_difference(caplog):
+    rendezvous = RendezvousState()
+    rendezvous.begin("a", "b", rounds=3)
+    rendezvous.hello("c", run="other")
+    rendezvous.rounds.go_to(1)
+    rendezvous.beat("a", 3, run="other")
+    assert not [each for each in caplog.messages if "different" in each]
+
+
+# What the rendezvous answers to a peer that it does not know.
+def test_unknown_peer():
+    rendezvous = RendezvousState()
+    rendezvous.hello("a")
+    del rendezvous.rounds.peers["a"]
+    assert "hello first" in rendezvous.offer("a", 0).reason
+
+
+# Of peers with different global models the smaller party must join anew once the run has begun, but not while peers
+# that may outvote the larger one are expected. A waiting peer learns how many are expected.
+def test_nobody_is_outvoted_before_the_run_has_begun():
+    rendezvous = RendezvousState(start_peers=3)
+    rendezvous.begin("a", "b")
+
+    def ask(peer, run=""):
+        return rendezvous.handler.answer(
+            AskRound(peer=peer, rank=0, instance=1, outer_step=0, base_hash=base(0, run=run))
+        )
+
+    rendezvous.offer("a", 0)
+    assert ask("a").waiting_for == "the deltas of b and 1 more peer(s) to train (--start-peers)"
+    rendezvous.offer("b", 0, base_hash=base(0, run="other"))
+    assert ask("b", "other").waiting_for == "1 more peer(s) to train (--start-peers)"
+    rendezvous.hello("c", run="other")
+    rendezvous.beat("c", 0, run="other")
+    rendezvous.offer("c", 0, base_hash=base(0, run="other"))
+    assert "global model of peer a before outer step 0 is not that of b, c" in ask("a").reason
+
+
+# Two peers with different global models, each too few for --min-peers: the second by name must join anew, which makes
+# the party whole. Not before all are there, because a third may outvote the first.
+def test_a_party_too_small_to_close():
+    rendezvous = RendezvousState(min_peers=2)
+    rendezvous.begin("a", "b", "c")
+
+    def ask(peer, run=""):
+        return rendezvous.handler.answer(
+            AskRound(peer=peer, rank=0, instance=1, outer_step=0, base_hash=base(0, run=run))
+        )
+
+    rendezvous.offer("a", 0, base_hash=base(0))
+    rendezvous.offer("b", 0, base_hash=base(0, run="other"))
+    assert isinstance(ask("b", "other"), RoundNotReady) and rendezvous.rounds.closable(rendezvous.now, 2) is None
+    rendezvous.beat("c", 0, training=False)
+    assert "1 more peer(s) with the same global model (--min-peers)" in ask("a").waiting_for
+    assert "global model of peer b before outer step 0 is not that of a" in ask("b", "other").reason
+    assert isinstance(ask("b"), RoundNotReady)
+    rendezvous.offer("b", 0, base_hash=base(0))
+    assert set(rendezvous.rounds.closable(rendezvous.now, 2)) == {"a", "b"}

@@ -1,0 +1,180 @@
+"""States that take long to bring over: the rounds since stay meanwhile, as far as the memory allows."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+from joint_run import settings, together, train, until
+from rendezvous_state import BEAT_TIMEOUT_S, RendezvousState
+
+from diloco.transport import connection
+from diloco.transport.connection import Flow
+from diloco.transport.messages import BodyChunk, StateReady, Unusable
+
+STATE = b"state"
+
+
+def begun(**settings):
+    """Peers a and b have closed 3 rounds; c asks for a state, of which a has brought the first byte."""
+    rendezvous = RendezvousState(**settings)
+    rendezvous.begin("a", "b", rounds=3)
+    rendezvous.hello("c")
+    assert "the state of peer a: none of it is here" in ask(rendezvous)
+    rendezvous.offer("a", 3, kind="state", body=STATE, brought=1, serial=rendezvous.transfers.requested_from("a"))
+    return rendezvous
+
+
+def ask(rendezvous, joiner="c", rank=0, attempt=1):
+    """What it waits for, or the outer step of the state that it gets."""
+    for peer in "ab":
+        rendezvous.beat(peer, (rendezvous.rounds.newest or 0) + 1)
+    answer = rendezvous.ask(joiner, 0, rank=rank, attempt=attempt, base_hash=f"other{rank}")
+    return answer.header.outer_step if isinstance(answer, StateReady) else answer.waiting_for
+
+
+def go_on(rendezvous, rounds, body=b"delta"):
+    for _ in range(rounds):
+        rendezvous.now += 1
+        for joiner in rendezvous.rounds.peers.keys() - {"a", "b"}:
+            rendezvous.beat(joiner, 0, training=False)
+        rendezvous.close(rendezvous.rounds.newest + 1, "a", "b", body=body)
+
+
+def bring_the_rest(rendezvous):
+    current = rendezvous.transfers.current
+    rendezvous.handler.answer(BodyChunk(name=current.blobs[0].header.name, offset=1, data=STATE[1:], instance=1))
+
+
+# A state takes longer to bring, and to fetch, than --keep-rounds rounds. The rounds since stay until the joining peer
+# trains, and the answer to it gives the progress. Then they go, with the state.
+def test_rounds_stay_for_a_joiner():
+    rendezvous = begun(keep_rounds=2)
+    go_on(rendezvous, 10)
+    said = "0.0 of 0.0 MB of rank(s) [0] are here after 10 s, in which 10 round(s) were closed, one in 1 s"
+    assert ask(rendezvous) == f"the state of peer a: {said}"
+    bring_the_rest(rendezvous)
+    assert ask(rendezvous) == 3
+    go_on(rendezvous, 10)
+    assert rendezvous.rounds.oldest == 3 and ask(rendezvous) == 3
+    rendezvous.beat("c", 23)
+    rendezvous.close(23, "a", "b", "c")
+    assert rendezvous.rounds.oldest == 22 and rendezvous.transfers.current is None
+
+
+# They stay for a peer that replays them, also when another peer refuses the state meanwhile and asks for another.
+def test_rounds_stay_when_another_refuses():
+    rendezvous = begun(keep_rounds=2)
+    rendezvous.hello("d")
+    bring_the_rest(rendezvous)
+    assert ask(rendezvous) == ask(rendezvous, "d") == 3
+    serial = rendezvous.transfers.current.serial
+    rendezvous.handler.answer(Unusable(peer="d", instance=1, serial=serial, reason="it is of another start"))
+    go_on(rendezvous, 3)
+    assert "none of it is here" in ask(rendezvous, "d", attempt=2) and rendezvous.rounds.oldest == 3
+    rendezvous.offer("b", 6, kind="state", body=STATE, serial=rendezvous.transfers.requested_from("b"))
+    go_on(rendezvous, 3)
+    assert ask(rendezvous, "d", attempt=2) == 6 and rendezvous.rounds.oldest == 3
+    rendezvous.beat("c", 9)
+    rendezvous.close(9, "a", "b", "c")
+    assert rendezvous.rounds.oldest == 6
+
+
+# They stay while a peer's ranks ask anew one after the other, also where they did not get the state yet.
+@pytest.mark.parametrize("told", [False, True])
+def test_rounds_stay_between_ranks(told):
+    rendezvous = RendezvousState(keep_rounds=2)
+    rendezvous.begin("a", "b", ranks=2, rounds=3)
+    rendezvous.hello("c", ranks=2)
+    for rank in (0, 1):
+        ask(rendezvous, rank=rank)
+    serial = rendezvous.transfers.requested_from("a")
+    for rank in (0, 1):
+        rendezvous.offer("a", 3, kind="state", rank=rank, body=STATE, brought=None if told else 1, serial=serial)
+    assert not told or [ask(rendezvous, rank=rank) for rank in (0, 1)] == [3, 3]
+    go_on(rendezvous, 4)
+    assert "rank 1 of peer c" in ask(rendezvous, rank=0, attempt=2)
+    go_on(rendezvous, 4)
+    assert rendezvous.rounds.oldest == 3 and rendezvous.transfers.current.serial == serial
+
+
+# Rounds do not stay for a joining peer that died: the source stops uploading, and the next peer finds a free way.
+def test_a_joiner_that_died():
+    rendezvous = begun(keep_rounds=2)
+    name = rendezvous.transfers.current.blobs[0].header.name
+    rendezvous.now += BEAT_TIMEOUT_S + 1
+    for outer_step in (3, 4, 5):
+        rendezvous.close(outer_step, "a", "b")
+    assert rendezvous.rounds.oldest == 4 and rendezvous.transfers.current is None
+    gone = rendezvous.handler.answer(BodyChunk(name=name, offset=1, data=STATE[1:], instance=1))
+    assert gone.reason == f"nothing called {name} is expected"
+    rendezvous.hello("c", instance=2)
+    assert "the state of peer a" in ask(rendezvous)
+
+
+# Rounds that outgrow the memory go all the same. The next attempt takes another source. Where there is only one, it
+# rests for as long as the first attempt took, and the joining peer learns which setting to change.
+def test_rounds_that_outgrow_the_memory():
+    rendezvous = begun(keep_rounds=2, max_bytes=500)
+    go_on(rendezvous, 6, body=b"x" * 50)
+    assert rendezvous.transfers.current is None and rendezvous.rounds.held_bytes <= 500
+    assert "the state of peer b" in ask(rendezvous)
+    for outer_step in range(9, 11):
+        rendezvous.now += 1
+        rendezvous.beat("b", outer_step, training=False)
+        rendezvous.beat("c", 0, training=False)
+        rendezvous.close(outer_step, "a", body=b"x" * 50)
+    rendezvous.beat("a", 11)
+    said = rendezvous.ask("c", 0, base_hash="other").waiting_for
+    assert "another try to bring a state over, for that of peer a was given up: 0.0 of 0.0 MB" in said
+    assert "after 5 s, in which 4 round(s) were closed, one in 1.2 s" in said
+    assert (
+        "stay for a joining peer beyond --keep-rounds, outgrew the memory: start `diloco lighthouse` with a larger"
+        in said
+    )
+    rendezvous.now += 4
+    rendezvous.beat("a", 11)
+    assert "the state of peer a" in rendezvous.ask("c", 0, base_hash="other").waiting_for
+
+
+# The state counts toward the memory bound, as the rounds do.
+def test_a_state_counts_in_memory():
+    rendezvous = RendezvousState(keep_rounds=16, max_bytes=500)
+    rendezvous.begin("a", "b", rounds=3)
+    rendezvous.hello("c")
+    ask(rendezvous)
+    rendezvous.offer("a", 3, kind="state", body=b"s" * 300, serial=rendezvous.transfers.requested_from("a"))
+    for outer_step in range(3, 5):
+        rendezvous.close(outer_step, "a", "b", body=b"x" * 50)
+        assert rendezvous.rounds.held_bytes + rendezvous.transfers.held_bytes <= 500
+    assert rendezvous.rounds.oldest > 0 and ask(rendezvous) == 3
+
+
+# A source's link needs seconds for the state, in which more rounds end than are kept: the peer joins with the first
+# state that is brought, and ends with the others' model.
+def test_a_slow_source(make_rendezvous, key_file, caplog, monkeypatch):
+    monkeypatch.setattr(connection, "Flow", partial(Flow, 256, 256))  # so small a model's state is less than one piece
+    caplog.set_level("INFO", "diloco.heal")
+    server = make_rendezvous(start_peers=2, keep_rounds=2)
+    joined = threading.Event()
+    config = partial(settings, server.endpoint, key_file, sync_every=1, codec={"type": "sparse"}, heal_timeout_s=20)
+
+    def newest():
+        return server.server.rounds.newest or 0
+
+    def late():
+        until(lambda: newest() >= 3, "no rounds")
+        try:
+            return train(config("c"), 2, 2, seed=5)
+        finally:
+            joined.set()
+
+    slow = {"rate_limit_mbit": 0.008}
+    *_, seen = together(
+        partial(train, config("a", **slow), 0, 10_000, stop=joined.is_set),
+        partial(train, config("b", **slow), 1, 10_000, stop=joined.is_set),
+        late,
+    )
+    served = [text for text in caplog.messages if text.startswith("serving the global state")]
+    assert len(served) == 1 and min(seen.hashes) > 3 + 2
