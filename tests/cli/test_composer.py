@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -192,12 +193,12 @@ def test_plan_says_what_it_cannot_know(tmp_path, capsys):
     # or vLLM) there is one.
     words = ["@", str(ROOT / "configs/qwen3-8b/a1.toml"), "--gpus", "8x80", "--model.path", str(tmp_path)]
     assert plan_command.main(words) == 2
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())  # rows are wrapped at the terminal's width
     assert f"no estimate of memory and disk: {tmp_path / 'config.json'} is not there" in text
     assert "keep this run from starting on this machine (the plan is for another)" in text
     (tmp_path / "config.json").write_text((ROOT / "composer_prime/assets/tiny/policy/config.json").read_text())
     plan_command.main(words)
-    assert "inference node x 4" in (text := capsys.readouterr().out) and "MiB" not in text
+    assert "inference node x 4" in (text := " ".join(capsys.readouterr().out.split())) and "MiB" not in text
 
 
 @pytest.mark.process
@@ -228,6 +229,14 @@ def test_unknown_command_gets_a_suggestion():
     code = "import sys; sys.argv = ['composer', 'reprot']; from composer_prime.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "did you mean 'report'?" in done.stderr and "doctor" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["trainer", "orchestrator", "inference", "diloco", "composer_prime.cli"])
+def test_every_console_script_prints_its_version(module, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [module, "--version"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"{module}.main").main()
+    assert not ended.value.code and capsys.readouterr().out == f"composer-prime {version('composer-prime')}\n"
 
 
 def test_every_listed_command_has_its_module():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -279,13 +278,11 @@ def test_read_explains_what_is_wrong(tmp_path):
 
 
 @pytest.mark.process
-def test_help_comes_from_docstrings_and_is_quick():
-    # Field docstrings are the help; no heavy import on the way.
-    begun = time.perf_counter()
+def test_help_comes_from_docstrings_and_imports_nothing_heavy():
+    # Field docstrings are the help.
     code = "import sys; from trainer.main import main; sys.argv = ['trainer', '--help']; main()"
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Optimizer steps; 0 evaluates" in done.stdout
     assert "@ FILE reads a TOML file" in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "pydantic" in imported and not imported & {"torch", "transformers", "verifiers", "vllm", "numpy"}
-    assert time.perf_counter() - begun < 20  # generous: machines under test are loaded

@@ -11,12 +11,9 @@ import pytest
 from composer_prime.config.layers import merge, read_table_file, read_with_bases
 from composer_prime.config.load import resolve
 from composer_prime.config.root import Config
-from composer_prime.plan.machine import Machine
-from composer_prime.plan.plan import build_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LADDERS = ("", "smollm2", "qwen3-8b")
-GIB = 2**30
 _MAY_DIFFER = (
     "run.name",
     "orchestrator.hints",
@@ -91,34 +88,6 @@ def test_the_last_rung_is_a2_and_a3(ladder):
     *_, a4 = read_with_bases(str(CONFIGS / ladder / "a4.toml"))
     differ = {key for key, value in flat(a3.values).items() if flat(a4.values).get(key) != value}
     assert differ <= {"run.name", "trainer.micro_batch_tokens"} and flat(a4.values).keys() <= flat(a3.values).keys()
-
-
-@pytest.mark.parametrize("rung", ["a0", "a1", "a2", "a3", "a4"])
-def test_the_tiny_ladder_starts_on_a_laptop(rung, tmp_path):
-    plan = build_plan(resolved("", rung, "--run.output_dir", str(tmp_path)), Machine(cores=2, memory_bytes=8 * GIB, gpus=()))
-    assert plan.problems == [] and plan.notes == []
-    assert ("x sdpo" in plan.text(), "x replay_dpo" in plan.text()) == (rung in ("a2", "a4"), rung in ("a3", "a4"))
-
-
-@pytest.mark.parametrize("rung", ["a1", "a2", "a3", "a4"])
-def test_the_gpu_ladder_plans_on_its_machine(rung, tmp_path):
-    # On 8 GPUs of 80 GB only the engine and the weights are missing here; a replay may bring the pairs later.
-    from test_plan import QWEN3_8B
-
-    folder = tmp_path / "Qwen3-8B"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
-    words = ("--model.path", str(folder), "--run.output_dir", str(tmp_path))
-    machine = Machine(cores=96, memory_bytes=1024 * GIB, gpus=(80 * GIB,) * 8, imagined=True)
-    plan = build_plan(resolved("qwen3-8b", rung, *words), machine)
-    assert [problem for problem in plan.problems if "'vllm'" not in problem and "lacks" not in problem] == []
-    assert [note for note in plan.notes if "pairs.jsonl is not there yet" not in note] == []
-
-
-def test_a_pairs_file_that_is_not_there_is_a_problem(tmp_path):
-    config = resolved("", "a3", "--orchestrator.preferences.pairs", str(tmp_path / "none.jsonl"))
-    plan = build_plan(config, Machine(cores=2, memory_bytes=8 * GIB, gpus=()))
-    assert any("none.jsonl, but there is no such file" in problem for problem in plan.problems)
 
 
 @pytest.mark.parametrize("ladder", LADDERS)

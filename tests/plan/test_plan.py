@@ -1,4 +1,4 @@
-"""The plan: what would start, what it weighs, what is missing; no torch, no process, no conversion."""
+"""The plan: what would start, how much memory it takes, what is missing. No torch, no process, no conversion."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from composer_prime.cli import plan_command
 from composer_prime.config import Config
 from composer_prime.config.load import dump, resolve
 from composer_prime.console import GIB
@@ -36,8 +37,15 @@ QWEN3_8B = {
 LAPTOP = Machine(cores=2, memory_bytes=16 * GIB, gpus=())
 
 
+EIGHT_GPUS = Machine(cores=96, memory_bytes=1024 * GIB, gpus=(80 * GIB,) * 8, imagined=True)
+
+
+def shipped(name: str, folder: Path, *words: str) -> Config:
+    return resolve(["@", str(ROOT / f"configs/{name}.toml"), "--run.output_dir", str(folder), *words]).config
+
+
 def quickstart(folder: Path, *words: str) -> Config:
-    return resolve(["@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(folder), *words]).config
+    return shipped("a1", folder, *words)
 
 
 def problems(folder: Path, *words: str) -> str:
@@ -46,7 +54,9 @@ def problems(folder: Path, *words: str) -> str:
 
 def test_plan_of_the_quickstart_has_no_problem(tmp_path):
     # Roles, batch arithmetic, evaluation, memory and disk are all there.
-    plan = build_plan(quickstart(tmp_path, "--orchestrator.groups_per_step", "4", "--orchestrator.group_size", "8"), LAPTOP)
+    plan = build_plan(
+        quickstart(tmp_path, "--orchestrator.groups_per_step", "4", "--orchestrator.group_size", "8"), LAPTOP
+    )
     text = plan.text()
     assert plan.problems == []
     assert "4 groups x 8 rollouts = 32 rollouts" in text
@@ -67,13 +77,12 @@ print(status, sorted({{"torch", "transformers", "verifiers"}} & set(sys.modules)
 
 def test_evaluation_only_starts_no_trainer(tmp_path):
     # run.max_steps = 0: no rank, no checkpoint.
-    config = resolve(["@", str(ROOT / "configs/a0.toml"), "--run.output_dir", str(tmp_path)]).config
-    text = build_plan(config, LAPTOP).text()
+    text = build_plan(shipped("a0", tmp_path), LAPTOP).text()
     assert "no trainer" in text and "evaluation only" in text and "trainer rank" not in text
 
 
-def test_the_run_directory_is_looked_at(tmp_path):
-    # A dry run refuses what a start would: a run that is there, a resume of none, a resume under other settings.
+def test_the_run_directory_is_checked(tmp_path):
+    # A dry run refuses what a start would refuse: an existing run, a resume without a run or under other settings.
     config = quickstart(tmp_path)
     assert f"there is no run in {config.run_directory}" in problems(tmp_path, "--resume")
     config.run_directory.mkdir(parents=True)
@@ -89,6 +98,32 @@ def test_the_run_directory_is_looked_at(tmp_path):
     assert "changed trainer.optim.lr: was" in "\n".join(
         build_plan(quickstart(tmp_path, "--resume", "--trainer.optim.lr", "0.5"), LAPTOP).notes
     )
+
+
+def test_an_orchestrator_on_its_own_has_the_same_check(tmp_path):
+    # It counts only what a run writes, needs a checkpoint to resume from, and refuses a folder of something else.
+    def alone(*words: str) -> str:
+        return "\n".join(build_plan(quickstart(tmp_path, *words), LAPTOP, starter="orchestrator").problems)
+
+    folder = quickstart(tmp_path).run_directory
+    folder.mkdir()
+    (folder / "notes.txt").write_text("")
+    assert alone() == "" and f"there is no run in {folder}" in alone("--resume")
+    (folder / "metrics.jsonl").write_text("")
+    assert "is no run directory" in alone()
+    (folder / "run_id").write_text("one")
+    assert "exists already, with no complete checkpoint: continue it with --resume" in alone()
+    assert "--resume found no complete checkpoint below" in alone("--resume")
+    assert alone("--run.overwrite", "true") == ""
+    assert "run.resume and run.overwrite are both on" in alone("--resume", "--run.overwrite", "true")
+
+
+def test_a_broken_model_folder_of_a_joint_run_is_a_problem(tmp_path, capsys):
+    # The forecast of the link needs the model; without it the plan still lists all problems.
+    words = ["@", str(ROOT / "configs/diloco/two-clusters.toml"), "--run.output_dir", str(tmp_path)]
+    assert plan_command.main([*words, "--model.path", "nowhere"]) == 2
+    text = " ".join(capsys.readouterr().out.split())
+    assert "no folder nowhere" in text and "diloco.key_file is joint.key" in text
 
 
 def test_missing_model_folder_is_a_problem(tmp_path):
@@ -194,19 +229,15 @@ def eight_billion(tmp_path: Path) -> Path:
 
 def test_gpu_configuration_plans_on_its_machine(tmp_path, eight_billion):
     # configs/qwen3-8b/a1.toml fits 8 GPUs of 80 GB: nothing but the engine and the weights are missing here.
-    file = str(ROOT / "configs/qwen3-8b/a1.toml")
-    config = resolve(["@", file, "--model.path", str(eight_billion), "--run.output_dir", str(tmp_path)]).config
-    machine = Machine(cores=96, memory_bytes=1024 * GIB, gpus=(80 * GIB,) * 8, imagined=True)
-    plan = build_plan(config, machine)
+    plan = build_plan(shipped("qwen3-8b/a1", tmp_path, "--model.path", str(eight_billion)), EIGHT_GPUS)
     assert [problem for problem in plan.problems if "'vllm'" not in problem and "lacks" not in problem] == []
     assert "GPU 4, 5, 6, 7" in plan.text() and "8.19 B parameters" in plan.text()
     assert not [note for note in plan.notes if "may need" in note]
 
 
 def test_gpu_configuration_names_everything_missing_here(tmp_path):
-    # On a laptop the dry run still says all: the folder, the GPUs.
-    config = resolve(["@", str(ROOT / "configs/qwen3-8b/a1.toml"), "--run.output_dir", str(tmp_path)]).config
-    text = "\n".join(build_plan(config, LAPTOP).problems)
+    # On a laptop the dry run still lists everything: the folder, the GPUs.
+    text = "\n".join(build_plan(shipped("qwen3-8b/a1", tmp_path), LAPTOP).problems)
     assert "models/Qwen3-8B" in text and "this machine shows 0" in text
 
 
@@ -229,3 +260,24 @@ def test_what_hints_need_is_looked_for_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WRITER_KEY", "k")
     monkeypatch.setenv("JUDGE_KEY", "k")
     assert not [problem for problem in check_start(config, gpus=0).problems if "orchestrator.hints" in problem]
+
+
+@pytest.mark.parametrize("rung", ["a0", "a1", "a2", "a3", "a4"])
+def test_the_tiny_ladder_starts_on_a_laptop(rung, tmp_path):
+    plan = build_plan(shipped(rung, tmp_path), Machine(cores=2, memory_bytes=8 * GIB, gpus=()))
+    assert plan.problems == [] and plan.notes == []
+    assert ("x sdpo" in plan.text(), "x replay_dpo" in plan.text()) == (rung in ("a2", "a4"), rung in ("a3", "a4"))
+
+
+@pytest.mark.parametrize("rung", ["a1", "a2", "a3", "a4"])
+def test_the_gpu_ladder_plans_on_its_machine(rung, tmp_path, eight_billion):
+    # On 8 GPUs of 80 GB only the engine and the weights are missing here; a replay may bring the pairs later.
+    config = shipped(f"qwen3-8b/{rung}", tmp_path, "--model.path", str(eight_billion))
+    plan = build_plan(config, EIGHT_GPUS)
+    assert [problem for problem in plan.problems if "'vllm'" not in problem and "lacks" not in problem] == []
+    assert [note for note in plan.notes if "pairs.jsonl is not there yet" not in note] == []
+
+
+def test_a_pairs_file_that_is_not_there_is_a_problem(tmp_path):
+    config = shipped("a3", tmp_path, "--orchestrator.preferences.pairs", str(tmp_path / "none.jsonl"))
+    assert any("none.jsonl, but there is no such file" in problem for problem in build_plan(config, LAPTOP).problems)
