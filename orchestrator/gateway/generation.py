@@ -6,8 +6,6 @@ import hashlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -78,34 +76,29 @@ class Generator:
         if sampling.seed is not None:  # Parallel requests of one session draw different noise.
             turn = self._records.answered(session) + self._under_way[session]
             sampling = msgspec.structs.replace(sampling, seed=turn_seed(sampling.seed, turn))
-        with self._counted(session):
-            answer = await self._router.generate(request_id, session, prompt, sampling)
-            self._record(session, prompt, answer, sampling, order)
-        return request_id, answer
-
-    @contextmanager
-    def _counted(self, session: str) -> Iterator[None]:
         self._under_way[session] += 1
         try:
-            yield
+            answer = await self._router.generate(request_id, session, prompt, sampling)
+            self._records.append(_record(session, prompt, sampling, answer), order)
         finally:
             self._under_way[session] -= 1
             if not self._under_way[session]:
                 del self._under_way[session]
+        return request_id, answer
 
-    def _record(self, session: str, prompt: bytes, answer: NodeAnswer, sampling: Sampling, order: int) -> None:
-        record = GenerationRecord(
-            session=session,
-            prompt_ids=np.frombuffer(prompt, np.int32),
-            completion_ids=answer.token_ids,
-            logprobs=answer.logprobs,
-            version_spans=answer.version_spans,
-            finish_reason=answer.finish_reason,
-            sampling=sampling,
-            node_id=answer.node_id,
-            time=time.time(),
-        )
-        self._records.append(record, order)
+
+def _record(session: str, prompt: bytes, sampling: Sampling, answer: NodeAnswer) -> GenerationRecord:
+    return GenerationRecord(
+        session=session,
+        prompt_ids=np.frombuffer(prompt, np.int32),
+        completion_ids=answer.token_ids,
+        logprobs=answer.logprobs,
+        version_spans=answer.version_spans,
+        finish_reason=answer.finish_reason,
+        sampling=sampling,
+        node_id=answer.node_id,
+        time=time.time(),
+    )
 
 
 def turn_seed(seed: int, turn: int) -> int:

@@ -225,11 +225,11 @@ def place_hint(
     hinted_ids = placer.hinted(context_ids, role, hint)
     if hinted_ids is None:
         return "no_place"
-    made = hinted_turn(sample, span, hinted_ids, error, weight)
-    length = len(ints(made.teacher_ids))
+    hinted = hinted_turn(sample, span, hinted_ids, error, weight)
+    length = len(ints(hinted.teacher_ids))
     if length > limits.max_context:
         return "too_long"
     others = sum(len(ints(other.teacher_ids)) for other in sample.distillations)
     if sample.num_tokens + others + length > limits.row_tokens:
         return "row_full"
-    return made
+    return hinted

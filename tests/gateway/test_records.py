@@ -1,9 +1,6 @@
-"""Records, the adaptive limit and the lag monitor by themselves."""
+"""Records of sampled tokens by themselves."""
 
 from __future__ import annotations
-
-import asyncio
-import time
 
 import numpy as np
 import pytest
@@ -12,8 +9,6 @@ from hypothesis import strategies as st
 
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
-from orchestrator.event_loop import LoopLag
-from orchestrator.gateway.adaptive import AdaptiveLimit, GatewayLoad
 from orchestrator.gateway.records import GenerationRecord, RolloutRecords
 
 IDS = st.lists(st.integers(0, 3), max_size=6)
@@ -73,63 +68,3 @@ def test_only_open_rollouts_are_recorded_and_ids_are_used_once():
     assert records.rollout_of("r#12") == "r"
     assert records.rollout_of("r#x") is None
     assert records.take("nobody") == []
-
-
-def load(running: int, waiting: int = 0, kv_used: float = 0.1) -> GatewayLoad:
-    return GatewayLoad(running=running, waiting=waiting, kv_used=kv_used)
-
-
-def test_the_limit_finds_what_the_nodes_can_take():
-    """With nodes that queue above 40 rollouts, the limit settles around 40 and stays within its bounds."""
-    limit = AdaptiveLimit(floor=8, ceiling=512)
-    seen = []
-    for _ in range(200):
-        in_use = limit.limit()
-        limit.observe(load(min(in_use, 40), waiting=max(0, in_use - 40)), in_use)
-        seen.append(limit.limit())
-    assert seen[0] == 64
-    settled = seen[20:]
-    assert min(settled) >= 28 and max(settled) <= 56
-    assert limit.decreases >= 1
-
-
-def test_an_unused_limit_does_not_rise_and_a_full_cache_lowers_it():
-    """Only a limit that is used proves anything; KV pressure counts like a queue; floor and ceiling hold."""
-    limit = AdaptiveLimit(floor=4, ceiling=100)
-    limit.observe(load(2), in_use=2)
-    limit.observe(None, in_use=32)
-    assert limit.limit() == 32
-    for _ in range(20):
-        limit.observe(load(32, kv_used=0.99), in_use=limit.limit())
-    assert limit.limit() == 4
-    for _ in range(200):
-        limit.observe(load(8), in_use=limit.limit())
-    assert limit.limit() == 100
-
-
-def test_loop_lag_sees_a_blocked_loop():
-    """A block of 80 ms shows as the largest lag, as own lag if it was work; the window starts anew."""
-
-    async def scenario() -> None:
-        lag = LoopLag(interval_s=0.005)
-        lag.start()
-        await asyncio.sleep(0.2)
-        time.sleep(0.08)
-        await asyncio.sleep(0.02)
-        stats = lag.window()
-        assert stats.p50_s is not None and stats.max_s is not None
-        assert stats.max_s >= 0.07 and stats.p50_s < 0.04
-        assert stats.own_max_s is not None and stats.own_max_s < 0.04
-        assert set(stats.metrics()) == {f"loop_lag/{name}_s" for name in ("p50", "p99", "max", "own_p99")}
-        busy_until = time.thread_time() + 0.08
-        while time.thread_time() < busy_until:
-            pass
-        await asyncio.sleep(0.02)
-        stats = lag.window()
-        assert stats.own_max_s is not None and stats.own_max_s >= 0.07
-        lag.stop()
-        lag.window()
-        await asyncio.sleep(0.03)
-        assert lag.window().samples == 0
-
-    asyncio.run(scenario())

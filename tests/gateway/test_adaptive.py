@@ -1,0 +1,37 @@
+"""The adaptive limit by itself."""
+
+from __future__ import annotations
+
+from orchestrator.gateway.adaptive import AdaptiveLimit, GatewayLoad
+
+
+def load(running: int, waiting: int = 0, kv_used: float = 0.1) -> GatewayLoad:
+    return GatewayLoad(running=running, waiting=waiting, kv_used=kv_used)
+
+
+def test_the_limit_finds_what_the_nodes_can_take():
+    """With nodes that queue above 40 rollouts, the limit settles around 40 and stays within its bounds."""
+    limit = AdaptiveLimit(floor=8, ceiling=512)
+    seen = []
+    for _ in range(200):
+        in_use = limit.limit()
+        limit.observe(load(min(in_use, 40), waiting=max(0, in_use - 40)), in_use)
+        seen.append(limit.limit())
+    assert seen[0] == 64
+    settled = seen[20:]
+    assert min(settled) >= 28 and max(settled) <= 56
+    assert limit.decreases >= 1
+
+
+def test_an_unused_limit_does_not_rise_and_a_full_cache_lowers_it():
+    """Only a limit that is used proves anything; KV pressure counts like a queue; floor and ceiling hold."""
+    limit = AdaptiveLimit(floor=4, ceiling=100)
+    limit.observe(load(2), in_use=2)
+    limit.observe(None, in_use=32)
+    assert limit.limit() == 32
+    for _ in range(20):
+        limit.observe(load(32, kv_used=0.99), in_use=limit.limit())
+    assert limit.limit() == 4
+    for _ in range(200):
+        limit.observe(load(8), in_use=limit.limit())
+    assert limit.limit() == 100
