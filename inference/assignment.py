@@ -1,4 +1,4 @@
-"""What a node process is to do, from each of its three command lines. Imports no torch.
+"""What a node process has to do, from each of its three command lines. Imports no torch.
 
 inference --run-dir DIR --node-name node-0           as the launcher starts it: config, keys, endpoints in DIR
 inference @ file.toml [--node-name NAME]             the role alone, on the machine of the run directory
@@ -21,7 +21,7 @@ from composer_prime.address import tcp_address
 from composer_prime.config import Config, load
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.config.layers import merge, read_with_bases
-from composer_prime.console import pluralize
+from composer_prime.console import EXIT_USAGE, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.run_dir import RunDir
@@ -31,7 +31,7 @@ TOKEN_VARIABLE = "COMPOSER_JOIN_TOKEN"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """One node: who it is, what it runs, where it connects."""
+    """One node: its name, what it runs, where it connects."""
 
     node_name: str
     inference: InferenceConfig
@@ -42,63 +42,72 @@ class Assignment:
     keys: Callable[[], ClientKeys]
     """Read when needed: a launcher may still be writing them."""
     address: Callable[[], str | None]
-    """Where the gateway listens, None while nobody knows; asked again at each connection."""
+    """Where the gateway listens, None before it is known; called again for each connection."""
     weights: Path | None
     """The run's weight store, where it is on this machine."""
-    ends_with_parent: bool
 
 
-def from_run_dir(words: list[str]) -> Assignment:
-    """Raises ConfigError."""
+def parse_node_command(words: list[str]) -> tuple[Assignment, bool]:
+    """Return what the command line asks for, and whether it is a dry run. Raises ConfigError."""
+    if words[:1] == ["join"]:
+        return _from_join(words[1:])
+    if not words or words in (["--help"], ["-h"]):
+        print(_usage())
+        raise SystemExit(0 if words else EXIT_USAGE)
+    if any(word.split("=")[0] == "--run-dir" for word in words):
+        return _from_run_dir([word for word in words if word != "--dry-run"]), "--dry-run" in words
+    name = "node-0"
+    if "--node-name" in words[:-1]:
+        at = words.index("--node-name")
+        name = words[at + 1]
+        words = words[:at] + words[at + 2 :]
+    command = load.parse_command_line(words)
+    return _in_run(command.config, RunDir(command.config.run_directory.absolute()), name), command.dry_run
+
+
+def _from_run_dir(words: list[str]) -> Assignment:
     parser = argparse.ArgumentParser(prog="inference", allow_abbrev=False)
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--node-name", default="node-0")
-    given = parser.parse_args(words)
-    run_dir = RunDir(given.run_dir.absolute())
-    return _in_run(load.read_config(run_dir.config), run_dir, given.node_name, ends_with_parent=True)
+    options = parser.parse_args(words)
+    run_dir = RunDir(options.run_dir.absolute())
+    return _in_run(load.read_config(run_dir.config), run_dir, options.node_name)
 
 
-def from_config(config: Config, node_name: str) -> Assignment:
-    return _in_run(config, RunDir(config.run_directory.absolute()), node_name, ends_with_parent=False)
-
-
-def _in_run(config: Config, run_dir: RunDir, node_name: str, *, ends_with_parent: bool) -> Assignment:
+def _in_run(config: Config, run_dir: RunDir, node_name: str) -> Assignment:
     return Assignment(
         node_name=node_name,
         inference=config.inference,
         model=config.model.path,
         max_context=config.model.max_context,
         keys=lambda: RunKeys(run_dir.keys).client("node"),
-        address=lambda: bound_address(run_dir),
+        address=lambda: _bound_address(run_dir),
         weights=run_dir.weights,
-        ends_with_parent=ends_with_parent,
     )
 
 
-def bound_address(run_dir: RunDir) -> str | None:
-    """Where the orchestrator of `run_dir` takes nodes; None while it has not bound its sockets."""
+def _bound_address(run_dir: RunDir) -> str | None:
+    """Return the orchestrator's address for nodes, None before it has bound its sockets."""
     try:
         return json.loads(run_dir.endpoints.read_text())["node"]
     except (FileNotFoundError, KeyError, json.JSONDecodeError):
         return None
 
 
-def from_join(words: list[str]) -> tuple[Assignment, bool]:
-    """The assignment of `inference join`, and whether it is a dry run. Raises ConfigError."""
-    given = _join_parser().parse_args(words)
-    address = _checked_address(given.address)
-    keys = ClientKeys.from_token(_token(given.token, given.token_file))
+def _from_join(words: list[str]) -> tuple[Assignment, bool]:
+    options = _join_parser().parse_args(words)
+    address = f"tcp://{tcp_address(options.address.rstrip('/'), 'the node address')}"
+    keys = ClientKeys.from_token(_token(options.token, options.token_file))
     assignment = Assignment(
-        node_name=given.name,
-        inference=_join_config(given),
-        model=given.model,
-        max_context=given.max_context,
+        node_name=options.name,
+        inference=_join_config(options),
+        model=options.model,
+        max_context=options.max_context,
         keys=lambda: keys,
         address=lambda: address,
         weights=None,
-        ends_with_parent=False,
     )
-    return assignment, given.dry_run
+    return assignment, options.dry_run
 
 
 def _join_parser() -> argparse.ArgumentParser:
@@ -124,11 +133,6 @@ def _join_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _checked_address(address: str) -> str:
-    """Raises ConfigError for what is no tcp://HOST:PORT."""
-    return f"tcp://{tcp_address(address.rstrip('/'), 'the node address')}"
-
-
 def _token(token: str | None, file: Path | None) -> str:
     if token and file:
         raise ConfigError("--token and --token-file are both given: use one")
@@ -145,33 +149,33 @@ def _token(token: str | None, file: Path | None) -> str:
     return token
 
 
-def _join_config(given: argparse.Namespace) -> InferenceConfig:
+def _join_config(options: argparse.Namespace) -> InferenceConfig:
     values: dict = {}
-    if given.settings is not None:
-        values = merge(read_with_bases(str(given.settings))).get("inference", {})
+    if options.settings is not None:
+        values = merge(read_with_bases(str(options.settings))).get("inference", {})
     for key in ("engine", "device", "dtype", "threads", "max_concurrent"):
-        if getattr(given, key) is not None:
-            values[key] = getattr(given, key)
+        if getattr(options, key) is not None:
+            values[key] = getattr(options, key)
     try:
         return InferenceConfig.model_validate(values)
     except ValidationError as error:
-        said = "; ".join(f"inference.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ConfigError(said) from None
+        faults = [f"inference.{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+        raise ConfigError("; ".join(faults)) from None
 
 
 def describe_assignment(assignment: Assignment) -> str:
-    """What a dry run prints."""
-    inference, where = assignment.inference, assignment.weights
+    """Return what a dry run prints."""
+    inference = assignment.inference
     return "\n".join(
         [
             f"node      {assignment.node_name}: {inference.engine} engine on {inference.device}, "
             f"{pluralize(inference.threads, 'thread')}, {inference.max_concurrent} requests at a time",
             f"model     {assignment.model}, context {assignment.max_context or 'as the model has it'}",
-            f"weights   {where or 'pulled over the link'}",
+            f"weights   {assignment.weights or 'pulled over the link'}",
         ]
     )
 
 
-def node_usage() -> str:
+def _usage() -> str:
     lines = (__doc__ or "").split("\n\n", 1)[1]
     return f"usage:\n{lines}\nMore: inference join --help, trainer --help (the keys of file.toml)"

@@ -1,21 +1,31 @@
-"""The console script `inference`: a node that samples (see inference/assignment.py for its command lines).
+"""The console script `inference`: one node that samples (inference/assignment.py has its command lines).
 
-Exit status: 0 drained or stopped, 1 failed (it says what it waited for or what broke), 2 wrong configuration.
+Exit status: 0 drained or stopped, 1 failed (the message names what it waited for or what broke), 2 wrong configuration.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import signal
 import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from composer_prime.config import load
-from composer_prime.console import EXIT_USAGE, exit_on_version_flag, fail
+from composer_prime.console import exit_on_version_flag, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import model_ready, resolve_model
-from inference.assignment import Assignment, describe_assignment, from_config, from_join, from_run_dir, node_usage
+from composer_prime.run.process import end_with_parent
+from inference.assignment import Assignment, describe_assignment, parse_node_command
+
+if TYPE_CHECKING:
+    from inference.engines.base import Engine
+    from inference.link import GatewayLink
+    from inference.node import InferenceNode
 
 FAILED = 1
 logger = logging.getLogger(__name__)
@@ -24,9 +34,10 @@ logger = logging.getLogger(__name__)
 def main() -> int:
     status = _main()
     if any(thread.daemon for thread in threading.enumerate()):
+        # An engine still loads, or hangs. The interpreter may crash when it shuts down under that thread.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # An engine still loads, or hangs: taken down under its thread the interpreter may crash.
+        os._exit(status)
     return status
 
 
@@ -34,50 +45,93 @@ def _main() -> int:
     words = sys.argv[1:]
     exit_on_version_flag(words)
     try:
-        assignment, dry_run = _assigned(words)
-        if dry_run:
-            model_ready(assignment.model)
-            print(describe_assignment(assignment))
-            return 0
-        return _run(assignment)
+        assignment, dry_run = parse_node_command(words)
+        if not dry_run:
+            return _run(assignment)
+        model_ready(assignment.model)
+        print(describe_assignment(assignment))
+        return 0
     except ConfigError as error:
         fail(error)
 
 
-def _assigned(words: list[str]) -> tuple[Assignment, bool]:
-    """What the command line asks for, and whether it is a dry run. Raises ConfigError."""
-    if words[:1] == ["join"]:
-        return from_join(words[1:])
-    if not words or words in (["--help"], ["-h"]):
-        print(node_usage())
-        raise SystemExit(0 if words else EXIT_USAGE)
-    if any(word.split("=")[0] == "--run-dir" for word in words):
-        dry_run = "--dry-run" in words
-        return from_run_dir([word for word in words if word != "--dry-run"]), dry_run
-    name = "node-0"
-    if "--node-name" in words[:-1]:
-        at = words.index("--node-name")
-        name = words[at + 1]
-        words = words[:at] + words[at + 2 :]
-    command = load.parse_command_line(words)
-    return from_config(command.config, name), command.dry_run
-
-
 def _run(assignment: Assignment) -> int:
-    from inference.serve import serve_assignment
-
+    end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logger.info("node %s: loading %s", assignment.node_name, assignment.model)
     folder = resolve_model(assignment.model)
     try:
-        asyncio.run(serve_assignment(assignment, folder))
+        asyncio.run(_serve(assignment, folder))
         return 0
     except ConfigError:
         raise
     except (ComposerError, OSError) as error:
         print(f"inference: {assignment.node_name}: {error}", file=sys.stderr)
         return FAILED
+
+
+async def _serve(assignment: Assignment, folder: Path) -> None:
+    """Serve until drained or stopped by a signal. Raises what Engine.start and InferenceNode.run raise."""
+    import torch
+
+    from inference.engines.base import build_engine
+    from inference.link import GatewayLink
+
+    inference = assignment.inference
+    torch.set_num_threads(inference.threads)
+    engine = build_engine(inference, folder, assignment.max_context or _model_context(folder))
+    link = GatewayLink(assignment.address, assignment.keys())
+    node: InferenceNode | None = None
+    stopped = False
+
+    def stop(number: signal.Signals) -> None:
+        nonlocal stopped
+        stopped = True
+        if node is not None:
+            node.stop(number.name)
+        else:
+            starting.cancel()
+
+    starting = asyncio.ensure_future(engine.start())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        with suppress(asyncio.CancelledError):
+            await starting
+        if not stopped:
+            node = _build_node(assignment, folder, engine, link)
+            await node.run()
+    finally:
+        await engine.close()
+        await asyncio.to_thread(link.close)
+
+
+def _build_node(assignment: Assignment, folder: Path, engine: Engine, link: GatewayLink) -> InferenceNode:
+    import torch
+
+    from composer_prime.run.weights import WeightStore
+    from inference.link import LinkSource
+    from inference.node import InferenceNode
+    from inference.receiver import ChunkSource, FirstOf, FolderSource, Receiver
+
+    inference = assignment.inference
+    over_link = LinkSource(link, inference.chunk_timeout_s)
+    source: ChunkSource = over_link
+    if assignment.weights is not None:
+        source = FirstOf(FolderSource(WeightStore(assignment.weights)), over_link)
+    on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
+    receiver = Receiver(engine, source, folder, inference.canary_limit(on_cuda=on_cuda))
+    return InferenceNode(assignment.node_name, engine, link, over_link, receiver, inference)
+
+
+def _model_context(folder: Path) -> int:
+    """Return the longest sequence that the model in `folder` was made for. Raises ConfigError without that figure."""
+    values = json.loads((folder / "config.json").read_text())
+    limit = {**values, **values.get("text_config", {})}.get("max_position_embeddings")
+    if limit is None:
+        raise ConfigError(f"{folder}/config.json names no max_position_embeddings: pass --max-context")
+    return int(limit)
 
 
 if __name__ == "__main__":

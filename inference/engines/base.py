@@ -1,11 +1,13 @@
-"""The seam between a node and an engine. Both engines pass the same suite, tests/engines/contract.py."""
+"""The interface between a node and its engine. Both engines pass the same suite, tests/engines/contract.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from composer_prime.config.inference import InferenceConfig
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
 
@@ -15,17 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What a request produced."""
+    """The result of a request."""
 
     token_ids: list[int]
-    """[T_new], a stop token that ended the turn included."""
+    """[T_new], including the stop token that ended the turn."""
     logprobs: list[float]
     """[T_new], under the sampling distribution (after temperature, top-k, top-p)."""
     version_spans: list[VersionSpan]
-    """Cover [0, T_new) without gap or overlap, in order."""
+    """In order, covering [0, T_new) without gap or overlap."""
     finish_reason: str
     """stop | length | cancelled."""
     prompt_cached: int = 0
+    """Prompt tokens whose keys and values were cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +38,11 @@ class EngineStats:
     kv_used: float
     """0..1."""
     tokens_per_s: float
-    """Sampled tokens a second since the last call."""
+    """Sampled tokens per second since the last call."""
 
 
 class Engine(Protocol):
-    """Async surface of an engine. All methods are called from one event loop."""
+    """What a node calls, from one event loop."""
 
     version: int
     """Policy version of the weights in use."""
@@ -48,9 +51,10 @@ class Engine(Protocol):
         """Load the model folder and be ready to serve. Raises ModelNotFoundError or EngineError."""
 
     async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
-        """Sample one continuation. Cancelling the awaiting task, or `cancel`, frees the request's place.
+        """Sample one continuation. Cancelling the awaiting task, or calling `cancel`, frees the request's place.
 
-        Raises ContextOverflowError when the prompt leaves no room for a token.
+        Requests of one `session` share a conversation, whose cache the engine may keep. Raises ContextOverflowError
+        when the prompt leaves no room for a token.
         """
         ...
 
@@ -58,16 +62,31 @@ class Engine(Protocol):
         """End a request early; its `generate` returns what it has with finish_reason `cancelled`."""
 
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Swap weights between two tokens; running requests go on and their spans show the change exactly."""
+        """Swap weights between two tokens. Running requests go on, and their spans show where the version changes."""
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """log p(token t+1 | tokens <= t) at temperature 1, [T - 1]: the canary."""
+        """Return log p(token t+1 | tokens <= t) at temperature 1, [T - 1]. The canary check uses it."""
         ...
 
     async def drain(self) -> None:
-        """Refuse new requests and return when the running ones have ended; the caller bounds the wait."""
+        """Refuse new requests and return when the running ones have ended. The caller bounds the wait."""
 
     def stats(self) -> EngineStats: ...
 
     async def close(self) -> None:
-        """Stop and free everything, child processes included; an engine that hangs is left after some seconds."""
+        """Stop and free everything, also child processes. An engine that hangs is left behind after some seconds."""
+
+
+def build_engine(inference: InferenceConfig, model_folder: Path, max_context: int) -> Engine:
+    """Return the engine that `inference.engine` names, not started.
+
+    `max_context` bounds prompt and completion together, in tokens. Each engine is imported only when it is used: the
+    libraries of the other may be missing.
+    """
+    if inference.engine == "vllm":
+        from inference.engines.vllm.engine import VllmEngine
+
+        return VllmEngine(model_folder, inference, max_context)
+    from inference.engines.local.engine import LocalEngine
+
+    return LocalEngine(model_folder, inference, max_context)
