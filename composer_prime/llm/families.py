@@ -1,9 +1,9 @@
-"""Which family of models a model belongs to, by its name. A teacher never judges a trace of its own family.
+"""The family of a model, by its name. A teacher never judges a trace of its own family.
 
-Two models of one family share training data and habits: their agreement says little. Names come in every spelling
-(`us.anthropic.claude-3`, `litellm_proxy/minimax-m2.7`, `Qwen2.5-7B-GPTQ`), so whole words are looked for behind the
-last slash. What stands before it is who serves the model, asked only where the name says nothing. A name that no rule
-knows, or that two families share (a distilled model), is UNKNOWN: replay refuses it until someone says what it is.
+Two models of one family share training data and habits, so their agreement tells little. Names come in every spelling
+(`us.anthropic.claude-3`, `litellm_proxy/minimax-m2.7`, `Qwen2.5-7B-GPTQ`), so whole words are searched behind the last
+slash. The part before it is who serves the model; it counts only where the name tells nothing. A name that no rule
+matches, or that two families share (a distilled model), is UNKNOWN: replay refuses it until the user names a family.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAMES: dict[str, str] = {
     "seed": r"doubao|seed-(?:oss|coder|\d\.\d)",
 }
 _PROVIDERS: dict[str, str] = {
-    # `openai/` says nothing: it stands before every model behind an OpenAI-compatible endpoint.
+    # Not `openai/`: it stands before every model behind an OpenAI-compatible endpoint.
     "claude": r"anthropic",
     "llama": r"meta",
     "mistral": r"mistralai",
@@ -56,11 +56,11 @@ _MAKERS = {
     "nvidia": "nemotron",
     "ibm": "granite",
 }
-"""Companies that a person names for their models, and whose name before a slash would say nothing."""
+"""Companies that people name for their models. Their name before a slash tells nothing."""
 
 
 def _words(pattern: str) -> re.Pattern[str]:
-    """Whole words: no letter before or behind, a digit may be (`qwen3`)."""
+    """Match whole words: no letter before or behind, but perhaps a digit (`qwen3`)."""
     return re.compile(rf"(?<![a-z])(?:{pattern})(?![a-z])", re.IGNORECASE)
 
 
@@ -70,7 +70,7 @@ _TINY = re.compile(r"^tiny(?:/(\w+))?$")
 
 
 def family_of(model: str | None) -> str:
-    """The family of `model`: a word such as `claude`, `tiny-teacher_a` for an embedded model, or UNKNOWN.
+    """Return the family of `model`: a word such as `claude`, `tiny-teacher_a` for an embedded model, or UNKNOWN.
 
     Of a folder its own name counts, not those above it.
     """
@@ -80,24 +80,26 @@ def family_of(model: str | None) -> str:
     if tiny:
         return f"tiny-{tiny[1] or 'policy'}"
     whole = model.rstrip("/")
-    # A name without a slash is a model's, also where a folder is called so.
+    # A name without a slash is a model's, also where a folder has the same name.
     return _of(whole, folder=whole.startswith(("/", "~", ".")) or ("/" in whole and os.path.isdir(whole)))
 
 
 def family_named(word: str) -> str:
-    """The family that a person or a trace calls `word`, in whichever spelling: `Claude` and `anthropic` are `claude`. A
-    word that no rule knows is a family of its own, in lower case; an empty one is UNKNOWN. Folders do not count."""
+    """Return the family that a person or a trace calls `word`: `Claude` and `anthropic` are `claude`.
+
+    A word that no rule matches is a family of its own, in lower case. An empty one is UNKNOWN. Folders do not count.
+    """
     word = word.strip().lower()
     if not word or word == UNKNOWN:
         return UNKNOWN
-    known = family_of(word) if _TINY.match(word) else _of(word, folder=False)
-    return _MAKERS.get(word, word) if known == UNKNOWN else known
+    family = family_of(word) if _TINY.match(word) else _of(word, folder=False)
+    return _MAKERS.get(word, word) if family == UNKNOWN else family
 
 
 def _of(name: str, *, folder: bool) -> str:
-    """Of a name of which the part before the last slash says who serves the model, unless it is a folder."""
-    found = _matching(_NAMED, name.rpartition("/")[2]) or ([] if folder else _matching(_HINTED, name))
-    return found[0] if len(found) == 1 else UNKNOWN
+    """Return the family of a name. What stands before the last slash is who serves the model, unless it is a folder."""
+    families = _matching(_NAMED, name.rpartition("/")[2]) or ([] if folder else _matching(_HINTED, name))
+    return families[0] if len(families) == 1 else UNKNOWN
 
 
 def _matching(patterns: dict[str, re.Pattern[str]], text: str) -> list[str]:

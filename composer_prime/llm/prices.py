@@ -17,18 +17,18 @@ PER_MILLION = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """What tokens cost: at most so many USD each; where the price rises with the prompt, by the prompt's tier."""
+    """What tokens cost, USD each. Where the price rises with the prompt, `tiers` has it by the prompt's length."""
 
     input_usd: float
-    """A prompt token, of the dearest tier."""
+    """A prompt token, in the dearest tier."""
     output_usd: float
-    """An answer token, of the dearest tier."""
+    """An answer token, in the dearest tier."""
     request_usd: float = 0.0
     """A call, whatever its length (perplexity's search)."""
     tiers: ModelPrice | None = None
 
     def cost_usd(self, input_tokens: int, output_tokens: int) -> float:
-        """Of a call with a prompt of this length."""
+        """Return the cost of a call with a prompt of this length."""
         if self.tiers is None:
             return self.bound_usd(input_tokens, output_tokens)
         from genai_prices import Usage
@@ -37,14 +37,14 @@ class Price:
         return float(self.tiers.calc_price(usage)["total_price"])
 
     def bound_usd(self, input_tokens: int, output_tokens: int) -> float:
-        """The most that a call with so many tokens may cost."""
+        """Return the most that a call with so many tokens may cost."""
         return self.request_usd + input_tokens * self.input_usd + output_tokens * self.output_usd
 
 
 def price_of(teacher: TeacherConfig) -> Price:
-    """The configured price, nothing for a local model, else that of genai-prices as it is now.
+    """Return the configured price, nothing for a local model, else today's price of genai-prices.
 
-    Raises ConfigError when nobody knows the price: a cap on an unknown cost would be no cap.
+    Raises ConfigError when there is none: a cap on an unknown cost would be no cap.
     """
     if teacher.input_usd_per_mtok is not None and teacher.output_usd_per_mtok is not None:
         return Price(
@@ -72,7 +72,7 @@ def _listed(teacher: TeacherConfig) -> Price:
 
 
 def _dearest(price: Decimal | TieredPrices | None) -> float:
-    """USD a token."""
+    """Return the highest tier's price, USD a token."""
     if price is None:
         return 0.0
     steps = [price] if isinstance(price, Decimal) else [price.base, *(tier.price for tier in price.tiers)]

@@ -1,4 +1,4 @@
-"""What a command appends to or replaces may be somebody else's file: it is looked at first, and kept where it is."""
+"""Checks before a command appends to or replaces a file: a file of something else is left as it is."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import msgspec
 from composer_prime.errors import ConfigError
 
 _MOST_BYTES = 1 << 26
-"""Of a first line that is looked at."""
+"""Of a first line that is read."""
 _SHOWN_BYTES = 60
 
 
 def check_own(path: Path, is_own: Callable[[bytes], bool], what: str) -> None:
-    """Raises ConfigError where the first line of `path` is none of `what`, or cannot be read. A file that is
-    not there or blank is anybody's."""
+    """Raise ConfigError where the first line of `path` shows that it does not hold `what`, or cannot be read.
+
+    A file that does not exist or is blank passes.
+    """
     if not path.is_file():
         return
     try:
@@ -30,13 +32,16 @@ def check_own(path: Path, is_own: Callable[[bytes], bool], what: str) -> None:
     if line and not is_own(line):
         shown = line[:_SHOWN_BYTES].decode("utf-8", "replace").rstrip()
         raise ConfigError(
-            f"{path} does not hold {what}, for it begins with {shown!r}: it was left as it is; name another file, or "
+            f"{path} does not hold {what}, for it begins with {shown!r}. It was left as it is: name another file, or "
             "move this one elsewhere"
         )
 
 
 def lines_of(kind: Any, *, beginning: bytes = b"") -> Callable[[bytes], bool]:
-    """Whether a line is JSON of that `kind`. One that a crash cut short is known by the `beginning` of whole ones."""
+    """Return a check for `check_own`: whether a line is JSON of that `kind`.
+
+    A line that a crash cut short passes by the `beginning` of whole lines.
+    """
     decoder = msgspec.json.Decoder(kind)
 
     def is_own(line: bytes) -> bool:
@@ -51,8 +56,8 @@ def lines_of(kind: Any, *, beginning: bytes = b"") -> Callable[[bytes], bool]:
 
 
 def same_file(one: Path, other: Path) -> bool:
-    """Whether both name one file, by whatever spelling or link."""
+    """Return whether both paths name one file, by whatever spelling or link."""
     try:
         return one.samefile(other)
-    except OSError:  # one of them is not there
+    except OSError:  # one of them does not exist
         return one.resolve() == other.resolve()

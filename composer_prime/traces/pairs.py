@@ -1,4 +1,4 @@
-"""pairs.jsonl: one preference pair a line, as replay writes them and training reads them (channel 3).
+"""pairs.jsonl: one preference pair a line, as replay writes them and the replay-DPO loss reads them.
 
     {"trace": …, "state": {"state_id": …, "messages": […], "tools": […]}, "chosen": {…}, "rejected": {…},
      "epsilon": …, "teachers": {…}, "cost_usd": …}
@@ -10,8 +10,8 @@ The density gate's verdicts on a pairs file: PAIRS.gate.json. They decide whethe
     composer pairs report PAIRS        one verdict, on the whole file
     teachers.online                    one verdict a window of the growing file, while training goes on
 
-A verdict is bound to the lines it measured by their digest. A pair may be trained when a verdict that passed covers it;
-a pair that was never measured, or whose lines changed since, may not.
+A verdict is bound to the lines it measured by their digest. A pair may be trained when a verdict that passed covers it.
+A pair that was never measured, or whose lines changed since, may not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TINY_PAIRS = Path(__file__).parents[1] / "assets" / "tiny" / "pairs.jsonl"
 
 
 class PairState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the student saw before the turn that the pair is about."""
+    """What the student saw before the turn of the pair."""
 
     state_id: str
     """Unique within a file: `<trace>/<turn number>`."""
@@ -48,21 +48,21 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     epsilon: float
     """Probability that the label is wrong, in [0, 0.5]."""
     teachers: dict[str, Any] = {}
-    """Who voted how, by teacher."""
+    """The votes, by teacher."""
     cost_usd: float = 0.0
     """What the votes on this state cost."""
     truncated: bool = False
-    """Whether a limit cut one of the two answers short; such a pair is not trained."""
+    """Whether a limit cut one of the two answers short. Such a pair is not trained."""
 
     @property
     def pair_id(self) -> str:
-        """The same for the same state and answers, wherever the line stands."""
+        """Return an id that depends on state and answers alone, wherever the line stands."""
         content = msgspec.json.encode([self.chosen, self.rejected])
         return f"{self.state.state_id}/{hashlib.blake2b(content, digest_size=4).hexdigest()}"
 
 
 class PairFile(Sequence[Pair]):
-    """A pairs.jsonl that may grow while it is read; lines are counted from 0. A pair is read when it is asked for."""
+    """A pairs.jsonl that may grow while it is read. Lines are counted from 0. Each pair is read from disk on access."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +74,7 @@ class PairFile(Sequence[Pair]):
         return len(self._offsets)
 
     def refresh(self) -> int:
-        """Take in the whole lines that were appended since; how many pairs there are now. No file has none.
+        """Take in the whole lines that were appended since. Return how many pairs there are; a missing file has none.
 
         Raises ConfigError when the file held pairs and is gone.
         """
@@ -93,7 +93,7 @@ class PairFile(Sequence[Pair]):
         return len(self)
 
     def digest(self, last: int, first: int = 0) -> str:
-        """Of the lines of the pairs `first` to `last` - 1, byte for byte, as 32 hex digits; "" of none."""
+        """Return 32 hex digits over the lines of the pairs `first` to `last` - 1, byte for byte; "" of none."""
         if last <= first:
             return ""
         start = self._offsets[first]
@@ -122,7 +122,7 @@ class PairFile(Sequence[Pair]):
         return self.read(index)
 
     def read(self, index: int) -> Pair:
-        """Raises ConfigError, naming file and line, when the line is no pair."""
+        """Return one pair. Raises ConfigError, which names file and line, when the line is no pair."""
         with self._open() as file:
             file.seek(self._offsets[index])
             line = file.readline()
@@ -139,14 +139,14 @@ class PairFile(Sequence[Pair]):
 
 
 def resolve_pairs(path: Path | None, run_root: Path) -> Path:
-    """The file behind orchestrator.preferences.pairs: `tiny` is the embedded one, None the run directory's."""
+    """Return the file of orchestrator.preferences.pairs: `tiny` is the embedded one, None the run directory's."""
     if path is None:
         return run_root / "pairs.jsonl"
     return TINY_PAIRS if str(path) == "tiny" else path.expanduser()
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """On the pairs `first` to `last` - 1 of the file, counted from 0."""
+    """The density gate on the pairs `first` to `last` - 1 of the file, counted from 0."""
 
     first: int
     last: int
@@ -154,10 +154,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Of these pairs' lines (PairFile.digest)."""
     passed: bool
     reasons: list[str]
-    """What was missed; empty where it passed."""
+    """The gates that were missed; empty where it passed."""
     min_pairs_a_trace: float
     votes: int
-    """Lines of the votes file up to then."""
+    """Lines of the votes file at that time."""
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,7 +180,7 @@ def gate_file(pairs: Path) -> Path:
 
 
 def read_gate(pairs: Path) -> Gate | None:
-    """None where the file was never measured. Raises ConfigError when the verdicts cannot be read."""
+    """Return the verdicts; None where the file was never measured. Raises ConfigError when they cannot be read."""
     path = gate_file(pairs)
     if not path.is_file():
         return None
@@ -196,20 +196,23 @@ def write_gate(pairs: Path, gate: Gate) -> None:
 
 
 def check_binding(gate: Gate, file: PairFile) -> None:
-    """Raises ConfigError, naming both digests, when a verdict is on other pairs than the file holds."""
+    """Raise ConfigError, which names both digests, when a verdict is on other pairs than the file holds."""
     available = file.refresh()
     for verdict in gate.verdicts:
-        held = file.digest(min(verdict.last, available), min(verdict.first, available))
-        if verdict.last > available or held != verdict.digest:
+        digest = file.digest(min(verdict.last, available), min(verdict.first, available))
+        if verdict.last > available or digest != verdict.digest:
             raise ConfigError(
                 f"{gate_file(file.path)} is the verdict on pairs {verdict.first} to {verdict.last} with digest "
-                f"{verdict.digest}, but {file.path} holds {available} pairs, and there digest {held or 'of nothing'}: "
+                f"{verdict.digest}, but {file.path} holds {available} pairs, and their digest is {digest or '-'}: "
                 f"{_remedy(file.path)}"
             )
 
 
 def refusal(pairs: Path) -> str | None:
-    """Why no pair of this file may be trained; None where some may. Raises ConfigError for verdicts on other pairs."""
+    """Return why no pair of this file may be trained; None where some may.
+
+    Raises ConfigError for verdicts on other pairs.
+    """
     gate = read_gate(pairs)
     if gate is None:
         return f"{pairs} was never measured by the density gate: {_remedy(pairs)}"

@@ -1,6 +1,6 @@
-"""A recorded decision of some agent: what it saw, what it did. One line of states.jsonl.
+"""A recorded decision of some agent: what it saw and what it did. One line of states.jsonl.
 
-ingest (orchestrator/ingest) -> states.jsonl -> replay (orchestrator/teachers) -> pairs.jsonl -> channel 3
+composer ingest (traces/ingest) -> states.jsonl -> composer replay (traces/replay) -> pairs.jsonl -> replay-DPO
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class TraceState(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """Number of the assistant turn within its trace, from 0."""
     messages: list[Message]
-    """What the agent saw: system, user, assistant and tool messages; thinking is taken out. Every call has a result."""
+    """What the agent saw: system, user, assistant and tool messages, without thinking. Every call has a result."""
     student_action: Message
-    """What it did: an assistant message with `content`, `tool_calls`, and `reasoning_content` where it thought."""
+    """What it did: an assistant message with `content`, `tool_calls`, and its thinking as `reasoning_content`."""
     source_model: str | None
     source_family: str
-    """composer_prime.llm.families; `unknown` where the trace does not say."""
+    """As composer_prime/llm/families.py names it; `unknown` where the trace does not tell."""
     tools: list[dict[str, Any]]
-    """Function tools that the agent had, or where the format does not list them, all that its file calls."""
+    """Function tools that the agent had; where the format does not list them, all that its file calls."""
     error: str | None = None
-    """The first error that followed the action, cut to 500 characters; None when it went well or nothing is known."""
+    """The first error that followed the action, cut to 500 characters; None where there was none, or none is known."""
     entropy: float | None = None
     """How uncertain the student was: mean surprisal (-log p) of the action's tokens in nats, which estimates the mean
-    entropy of what they were sampled from. Own rollouts hold it; None for traces of other agents, which hold none."""
+    entropy of what they were sampled from. Rollouts of this project hold it; None for traces of other agents."""
     format: str
-    """The format that it was read from, with the version that the reader was written for: `claude_code/2`."""
+    """The format of the trace, with the version that the reader was written for: `claude_code/2`."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -56,8 +56,8 @@ class _Call(msgspec.Struct):
     function: _Function
 
 
-class _Said(msgspec.Struct):
-    """What is read of a message; one that lacks it makes the line no state."""
+class _RequiredMessage(msgspec.Struct):
+    """What every message must have; without it the line is no state."""
 
     role: str
     content: str | None = None
@@ -68,28 +68,31 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SURROGATE_BYTES = re.compile(_SURROGATE.pattern.encode())
 
 
-def storable_arguments(written: str) -> str:
-    """A call's arguments, JSON text in which a model may have escaped half a character (`"\\ud83d"`), with "?" for each
-    such half: no file, endpoint or tokenizer takes it."""
-    if not _SURROGATE.search(written):
-        return written
+def storable_arguments(arguments: str) -> str:
+    """Return a call's arguments with "?" for each half character.
+
+    A model may escape half a character in JSON text (`"\\ud83d"`), which no file, endpoint or tokenizer takes.
+    """
+    if not _SURROGATE.search(arguments):
+        return arguments
     try:
-        text = json.dumps(json.loads(written), ensure_ascii=False)
+        text = json.dumps(json.loads(arguments), ensure_ascii=False)
     except (ValueError, RecursionError):
-        return written
+        return arguments
     whole = text.encode("utf-8", "replace").decode()
-    return written if whole == text else whole
+    return arguments if whole == text else whole
 
 
 def write_state(state: TraceState) -> bytes:
-    """One line of states.jsonl."""
+    """Return one line of states.jsonl."""
     return msgspec.json.encode(state) + b"\n"
 
 
 def read_states(path: Path, on_bad: Callable[[ConfigError], None] | None = None) -> Iterator[TraceState]:
-    """Every state of a states.jsonl. Raises ConfigError naming the line that is none, or of another schema.
+    """Yield every state of a states.jsonl.
 
-    With `on_bad` such a line is given to it and left out; a file that cannot be read is an error all the same.
+    Raises ConfigError, which names the line, for one that is no state or of another schema. With `on_bad` such a line
+    is given to it and left out. A file that cannot be read is an error all the same.
     """
     decoder = msgspec.json.Decoder(TraceState)
     try:
@@ -110,7 +113,7 @@ def read_states(path: Path, on_bad: Callable[[ConfigError], None] | None = None)
 def _decode(decoder: msgspec.json.Decoder[TraceState], raw: bytes, where: str) -> TraceState:
     try:
         state = decoder.decode(raw)
-        msgspec.convert([*state.messages, state.student_action], list[_Said])
+        msgspec.convert([*state.messages, state.student_action], list[_RequiredMessage])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{where} is no state ({error}): make the file again with `composer ingest`") from None
     if state.schema_version != SCHEMA_VERSION:
@@ -119,6 +122,7 @@ def _decode(decoder: msgspec.json.Decoder[TraceState], raw: bytes, where: str) -
             "make the file again with `composer ingest`"
         )
     if _SURROGATE_BYTES.search(raw):
-        for call in (call for said in (*state.messages, state.student_action) for call in said.get("tool_calls") or []):
-            call["function"]["arguments"] = storable_arguments(call["function"]["arguments"])
+        for message in (*state.messages, state.student_action):
+            for call in message.get("tool_calls") or []:
+                call["function"]["arguments"] = storable_arguments(call["function"]["arguments"])
     return state

@@ -1,8 +1,8 @@
-"""The command line of replay: states in a file, pairs in another, a summary of votes and money.
+"""`composer replay`: states in a file, pairs in another, a summary of votes and money.
 
-Exit status: 0 replayed, 2 wrong input, 3 stopped by a cap or the kill switch, or without a state that was decided, 130
-by Ctrl-C. All are safe to repeat. The first Ctrl-C waits for the calls in flight, for they may be charged; a second one
-drops them, and they count at what was held for them. SIGTERM is taken as Ctrl-C.
+Exit status: 0 replayed, 2 wrong input, 3 stopped by a cap or the kill switch or no state was decided, 130 by Ctrl-C.
+All are safe to repeat. The first Ctrl-C waits for the calls in flight, for they may be charged. A second one drops
+them, and they count at what was held for them. SIGTERM works as Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ STOPPED = 3
 INTERRUPTION = "interrupted: repeat the command to go on"
 _SHOW_S = 0.2
 _SAME_S = 0.3
-"""One signal can arrive twice: where it is sent to a whole process group, `composer` passes it on as well."""
+"""One signal can arrive twice: a terminal sends it to the whole process group, and `composer` passes it on as well."""
 _COLUMNS = (
     TextColumn("{task.description}"),
     BarColumn(),
     MofNCompleteColumn(),
     TimeRemainingColumn(),
-    TextColumn("{task.fields[found]}"),
+    TextColumn("{task.fields[result]}"),
 )
 USAGE = """\
 usage: composer replay STATES.jsonl -o PAIRS.jsonl @ FILE.toml [--teachers.key VALUE ...]
@@ -77,19 +77,19 @@ def main(words: list[str] | None = None) -> int:
 def parse_arguments(words: Sequence[str]) -> Arguments:
     """Raises ConfigError."""
     start = next((index for index, word in enumerate(words) if word.startswith(("@", "--"))), len(words))
-    own, rest = list(words[:start]), list(words[start:])
-    if len(own) != 3 or own[1] not in ("-o", "--output") or not rest:
+    files, settings = list(words[:start]), list(words[start:])
+    if len(files) != 3 or files[1] not in ("-o", "--output") or not settings:
         raise ConfigError(f"give states, -o pairs and a configuration\n{USAGE}")
-    if same_file(Path(own[0]), Path(own[2])):
-        raise ConfigError(f"{own[0]} and {own[2]}, states and pairs, are one file: name another file for the pairs")
-    config = resolve(rest).config
+    if same_file(Path(files[0]), Path(files[2])):
+        raise ConfigError(f"{files[0]} and {files[2]}, states and pairs, are one file: name another file for the pairs")
+    config = resolve(settings).config
     if not config.teachers.teacher:
         raise ConfigError("the configuration has no [[teachers.teacher]]: add at least two, of different families")
-    return Arguments(states=Path(own[0]), pairs=Path(own[2]), config=config)
+    return Arguments(states=Path(files[0]), pairs=Path(files[2]), config=config)
 
 
 async def replay(arguments: Arguments) -> tuple[ReplayProgress, CostForecast | None]:
-    """(what was done, what it was expected to cost).
+    """Replay. Return (what was done, what it was expected to cost).
 
     Raises ConfigError when the states cannot be read, or none of them can be judged.
     """
@@ -110,13 +110,13 @@ async def replay(arguments: Arguments) -> tuple[ReplayProgress, CostForecast | N
         reasons = "; ".join(reason for reason, _ in progress.refusals.most_common(3))
         raise ConfigError(f"all {progress.states} states were refused: {reasons}")
     if progress.states and sum(progress.outcomes[outcome] for outcome in UNDECIDED) == progress.states:
-        progress.stopped = progress.stopped or "no state was decided: mend what is told above, and repeat the command"
+        progress.stopped = progress.stopped or "no state was decided: correct what is named above, and repeat"
     return progress, expected
 
 
 @contextmanager
 def _interruptible(run: Replay) -> Iterator[None]:
-    """Ctrl-C, or SIGTERM, ends the replay with the calls in flight; once it is ending, it drops them."""
+    """Make Ctrl-C or SIGTERM end the replay after the calls in flight, and a second one drop these."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     same_until = 0.0
@@ -145,24 +145,24 @@ def _interruptible(run: Replay) -> Iterator[None]:
 
 
 async def _show(bar: Bar, progress: ReplayProgress, total: int) -> None:
-    """The bar; where it is disabled, its figures as lines."""
-    task, lines = bar.add_task("replaying", total=total, found=""), ProgressLines()
+    """Show the bar; where it is disabled, its figures as lines."""
+    task, lines = bar.add_task("replaying", total=total, result=""), ProgressLines()
 
     def line() -> str:
         left_s = bar.tasks[0].time_remaining
         left = "" if left_s is None else f", about {clock(left_s)} left"
-        return f"replaying: {done:,} of {total:,} states, {found}{left}"
+        return f"replaying: {done:,} of {total:,} states, {result}{left}"
 
     while True:
-        done, found = progress.states + progress.resumed, f"{progress.pairs} pairs, ${progress.usd:.4f}"
-        bar.update(task, completed=done, found=found)
+        done, result = progress.states + progress.resumed, f"{progress.pairs} pairs, ${progress.usd:.4f}"
+        bar.update(task, completed=done, result=result)
         if bar.disable:
             lines.tell(line)
         await asyncio.sleep(_SHOW_S)
 
 
 def count_states(path: Path) -> int:
-    """Raises ConfigError when the file cannot be read, holds no state or begins with something else."""
+    """Return the number of lines. Raises ConfigError when the file cannot be read or its first line is no state."""
     if next(read_states(path), None) is None:
         raise ConfigError(f"{path} holds no states: make it with `composer ingest`, whose table says what was skipped")
     with path.open("rb") as file:
@@ -170,7 +170,7 @@ def count_states(path: Path) -> int:
 
 
 def replay_summary(progress: ReplayProgress, pairs: Path, expected: CostForecast | None = None) -> list[str]:
-    """What a replay did, as lines; its cost beside what was `expected`."""
+    """Return what a replay did, as lines, with its cost beside what was `expected`."""
     beside = f"; the forecast was {expected.text()}" if expected else ""
     outcomes = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in progress.outcomes.most_common())
     dropped = ", ".join(f"{count} {reason}" for reason, count in progress.dropped.most_common())

@@ -236,6 +236,7 @@ def density_chart(density: Density) -> Figure:
             label = f"{name}: mean {sum(values) / len(values):+.3f}"
             histogram.hist(values, edges, histtype="step", linewidth=2, color=_COLORS[name], label=label)
         histogram.legend(frameon=False)
+        histogram.set_ylabel("pairs")
     histogram.set_xlabel("log p(chosen) - log p(rejected), nats a token, frozen base")
     gates = [
         ("pairs a trace", density.pairs_a_trace, density.min_pairs, density.pairs_a_trace >= density.min_pairs),

@@ -1,15 +1,16 @@
-"""Stops a replay that costs too much, takes too long or fails too often, and says why.
+"""What ends a replay or leaves out votes: the kill switch, and the value of information.
 
-Value of information: is a vote worth its price?
+The kill switch stops a replay that costs too much, takes too long or fails too often. The value of information decides
+whether a vote is worth its price:
 
     P(the votes give a pair | what is known) * value of a pair >= price of the votes that are still open
 
-They give one where they overrule the student, and where they agree with it against a minority. P is the mean of a Beta
-distribution for each situation: whether the action led to an error, how uncertain the student was, and whether the
-first, cheap teacher disagreed. It starts from a prior and learns from every state that was voted on to the end. How
+The votes give a pair where they overrule the student, and where they agree with it against a minority. P is the mean of
+a Beta distribution for each situation: whether the action led to an error, how uncertain the student was, and whether
+the first, cheap teacher disagreed. It starts from a prior and learns from every state that was voted on to the end. How
 uncertain the student was (TraceState.entropy: the mean surprisal of its tokens) is known of this project's own
-rollouts. Traces of other agents hold no log-probabilities: they are situations of their own, in which the error and the
-cheap teacher's vote alone tell.
+rollouts. Traces of other agents hold no log-probabilities. They are situations of their own, told apart by the error
+and the cheap teacher's vote.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from composer_prime.config.teachers import KillSwitchConfig, VoiConfig
 
 
 def percentile(values: Collection[float], share: float) -> float:
-    """The smallest value that at least `share` of `values` do not exceed (nearest rank); 0 of nothing."""
+    """Return the smallest value that at least `share` of `values` do not exceed (nearest rank); 0 of nothing."""
     return _ranked(sorted(values), share)
 
 
@@ -34,11 +35,10 @@ def _ranked(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(slots=True)
 class KillSwitch:
-    """Fed after each state, those of earlier runs first. It looks after each state too, so what it knows is kept in
-    order: nothing is sorted anew.
+    """Takes in each state, those of earlier runs first, and is asked after each. So its lists are kept in order.
 
-    States on which no call was made (refused, from the cache, no money left) tell nothing of what calls cost, and count
-    nowhere: with them among the traces, any mean would be low."""
+    States without a call (refused, from the cache, no money left) count nowhere: they would lower any mean.
+    """
 
     config: KillSwitchConfig
     seconds: list[float] = field(default_factory=list)
@@ -58,7 +58,7 @@ class KillSwitch:
     def note(
         self, trace: str, usd: float, seconds: float, *, calls: int, failed: int = 0, broken: bool = False
     ) -> None:
-        """One state is done. Where it is `broken`, all its calls count as failed, and one where it made none."""
+        """Take in one state. All calls of a `broken` state count as failed, and one where it made none."""
         if calls or usd:
             self._spend(trace, usd)
         if calls:
@@ -75,7 +75,7 @@ class KillSwitch:
         insort(self._costs, self.usd_by_trace[trace])
 
     def tripped(self) -> str | None:
-        """Why replay has to stop; None while it may go on."""
+        """Return why the replay has to stop; None while it may go on."""
         config = self.config
         if self.states < config.min_states:
             return None
@@ -95,11 +95,11 @@ class KillSwitch:
 
 
 VALUE_IN_STATES = 6.0
-"""What a pair is worth where nobody says, in prices of all votes on a state: of 226 toolsmith states with 158 pairs,
-this saved 4 % of the calls and lost 3 pairs; twice the price saved 15 % and lost 11."""
+"""What a pair is worth by default, in prices of all votes on a state. Of 226 toolsmith states with 158 pairs, this
+saved 4 % of the calls and lost 3 pairs; twice the price saved 15 % and lost 11."""
 _LEVELS_NATS = (0.05, 0.1, 0.2, 0.5)
-"""Nats a token that tell levels of uncertainty apart. Of 352 toolsmith states, 2 % were overruled below the first, 42,
-80 and 99 % between the others, and all above the last."""
+"""Nats a token between levels of uncertainty. Of 352 toolsmith states, 2 % were overruled below the first, 42, 80 and
+99 % between the others, and all above the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,18 +119,21 @@ class Situation:
 
 class ValueOfInformation:
     def __init__(self, config: VoiConfig, seed: int = 0) -> None:
-        self._config, self._random = config, random.Random(seed)
-        self._states, self._votes_usd = 0, 0.0
-        self._seen: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._config = config
+        self._random = random.Random(seed)
+        self._states = 0
+        self._votes_usd = 0.0
+        self._counts: dict[tuple[object, ...], tuple[int, int]] = {}
+        """(states that gave a pair, states) by situation."""
 
     def chance(self, situation: Situation) -> float:
-        """P(the votes give a pair)."""
-        gave, seen = self._seen.get(situation.bucket, (0, 0))
+        """Return P(the votes give a pair)."""
+        gave, seen = self._counts.get(situation.bucket, (0, 0))
         config = self._config
         return (gave + config.prior_disagreement * config.prior_weight) / (seen + config.prior_weight)
 
     def expect(self, votes_usd: float) -> None:
-        """A state comes up, all votes on which are expected to cost so much."""
+        """Take in a new state, with what all votes on it are expected to cost."""
         self._states += 1
         self._votes_usd += votes_usd
 
@@ -141,7 +144,7 @@ class ValueOfInformation:
         return VALUE_IN_STATES * self._votes_usd / max(self._states, 1)
 
     def worth(self, situation: Situation, price_usd: float) -> bool:
-        """Whether votes that cost `price_usd` together are to be asked for."""
+        """Return whether to ask for votes that cost `price_usd` together."""
         if not self._config.enabled or price_usd <= 0:
             return True
         if self._random.random() < self._config.explore:
@@ -149,5 +152,5 @@ class ValueOfInformation:
         return self.chance(situation) * self.pair_value_usd >= price_usd
 
     def learn(self, situation: Situation, gave_pair: bool) -> None:
-        count, seen = self._seen.get(situation.bucket, (0, 0))
-        self._seen[situation.bucket] = (count + gave_pair, seen + 1)
+        count, seen = self._counts.get(situation.bucket, (0, 0))
+        self._counts[situation.bucket] = (count + gave_pair, seen + 1)

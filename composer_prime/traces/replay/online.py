@@ -1,14 +1,14 @@
-"""Replay while training goes on: states in, pairs.jsonl of the run directory out, which channel 3 reads as it grows.
+"""Replay while training goes on: states in, pairs.jsonl of the run directory out. Replay-DPO reads it as it grows.
 
     teachers.states (a file), or the run's own rollouts/step_*.jsonl as they appear ──> Replay ──> pairs.jsonl
 
 It never holds training up. Pairs are trained a window at a time, once the window has passed the density gate
-(running_gate.py). Stopped by a cap or the kill switch, or broken, it says so in the log and in metrics.jsonl;
-the run goes on with the pairs there are. A resumed run goes on where it was, and what was answered is not paid again.
+(running_gate.py). When a cap, the kill switch or an error ends it, the log and metrics.jsonl tell, and the run goes on
+with the pairs there are. A resumed run goes on where it was, and no answer is paid for twice.
 
-The end of the run, Ctrl-C too, waits for calls in flight, which may be charged, at most for their own deadline: `stop`,
-`end`. Calls that are dropped (an orchestrator that fails, a second Ctrl-C) count at what was held for them, and are
-made once more after a resume.
+The end of the run, also by Ctrl-C, waits for calls in flight, which may be charged, at most for their own deadline
+(`stop`, `end`). Calls that are dropped (the orchestrator failed, a second Ctrl-C) count at what was held for them, and
+are made once more after a resume.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from composer_prime.traces.state import TraceState, read_states
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""How often the run directory is looked at for new rollouts."""
+"""How often the run directory is searched for new rollouts."""
 REPORT_S = 5.0
 END = "the run ended"
 NAMED_LINES = 10
@@ -45,27 +45,30 @@ NAMED_LINES = 10
 class OnlineReplay:
     def __init__(self, config: Config, run_dir: RunDir, metrics: MetricsFile, step: Callable[[], int]) -> None:
         """`step`: the newest trained step, for metrics."""
-        self._config, self._run_dir, self._metrics, self._step = config, run_dir, metrics, step
+        self._config = config
+        self._run_dir = run_dir
+        self._metrics = metrics
+        self._step = step
         self._tally = Tally()
         self._bad_lines = 0
-        self._told = set[str]()
-        """Why teachers gave no vote, as far as the log has it."""
+        self._logged = set[str]()
+        """Reasons for missing votes that the log has."""
         self._replay: Replay | None = None
-        """While states are replayed."""
+        """Set while states are replayed."""
         self._ended = asyncio.Event()
         self._ending_since: float | None = None
 
     async def run(self) -> None:
-        """Until the states end or it is cancelled. Raises ConfigError before it begins: no key, no price, no such file.
+        """Replay until the states end or the task is canceled.
 
-        Any other error ends the replay and not the run, also a pairs.jsonl that cannot be written, or a costs.jsonl
-        that does not say what was spent.
+        Raises ConfigError before it begins: no key, no price, no such file. Any other error ends the replay and not the
+        run, also a pairs.jsonl that cannot be written, or a costs.jsonl that does not tell what was spent.
         """
         pairs, costs = self._run_dir.root / "pairs.jsonl", self._run_dir.root / "costs.jsonl"
         begun, states = False, self._config.teachers.states
         try:
             if states is not None:
-                next(read_states(states, lambda error: None), None)  # a file that cannot be read is told at once
+                next(read_states(states, lambda error: None), None)  # fail before anything is loaded
             async with open_replay(
                 self._config, pairs=pairs, votes=votes_beside(pairs), costs=costs, gated=True
             ) as replay:
@@ -85,8 +88,8 @@ class OnlineReplay:
                 if _stopped(replay):
                     logger.error("replay stopped, training goes on: %s", replay.progress.stopped)
         except Exception as error:
-            of_files = isinstance(error, (UnwritableError, LedgerError))
-            if not begun and isinstance(error, ConfigError) and not of_files:
+            own_files = isinstance(error, (UnwritableError, LedgerError))
+            if not begun and isinstance(error, ConfigError) and not own_files:
                 raise
             expected = isinstance(error, (ComposerError, OSError))
             logger.error("replay failed, training goes on: %s", error, exc_info=None if expected else error)
@@ -97,14 +100,14 @@ class OnlineReplay:
         self._ended.set()
 
     def stop(self) -> None:
-        """Make no further call: the run ends."""
+        """Make no further call, for the run ends."""
         self._ending_since = self._ending_since or time.monotonic()
         if self._replay is not None:
             self._replay.stop(END)
 
     async def end(self) -> None:
-        """After `stop`: wait until the states under way have what was asked for, at most teachers.end_timeout_s from
-        then on; not at all where nobody charges. Then `run` may be cancelled."""
+        """After `stop`, wait until the states under way have their answers, at most teachers.end_timeout_s; not at all
+        where no teacher charges. Then `run` may be canceled."""
         waited_for, replay = self.waiting_for(), self._replay
         if waited_for is None or replay is None:
             return
@@ -121,12 +124,12 @@ class OnlineReplay:
             logger.warning("the replay did not end within %g s (teachers.timeout_s): %s", end_s, dropped)
 
     def _left_s(self) -> float:
-        """Until the end of the run waits no more."""
+        """Return how long the end of the run still waits."""
         since = time.monotonic() if self._ending_since is None else self._ending_since
         return max(since + self._config.teachers.end_timeout_s - time.monotonic(), 0.0)
 
     def waiting_for(self) -> str | None:
-        """What the end of the run waits for here, `subject: how far that is`; None while it does not."""
+        """Return what the end of the run waits for, as `subject: progress`; None while it does not wait."""
         if self._ending_since is None or self._replay is None or not self._config.teachers.end_timeout_s:
             return None
         calls = self._replay.in_flight
@@ -142,7 +145,7 @@ class OnlineReplay:
                 yield state
                 await asyncio.sleep(0)
             return
-        # Whoever is copied into two steps' files gives its states once.
+        # A rollout that is in the files of two steps gives its states once.
         seen, fingerprints, names = set[Path](), Recent(), Recent()
         while True:
             fresh = [path for path in rollout_files(self._run_dir, "step").values() if path not in seen]
@@ -154,7 +157,7 @@ class OnlineReplay:
                 await asyncio.sleep(LOOK_S)
 
     def _left_out(self, error: ConfigError) -> None:
-        """Count a line that is no state: the others are worth replaying, and training has no part in it."""
+        """Count a line that is no state. The others are replayed all the same."""
         self._bad_lines += 1
         if self._bad_lines <= NAMED_LINES:
             logger.warning("left out of the replay: %s", error)
@@ -162,7 +165,7 @@ class OnlineReplay:
             logger.warning("further lines that are no states are only counted, as replay/bad_lines")
 
     def _ingested(self, path: Path, fingerprints: Recent, names: Recent) -> list[TraceState]:
-        """The states of one step's rollouts. Masked for remote teachers: they hold what tools printed."""
+        """Return the states of one step's rollouts, masked for remote teachers: they hold what tools printed."""
         remote = any(not teacher.local for teacher in self._config.teachers.teacher)
         options = Options(mask=remote, model=self._config.model.path)
         return list(ingest(path, self._tally, options, fingerprints=fingerprints, trace_ids=names))
@@ -173,10 +176,10 @@ class OnlineReplay:
             self._log(replay)
 
     def _log(self, replay: Replay) -> None:
-        """replay/…: what has been done so far; and to the log why teachers gave no vote, each reason once."""
+        """Write the replay/… metrics, and each new reason for a missing vote to the log."""
         progress = replay.progress
-        for reason in [reason for reason in progress.without_vote if reason not in self._told]:
-            self._told.add(reason)
+        for reason in [reason for reason in progress.without_vote if reason not in self._logged]:
+            self._logged.add(reason)
             logger.warning("no vote: %s", reason)
         self._metrics.log(
             self._step(),
@@ -194,8 +197,11 @@ class OnlineReplay:
         )
 
     def _gate(self, replay: Replay) -> dict[str, float]:
-        """gate/…: pairs that have a verdict, those that may be trained, windows by verdict, and the weight that channel
-        3 has on these pairs: 0 until a window has passed, or where it trains another file."""
+        """Return the gate/… metrics: pairs with a verdict, those that may be trained, windows by verdict, beta.
+
+        gate/beta is the weight of replay-DPO on these pairs: 0 until a window has passed, or where another file is
+        trained.
+        """
         if replay.gate is None:
             return {}
         gate, config = replay.gate.gate, self._config
@@ -211,5 +217,5 @@ class OnlineReplay:
 
 
 def _stopped(replay: Replay) -> bool:
-    """Whether something ended the replay before the run did."""
+    """Return whether something ended the replay before the run did."""
     return replay.progress.stopped not in (None, END)

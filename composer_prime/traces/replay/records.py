@@ -1,10 +1,10 @@
-"""votes.jsonl and pairs.jsonl: what a replay leaves, appended state by state, and how it finds its place again.
+"""votes.jsonl and pairs.jsonl: what a replay writes, state by state, and where it goes on after a restart.
 
     pairs of a state ──> pairs.jsonl ──then──> the state's line ──> votes.jsonl
 
-A state counts as done once it has a line with a decision in votes.jsonl, and pairs.jsonl the pairs that it names. Where
-a crash came between the two, or pairs were lost since, the state is replayed from the cache, for nothing, and its pairs
-are known by their ids: none is written twice.
+A state is done once votes.jsonl has its line with a decision, and pairs.jsonl the pairs that the line names. Where a
+crash came between the two, or pairs were lost since, the state is replayed from the cache, for free. Its pairs are
+known by their ids, so none is written twice.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from composer_prime.traces.replay.actions.canonical import RULES
 
 T = TypeVar("T")
 _BEGINNING = b'{"trace":'
-"""Of each line of both files."""
+"""Of every line of both files."""
 UNDECIDED = {"refused", "failed", "budget"}
-"""Outcomes that the next replay tries to better: a teacher is back, a cap is raised, a family is named."""
+"""Outcomes that the next replay tries again: a teacher may be back, a cap raised, a family named."""
 
 
 class VoteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One teacher's vote, as it is written down."""
+    """One teacher's vote, as votes.jsonl holds it."""
 
     teacher: str
     family: str
@@ -49,13 +49,13 @@ class VoteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Paid now; 0 from the cache."""
     seconds: float
     price_usd: float = 0.0
-    """Paid when it was first asked for, as the cache keeps it."""
+    """Paid when it was first asked for."""
     answer_s: float = 0.0
     """What the endpoint took then."""
 
 
 class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What became of one state."""
+    """The result of one state."""
 
     trace: str
     state: str
@@ -70,34 +70,34 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     error: bool = False
     entropy: float | None = None
     failed_calls: int = 0
-    """Calls of this replay that gave no vote; an answer from the cache that gives none is not one."""
+    """Calls of this replay that gave no vote. An answer from the cache that gives none is not one."""
     broken: bool = False
-    """Whether what nobody expected failed it: the kill switch counts its calls as failed."""
+    """Whether an unexpected error failed it. The kill switch then counts its calls as failed."""
     cost_usd: float = 0.0
     """Paid now, retries included."""
     seconds: float = 0.0
-    """What endpoints took for the votes that were called for, as Ballot.seconds; 0 where all came from the cache."""
+    """As Ballot.seconds; 0 where all votes came from the cache."""
     expected_usd: float | None = None
-    """As Ballot.expected_usd: the value of information goes by the mean of it."""
+    """As Ballot.expected_usd. The value of information uses its mean."""
     price_usd: float = 0.0
-    """As cost_usd, with answers from the cache at what they cost when they were asked for."""
+    """As cost_usd, with answers from the cache at what they cost when they were first asked for."""
     vote_s: float = 0.0
     """As seconds, with answers from the cache at the time that they took then, one after another."""
     content: str = ""
-    """Digest of what the student saw and did: another state under the same id is told apart."""
+    """Digest of what the student saw and did. It tells apart another state with the same id."""
     pairs: list[str] = []
     dropped: dict[str, int] = {}
     """Pairs that were not written, by reason: length, duplicate."""
     rules: int = 1
-    """By which forms were compared (canonical.RULES)."""
+    """By which the forms were compared (canonical.RULES)."""
 
 
 @contextmanager
 def only_writer(pairs: Path) -> Iterator[None]:
-    """Hold the pairs file, and with it the votes and costs beside it, for one replay; the kernel frees it at exit.
+    """Hold the pairs file, and with it the votes and costs beside it, for one replay. The kernel frees it at exit.
 
-    Two at once would each count only its own money against the caps. Raises ConfigError when another replay holds it,
-    UnwritableError when the file cannot be opened for writing.
+    Two replays at once would each count only their own money against the caps. Raises ConfigError when another replay
+    holds the file, UnwritableError when it cannot be opened for writing.
     """
     try:
         pairs.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ class ReplayRecords:
 
     def __init__(self, pairs: Path, votes: Path) -> None:
         """Raises ConfigError where a file holds something else, which is left as it is, or the votes were compared by
-        rules that this release no longer has."""
+        rules of another release."""
         self.pairs_path, self.votes_path = pairs, votes
         check_own(pairs, lines_of(Pair, beginning=_BEGINNING), "pairs")
         check_own(votes, lines_of(StateRecord, beginning=_BEGINNING), "votes")
@@ -130,19 +130,19 @@ class ReplayRecords:
             path.parent.mkdir(parents=True, exist_ok=True)
             _end_last_line(path, kind)
         self.history = list(read_records(votes))
-        """What earlier replays wrote down."""
+        """Of earlier replays."""
         self._check_rules()
         self._ids: dict[tuple[str, str, str], str] = {}
         self.contents: set[bytes] = set()
         for pair in read_pairs(pairs):
             self._note(pair)
-        held = set(self._ids.values())
+        pair_ids = set(self._ids.values())
         self.done = {
             place: record.content
             for place, record in latest(self.history).items()
-            if record.outcome not in UNDECIDED and held.issuperset(record.pairs)
+            if record.outcome not in UNDECIDED and pair_ids.issuperset(record.pairs)
         }
-        """(trace, state) -> digest of the state; "" where an older release did not note it."""
+        """(trace, state) -> digest of the state; "" where an older release did not write it."""
 
     def _check_rules(self) -> None:
         other = [record.rules for record in self.history if record.votes and record.rules != RULES]
@@ -155,7 +155,7 @@ class ReplayRecords:
             )
 
     def add(self, record: StateRecord, pairs: list[Pair]) -> int:
-        """Write both down; how many pairs the file did not hold before. Raises OSError."""
+        """Write both down. Return how many pairs the file did not hold before. Raises OSError."""
         fresh = [pair for pair in pairs if self.written_as(pair) is None]
         _append(self.pairs_path, fresh)
         for pair in fresh:
@@ -166,8 +166,10 @@ class ReplayRecords:
         return len(fresh)
 
     def written_as(self, pair: Pair) -> str | None:
-        """The id of the pair that the file holds of this state and rejected form; a crash may have come before its
-        votes were written, and other votes may have given another text since."""
+        """Return the id of the file's pair with this state and rejected form; None where it has none.
+
+        A crash may have come before its votes were written, and other votes may give another text now.
+        """
         return self._ids.get(_place(pair))
 
     def _note(self, pair: Pair) -> None:
@@ -180,7 +182,7 @@ def read_records(path: Path) -> Iterator[StateRecord]:
 
 
 def latest(records: Iterable[StateRecord]) -> dict[tuple[str, str], StateRecord]:
-    """The last record of each state, by (trace, state)."""
+    """Return the last record of each state, by (trace, state)."""
     return {(record.trace, record.state): record for record in records}
 
 
@@ -189,17 +191,17 @@ def read_pairs(path: Path) -> Iterator[Pair]:
 
 
 def votes_beside(pairs: Path) -> Path:
-    """The votes.jsonl that belongs to a pairs file."""
+    """Return the votes file of a pairs file."""
     return pairs.with_name(f"{pairs.stem}.votes.jsonl")
 
 
 def content_of(pair: Pair) -> bytes:
-    """What makes two pairs duplicates: the same context and the same two actions, in whichever trace."""
+    """Return what two duplicates share: the same context and the same two actions, in whichever trace."""
     return digest([_without_ids(message) for message in (*pair.state.messages, pair.chosen, pair.rejected)]).encode()
 
 
 def digest(value: Any) -> str:
-    """64 bits of a JSON value."""
+    """Return 64 bits of a JSON value."""
     try:
         content = msgspec.json.encode(value)
     except UnicodeEncodeError:  # half a character, which JSON can escape
@@ -208,13 +210,13 @@ def digest(value: Any) -> str:
 
 
 def _place(pair: Pair) -> tuple[str, str, str]:
-    """(trace, state, digest of the rejected form)."""
+    """Return (trace, state, digest of the rejected form)."""
     rejected = pair.teachers.get("rejected_form") or digest(_without_ids(pair.rejected))
     return pair.trace, pair.state.state_id, rejected
 
 
 def _without_ids(message: dict[str, Any]) -> list[Any]:
-    """Ids of calls differ between traces that are the same otherwise."""
+    """Return a message without the ids of its calls, which differ between traces that are equal otherwise."""
     return [message["role"], message.get("content"), [call["function"] for call in message.get("tool_calls") or []]]
 
 
@@ -228,7 +230,7 @@ def _append(path: Path, values: list[Any]) -> None:
 
 
 def _read(path: Path, kind: type[T]) -> Iterator[T]:
-    """Every whole line that is a `kind`."""
+    """Yield every whole line that is a `kind`."""
     if not path.is_file():
         return
     decoder = msgspec.json.Decoder(kind)
@@ -241,7 +243,7 @@ def _read(path: Path, kind: type[T]) -> Iterator[T]:
 
 
 def _end_last_line(path: Path, kind: type) -> None:
-    """A crash may have cut the last line short: it is dropped, and its state replayed. A whole one gets its end."""
+    """Drop a last line that a crash cut short; its state is replayed. Add the newline that a whole one lacks."""
     if not path.is_file():
         return
     with path.open("rb+") as file:
