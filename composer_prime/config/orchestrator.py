@@ -51,7 +51,7 @@ class EffortWeights(BaseConfig):
     """Per assistant turn."""
 
 
-class BehaviourConfig(BaseConfig):
+class BehaviorConfig(BaseConfig):
     """Rewards for how a task was done, beside whether it was done (Composer 2, arXiv 2603.24477)."""
 
     penalty: float = Field(default=0.0, ge=0)
@@ -195,7 +195,7 @@ class OrchestratorConfig(BaseConfig):
     """Which task comes next."""
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out tasks."""
-    behaviour: BehaviourConfig = BehaviourConfig()
+    behaviour: BehaviorConfig = BehaviorConfig()
     """Rewards for how a task was done."""
     hints: HintsConfig | None = None
     """Hints at turns that went wrong, for SDPO; None looks for none."""

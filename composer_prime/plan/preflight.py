@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -263,61 +264,43 @@ def _devices(config: Config, findings: Findings, gpus: int) -> None:
         )
 
 
-def setting_notes(config: Config) -> list[str]:
-    """Return one sentence for each setting that is allowed but seldom meant: key, value, consequence, remedy."""
-    checks = (_all_warm_up, _never_begins, _short_rows, _beta_near_an_end, _flat_simpo)
-    return [note for check in checks for note in check(config)]
+def setting_notes(config: Config) -> Iterator[str]:
+    """Yield one sentence for each setting that is allowed but seldom meant: key, value, consequence, remedy."""
+    steps, channels = config.run.max_steps, config.channels
+    warmup = config.trainer.schedule.warmup_steps
+    if 0 < steps <= warmup:
+        yield (
+            f"run.max_steps is {steps} and trainer.schedule.warmup_steps is {warmup}: all steps are warm-up, the "
+            f"learning rate ends at {steps / warmup:.0%} of its peak; for more set --trainer.schedule.warmup_steps 0"
+        )
+    for name, term in (("sdpo", channels.sdpo), ("replay_dpo", channels.replay_dpo)):
+        if term.weight and 0 < steps < term.schedule.start_step:
+            yield (
+                f"channels.{name}.schedule.start_step is {term.schedule.start_step}, but run.max_steps is {steps}: "
+                f"this loss never gets its weight of {term.weight:g}; set start_step <= {steps}, or its weight to 0"
+            )
+    yield from _sdpo_notes(config)
+    replay = channels.replay_dpo
+    if replay.weight and replay.loss == "simpo" and replay.temperature < 1:
+        yield (
+            f"channels.replay_dpo.temperature is {replay.temperature:g} with loss = simpo, whose margin is a mean a "
+            f"token: the loss hardly tells answers apart; leave it out ({SIMPO_TEMPERATURE:g}), or set about that"
+        )
 
 
-def _all_warm_up(config: Config) -> list[str]:
-    """Note a short trial of a configuration for long runs, whose steps are the long run's first ones."""
-    warmup, steps = config.trainer.schedule.warmup_steps, config.run.max_steps
-    if not 0 < steps <= warmup:
-        return []
-    return [
-        f"run.max_steps is {steps} and trainer.schedule.warmup_steps is {warmup}: all steps are warm-up, the learning "
-        f"rate ends at {steps / warmup:.0%} of its peak; for more set --trainer.schedule.warmup_steps 0"
-    ]
-
-
-def _never_begins(config: Config) -> list[str]:
-    last_step = config.run.max_steps
-    terms = {"sdpo": config.channels.sdpo, "replay_dpo": config.channels.replay_dpo}
-    return [
-        f"channels.{name}.schedule.start_step is {term.schedule.start_step}, but run.max_steps is {last_step}: this "
-        f"loss never gets its weight of {term.weight:g}; set start_step <= {last_step}, or its weight to 0"
-        for name, term in terms.items()
-        if term.weight and 0 < last_step < term.schedule.start_step
-    ]
-
-
-def _short_rows(config: Config) -> list[str]:
-    row_tokens, context = config.trainer.micro_batch_tokens, config.model.max_context
-    if not config.channels.sdpo.weight or row_tokens >= 2 * context:
-        return []
-    return [
-        f"trainer.micro_batch_tokens is {row_tokens:,}, and a sample of up to model.max_context = {context:,} tokens "
-        "shares its row with the hinted documents of its turns: long rollouts lose hints (counted as row_full); set "
-        f"micro_batch_tokens >= {2 * context:,} (2 x max_context)"
-    ]
-
-
-def _beta_near_an_end(config: Config) -> list[str]:
-    sdpo = config.channels.sdpo
-    if not sdpo.weight or not (0 < sdpo.beta < 0.05 or 0.95 < sdpo.beta < 1):
-        return []
-    end = 0 if sdpo.beta < 0.5 else 1
-    return [
-        f"channels.sdpo.beta is {sdpo.beta}: near its ends the generalized JSD goes to 0, not to the KL divergence "
-        f"that beta = {end} gives; set beta = {end}, or a value in 0.05..0.95"
-    ]
-
-
-def _flat_simpo(config: Config) -> list[str]:
-    replay = config.channels.replay_dpo
-    if not replay.weight or replay.loss != "simpo" or replay.temperature >= 1:
-        return []
-    return [
-        f"channels.replay_dpo.temperature is {replay.temperature:g} with loss = simpo, whose margin is a mean a token: "
-        f"the loss hardly tells answers apart; leave it out ({SIMPO_TEMPERATURE:g}), or set about that"
-    ]
+def _sdpo_notes(config: Config) -> Iterator[str]:
+    sdpo, row_tokens, context = config.channels.sdpo, config.trainer.micro_batch_tokens, config.model.max_context
+    if not sdpo.weight:
+        return
+    if row_tokens < 2 * context:
+        yield (
+            f"trainer.micro_batch_tokens is {row_tokens:,}, and a sample of up to model.max_context = {context:,} "
+            "tokens shares its row with the hinted documents of its turns: long rollouts lose hints (counted as "
+            f"row_full); set micro_batch_tokens >= {2 * context:,} (2 x max_context)"
+        )
+    if 0 < sdpo.beta < 0.05 or 0.95 < sdpo.beta < 1:
+        end = 0 if sdpo.beta < 0.5 else 1
+        yield (
+            f"channels.sdpo.beta is {sdpo.beta}: near its ends the generalized JSD goes to 0, not to the KL divergence "
+            f"that beta = {end} gives; set beta = {end}, or a value in 0.05..0.95"
+        )

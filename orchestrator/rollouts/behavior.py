@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from composer_prime.config.orchestrator import AuxiliaryConfig, BehaviourConfig, EffortWeights
+from composer_prime.config.orchestrator import AuxiliaryConfig, BehaviorConfig, EffortWeights
 from composer_prime.errors import ConfigError, RolloutError
 from orchestrator.rollouts.groups import BEHAVIOR_PART, answers, failed_turns
 from orchestrator.workers.protocol import RolloutReply
@@ -63,7 +63,7 @@ def effort_cost(x: float, *, k: float, q: float) -> float:
 class BehaviorRewards:
     """Adds the configured parts to replies. Thread-safe."""
 
-    def __init__(self, config: BehaviourConfig, count_tokens: Callable[[str], int]) -> None:
+    def __init__(self, config: BehaviorConfig, count_tokens: Callable[[str], int]) -> None:
         """`count_tokens(text)`: its length by the policy's tokenizer."""
         self._config = config
         self._count_tokens = count_tokens
@@ -146,7 +146,7 @@ def _scalars(reply: RolloutReply) -> dict[str, float]:
     }
 
 
-def build_behavior(config: BehaviourConfig, chat_folder: Path) -> BehaviorRewards | None:
+def build_behavior(config: BehaviorConfig, chat_folder: Path) -> BehaviorRewards | None:
     """Return None where nothing is configured. Loads the tokenizer: call it from a thread."""
     if not config.active:
         return None
