@@ -17,23 +17,11 @@ from itertools import groupby
 from typing import Any
 
 from composer_prime.packing.micro_batch import RowPlace, Unit, micro_batch, tokens_of, units
-from composer_prime.packing.prefixes import prefix_layout
+from composer_prime.packing.prefixes import FlopCost, prefix_layout
 from composer_prime.wire.types import MicroBatch, Preference, Sample, StepTotals
 
 Bundle = list[Unit]
 """Units that go into one row together."""
-
-
-class _Cost:
-    """Counts the FLOPs of units that share a row; common beginnings count once."""
-
-    def __init__(self, per_token: float, per_pair: float) -> None:
-        self._per_token = per_token
-        self._per_pair = per_pair
-
-    def __call__(self, bundle: Sequence[Unit]) -> float:
-        trees = prefix_layout([document for unit in bundle for document in unit.documents]).trees
-        return sum(self._per_token * tree.tokens + self._per_pair * tree.pairs() for tree in trees)
 
 
 class _Row:
@@ -72,7 +60,7 @@ def pack(
     hinted turn or a pair that is cut or does not match), each naming the sample or pair.
     """
     row_units = units(samples, preferences, distil=distil, max_tokens=max_tokens)
-    cost = _Cost(flops_per_token, flops_per_pair)
+    cost = FlopCost(per_token=flops_per_token, per_pair=flops_per_pair)
     together = _rows(_siblings(row_units, max_tokens), cost, world_size, max_tokens)
     apart = _rows([[unit] for unit in row_units], cost, world_size, max_tokens) if world_size > 1 else together
     rows = min(together, apart, key=lambda rows: _duration(rows, world_size))
@@ -138,12 +126,19 @@ def _siblings(row_units: Sequence[Unit], max_tokens: int) -> list[Bundle]:
     return bundles
 
 
-def _rows(bundles: list[Bundle], cost: _Cost, world_size: int, max_tokens: int) -> list[_Row]:
+def _rows(bundles: list[Bundle], cost: FlopCost, world_size: int, max_tokens: int) -> list[_Row]:
     """Put all bundles into rows, a multiple of `world_size` in number."""
-    by_cost = sorted(((cost(bundle), bundle) for bundle in bundles), key=lambda pair: (-pair[0], pair[1][0].name))
+    by_cost = sorted(
+        ((_flops(bundle, cost), bundle) for bundle in bundles), key=lambda pair: (-pair[0], pair[1][0].name)
+    )
     rows = _first_fit(by_cost, max_tokens)
     count = -(-max(len(rows), 1) // world_size) * world_size
     return _spread(by_cost, count, max_tokens) or rows + [_Row() for _ in range(count - len(rows))]
+
+
+def _flops(bundle: Bundle, cost: FlopCost) -> float:
+    """Count the FLOPs of units that share a row; common beginnings count once."""
+    return cost(prefix_layout([document for unit in bundle for document in unit.documents]).trees)
 
 
 def _first_fit(by_cost: list[tuple[float, Bundle]], max_tokens: int) -> list[_Row]:

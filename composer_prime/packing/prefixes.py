@@ -45,6 +45,17 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FlopCost:
+    """FLOPs of reading trees: of a token, and of a pair; a document of L tokens has L^2 pairs."""
+
+    per_token: float
+    per_pair: float
+
+    def __call__(self, trees: Iterable[Tree]) -> float:
+        return sum(self.per_token * tree.tokens + self.per_pair * tree.pairs() for tree in trees)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixLayout:
     """How a row of N tokens is computed as M <= N tokens."""
 

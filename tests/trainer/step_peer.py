@@ -59,7 +59,8 @@ class StepPeer:
         self.lost_first: set[int] = set()
         """Steps whose first StepDone is lost on the way."""
         self.quiet_from: int | None = None
-        """Requests for this step and later ones are never answered."""
+        """Requests for this step and later ones are not answered before `release`."""
+        self._held: dict[bytes, StepRequest] = {}
         self.quiet_checkpoints = False
         """Requests for a checkpoint are never answered."""
 
@@ -74,27 +75,41 @@ class StepPeer:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(10)
 
+    def release(self) -> None:
+        """Answer the requests that are held back, and all later ones."""
+        self.quiet_from = None
+        self._loop.call_soon_threadsafe(self._released.set)
+
     async def _serve(self, started: threading.Event) -> None:
         keys = RunKeys(self.run_dir.keys)
         server = bind_router("tcp://127.0.0.1:0", keys.curve("server"), [keys.curve("trainer").public])
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop, self._stop, self._released = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         write_atomic(self.run_dir.endpoints, json.dumps({"step": server.endpoint}).encode())
-        receiving = asyncio.create_task(self._receive(server.socket))
+        tasks = [
+            asyncio.create_task(self._receive(server.socket)),
+            asyncio.create_task(self._answer_held(server.socket)),
+        ]
         started.set()
         await self._stop.wait()
-        receiving.cancel()
-        await asyncio.gather(receiving, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         server.close()
 
     async def _receive(self, socket) -> None:
         decoder = msgspec.msgpack.Decoder(FromTrainer)
         while True:
             identity, payload = await socket.recv_multipart()
-            reply = self._handle(decoder.decode(payload))
+            reply = self._handle(identity, decoder.decode(payload))
             if reply is not None:
                 await socket.send_multipart([identity, reply])
 
-    def _handle(self, message: FromTrainer) -> bytes | None:
+    async def _answer_held(self, socket) -> None:
+        await self._released.wait()
+        for identity, request in self._held.items():
+            await socket.send_multipart([identity, msgspec.msgpack.encode(self.honest(request))])
+
+    def _handle(self, identity: bytes, message: FromTrainer) -> bytes | None:
         if isinstance(message, StepDone):
             if message.step in self.lost_first:
                 self.lost_first.remove(message.step)
@@ -107,6 +122,7 @@ class StepPeer:
             return msgspec.msgpack.encode(self._save(message.step))
         self.requests.append(message)
         if self.quiet_from is not None and message.step >= self.quiet_from:
+            self._held[identity] = message
             return None
         lie = self.answer(self, message) if self.answer else None
         return lie if lie is not None else msgspec.msgpack.encode(self.honest(message))

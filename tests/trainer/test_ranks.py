@@ -43,7 +43,9 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [name if name == "adamw" else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
+)
 def test_two_ranks_are_one_rank(make_run, variant):
     # After 5 steps on the same samples, 2-rank FSDP2 on gloo has the 1-rank losses and parameters to 1e-5; with AdamW,
     # Muon and LoRA (these with activation checkpointing), gradients reduced once a step or with each micro-batch.

@@ -13,9 +13,10 @@ from small_runs import VOCABULARY
 
 from composer_prime.config.trainer import TrainerConfig
 from composer_prime.packing.pack import pack
+from composer_prime.packing.prefixes import FlopCost
 from composer_prime.wire.types import HintedTurn, pack_ints
 from trainer.data.rows import Documents, documents_of
-from trainer.data.teacher_cost import FlopCost, ReadCost, teachers_in_row
+from trainer.data.teacher_cost import ReadCost, teachers_in_row
 from trainer.model.build import blocks
 
 HINT = 3

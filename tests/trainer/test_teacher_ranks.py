@@ -1,4 +1,4 @@
-"""Three channels in real rank processes: 2 ranks equal 1, weight 0 equals channel 1, averages and caches survive."""
+"""Three loss terms in real rank processes: 2 ranks equal 1, weight 0 changes nothing, averages and caches survive."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ def few(step: int) -> list[Sample]:
     return make_hinted(step, 5) if step % 2 else make_samples(step, 5)
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
+@pytest.mark.parametrize(
+    "kind", [name if name == "trust_region" else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
+)
 def test_two_ranks_are_one_rank(make_run, kind):
-    # Four steps of all channels with each self-teacher, a KL reference, pairs, LoRA: losses and parameters of 2 ranks
+    # Four steps of all loss terms with each self-teacher, a KL reference, pairs, LoRA: losses and parameters of 2 ranks
     # are those of 1 to 1e-5, also where turns and pairs lie on one of the ranks only.
     policy, trainer = VARIANTS[kind]
     runs = {}
@@ -57,7 +59,8 @@ def test_two_ranks_are_one_rank(make_run, kind):
     assert "sdpo/jsd" not in found[1] and "dpo/accuracy" not in found[2]
 
 
-def test_weight_0_is_channel_1_to_the_last_bit(make_run):
+@pytest.mark.slow
+def test_weight_0_is_the_policy_loss_to_the_last_bit(make_run):
     # alpha = beta = 0: three steps on hinted samples end in the same bytes as three steps on samples without hints; and
     # where an orchestrator packed documents and pairs all the same, in the same parameters but for the order of sums.
     settings = {"run": {"max_steps": 3}, "trainer": {"micro_batch_tokens": 1024}}
@@ -77,6 +80,7 @@ def test_weight_0_is_channel_1_to_the_last_bit(make_run):
     assert difference(runs["plain"], runs["packed"]) < 1e-6
 
 
+@pytest.mark.slow
 def test_averages_and_cached_references_survive_a_kill(make_run):
     # Killed after step 3 with a checkpoint of step 2 on 2 ranks, resumed on 1: moving averages (teacher and reference)
     # go on from the checkpoint, so the end is that of a run that was never killed; the cached reference values are

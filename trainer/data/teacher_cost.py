@@ -11,7 +11,7 @@ more kernels. benchmarks/hinted_rows.py times both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
@@ -19,20 +19,9 @@ from transformers import PretrainedConfig
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.config.trainer import TrainerConfig
 from composer_prime.packing.pack import model_flops
-from composer_prime.packing.prefixes import Tree, prefix_layout
+from composer_prime.packing.prefixes import FlopCost, prefix_layout
 from trainer.data.rows import Documents
 from trainer.world import gather_words
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlopCost:
-    """FLOPs of reading trees: of a token, and of a pair; a document of L tokens has L^2 pairs."""
-
-    per_token: float
-    per_pair: float
-
-    def __call__(self, trees: Iterable[Tree]) -> float:
-        return sum(self.per_token * tree.tokens + self.per_pair * tree.pairs() for tree in trees)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
