@@ -32,13 +32,13 @@ from orchestrator.workers.protocol import (
     Frames,
     FromWorker,
     Heartbeat,
-    RolloutFailure,
     RolloutReply,
     RunRollout,
     SourceSpec,
     Start,
     StartFailed,
     WorkerReady,
+    failed_reply,
 )
 
 logger = logging.getLogger(__name__)
@@ -281,10 +281,7 @@ class WorkerProcess:
                 future.set_result(self._lost(rollout_id))
 
     def _lost(self, rollout_id: str) -> RolloutReply:
-        failure = RolloutFailure(
-            kind="worker", message=self.ended.result(), retryable=True, detail=self.last_words().strip()
-        )
-        return RolloutReply(rollout_id=rollout_id, task_id="", reward=None, error=failure)
+        return failed_reply(rollout_id, "", "worker", self.ended.result(), detail=self.last_words().strip())
 
 
 def _open_log(log: Path | None, stack: contextlib.ExitStack) -> IO[str] | None:

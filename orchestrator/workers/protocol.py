@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -176,6 +177,24 @@ class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     cpu_s: float | None = None
     """This rollout's share of the worker's CPU time, in seconds."""
     wall_s: float | None = None
+
+
+def failed_reply(
+    rollout_id: str,
+    task_id: str,
+    kind: str,
+    message: str,
+    *,
+    retryable: bool = True,
+    detail: str | None = None,
+    turns: Sequence[MessageRecord] = (),
+    sessions: Sequence[SessionRecord] = (),
+) -> RolloutReply:
+    """Build a reply without reward, with the turns so far. `kind`: as in RolloutFailure."""
+    error = RolloutFailure(kind=kind, message=message, retryable=retryable, detail=detail)
+    return RolloutReply(
+        rollout_id=rollout_id, task_id=task_id, reward=None, turns=list(turns), sessions=list(sessions), error=error
+    )
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):

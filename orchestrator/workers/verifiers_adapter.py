@@ -48,6 +48,7 @@ from orchestrator.workers.protocol import (
     SessionRecord,
     SourceSpec,
     ToolCall,
+    failed_reply,
 )
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class Environment:
             task = self._tasks[request.task_index]
         except IndexError:
             message = f"task {request.task_index} of {self.spec.name}/{self.name}, which has {self.num_tasks} tasks"
-            return failed(request.rollout_id, "", "request", message, retryable=False)
+            return failed_reply(request.rollout_id, "", "request", message, retryable=False)
         traces: list[vf.Trace] = []
         slot = self._env.slots(task)[0]
         try:
@@ -129,8 +130,14 @@ class Environment:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            message = f"no end after timeout_s = {request.timeout_s:g} s"
-            return failed(request.rollout_id, task_id_of(task, request.task_index), "timeout", message, traces=traces)
+            return failed_reply(
+                request.rollout_id,
+                task_id_of(task, request.task_index),
+                "timeout",
+                f"no end after timeout_s = {request.timeout_s:g} s",
+                turns=_turns(traces),
+                sessions=_sessions(traces),
+            )
         return to_reply(request, task, episode, traces)
 
     def _widen_backlog(self) -> None:
@@ -313,20 +320,6 @@ def to_reply(request: RunRollout, task: vf.Task, episode: Episode, traces: list[
         stop_reason=main.stop_condition if main else None,
         truncated=bool(main and main.is_truncated),
         error=error,
-    )
-
-
-def failed(
-    rollout_id: str, task_id: str, kind: str, message: str, *, retryable: bool = True, traces: list[vf.Trace] = ()
-) -> RolloutReply:
-    """Build a reply without reward, with the turns so far."""
-    return RolloutReply(
-        rollout_id=rollout_id,
-        task_id=task_id,
-        reward=None,
-        turns=_turns(traces),
-        sessions=_sessions(traces),
-        error=RolloutFailure(kind=kind, message=message, retryable=retryable),
     )
 
 

@@ -18,6 +18,7 @@ import socket
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,7 +28,6 @@ from orchestrator.workers.protocol import (
     CancelRollout,
     Frames,
     Heartbeat,
-    RolloutFailure,
     RolloutReply,
     RunRollout,
     SourceSpec,
@@ -35,6 +35,7 @@ from orchestrator.workers.protocol import (
     StartFailed,
     ToWorker,
     WorkerReady,
+    failed_reply,
 )
 
 logger = logging.getLogger("orchestrator.worker")
@@ -155,11 +156,8 @@ class CpuShares:
         self._seen_s = now_s
 
 
-def _failed(
-    request: RunRollout, kind: str, message: str, *, retryable: bool = True, detail: str | None = None
-) -> RolloutReply:
-    failure = RolloutFailure(kind=kind, message=message, retryable=retryable, detail=detail)
-    return RolloutReply(rollout_id=request.rollout_id, task_id=f"task-{request.task_index}", reward=None, error=failure)
+def _failed(request: RunRollout, kind: str, message: str, **details: Any) -> RolloutReply:
+    return failed_reply(request.rollout_id, f"task-{request.task_index}", kind, message, **details)
 
 
 async def serve_worker(connection: socket.socket, boxes: Path) -> None:

@@ -1,4 +1,4 @@
-"""Nodes come, go, come back, lag behind and lie; requests and runs survive it."""
+"""Requests and runs survive nodes that come, go, come back, lag behind or send false data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def signed_manifest(keys: RunKeys, version: int, chunks=(), run_id: str = "run-1
 
 
 async def test_a_vanished_nodes_request_goes_to_another_with_a_new_lease(open_gateway, node_keys):
-    """A node that dies without a word costs lost_after_s, not the rollout."""
+    """A node that dies silently costs lost_after_s, not the rollout."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=60) as a:
         call = asyncio.create_task(post(gateway.http_url, generate_body(5, 6)))
         await a.until(lambda: bool(a.generates))
@@ -60,7 +60,7 @@ async def test_a_vanished_nodes_request_goes_to_another_with_a_new_lease(open_ga
 
 
 async def test_a_silent_nodes_late_answer_is_dropped_by_its_lease(open_gateway, node_keys):
-    """A node that stops its heartbeats is given up; what it answers afterwards reaches nobody."""
+    """A node without heartbeats counts as lost. Its later answers are dropped."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as a:
         held: list[Generate] = []
         a.answer = lambda request: held.append(request)
@@ -118,7 +118,7 @@ async def test_nobody_takes_the_name_of_a_node_that_lives(open_gateway, node_key
 
 
 async def test_a_request_lost_on_the_way_is_found_by_the_nodes_heartbeats(open_gateway, node_keys):
-    """A node that reports no work for a while does not hold what we think it holds."""
+    """A node that reports no work for a while has lost its requests: they are sent again."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as node:
         lost: list[Generate] = []
 
@@ -170,7 +170,7 @@ async def test_full_nodes_make_requests_wait_in_order(open_gateway, node_keys):
 
 
 async def test_without_a_node_requests_end_with_a_message_that_says_what_was_waited_for(open_gateway):
-    """The deadline's message has the command that starts a node, and fails the run."""
+    """The deadline's message has the command that starts a node. The run fails."""
     async with open_gateway(orchestrator={"no_node_timeout_s": 0.4}) as gateway:
         watch = asyncio.create_task(gateway.watch())
         status, reply = await post(gateway.http_url, generate_body(5))
@@ -218,7 +218,7 @@ async def test_metrics_say_who_waits_for_what(open_gateway, node_keys):
 
 
 async def test_a_wrong_key_is_turned_away(open_gateway, node_keys):
-    """Neither an unlisted client key nor a wrong server key gets a word through; the right one still does."""
+    """No message passes with an unlisted client key or a wrong server key. The right keys still work."""
     unlisted = zmq.curve_keypair()
     stranger = ClientKeys(node_keys.server_public, type(node_keys.own)(*unlisted))
     misled = ClientKeys(zmq.curve_keypair()[0], node_keys.own)
@@ -235,7 +235,7 @@ async def test_a_wrong_key_is_turned_away(open_gateway, node_keys):
 
 
 async def test_garbage_on_the_node_socket_is_counted_and_dropped(open_gateway, node_keys):
-    """Bytes from an admitted peer that are no message stop neither the gateway nor that peer's requests."""
+    """Bytes that do not decode, from a peer with the right key, stop neither the gateway nor that peer's requests."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as node:
         rng = np.random.default_rng(0)
         junk = [[b""], [b"\xc1"], [b"{}"], [b"a", b"b"], [msgspec.msgpack.encode({"type": "hello"})]]
@@ -270,7 +270,7 @@ async def test_raw_bytes_on_the_node_port_do_no_harm(open_gateway, node_keys):
     ],
 )
 async def test_a_hello_that_does_not_fit_is_rejected_with_the_reason(open_gateway, node_keys, changes, complaint):
-    """A node of another release, run or with no places learns why it cannot join."""
+    """A node of another release or run, or without places, gets the reason why it cannot join."""
     async with open_gateway() as gateway:
         node = PeerNode(gateway.node_endpoint, node_keys, "a")
         node.connect()
@@ -283,7 +283,7 @@ async def test_a_hello_that_does_not_fit_is_rejected_with_the_reason(open_gatewa
 
 
 async def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(open_gateway, node_keys):
-    """drain() is how a node leaves without costing anyone a token."""
+    """drain() lets a node leave without losing a token."""
     async with (
         open_gateway() as gateway,
         PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=0.2) as a,
@@ -351,7 +351,7 @@ async def test_what_a_leaving_node_gives_back_is_no_failure(open_gateway, node_k
 
 
 async def test_ports_in_use_are_named(open_gateway, keys, store):
-    """Both sides say which address is taken, and a failed start leaves nothing bound."""
+    """The error names the address that is taken, and a failed start leaves nothing bound."""
     async with open_gateway() as gateway:
         port = int(gateway.http_url.rsplit(":", 1)[1])
         for section in ({"gateway_port": port}, {"node_address": gateway.node_endpoint}):
@@ -403,7 +403,7 @@ async def test_a_dealer_that_never_says_hello_is_asked_to(open_gateway, node_key
 
 
 async def test_closing_ends_waiting_requests_at_once(open_gateway, node_keys):
-    """Ctrl-C does not wait for tokens: callers get a 503, nodes learn that the run is over."""
+    """Ctrl-C does not wait for tokens: callers get a 503, and nodes are told that the run is over."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=60) as node:
         call = asyncio.create_task(post(gateway.http_url, generate_body(5)))
         await node.until(lambda: bool(node.running))
@@ -415,7 +415,7 @@ async def test_closing_ends_waiting_requests_at_once(open_gateway, node_keys):
 
 
 async def test_a_failing_node_is_left_alone_for_a_while(open_gateway, node_keys):
-    """A node that fails everything is soon the least loaded one; it must not swallow every request."""
+    """A node that fails everything is soon the least loaded one. It must not get every request."""
     async with (
         open_gateway() as gateway,
         PeerNode(gateway.node_endpoint, node_keys, "bad") as bad,
@@ -430,7 +430,7 @@ async def test_a_failing_node_is_left_alone_for_a_while(open_gateway, node_keys)
 
 
 async def test_a_stall_of_the_orchestrator_does_not_lose_its_nodes(open_gateway, node_keys):
-    """Heartbeats that waited in the socket while this process stood still are read before anyone is called lost."""
+    """Heartbeats that waited in the socket during a stall of this process are read before a node counts as lost."""
     async with open_gateway() as gateway:
         stop = threading.Event()
         beating = threading.Thread(target=_beat_from_a_thread, args=(gateway.node_endpoint, node_keys, stop))

@@ -1,4 +1,4 @@
-"""The adapter in this process: what a reply says about tool errors, broken gateways, limits and many agents."""
+"""The adapter in this process: replies for tool errors, broken gateways, limits and several agents."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ def test_tool_errors_are_marked_on_their_turns() -> None:
     ],
 )
 def test_tool_errors_by_their_words(text: str, is_error: bool) -> None:
-    """Without a word from the task, a tool message is an error if it begins like one; the first line is kept."""
+    """Where the task does not decide, a tool message is an error if it begins like one. The first line is kept."""
     assert tool_error(None, text) == (text.splitlines()[0] if is_error else None)
 
 
 def test_a_task_may_know_its_errors_better() -> None:
-    """Task data with `is_tool_error` decides itself."""
+    """Task data with `is_tool_error` decides."""
 
     class Data:
         def is_tool_error(self, text: str) -> bool:
@@ -161,7 +161,7 @@ def test_a_task_set_without_reward_is_no_zero(model_path: str) -> None:
 
 
 def test_an_endless_task_set_gives_tasks_by_index(model_path: str) -> None:
-    """Tasks of an endless set are made as they are asked for, and always the same ones."""
+    """Tasks of an endless set are made on first use, and are always the same ones."""
     env = environment(model_path, tasksets={"train": {"id": "plain_env", "endless": True}})
     assert env.num_tasks is None
     assert [env.describe(index)[1] for index in (5, 6)] == ["plain 5", "plain 6"]

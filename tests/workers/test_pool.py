@@ -75,7 +75,7 @@ Played = tuple[asyncio.Runner, WorkerPool]
 
 
 def test_rollouts_of_two_workers_and_task_sets(played: Played) -> None:
-    """Every rollout runs under the id we chose, on either worker, from either task set, with its own seed."""
+    """Every rollout runs under its given id, on either worker, from either task set, with its own seed."""
     runner, pool = played
 
     async def scenario() -> None:
@@ -135,7 +135,7 @@ def test_cancelling_stops_the_inference(played: Played) -> None:
 
 
 def test_a_deadline_is_an_error_with_the_turns_so_far(played: Played) -> None:
-    """A rollout past timeout_s has no reward, says so, and its request at the gateway is gone."""
+    """A rollout past timeout_s has an error and no reward, and its request at the gateway is cancelled."""
     runner, pool = played
 
     async def scenario() -> None:
@@ -219,7 +219,7 @@ def test_a_crash_fails_the_rollouts_and_the_worker_comes_back(
 
 @pytest.mark.slow
 def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str) -> None:
-    """A blocked event loop ends the worker after hang_timeout_s; after max_restarts the pool says so for good."""
+    """A worker with a blocked event loop is killed after hang_timeout_s. After max_restarts every `run` raises why."""
 
     async def scenario() -> None:
         spec = source(model_path, {"hang_at": 0}, heartbeat_s=0.2)
@@ -236,7 +236,7 @@ def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str) -> None:
 
 @pytest.mark.slow
 def test_what_cannot_start_says_why(model_path: str) -> None:
-    """A source that cannot load fails `start` with its own error, at once, and leaves no process."""
+    """A source that cannot load fails `start` at once with its own error, and leaves no process."""
 
     async def scenario() -> None:
         pool = WorkerPool(source(model_path, tasksets={"train": {"id": "no_such_env"}}), start_timeout_s=START_S)
