@@ -1,4 +1,8 @@
-"""Thinking and tool calls that stand between tags in the text of an answer."""
+"""Thinking and tool calls that stand between tags in the text of an answer.
+
+Two places differ on purpose. inference/model_server.py removes closed <think> blocks only, because its clients split
+the rest. traces/replay/actions/text_actions.py looks for the beginnings of calls in any agent's notation.
+"""
 
 from __future__ import annotations
 
