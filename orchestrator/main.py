@@ -15,7 +15,9 @@ import secrets
 import shutil
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from composer_prime.config import Config, load
 from composer_prime.console import EXIT_USAGE, columns, exit_on_version_flag, fail
@@ -34,7 +36,9 @@ def main() -> int:
     exit_on_version_flag(words)
     try:
         if words[:1] == ["--run-dir"]:
-            run_dir = _given(words)
+            if len(words) != 2:
+                raise ConfigError(_USAGE)
+            run_dir = RunDir(Path(words[1]).absolute())
             config = load.read_config(run_dir.config)
             end_with_parent()
         else:
@@ -56,14 +60,8 @@ def _dry_run(config: Config) -> int:
     return EXIT_USAGE if plan.problems else 0
 
 
-def _given(words: list[str]) -> RunDir:
-    if len(words) != 2:
-        raise ConfigError(_USAGE)
-    return RunDir(Path(words[1]).absolute())
-
-
 def _prepare(config: Config, run_dir: RunDir) -> None:
-    """What the launcher does for its roles, for an orchestrator that is started on its own."""
+    """Prepare the run directory of an orchestrator that is started on its own; otherwise the launcher does it."""
     for note in check_run_folder(run_dir, config, "orchestrator"):
         print(f"orchestrator: {note}", file=sys.stderr)
     for path in earlier_output(run_dir, "orchestrator") if config.run.overwrite else []:
@@ -80,12 +78,13 @@ def _run(config: Config, run_dir: RunDir) -> int:
     from orchestrator.pipeline import Pipeline
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    # Only this run's own workers may generate in the name of its rollouts.
+    # Only this run's own workers may generate for its rollouts.
     os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(24))
-    name, model_dir = read_run_id(run_dir), resolve_model(config.model.path)
+    run_id = read_run_id(run_dir)
+    model_dir = resolve_model(config.model.path)
 
     async def serve() -> int:
-        return await _until_signal(Pipeline(config, run_dir, name, model_dir).run())
+        return await _until_signal(Pipeline(config, run_dir, run_id, model_dir).run())
 
     try:
         return asyncio.run(serve())
@@ -96,12 +95,13 @@ def _run(config: Config, run_dir: RunDir) -> int:
         return FAILED
 
 
-async def _until_signal(work) -> int:
-    """Runs `work`; SIGINT or SIGTERM cancels it, which closes everything it opened."""
-    task, stopped_by = asyncio.ensure_future(work), []
+async def _until_signal(work: Coroutine[Any, Any, None]) -> int:
+    """Run `work` and return the exit status. SIGINT or SIGTERM cancels it, which closes everything it opened."""
+    task = asyncio.ensure_future(work)
+    signals: list[int] = []
 
     def stop(number: int) -> None:
-        stopped_by.append(number)
+        signals.append(number)
         task.cancel()
 
     loop = asyncio.get_running_loop()
@@ -110,9 +110,9 @@ async def _until_signal(work) -> int:
     try:
         await task
     except asyncio.CancelledError:
-        if not stopped_by:
+        if not signals:
             raise
-        return 128 + stopped_by[0]
+        return 128 + signals[0]
     return 0
 
 

@@ -55,7 +55,7 @@ from orchestrator.rollouts.dispatch import Dispatcher
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
 from orchestrator.step_server import POLL_S, StepServer
 from orchestrator.tasks.sources import WHOLE, Sources, eval_sources, source_spec
-from orchestrator.watchdog import Completion, RunWatchdog, StartupStatus
+from orchestrator.watchdog import RunCompletion, RunWatchdog, StartupStatus
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL, SourceSpec
 
@@ -114,7 +114,7 @@ class Pipeline:
         if self.state is not None:
             versions = self.batches.versions.at(self.state.step, self.state.versions)
             self.batches.restore(versions=versions, formed=self.state.step, batches=[])
-        self.completion = Completion(self.batches, config.run.max_steps)
+        self.completion = RunCompletion(self.batches, config.run.max_steps)
         self.model_dir = chat_folder(model_dir, config.model.chat_template, run_dir.root)
         self.gateway = Gateway(config, self.keys, run_id, self.store, model_dir=self.model_dir)
         self.pools = {source.name: self._pool(source, make_pool) for source in config.orchestrator.source}

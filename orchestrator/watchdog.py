@@ -1,7 +1,7 @@
 """What the run waits for, and since when: in words for people, and as deadlines.
 
 StartupStatus   until the environments are loaded
-Completion      how far the run is from its end
+RunCompletion      how far the run is from its end
 RunWatchdog     afterwards: what is waited for now, and the deadlines that no single wait owns
                 (a batch that does not fill, a trainer that falls silent)
 """
@@ -52,7 +52,7 @@ class StartupStatus:
         return f"no node serves: {router.why_no_node()}"
 
 
-class Completion:
+class RunCompletion:
     """How far the run is from its end."""
 
     def __init__(self, batches: Batches, max_steps: int) -> None:
@@ -86,7 +86,7 @@ class RunWatchdog:
         *,
         config: Config,
         startup: StartupStatus,
-        completion: Completion,
+        completion: RunCompletion,
         batches: Batches,
         scheduler: BatchScheduler,
         evaluator: Evaluator,

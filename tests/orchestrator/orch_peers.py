@@ -24,7 +24,6 @@ from composer_prime.run import ledger
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import Canary, Manifest, WeightStore, open_signed, sign
-from composer_prime.wire import types as seal
 from composer_prime.wire.node import (
     CancelGenerate,
     Generate,
@@ -49,7 +48,7 @@ from composer_prime.wire.step import (
     StepRequest,
     ToTrainer,
 )
-from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints
+from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints, verify_batch
 from orchestrator.workers.protocol import EVAL, MessageRecord, RolloutFailure, RolloutReply, RunRollout
 
 MODEL = Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy"
@@ -300,7 +299,7 @@ class PeerTrainer:
             assert isinstance(reply, StepReply), reply
             for batch in reply.micro_batches:
                 oldest = max(0, step - 1 - self.max_staleness)
-                seal.verify(batch, run_id=RUN_ID, step=step, rank=rank, versions=(oldest, step - 1))
+                verify_batch(batch, run_id=RUN_ID, step=step, rank=rank, versions=(oldest, step - 1))
         await asyncio.sleep(work_s)
         self.steps[step] = replies
         ids = sorted(sample_ids(replies))
