@@ -71,7 +71,7 @@ def test_a_wish_that_is_no_number(tmp_path: Path, wish: str) -> None:
 
 
 # A state's time is its endpoints': turns under a rate limit and a place among the calls in flight are not in it.
-@pytest.mark.parametrize("limit", [{"requests_per_minute": 300.0}, {"max_concurrent": 1}])
+@pytest.mark.parametrize("limit", [{"requests_per_minute": 1500.0}, {"max_concurrent": 1}])
 def test_what_is_waited_for_here_is_no_time_of_the_endpoint(tmp_path: Path, limit: dict) -> None:
     async def run() -> None:
         async with serving(Endpoint(answers=overrule, delay_s=0.05)) as endpoint:

@@ -94,7 +94,7 @@ def test_a_connection_that_hangs(tmp_path: Path) -> None:
             client = waiting.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(full.getsockname())
-        config = configured(tmp_path, f"http://127.0.0.1:{full.getsockname()[1]}/v1", max_retries=0, timeout_s=2.0)
+        config = configured(tmp_path, f"http://127.0.0.1:{full.getsockname()[1]}/v1", max_retries=0, timeout_s=0.6)
         progress = asyncio.run(replayed(tmp_path, config, [state(0)]))
     assert progress.outcomes == {"failed": 1} and progress.usd == 0
     assert [settled["status"] for _, settled in settled_calls(tmp_path)] == ["deadline"] * 3

@@ -105,14 +105,14 @@ def test_an_interruption_pays_nothing_twice(tmp_path: Path, number: int) -> None
     assert len(list(read_pairs(pairs))) == 3
 
 
-# Where nobody watches a bar (a log file), progress is told in lines: the first at once, then one each PROGRESS_INTERVAL_S.
+# Without a terminal (a log file) progress comes in lines: the first at once, then one each PROGRESS_INTERVAL_S.
 def test_progress_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
     states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
     states.write_bytes(b"".join(write_state(state(number)) for number in range(3)))
     monkeypatch.setattr(progress_lines, "PROGRESS_INTERVAL_S", 0.1)
 
     async def run() -> None:
-        async with serving(Endpoint(answers=overrule, delay_s=0.5)) as endpoint:
+        async with serving(Endpoint(answers=overrule, delay_s=0.2)) as endpoint:
             config = run_config(tmp_path, endpoint.url, concurrent_states=1)
             await replay(Arguments(states=states, pairs=pairs, config=config))
 
