@@ -1,4 +1,4 @@
-"""Random rows of channel 1, padded as TRL wants them and flat as this project's losses take them."""
+"""Random rows for the policy loss, padded as TRL takes them and flat as this project's losses take them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration of the channels: each objective's own defaults, and what is refused."""
+"""The configuration of the loss terms: each objective's own defaults, and what is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from composer_prime.errors import ConfigError
     ],
 )
 def test_an_objective_brings_its_own_defaults(objective, denominator, scaling, level, low, high, correction):
-    # By the front door, as a section of a file, and read back from what was written: the same values.
+    # make_po_config, a section of a file, and a dump that is read back give the same values.
     made = make_po_config(objective)
     values = (made.denominator, made.advantage_scaling, made.ratio_level, made.clip_low, made.clip_high)
     assert values == (denominator, scaling, level, low, high)

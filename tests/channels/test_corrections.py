@@ -1,4 +1,4 @@
-"""Off-policy corrections and KL terms of channel 1, against TRL and by hand."""
+"""Off-policy corrections and KL terms of the policy loss, against TRL and by hand."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_dppo_caps_the_ratio_of_a_rare_token_that_it_keeps():
     assert math.isclose(loss, -(1e4 + 1.0) / 10, rel_tol=1e-9) and math.isclose(gradient[0], -1e3, rel_tol=1e-9)
 
 
-def test_dppo_looks_at_the_penalised_advantage():
+def test_dppo_uses_the_penalized_advantage():
     # k1 turns A = 0.1 into 0.1 - log(.6 / .1) < 0: the token, .3 above mu, is now pushed down, which is to be trained;
     # and A = -0.1 into -0.1 + log(.9 / .3) > 0 keeps the one that fell to .3 and is pushed up again.
     penalty = {"weight": 1.0, "estimator": "k1"}
@@ -105,8 +105,8 @@ def test_dppo_looks_at_the_penalised_advantage():
     assert sums["masked"] == 0 and torch.allclose(gradient, expected, atol=1e-12)
 
 
-def test_opsm_looks_at_the_penalised_advantage():
-    # The same of opsm's A < 0: k1 pushes both tokens of a far sequence up, so neither is dropped.
+def test_opsm_uses_the_penalized_advantage():
+    # The same holds for opsm's A < 0: k1 pushes both tokens of a far sequence up, so neither is dropped.
     penalty = {"weight": 1.0, "estimator": "k1"}
     *_, sums = four_tokens([0.1, 0.1], [0.9, 0.9], [-0.1, -0.1], [0.9, 0.9], kl=penalty, correction="opsm")
     assert sums["masked"] == 0
@@ -115,7 +115,7 @@ def test_opsm_looks_at_the_penalised_advantage():
 
 
 def test_k3_ratio_is_capped_where_dppo_caps_the_ratio():
-    # Of a token with r = 10 000 the penalty counts cap * k3, and its gradient is bounded too.
+    # For a token with r = 10 000 the penalty is cap * k3, and its gradient is bounded too.
     penalty = {"weight": 1.0, "estimator": "k3_ratio"}
     loss, gradient, _ = four_tokens([0.1], [1e-5], [0.0], [0.2], kl=penalty, dppo_ratio_cap=10.0)
     k3 = 2.0 - 1.0 - math.log(2.0)
@@ -126,7 +126,7 @@ def test_k3_ratio_is_capped_where_dppo_caps_the_ratio():
 
 
 def test_the_drift_term_is_prime_rl_s():
-    # -keep A r + tau log^2 r, also of tokens that are dropped: prime-rl's default loss, written out.
+    # -keep A r + tau log^2 r, also for tokens that are dropped: prime-rl's default loss, written out.
     pi, mu = torch.tensor([0.6, 0.5], dtype=torch.float64), torch.tensor([0.3, 0.6], dtype=torch.float64)
     loss, gradient, _ = four_tokens(pi.tolist(), mu.tolist(), [1.0, 1.0], dppo_ratio_cap=None, drift_weight=1e-3)
     log_ratio = pi.log() - mu.log()
@@ -138,7 +138,7 @@ def test_the_drift_term_is_prime_rl_s():
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("estimator", ["k3", "k3_ratio"])
 def test_k3_is_trl_s(objective, estimator):
-    # k3 and k3 r join the loss after the clip and are normalised as it is; TRL calls the latter bias-corrected.
+    # k3 and k3 r enter the loss after the clip, with the same normalization; TRL calls the latter bias-corrected.
     rows = Rows(3)
     config = make_po_config(objective, correction="none", clip_low=0.2, clip_high=0.2,
                             kl={"weight": 0.4, "estimator": estimator})  # fmt: skip
@@ -163,7 +163,7 @@ def test_k1_is_a_change_of_the_advantage(objective):
 
 
 def test_estimators_and_their_gradients_by_enumeration():
-    # Over a whole vocabulary weighed by pi: E[k1] = E[k3] = KL(pi || ref) and k3 >= 0. Gradients of the loss a user
+    # Over a whole vocabulary weighted by pi: E[k1] = E[k3] = KL(pi || ref) and k3 >= 0. Gradients of the loss a user
     # gets: k1 in the advantage, k2 and k3 r give grad KL; k1 in the loss gives 0.
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(50, generator=draw, dtype=torch.float64, requires_grad=True)
@@ -187,7 +187,7 @@ def test_estimators_and_their_gradients_by_enumeration():
 
 
 def test_mismatch_estimates_the_kl_by_enumeration():
-    # E_mu[k3] = KL(mu || pi), exactly, when every token of the vocabulary is weighed by mu.
+    # E_mu[k3] = KL(mu || pi), exactly, when every token of the vocabulary is weighted by mu.
     draw = torch.Generator().manual_seed(0)
     mu = torch.randn(50, generator=draw, dtype=torch.float64).log_softmax(0)
     pi = torch.randn(50, generator=draw, dtype=torch.float64).log_softmax(0)

@@ -1,4 +1,4 @@
-"""Channel 2's divergences against TRL's and by their properties."""
+"""SDPO's divergences against TRL's and by their properties."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ def test_taid_moves_the_target_from_the_student_to_the_teacher():
     assert torch.equal(divergence(student, teacher, config, targets), plain)
 
 
-def test_taid_begins_with_the_channel():
-    # A channel that starts at step 100 moves its target over its own first steps, not over those before it.
+def test_taid_begins_with_sdpo():
+    # SDPO that starts at step 100 moves its target over its own first steps, not over those before it.
     config = SdpoConfig(taid_steps=10, taid_start=0.2, schedule={"start_step": 100})
     assert config.teacher_share(104) == pytest.approx(0.6) and config.teacher_share(1) == pytest.approx(0.2)
     assert config.teacher_share(108) < 1.0 and config.teacher_share(109) == 1.0

@@ -1,4 +1,4 @@
-"""Channel 1's six objectives against TRL, against arithmetic by hand, and over shapes, masks and splits."""
+"""The policy loss: six objectives against TRL, against arithmetic by hand, and over shapes, masks and splits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_loss_and_gradient_are_trl_s_without_correction(objective, seed):
 
 @pytest.mark.parametrize("objective", ["gspo", "dapo", "cispo"])
 def test_an_objective_s_own_clip_range_is_trl_s_recommended_one(objective):
-    # gspo 3e-4 / 4e-4, dapo 0.2 / 0.28, cispo 5 absolute: what the papers set, without any setting of the user's.
+    # gspo 3e-4 / 4e-4, dapo 0.2 / 0.28, cispo 5 absolute: what the papers set, without a user setting.
     rows = Rows(1, gap=2e-4 if objective == "gspo" else 2.0)
     theirs_BT = rows.logprobs_BT.clone().requires_grad_()
     low, high = (3e-4, 4e-4) if objective == "gspo" else (0.2, 0.28)
@@ -198,7 +198,7 @@ def test_split_invariance_with_empty_rows(seed, batch, length, empty_rows, cut, 
     correction=st.sampled_from(CORRECTIONS),
     order=st.permutations(range(5)),
 )
-def test_the_order_of_the_sequences_is_nothing(seed, objective, correction, order):
+def test_the_order_of_the_sequences_does_not_matter(seed, objective, correction, order):
     # A permutation of the packed sequences permutes the gradient and leaves the loss.
     rows, other = Rows(seed), Rows(seed)
     for name in ("logprobs_BT", "sampler_BT", "mask_BT", "advantages_B", "reference_BT", "entropy_BT"):

@@ -1,4 +1,4 @@
-"""Channel 3's losses against TRL's DPOTrainer and CPOTrainer, and by their properties."""
+"""Replay-DPO's losses against TRL's DPOTrainer and CPOTrainer, and by their properties."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_simpo_is_trl_s():
     assert torch.equal(pairs.loss(config)[0], ours[0])
 
 
-def test_only_simpo_does_without_a_reference():
-    # simpo's loss is the same, and what is measured from a reference is left out of its metrics; others say what lacks.
+def test_only_simpo_needs_no_reference():
+    # simpo's loss is the same, and its metrics leave out what needs a reference; the other losses name what is missing.
     pairs = Pairs(5)
     bare = dataclasses.replace(pairs.tokens(pairs.leaves()), reference_chosen_P=None, reference_rejected_P=None)
     simpo = ReplayDpoConfig(loss="simpo", temperature=2.0)
@@ -148,14 +148,14 @@ def test_a_policy_at_its_reference_has_loss_ln_2(loss):
     assert math.isclose(value, math.log(2), rel_tol=1e-12) and sums["correct"] == 0 and sums["displaced"] == 0
 
 
-def test_a_coin_s_label_teaches_nothing():
+def test_a_random_label_teaches_nothing():
     # cDPO at epsilon = 1/2 is smallest at z = 0; at epsilon it is smallest at z = log((1 - eps) / eps).
     assert abs(at_margin(0.0, "cdpo", 0.5)[1]) < 1e-12
     assert min(at_margin(z, "cdpo", 0.5)[0] for z in (-2.0, -0.1, 0.1, 2.0)) > math.log(2)
     assert abs(at_margin(math.log(0.8 / 0.2), "cdpo", 0.2)[1]) < 1e-12
 
 
-def test_robust_stays_finite_up_to_a_coin():
+def test_robust_stays_finite_up_to_a_random_label():
     # epsilon = 0.5 would divide by zero; it counts as 0.45.
     assert at_margin(1.0, "robust", 0.5)[:2] == at_margin(1.0, "robust", 0.45)[:2]
     assert all(math.isfinite(number) for number in at_margin(1.0, "robust", 0.5)[:2])
@@ -163,7 +163,7 @@ def test_robust_stays_finite_up_to_a_coin():
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), count=st.integers(0, 6), cut=st.integers(0, 6), loss=st.sampled_from(LOSSES))
-def test_the_split_is_nothing_and_gradients_point_the_right_way(seed, count, cut, loss):
+def test_the_split_does_not_matter_and_gradients_point_the_right_way(seed, count, cut, loss):
     # Pairs over two micro-batches, either possibly empty: same loss and gradients. Without pairs: zero on the graph.
     pairs = Pairs(seed, count)
     config = ReplayDpoConfig(loss=loss)
@@ -185,7 +185,7 @@ def test_the_split_is_nothing_and_gradients_point_the_right_way(seed, count, cut
 
 
 def test_metrics_by_hand():
-    # Two pairs: one right, one wrong; the chosen answers lost 0.5 and gained 0.25 nats a token.
+    # Two pairs, one right and one wrong. The chosen answers lost 0.5 and gained 0.25 nats a token.
     def column(*values: float) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 

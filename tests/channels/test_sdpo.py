@@ -1,4 +1,4 @@
-"""Channel 2's loss: turns, weights, clip and denominators."""
+"""The SDPO loss: turns, weights, clip and denominators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composer_prime.wire.types import StepTotals
 
 
 class Turns:
-    """Distilled turns of the given lengths with random divergences, float64."""
+    """Hinted turns of the given lengths with random divergences, float64."""
 
     def __init__(self, seed: int, lengths: list[int], gap: float = 0.5) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -91,7 +91,7 @@ def test_denominators_and_weights_by_hand():
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), lengths=st.lists(st.integers(1, 6), min_size=0, max_size=6), cut=st.integers(0, 6),
        denominator=st.sampled_from(["tokens", "turns"]))  # fmt: skip
-def test_the_split_is_nothing(seed, lengths, cut, denominator):
+def test_the_split_does_not_matter(seed, lengths, cut, denominator):
     # Whole turns over two micro-batches, either of which may be empty: same loss, same gradient.
     turns = Turns(seed, lengths)
     config = SdpoConfig(denominator=denominator)
@@ -125,7 +125,7 @@ def test_metrics_by_hand():
     assert sdpo_metrics({name: value.item() for name, value in sums.items()}) == {"sdpo/turns": 0, "sdpo/tokens": 0}
 
 
-def test_what_is_missing_is_refused():
+def test_missing_tokens_and_entropies_are_refused():
     # A turn whose mask is empty, and an entropy weight without entropies: an error each, with the remedy.
     turns = Turns(4, [2])
     tokens = turns.tokens(turns.divergence_D, entropy=False)

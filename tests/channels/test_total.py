@@ -1,4 +1,4 @@
-"""The sum of the channels and its schedules."""
+"""The sum of the loss terms and its schedules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOTALS = StepTotals(samples=5, tokens=99, distilled_tokens=7, distilled_turns=2,
 
 
 class Step:
-    """A micro-batch with tokens for all three channels, all hanging on one leaf."""
+    """A micro-batch with tokens for all three loss terms, all attached to one leaf."""
 
     def __init__(self, seed: int = 0) -> None:
         self.rows, self.turns, self.pairs = Rows(seed), Turns(seed, [3, 4]), Pairs(seed)
@@ -54,8 +54,8 @@ def weighed(alpha: float, beta: float, **more) -> ChannelsConfig:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_without_weights_the_total_is_bitwise_channel_1(seed):
-    # alpha = beta = 0: value and gradient are those of a total without the other channels, bit for bit, whether their
+def test_without_weights_the_total_is_the_policy_loss_bit_for_bit(seed):
+    # alpha = beta = 0: value and gradient are those of the policy loss alone, bit for bit, whether the other terms'
     # tokens are there or not, and even if those are broken.
     step = Step(seed)
     full = step.inputs()
@@ -72,8 +72,8 @@ def test_without_weights_the_total_is_bitwise_channel_1(seed):
     assert row_gradient.abs().max() > 0
 
 
-def test_the_total_is_the_weighted_sum_of_the_channels():
-    # L = policy + 0.5 sdpo + 0.25 dpo, each channel's own loss unweighted in the sums, and gradients likewise.
+def test_the_total_is_the_weighted_sum_of_its_terms():
+    # L = policy + 0.5 sdpo + 0.25 dpo, each term's own loss unweighted in the sums, and gradients likewise.
     step = Step(1)
     inputs = step.inputs()
     config = weighed(0.5, 0.25)
@@ -89,7 +89,7 @@ def test_the_total_is_the_weighted_sum_of_the_channels():
     assert {"loss/total", "loss/sdpo", "policy/entropy", "sdpo/jsd", "dpo/accuracy"} <= metrics.keys()
 
 
-def test_channels_without_tokens_are_zeros_on_the_graph():
+def test_terms_without_tokens_are_zeros_on_the_graph():
     # No trained token, turn or pair in this micro-batch: 0 with a gradient of 0 in every leaf, and only counts.
     step = Step(2)
     full = step.inputs()
@@ -119,7 +119,7 @@ def test_the_names_of_the_sums_do_not_depend_on_the_tokens():
 
 
 def test_schedules():
-    # A ramp of three steps from step 3, the full weight to step 10, two steps down, then bitwise channel 1 again.
+    # A ramp of three steps from step 3, the full weight to step 10, two steps down, then the policy loss alone.
     schedule = {"start_step": 3, "warmup_steps": 2, "end_step": 10, "decay_steps": 1}
     config = weighed(0.6, 0.6, schedule=schedule)
     weights = [config.sdpo.weight_at(step) for step in range(1, 14)]
@@ -133,8 +133,8 @@ def test_schedules():
     assert step.backward(config, 5)[0].total.item() != plain.total.item()
 
 
-def test_a_weight_without_its_channel_s_input_is_refused():
-    # alpha > 0 and a trainer that brings no turns at all (None) would train without the channel, silently.
+def test_a_weight_without_its_input_is_refused():
+    # alpha > 0 without any turns (None) would silently train without SDPO.
     step = Step(5)
     inputs = step.inputs()
     for missing, config in (("sdpo", weighed(0.1, 0)), ("replay_dpo", weighed(0, 0.1))):
@@ -150,7 +150,7 @@ def test_length_divisor_defaults_to_the_context():
 
 
 def test_nan_in_an_input_is_nan_in_the_loss():
-    # Nothing hides it, so the step that looks at its loss finds it before anything is changed.
+    # Nothing hides it, so the step finds it in its loss before anything is changed.
     for channel, name in (("policy", "logprobs_T"), ("policy", "advantages_T"), ("sdpo", "divergence_D"),
                           ("replay_dpo", "chosen_logprobs_P")):  # fmt: skip
         inputs = Step(6).inputs()

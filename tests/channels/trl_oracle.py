@@ -1,4 +1,4 @@
-"""TRL's trainers, called unbound on bare objects: independent oracles for channels 1 and 3.
+"""TRL's trainers, called unbound on bare objects: independent oracles for the policy loss and replay-DPO.
 
 TRL computes these losses from a model; here its forward pass is replaced by given log-probabilities, and nothing else.
 """

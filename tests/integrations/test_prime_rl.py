@@ -122,7 +122,7 @@ def test_every_objective_runs_and_an_empty_sequence_is_a_zero(prime_rl, objectiv
         ({"kl": {"weight": 0.1}}, "came without reference log-probabilities"),
     ],
 )
-def test_what_the_interface_cannot_serve_is_refused(prime_rl, kwargs, words):
+def test_settings_without_their_inputs_are_refused(prime_rl, kwargs, words):
     # Unknown names, and settings that need what LossInputs does not hold: an error with the remedy.
     with pytest.raises(ConfigError) as raised:
         train_loss(config(**kwargs), sequences())

@@ -22,7 +22,7 @@ def recipe(name: str, folder: Path, monkeypatch) -> object:
     return importlib.import_module(f"recipe_{name}")
 
 
-def test_monarch_s_ranks_add_up_to_one(tmp_path, monkeypatch):
+def test_monarch_s_ranks_add_up_to_one_step(tmp_path, monkeypatch):
     # Two actor processes, each with half of the sequences: the sum of their shares is the gradient of the whole step.
     pytest.importorskip("monarch.actor", exc_type=ImportError)
     page = recipe("monarch", tmp_path, monkeypatch)

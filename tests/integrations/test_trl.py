@@ -104,8 +104,8 @@ class WithPairs(ComposerGRPOTrainer):
 
 
 @pytest.mark.slow
-def test_another_channel_joins_through_the_hook(tmp_path):
-    # A subclass that brings pairs: their loss is in the total with its weight, and training widens their margin.
+def test_another_loss_term_enters_through_the_hook(tmp_path):
+    # A subclass provides pairs: their loss is in the total with its weight, and training widens their margin.
     channels = ChannelsConfig(replay_dpo={"weight": 0.5})
     trainer = trainer_of(tmp_path, channels, kind=WithPairs, max_steps=4)
     trainer.train()
@@ -118,7 +118,7 @@ def test_another_channel_joins_through_the_hook(tmp_path):
 
 
 def test_arguments_of_trl_that_contradict_the_channels_are_refused(tmp_path):
-    # Advantages scaled otherwise than the objective wants, or a KL weight that differs: both values and the remedy.
+    # Advantages scaled in another way than the objective needs, or another KL weight: both values and the remedy.
     with pytest.raises(ConfigError, match=r"scale_rewards is 'none', but objective grpo.*set scale_rewards = 'group'"):
         trainer_of(tmp_path, ChannelsConfig(policy=make_po_config("grpo")))
     policy = make_po_config("dr_grpo", kl={"weight": 0.1})

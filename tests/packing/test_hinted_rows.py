@@ -1,4 +1,4 @@
-"""Rows with teacher documents and preference pairs: who shares a row, where the indices point, what is refused."""
+"""Rows with teacher documents and preference pairs: what shares a row, where the indices point, what is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def hinted_samples(draw):
 
 @settings(max_examples=100, deadline=None)
 @given(hinted_samples(), st.integers(0, 5), st.integers(1, 3), st.integers(150, 400), st.integers(0, 9))
-def test_teachers_lie_with_their_sample_and_pairs_are_whole(samples, pair_count, world_size, budget, seed):
+def test_teachers_share_their_sample_s_row_and_pairs_are_whole(samples, pair_count, world_size, budget, seed):
     # Every sample, hinted turn and pair is in exactly one row; a turn's two spans hold the same ids, in a sample and in
     # a document after the samples; both answers of a pair are in its row; only samples are trained; and the order in
     # which samples and pairs arrive changes no byte.
@@ -89,7 +89,7 @@ def test_teachers_lie_with_their_sample_and_pairs_are_whole(samples, pair_count,
     assert counted.distilled_tokens == sum(count for _, _, count, _ in wanted)
 
 
-def test_without_channels_2_and_3_rows_are_those_of_channel_1():
+def test_without_sdpo_and_replay_dpo_rows_are_those_of_the_policy_loss():
     # distil=False and no pairs: byte for byte the micro-batches of the same samples without hints.
     samples = [hinted(index, 30, [(5, 9), (12, 20)]) for index in range(6)]
     bare = [msgspec.structs.replace(one, distillations=[]) for one in samples]

@@ -84,7 +84,7 @@ def test_deterministic_whatever_the_order_of_samples(lengths, seed):
 
 
 def test_ranks_get_nearly_equal_work():
-    # With many samples, the dearest rank of each round costs at most 10 % more than the mean of the round.
+    # With many samples, the slowest rank of each round costs at most 10 % more than the mean of the round.
     rng = np.random.default_rng(0)
     samples = [sample(i, int(n)) for i, n in enumerate(rng.integers(20, 400, 200))]
     ranks = pack(samples, run_id="r", step=1, world_size=4, max_tokens=2048, flops_per_pair=0.001)

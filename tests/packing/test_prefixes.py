@@ -28,7 +28,7 @@ def leaves(trees, above: int = 0) -> list[int]:
 
 
 def history(documents, plan) -> None:
-    """Each document, walked through its computed tokens, only ever meets the runs above it."""
+    """Walk each document through its computed tokens: it meets only the runs above it."""
     start, order = 0, np.argsort(plan.kept)
     assert len(order) == len(plan.kept)
     for document in documents:
@@ -38,7 +38,7 @@ def history(documents, plan) -> None:
 
 
 @given(documents, st.booleans())
-def test_every_token_is_stood_for_by_an_equal_one_at_its_place(documents, share):
+def test_every_token_maps_to_an_equal_computed_token(documents, share):
     # where[] points each token of the row to a computed token with the same id, position and history; the trees end
     # in exactly the documents and add up to what is computed.
     row = np.concatenate(documents)
@@ -64,7 +64,7 @@ def test_forks_within_forks():
     assert plan.trees[0].tokens == 68 and plan.trees[0].pairs() == 55**2 + (56**2 - 50**2) + (27**2 - 20**2)
 
 
-def test_a_fork_must_pay():
+def test_a_fork_must_save_enough():
     # Two documents with 15 equal tokens stay apart, five of them share; parts of a group may share more than the whole.
     few = [np.array([7] * (MIN_SAVED - 1) + [index]) for index in range(2)]
     assert prefix_layout(few).trees == (Tree(run=MIN_SAVED), Tree(run=MIN_SAVED))
@@ -86,9 +86,9 @@ def nested(tree: Tree) -> int:
     return 1 + max(map(nested, tree.branches)) if tree.branches else 0
 
 
-def test_forks_nest_so_deep_and_no_deeper():
+def test_forks_nest_up_to_a_limit():
     # 600 documents, each leaving the rest one token later: the first forks are shared, what is deeper stays apart, and
-    # every token is still stood for by an equal one.
+    # every token still maps to an equal computed one.
     ladder = [np.array([7] * (20 + step) + [100 + step]) for step in range(600)]
     plan = prefix_layout(ladder)
     row = np.concatenate(ladder)

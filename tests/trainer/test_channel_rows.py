@@ -1,4 +1,4 @@
-"""All three channels from one packed row: index tensors, losses against documents computed alone, wrong input."""
+"""All three loss terms from one packed row: index tensors, losses against documents computed alone, wrong input."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def picked(logits_TV: Tensor, ids: np.ndarray) -> Tensor:
 
 
 def oracle(samples, pairs, references: Tensor) -> Tensor:
-    """The step's loss from documents that are computed one by one, each token where it stands."""
+    """The step's loss from documents that are computed one by one, each token in its place."""
     policy, distil = [], []
     for index, sample in enumerate(samples):
         ids, mask = ints(sample.input_ids), torch.tensor(flags(sample.loss_mask)).bool()
@@ -140,7 +140,7 @@ def gradients(lm, loss: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("teacher_in_row", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_packed_loss_and_gradients_are_those_of_documents_alone(budget, teacher_in_row, temperature):
-    # Three channels over packed rows (one, or many), with the live teacher in the row or in a pass of its own: loss and
+    # Three loss terms over packed rows (one, or many), with the live teacher in the row or in its own pass: loss and
     # every parameter's gradient equal those of documents that went through transformers one by one.
     samples, pairs = make_hinted(3, 9, temperature=temperature), make_pairs(3)
     ours = packed_loss(samples, pairs, budget, teacher_in_row=teacher_in_row)
@@ -150,7 +150,7 @@ def test_packed_loss_and_gradients_are_those_of_documents_alone(budget, teacher_
     assert max((found[name] - expected[name]).abs().max().item() for name in found) < 2e-6
 
 
-def test_turns_that_channel_1_does_not_train_are_weighed_alike():
+def test_turns_that_the_policy_loss_does_not_train_are_weighted_alike():
     # A sample with mask and advantages 0 keeps its importance weights min(pi / mu, c): loss and gradients are those of
     # documents alone, and differ from counting pi / mu = 1.
     samples = [
@@ -216,18 +216,18 @@ def test_nothing_leaks_between_documents():
     assert (one.divergence_D - other.divergence_D).abs().max() < 1e-6 and row.turns == 4
 
 
-def test_a_token_of_two_channels_is_one_row_of_the_head():
-    # Policy tokens that are distilled too are computed once; each channel's indices point at its own tokens.
+def test_a_token_of_two_terms_is_one_row_of_the_head():
+    # Policy tokens in hinted turns are computed once; each term's indices point at its own tokens.
     samples, pairs = make_hinted(2, 8), make_pairs(2)
     ((batch,),) = pack(samples, pairs, run_id="r", step=1, world_size=1, max_tokens=4096)
     row, ids = row_of(batch, CPU, **ON), ints(batch.input_ids)
     trained, answers = int(flags(batch.loss_mask).sum()), len(row.pairs.answer_A)
-    distilled = sum(turn.count for turn in batch.turns)
+    hinted = sum(turn.count for turn in batch.turns)
     assert len(row.targets_R) == trained + answers and len(row.policy_T) == trained
-    assert len(row.turn_D) == len(row.teacher_reading.source_R) == distilled
+    assert len(row.turn_D) == len(row.teacher_reading.source_R) == hinted
     assert np.array_equal(row.targets_R[row.policy_T], ids[np.flatnonzero(flags(batch.loss_mask))])
     spans = [ids[turn.student : turn.student + turn.count] for turn in batch.turns]
-    assert np.array_equal(row.targets_R[-distilled:], np.concatenate(spans))
+    assert np.array_equal(row.targets_R[-hinted:], np.concatenate(spans))
     sides = [ids[slice(*span)] for p in batch.pairs
              for span in ((p.chosen_start, p.chosen_end), (p.rejected_start, p.rejected_end))]  # fmt: skip
     assert np.array_equal(row.targets_R[row.pairs.answer_A], np.concatenate(sides))
@@ -237,8 +237,8 @@ def test_a_token_of_two_channels_is_one_row_of_the_head():
     )
 
 
-def test_channels_that_are_off_leave_no_trace():
-    # With channels 2 and 3 off, a row that holds their documents gives channel 1's loss and gradients to the last bit.
+def test_terms_that_are_off_leave_no_trace():
+    # With SDPO and replay-DPO off, a row with their documents gives the policy loss and its gradients to the last bit.
     hinted, pairs, bare = make_hinted(4, 6), make_pairs(4), make_samples(4, 6)
     settings = LossSettings(channels=ChannelsConfig(policy=CHANNELS.policy), max_length=64)
     outcomes = []

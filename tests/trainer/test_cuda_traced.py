@@ -1,4 +1,4 @@
-"""The trainer's CUDA path where there is no GPU: fake tensors carry device, type and shape through the real code."""
+"""The trainer's CUDA path without a GPU: fake tensors carry device, type and shape through the real code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHANNELS = three_channels()
 @pytest.mark.parametrize("teacher_in_row", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_step_in_bfloat16_on_cuda_mixes_no_devices_or_types(teacher_in_row, temperature):
-    # Rows, forward pass, head and the three channels of a bfloat16 model on a GPU: every operation's operands lie
+    # Rows, forward pass, head and the three loss terms of a bfloat16 model on a GPU: every operation's operands lie
     # together and fit (an operation on a CPU and a CUDA tensor raises), and loss and figures come out on the GPU. What
     # a real kernel computes, and the backward pass, are the GPU tests' business.
     samples, pairs = make_hinted(3, 9, temperature=temperature), make_pairs(3)

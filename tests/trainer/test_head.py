@@ -47,7 +47,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernels_of(path: str, device: str) -> LogitKernels:
-    """torch's passes, or Triton's: compiled on a GPU, interpreted elsewhere."""
+    """Return torch's kernels or Triton's: compiled on a GPU, interpreted elsewhere."""
     if path == "torch":
         return TorchLogitKernels()
     pytest.importorskip("triton")
@@ -160,7 +160,7 @@ def test_any_shape_is_the_dense_head(rows, share, chunk, cap, kind, seed):
 @settings(max_examples=15, deadline=None)
 @given(rows=st.integers(0, 6), **SHAPES)
 def test_any_shape_in_triton_is_the_dense_head(rows, share, chunk, cap, kind, seed):
-    # The same of the Triton kernels in the interpreter.
+    # The same holds for the Triton kernels in the interpreter.
     assert worst(Case(rows, round(share * rows), seed=seed, cap=cap, kind=kind, path="triton"), chunk) < 1e-10
 
 
@@ -184,7 +184,7 @@ def test_one_output_alone(wanted, temperature, path, device):
 
 @PATHS
 @pytest.mark.parametrize("chunk_rows", [2, None])
-def test_masked_logits_count_for_nothing(chunk_rows, path, device):
+def test_masked_logits_do_not_count(chunk_rows, path, device):
     # A bias of -inf takes tokens out of the vocabulary: values and gradients are those of a head without these tokens,
     # also where a whole piece of a row is masked. NaN logits show in every statistic of their rows, and only there.
     case = Case(4, 0, path=path, device=device)
@@ -210,8 +210,8 @@ def test_masked_logits_count_for_nothing(chunk_rows, path, device):
         assert values.isnan().tolist() == [False, True, False, False]
 
 
-def test_no_row_at_all_hangs_on_the_graph():
-    # R = 0: empty results whose backward gives zeros, so that a rank without tokens joins the others' collectives.
+def test_empty_results_are_attached_to_the_graph():
+    # R = 0: empty results whose backward gives zeros, so a rank without tokens takes part in the collectives.
     case = Case(0, 0)
     logprobs, entropy = case.fused(None, *case.inputs())
     assert logprobs.shape == entropy.shape == (0,)

@@ -65,7 +65,7 @@ class JointRun:
             self.servers.append(stack.enter_context(StepPeer(run.dir, samples, max_steps=STEPS)))
 
     def start(self, peer: int, until: int = STEPS, resume: bool = False):
-        """A trainer of `peer`, which is given no batch after step `until`."""
+        """Start a trainer of `peer`, which gets no batch after step `until`."""
         self.servers[peer].quiet_from = until + 1 if until < STEPS else None
         config = self.runs[peer].config
         run = config.run.model_copy(update={"resume": resume})
@@ -98,7 +98,7 @@ def joint(tmp_path, make_run):
 
 
 def stopped(rank, step: int) -> None:
-    """Told to stop after `step`, it leaves a checkpoint of just that step."""
+    """Stop a rank after `step`; it leaves a checkpoint of just that step."""
     rank.wait_for(f"step {step}:", 200)
     os.kill(rank.pid, signal.SIGTERM)
     assert rank.wait(60) == 128 + signal.SIGTERM
@@ -140,8 +140,8 @@ def test_stopped_and_resumed(joint, leaving, cuts):
     assert_equal_ends(again, whole)
 
 
-# Cluster b comes when a has taken eight steps alone, and is given a's state: its teacher and its reference begin there,
-# not at the weights that it came with.
+# Cluster b joins after a has taken eight steps alone, and receives a's state. Its teacher and its reference begin
+# there, not at its own first weights.
 def test_averages_of_a_late_joiner(joint):
     late = joint("late", "--keep-rounds", "1")
     first = late.start(0, until=8)

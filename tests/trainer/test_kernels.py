@@ -1,4 +1,4 @@
-"""Which passes the head takes: the choice, what cannot be had, and kernels that build for GPUs that are not here."""
+"""The head's kernels: the choice, what is refused, and kernels that build for GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_kernels_build_for_gpus(kernel, kind, capability, optional):
 
 
 @pytest.mark.gpu
-def test_the_faster_passes_are_found_once(caplog):
-    # On CUDA, auto times both at the first call for a kind of logits and says what it found; the second call is silent.
+def test_the_faster_kernels_are_chosen_once(caplog):
+    # On CUDA, auto times both at the first call for a kind of logits and logs the result; the second call is silent.
     hidden = torch.zeros(1, 4, device="cuda", dtype=torch.bfloat16)
     with caplog.at_level(logging.INFO, logger="trainer.head.kernels"):
         first, second = choose_kernels("auto", hidden, 50257), choose_kernels("auto", hidden, 50000)

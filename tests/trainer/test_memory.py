@@ -1,4 +1,4 @@
-"""Shapes on the meta device, and what the plan says of memory before a run."""
+"""Shapes on the meta device, and the plan's figures for memory before a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_peak_memory_covers_what_is_held():
 
 def test_other_weights_are_planned(model_folder, tmp_path):
     # An average teacher costs 4 bytes a trained parameter and rank, in memory and in checkpoints; so do start weights,
-    # but not beside adapters, whose base they are, nor for simpo, which measures from nothing.
+    # but not beside adapters, whose base they are, nor for simpo, which has no reference.
     shape = ModelShape.read(model_folder)
 
     def planned(lora=None, **channels) -> tuple[int, int]:

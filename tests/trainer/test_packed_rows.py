@@ -53,7 +53,7 @@ def difference(lm, samples, budget: int) -> float:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("budget", [64, 4096])
-def test_packed_is_unpacked(temperature, budget):
+def test_packed_equals_alone(temperature, budget):
     # Log-probabilities of trained tokens in packed rows equal those of each sample alone to 1e-5, at any temperature.
     assert difference(build("Qwen3", head_dim=8), make_samples(1, 16, temperature=temperature), budget) < 1e-5
 
@@ -140,7 +140,7 @@ def test_shared_prefixes_change_neither_logprobs_nor_gradients(family):
     assert max((grads[name] - shared_grads[name]).abs().max().item() for name in grads) < 1e-4
 
 
-def test_the_probe_passes_good_models_and_names_leaking_ones():
+def test_check_packing_passes_good_models_and_names_leaking_ones():
     # An architecture whose packed log-probabilities differ is refused with its name before training.
     assert check_packing(build("Qwen3", head_dim=8)) < 1e-5
     leaking = build("Qwen3", head_dim=8)

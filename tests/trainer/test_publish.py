@@ -50,7 +50,7 @@ WeightStore(Path(sys.argv[1])).put_chunks(b"half a chunk")
 
 
 @pytest.mark.process
-def test_what_a_killed_trainer_was_writing_goes_at_the_next_start(make_run, model_folder, world):
+def test_a_killed_trainer_s_partial_files_are_removed_at_the_next_start(make_run, model_folder, world):
     # kill -9 while a chunk is written leaves a partial file; the next trainer of the run removes it.
     run = make_run()
     command = [sys.executable, "-c", KILLED_WHILE_WRITING, str(run.dir.weights)]
@@ -91,7 +91,7 @@ def test_a_published_version_is_the_policy(make_run, model_folder, world, dtype,
     assert len(manifest.canary.logprobs) == len(manifest.canary.token_ids) - 1 >= 1
 
 
-def test_old_versions_go_and_a_rewind_drops_later_ones(make_run, model_folder, world):
+def test_old_versions_are_pruned_and_a_rewind_drops_later_ones(make_run, model_folder, world):
     # Only the newest `keep` versions stay, with their chunks; after rewind(4) nothing later is left.
     run = make_run(trainer={"weights": {"keep": 2}})
     policy = build_policy(run.config, model_folder, world)

@@ -66,8 +66,8 @@ def test_two_ranks_are_one_rank(make_run, variant):
 
 
 def test_metrics_of_a_step(make_run):
-    # A line holds what DESIGN.md promises of the trainer, the orchestrator's own figures, and nothing of channels that
-    # are not there.
+    # A line holds what DESIGN.md promises of the trainer, the orchestrator's own figures, and nothing of loss terms
+    # that are off.
     run = make_run(run={"max_steps": 1})
     with StepPeer(run.dir, make_samples, max_steps=1) as peer:
         peer.not_ready_first = {1}

@@ -42,7 +42,7 @@ def copy_of(policy, world) -> AutoModelForCausalLM:
 
 
 def turn_logits(lm, samples) -> torch.Tensor:
-    """[D, V]: hinted logits of every distilled token, sample by sample."""
+    """[D, V]: hinted logits of every token of a hinted turn, sample by sample."""
     parts = []
     for sample in samples:
         for turn in sample.distillations:
@@ -131,27 +131,27 @@ def test_with_adapters_the_frozen_teacher_is_the_base(model_folder, tmp_path, wo
 
 
 def test_an_exchange_is_undone_to_the_last_bit(model_folder, tmp_path, world):
-    # In place the policy is the other model; afterwards, also after an error inside, it is itself again, and so is the
-    # shadow; a forward pass with whole parameters left behind does not blur the two.
+    # Inside the block the policy computes with the snapshot. Afterwards, also after an error, both have their own
+    # values again. Whole parameters that a forward pass left behind do not blur the two.
     policy, _ = setup(model_folder, tmp_path, world)
     (row,) = rows_of(make_hinted(1, 4), world.device)
-    shadow = WeightSnapshot(policy)
+    snapshot = WeightSnapshot(policy)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.5)
         before = policy(row).logprobs_R
         start = build_policy(make_config(model_folder, tmp_path), model_folder, world)(row).logprobs_R
-        with pytest.raises(KeyError), shadow.swapped_in():
+        with pytest.raises(KeyError), snapshot.swapped_in():
             assert torch.equal(policy(row).logprobs_R, start)
             raise KeyError
         assert torch.equal(policy(row).logprobs_R, before) and not torch.equal(before, start)
-        with shadow.swapped_in():
+        with snapshot.swapped_in():
             assert torch.equal(policy(row).logprobs_R, start)
 
 
 def test_kl_reference_logprobs(model_folder, tmp_path, world):
-    # With a KL penalty the auxiliary hold log-probabilities of channel 1's tokens under the start weights, and the step
-    # reports the distance to them.
+    # With a KL penalty the auxiliary log-probabilities are those of the policy loss's tokens under the start weights,
+    # and the step reports the distance to them.
     channels = three_channels("live", kl={"weight": 0.1, "estimator": "k3"})
     settings = LossSettings(channels=channels, max_length=64)
     samples, pairs = make_hinted(1, 8), make_pairs(1)

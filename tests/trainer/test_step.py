@@ -101,7 +101,7 @@ def test_logits_that_are_not_finite_are_blamed_on_their_sample(model_folder, tmp
 
 
 def test_models_with_dropout_are_trained_without_it(tmp_path, caplog):
-    # A GPT-2 folder that asks for dropout: every such probability is 0 in what is trained, and the log says so.
+    # A GPT-2 folder that asks for dropout: every such probability is 0 in the trained model, and the log names it.
     from transformers import GPT2Config
 
     from trainer.model.build import read_config

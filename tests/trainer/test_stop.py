@@ -26,7 +26,7 @@ def stop_after(run, peer: StepPeer, step: int, number: int = signal.SIGTERM, cou
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_waiting_ranks_with_a_checkpoint_that_is_gone_on_from(make_run, number):
+def test_a_signal_ends_waiting_ranks_with_a_checkpoint_to_resume_from(make_run, number):
     # Two ranks, no checkpoint due: after the signal step 1 is saved, and a resume trains steps 2 and 3 only.
     run = make_run(trainer={"checkpoint": {"every_steps": 0}})
     with StepPeer(run.dir, make_samples, max_steps=3) as peer:
@@ -40,7 +40,7 @@ def test_a_signal_ends_waiting_ranks_with_a_checkpoint_that_is_gone_on_from(make
     assert check_ledger(run.dir.ledger) == [] and list(effective(run.dir.ledger)) == [1, 2, 3]
 
 
-def test_what_is_saved_already_is_not_saved_again(make_run):
+def test_a_saved_step_is_not_saved_again(make_run):
     # A stop right after a due checkpoint leaves at once.
     run = make_run(trainer={"checkpoint": {"every_steps": 1}})
     with StepPeer(run.dir, make_samples, max_steps=3) as peer:
@@ -65,7 +65,7 @@ def test_before_the_first_step_there_is_nothing_to_save(make_run):
 
 @pytest.mark.parametrize("case", ["silent", "refused", "switched off"])
 def test_a_checkpoint_that_cannot_be_written_does_not_hold_up_the_stop(make_run, case):
-    # The orchestrator is silent or cannot save, or no checkpoint is wanted: the rank leaves in time, and says so.
+    # The orchestrator is silent or cannot save, or checkpoints are switched off: the rank leaves in time, and logs it.
     timeout_s = 0 if case == "switched off" else 3.5
     run = make_run(trainer={"checkpoint": {"every_steps": 0, "stop_timeout_s": timeout_s}})
     with StepPeer(run.dir, make_samples, max_steps=3) as peer:

@@ -140,14 +140,14 @@ def _counts(batches: list[MicroBatch]) -> list[int]:
     ]
 
 
-def find_endpoint(path: Path, timeout_s: float, stopping: Callable[[], bool]) -> str:
+def find_endpoint(path: Path, timeout_s: float, should_stop: Callable[[], bool]) -> str:
     """Return the step server's address from endpoints.json, which the orchestrator writes once it listens.
 
-    Raises DeadlineError after `timeout_s` without one, Stopped when `stopping` turns true.
+    Raises DeadlineError after `timeout_s` without one, Stopped when `should_stop` turns true.
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if stopping():
+        if should_stop():
             raise Stopped
         try:
             return json.loads(path.read_bytes())["step"]
@@ -171,12 +171,12 @@ class RankInfo:
 
 
 class StepClient:
-    """One DEALER socket to the step server. `stopping` is called several times a second while waiting for a batch."""
+    """One DEALER socket to the step server. It calls `should_stop` several times a second while it waits for a batch."""
 
-    def __init__(self, endpoint: str, keys: ClientKeys, info: RankInfo, stopping: Callable[[], bool]) -> None:
+    def __init__(self, endpoint: str, keys: ClientKeys, info: RankInfo, should_stop: Callable[[], bool]) -> None:
         self._endpoint = endpoint
         self._info = info
-        self._stopping = stopping
+        self._should_stop = should_stop
         self._context = zmq.Context()
         self._socket = dealer(self._context, endpoint, keys, identity=f"trainer-{info.rank}".encode())
         self._decoder = msgspec.msgpack.Decoder(ToTrainer)
@@ -198,7 +198,7 @@ class StepClient:
         info = self._info
         request = StepRequest(run_id=info.run_id, step=step, rank=info.rank, world_size=info.world_size,
                               max_tokens=info.max_tokens)  # fmt: skip
-        reply = self._ask(request, f"the batch of step {step}", lambda m: _is_batch(m, step), self._stopping)
+        reply = self._ask(request, f"the batch of step {step}", lambda m: _is_batch(m, step), self._should_stop)
         if isinstance(reply, StepReply):
             for index, batch in enumerate(reply.micro_batches):
                 verify_batch(batch, run_id=info.run_id, step=step, rank=info.rank, versions=versions)
@@ -234,7 +234,7 @@ class StepClient:
         request: FromTrainer | None,
         awaited: str,
         accept: Callable[[ToTrainer], bool],
-        stopping: Callable[[], bool],
+        should_stop: Callable[[], bool],
     ):
         """Send `request`, if any, and return the message that `accept` takes; drop older or repeated answers."""
         started = heard = time.monotonic()
@@ -242,7 +242,7 @@ class StepClient:
         patience_s, log_at = REPEAT_S, heard
         repeat_at = heard + patience_s
         while True:
-            if stopping():
+            if should_stop():
                 raise Stopped
             message = self._receive()
             now = time.monotonic()
