@@ -1,4 +1,4 @@
-"""HOST:PORT as people write it, and the sockets that are bound and connected there."""
+"""HOST:PORT as people write it, and the sockets bound and connected there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from composer_prime.run.keys import ClientKeys, CurvePair
 from composer_prime.wire.sockets import bind_router, dealer
 
 
-# Every address that there can be is read as what it says, IPv6 in brackets.
+# Every possible address is parsed to its parts, IPv6 in brackets.
 @given(
     host=st.ip_addresses().map(str) | st.sampled_from(["localhost", "hub.example.org", "wg0"]),
     port=st.integers(1, 65535),
@@ -27,7 +27,7 @@ def test_addresses(host, port):
     assert str(address).startswith("[") == address.is_ipv6 == (":" in host)
 
 
-# What is none is refused by key and value, with what is expected; where to listen may be any port and interface.
+# Anything else is refused with key, value and expectation. An address to listen on may have any port and interface.
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -45,7 +45,7 @@ def test_wrong_addresses(text, why):
     assert tcp_address("tcp://*:0", "some.key", bind=True) == Address("*", 0)
 
 
-# A socket that cannot be bound says why and what to do, and leaves nothing behind that a second try would meet.
+# A socket that cannot be bound has a reason and a remedy in its message, and leaves nothing that blocks a second try.
 def test_what_cannot_be_bound():
     server, client = CurvePair(*zmq.curve_keypair()), CurvePair(*zmq.curve_keypair())
     with pytest.raises(ConfigError, match=r"tcp://192.0.2.1:29600: this machine has no such address .*`wg show`"):
@@ -61,7 +61,7 @@ def test_what_cannot_be_bound():
     bind_router(address, server, [client.public]).close()
 
 
-# Over IPv6 as over IPv4: the server says where it listens, a client connects there and is admitted by its key.
+# Over IPv6 as over IPv4: the server reports where it listens, a client connects there and is admitted by its key.
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_a_message_arrives(host):
     if host == "[::1]" and not _has_ipv6():

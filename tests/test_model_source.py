@@ -1,4 +1,4 @@
-"""Where models come from: names, folders, and what a wrong one is told."""
+"""From model.path to a folder: names, folders, and the messages for wrong ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_whole_folder_is_taken_as_it_is(folder: Path) -> None:
+def test_a_complete_folder_is_used_as_it_is(folder: Path) -> None:
     """A complete folder resolves to itself, needs nothing first, and its headers give names and shapes."""
     assert resolve_model(str(folder)) == folder
     assert model_ready(str(folder)) is None
@@ -63,14 +63,14 @@ def test_a_folder_that_is_not_there_is_named() -> None:
 
 
 def test_pickled_weights_are_refused(folder: Path) -> None:
-    """A folder with pickled weights only says that these are never loaded."""
+    """The message for a folder with pickled weights alone explains that these are never loaded."""
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelNotFoundError, match="pickles"):
         resolve_model(str(folder))
 
 
 def test_a_missing_shard_is_named(folder: Path) -> None:
-    """Of sharded weights, the shard that the index names and the folder lacks is named."""
+    """A shard that the index names and the folder lacks is named."""
     (folder / "model.safetensors").rename(folder / "one.safetensors")
     index = {"weight_map": {"a": "one.safetensors", "c": "two.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -79,7 +79,7 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 5, 40, -1])
-def test_a_cut_weight_file_is_told_from_its_header(folder: Path, kept: int) -> None:
+def test_a_truncated_weight_file_is_recognized_by_its_header(folder: Path, kept: int) -> None:
     """Weights cut short anywhere are refused, with both sizes where the header survived."""
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])

@@ -128,7 +128,7 @@ def _suggest_choice(problem: Any) -> str:
 
 def _suggest_key(location: Location, dash: str = "") -> str:
     """Return `; did you mean a.b?`, else the keys that its section has. `dash`: what stands before a key."""
-    *parents, name = _names(location)
+    *parents, name = _names(location) or [""]
     section = _section_at(location[:-1])
     if section is not None:
         in_section = lambda key: dash + _dotted((*location[:-1], key))

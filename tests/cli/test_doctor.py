@@ -1,4 +1,4 @@
-"""What `composer doctor` finds, and what it concludes."""
+"""The results of `composer doctor`, and its conclusions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_doctor_names_what_each_use_lacks():
 
 
 def test_doctor_knows_a_torch_that_cannot_use_the_gpus():
-    # A rented box with a CPU build, or with a driver that is too old, is told apart from one that is well.
+    # A machine with a CPU build, or with a driver that is too old, gets the right remedy.
     gpu = ["NVIDIA H100", 9, 0]
     assert torch_check({"version": "2.13.0", "cuda": "13.0", "gpus": [gpu]}, 1).level == "ok"
     for cuda, said in ((None, "install its CUDA build"), ("13.0", "update the driver")):

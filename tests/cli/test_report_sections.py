@@ -1,4 +1,4 @@
-"""What `composer report` says of time, hints, pairs and joint runs, on metrics written here."""
+"""The lines of `composer report` about time, hints, pairs and joint runs, from metrics written here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_steps_parts_add_up(tmp_path):
     assert f"a step       13.00 s on average: {parts}" in text
 
 
-def test_hints_are_told_by_kind_writer_and_reason():
+def test_hints_are_listed_by_kind_writer_and_reason():
     # Sums over all steps; the divergence is that of the steps that distilled something.
     hinted = {"hints/found": 5.0, "hints/hinted": 2.0, "hints/kind/bad_json": 5.0, "hints/skipped/max_turns": 3.0}
     steps = [
@@ -45,8 +45,8 @@ def test_hints_are_told_by_kind_writer_and_reason():
     assert hint_lines([trainer_line(1, **{"sdpo/turns": 0.0})]) == []
 
 
-def test_pairs_are_told_with_the_replay_beside_them():
-    # Counts of the file are totals so far, so the last line has them; the replay is the orchestrator's.
+def test_pairs_are_listed_beside_the_replay():
+    # Counts of the file are totals so far, so the last line has them; the replay's lines are the orchestrator's.
     trained = [
         trainer_line(step, **{"loss/replay_dpo": 0.7, "dpo/pairs": 8.0, "dpo/accuracy": 0.5 * step,
                               "pairs/in_file": 9.0 + step, "pairs/refused": 1.0, "pairs/refused/truncated": 1.0})
@@ -62,7 +62,7 @@ def test_pairs_are_told_with_the_replay_beside_them():
 
 
 def test_rounds_are_counted_once_and_bytes_over_restarts():
-    # Steps between two rounds repeat the last one's figures; a resume starts the counters of bytes anew.
+    # Steps between two rounds repeat the last round's figures; a resume resets the counters of bytes.
     lines = [
         trainer_line(1),
         round_line(2, 1, "ab", 100),
@@ -77,8 +77,8 @@ def test_rounds_are_counted_once_and_bytes_over_restarts():
     assert (rounds.waited_s, rounds.steps_s) == (1.5, 50.0)
 
 
-def test_joint_run_says_rounds_peers_link_and_waiting(tmp_path):
-    # Bits a parameter need the model, which only a finished run has; without it the bytes alone are told.
+def test_joint_run_lists_rounds_peers_link_and_waiting(tmp_path):
+    # Bits a parameter need the model, which only a finished run has; without it there are only bytes.
     lines = [round_line(2, 1, "ab", 1_000_000, **{"diloco/missed_rounds": 1, "diloco/rejected": 2})]
     text = "\n".join(joint_lines(RunDir(tmp_path), lines))
     assert "outer step 1, 0 full sweeps; 1 round taken, 1 missed, 2 deltas rejected" in text
@@ -88,8 +88,8 @@ def test_joint_run_says_rounds_peers_link_and_waiting(tmp_path):
 
 
 def test_the_model_that_a_joint_run_ended_with_is_named(tmp_path):
-    # Compared by eye across machines: outer step and hash, from the line that the trainer writes at its end. It says
-    # nothing of a run that has gone on since.
+    # For comparison across machines: outer step and hash, from the line that the trainer writes at its end. A run that
+    # continued since then has no such line.
     end = {"step": 8, "role": "trainer", "diloco/final_outer_step": 4, "diloco/final_hash": "0badcafe"}
     text = "joint model: outer step 4, hash 0badcafe, equal on every peer that ended at this outer step"
 
@@ -105,8 +105,8 @@ def test_the_model_that_a_joint_run_ended_with_is_named(tmp_path):
     assert "joint model" not in said(end, {**resumed, "step": 6})
 
 
-def test_lost_calls_are_told_with_what_they_count(tmp_path):
-    # A reply that never came counts with all that was held for its call: the report says so beside the sum.
+def test_lost_calls_are_listed_with_their_cost(tmp_path):
+    # A lost reply counts with the whole reservation of its call; the report explains this beside the sum.
     ledger = CostLedger(tmp_path / "costs.jsonl")
     for call, status, usd in (("a", "ok", 0.5), ("b", "lost", 2.0)):
         ledger.write("reserved", call=call, trace="t", teacher="x", usd=2.0, bound=1.0)

@@ -1,4 +1,4 @@
-"""From words on a command line to a configuration, and what is said when they are wrong."""
+"""From words on a command line to a configuration, and the messages when they are wrong."""
 
 from __future__ import annotations
 

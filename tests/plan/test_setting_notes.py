@@ -54,7 +54,7 @@ def notes(folder: Path, *words: str) -> str:
         ),
     ],
 )
-def test_what_is_seldom_meant_is_said(tmp_path, quiet, loud, said):
+def test_a_setting_that_is_seldom_meant_has_a_note(tmp_path, quiet, loud, said):
     # The limit itself is quiet, one past it has a note with key, value and remedy; nothing is printed as a warning.
     assert said not in notes(tmp_path, *quiet)
     assert said in notes(tmp_path, *loud)

@@ -1,4 +1,4 @@
-"""What the second and third channel need of the orchestrator is asked for by name."""
+"""SDPO and replay-DPO are refused without what they need of the orchestrator."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ A1 = str(Path(__file__).parents[2] / "configs" / "a1.toml")
         (["--orchestrator.behaviour.k", "0"], "behaviour.k"),
     ],
 )
-def test_a_channel_without_its_source_is_refused(words, said):
+def test_a_loss_term_without_its_input_is_refused(words, said):
     with pytest.raises(ConfigError, match=said):
         resolve(["@", A1, *words])
 
 
-def test_a_channel_with_its_source_is_taken():
+def test_a_loss_term_with_its_input_is_accepted():
     words = ["--orchestrator.hints.placement", "system", "--channels.sdpo.weight", "0.5"]
     words += ["--orchestrator.preferences.pairs_per_step", "4", "--channels.replay_dpo.weight", "0.1"]
     config = resolve(["@", A1, *words]).config
