@@ -4,8 +4,9 @@
                   -> metrics, rollouts/eval_*.jsonl
 
 One evaluation runs at a time, beside training. If the next one is due meanwhile, it waits; of several that wait only
-the newest runs. The first evaluation takes all permits, so that it is over before the first weight swap. The last waits
-until every serving node has the last version. Failed rollouts are left out of the estimates and counted, never scored 0.
+the newest runs. The first evaluation takes all permits, so that it is over before the first weight swap. The last one
+waits until every serving node has the last version. Failed rollouts are counted and left out of the estimates; they are
+never scored 0.
 """
 
 from __future__ import annotations
@@ -51,62 +52,50 @@ class TaskResult:
         return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Evaluator:
-    def __init__(
-        self,
-        *,
-        config: OrchestratorConfig,
-        sources: list[SourceConfig],
-        num_tasks: dict[str, int | None],
-        runner: RolloutRunner,
-        permits: Permits,
-        requests: RequestFactory,
-        run_dir: RunDir,
-        metrics: MetricsFile,
-        serving_version: Callable[[], int | None],
-        changed: Notifier,
-    ) -> None:
-        """`num_tasks`: held-out tasks by source. `serving_version()`: oldest version of the serving nodes, or None."""
-        self.running: int | None = None
-        """Step under evaluation; None while idle."""
-        self.skipped = 0
-        """Evaluations that a newer one replaced before they began."""
-        self._config = config
-        self._sources = sources
-        self._num_tasks = num_tasks
-        self._runner = runner
-        self._permits = permits
-        self._requests = requests
-        self._run_dir = run_dir
-        self._metrics = metrics
-        self._serving_version = serving_version
-        self._changed = changed
-        self._requested: tuple[int, int] | None = None
-        """Step and policy version of the next evaluation."""
-        self._awaited_version: int | None = None
-        """Policy version that nodes still have to load for the evaluation under way."""
-        self._done_rollouts = 0
-        self._all_rollouts = 0
+    config: OrchestratorConfig
+    sources: list[SourceConfig]
+    num_tasks: dict[str, int | None]
+    """Held-out tasks by source; None for an endless set."""
+    runner: RolloutRunner
+    permits: Permits
+    requests: RequestFactory
+    run_dir: RunDir
+    metrics: MetricsFile
+    serving_version: Callable[[], int | None]
+    """Returns the oldest version of the serving nodes; None while no node serves."""
+    changed: Notifier
+    running: int | None = field(default=None, init=False)
+    """Step under evaluation; None while idle."""
+    skipped: int = field(default=0, init=False)
+    """Evaluations that a newer one replaced before they began."""
+    _requested: tuple[int, int] | None = field(default=None, init=False)
+    """Step and policy version of the next evaluation."""
+    _awaited_version: int | None = field(default=None, init=False)
+    """Policy version that nodes still have to load for the evaluation under way."""
+    _done_rollouts: int = field(default=0, init=False)
+    _all_rollouts: int = field(default=0, init=False)
 
     def due(self, step: int, max_steps: int) -> bool:
         """Whether to evaluate after `step`: before the first step, every every_steps, after the last."""
-        every = self._config.eval.every_steps
-        return bool(self._sources and every and (step % every == 0 or step == max_steps))
+        every = self.config.eval.every_steps
+        return bool(self.sources and every and (step % every == 0 or step == max_steps))
 
     def request(self, step: int, version: int) -> None:
         """Evaluate `version`, the newest after `step`, unless its file exists already (a resumed run)."""
-        if self._run_dir.eval_rollouts(step).exists():
+        if self.run_dir.eval_rollouts(step).exists():
             return
         if self._requested is not None:
             self.skipped += 1
             skipped = self._requested[0]
             logger.warning("the evaluation of step %d is skipped: that of step %d is due already", skipped, step)
         self._requested = step, version
-        self._changed.notify()
+        self.changed.notify()
 
     def forget_after(self, step: int) -> None:
         """Delete evaluations of steps after `step`: the run went back, and their weights are gone."""
-        for path in self._run_dir.eval_rollouts(0).parent.glob("eval_*.jsonl"):
+        for path in self.run_dir.eval_rollouts(0).parent.glob("eval_*.jsonl"):
             if int(path.stem.removeprefix("eval_")) > step:
                 path.unlink(missing_ok=True)
 
@@ -138,32 +127,32 @@ class Evaluator:
         """
         while True:
             while self._requested is None:
-                await self._changed.wait(3600)
+                await self.changed.wait(3600)
             (step, version), self._requested = self._requested, None
             self.running = step
             try:
                 await self._evaluate(step, version)
             finally:
                 self.running = None
-                self._changed.notify()
+                self.changed.notify()
 
     async def _evaluate(self, step: int, version: int) -> None:
         self._done_rollouts = 0
-        counts = {source.name: self._count(source) for source in self._sources}
-        self._all_rollouts = sum(counts.values()) * self._config.eval.samples
+        counts = {source.name: self._count(source) for source in self.sources}
+        self._all_rollouts = sum(counts.values()) * self.config.eval.samples
         self._awaited_version = version
         await self._await_version(step, version)
         self._awaited_version = None
-        self._permits.eval_share = 1.0 if step == 0 else self._config.eval.share
+        self.permits.eval_share = 1.0 if step == 0 else self.config.eval.share
         start = time.monotonic()
-        by_source = [self._evaluate_source(source, step, counts[source.name]) for source in self._sources]
+        by_source = [self._evaluate_source(source, step, counts[source.name]) for source in self.sources]
         results = dict(zip(counts, await asyncio.gather(*by_source), strict=True))
-        await asyncio.to_thread(_write, self._run_dir.eval_rollouts(step), step, results)
+        await asyncio.to_thread(_write, self.run_dir.eval_rollouts(step), step, results)
         self._report_failures(step, results)
         figures = {"time/eval_s": time.monotonic() - start}
         for source, tasks in results.items():
-            figures |= eval_summary(source, tasks, self._config.eval)
-        await asyncio.to_thread(self._metrics.log, step, figures)
+            figures |= eval_summary(source, tasks, self.config.eval)
+        await asyncio.to_thread(self.metrics.log, step, figures)
         logger.info("evaluation of step %d: %s", step, {name: round(value, 4) for name, value in figures.items()})
 
     def _report_failures(self, step: int, results: dict[str, list[TaskResult]]) -> None:
@@ -172,31 +161,31 @@ class Evaluator:
         if failed:
             logger.warning(
                 "evaluation of step %d: %d of %d rollouts have no reward after at most %d tries, the first for %s: %s",
-                step, len(failed), len(rollouts), self._config.max_retries + 1, failed[0].failure.kind,
+                step, len(failed), len(rollouts), self.config.max_retries + 1, failed[0].failure.kind,
                 failed[0].failure.message,
             )  # fmt: skip
 
     def _count(self, source: SourceConfig) -> int:
-        available = self._num_tasks[source.name]
-        return self._config.eval.tasks if available is None else min(self._config.eval.tasks, available)
+        available = self.num_tasks[source.name]
+        return self.config.eval.tasks if available is None else min(self.config.eval.tasks, available)
 
     async def _await_version(self, step: int, version: int) -> None:
         """Wait until the serving nodes have `version` or newer weights. Raises DeadlineError."""
-        timeout_s = self._config.eval.version_timeout_s
+        timeout_s = self.config.eval.version_timeout_s
         deadline = time.monotonic() + timeout_s
-        while (serving := self._serving_version()) is None or serving < version:
+        while (serving := self.serving_version()) is None or serving < version:
             if time.monotonic() >= deadline:
                 raise DeadlineError(
                     f"evaluation of step {step} waited {timeout_s:.0f} s (orchestrator.eval.version_timeout_s) for "
                     f"nodes with policy version {version}; they serve {'nothing' if serving is None else serving}"
                 )
-            await self._changed.wait(0.1)
+            await self.changed.wait(0.1)
 
     async def _evaluate_source(self, source: SourceConfig, step: int, count: int) -> list[TaskResult]:
         results = [TaskResult() for _ in range(count)]
         async with asyncio.TaskGroup() as group:
             for task_index, result in enumerate(results):
-                for sample in range(self._config.eval.samples):
+                for sample in range(self.config.eval.samples):
                     group.create_task(self._run_rollout(source.name, step, task_index, sample, result))
         for result in results:
             result.rollouts.sort(key=lambda rollout: rollout.sibling)
@@ -205,16 +194,14 @@ class Evaluator:
     async def _run_rollout(self, source: str, step: int, task_index: int, sample: int, task: TaskResult) -> None:
         """Add one rollout to `task`: the first good try, or the last failed one."""
         earlier: list[RolloutFailure] = []
-        for attempt in range(self._config.max_retries + 1):
-            request = self._requests.evaluation(
-                source, step=step, task_index=task_index, sample=sample, attempt=attempt
-            )
-            result = await self._runner.run(source, request, lane=Lane.EVAL, order=task_index)
+        for attempt in range(self.config.max_retries + 1):
+            request = self.requests.evaluation(source, step=step, task_index=task_index, sample=sample, attempt=attempt)
+            result = await self.runner.run(source, request, lane=Lane.EVAL, order=task_index)
             failure = score_failure(result)
             rollout = finished_rollout(
                 result, sibling=sample, seed=request.seed or 0, samples=[], failure=failure, earlier=earlier
             )
-            if failure is None or not failure.retryable or attempt == self._config.max_retries:
+            if failure is None or not failure.retryable or attempt == self.config.max_retries:
                 break
             earlier.append(failure)
             await asyncio.sleep(retry_pause_s(attempt))

@@ -80,80 +80,68 @@ class RunCompletion:
         return f"train step {self._batches.trained + 1}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunWatchdog:
-    def __init__(
-        self,
-        *,
-        config: Config,
-        startup: StartupStatus,
-        completion: RunCompletion,
-        batches: Batches,
-        scheduler: BatchScheduler,
-        evaluator: Evaluator,
-        permits: Permits,
-        server: StepServer,
-        replay_waiting_for: Callable[[], str | None],
-    ) -> None:
-        """`replay_waiting_for()`: what the end of the run waits for in the replay of traces, or None."""
-        self._config = config
-        self._startup = startup
-        self._completion = completion
-        self._batches = batches
-        self._scheduler = scheduler
-        self._evaluator = evaluator
-        self._permits = permits
-        self._server = server
-        self._replay_waiting_for = replay_waiting_for
+    config: Config
+    startup: StartupStatus
+    completion: RunCompletion
+    batches: Batches
+    scheduler: BatchScheduler
+    evaluator: Evaluator
+    permits: Permits
+    server: StepServer
+    replay_waiting_for: Callable[[], str | None]
+    """Returns what the end of the run waits for in the replay of traces, or None."""
 
     @property
     def finished(self) -> bool:
         """Whether all steps are trained, the last checkpoint is saved and the last evaluation is written."""
-        return self._completion.all_trained and self._completion.checkpoint_saved and self._evaluator.idle
+        return self.completion.all_trained and self.completion.checkpoint_saved and self.evaluator.idle
 
     def waiting_for_batch(self, step: int) -> str:
         """Say why batch `step` is not there yet."""
-        reasons = [self._scheduler.waiting_for(step), self._startup.nodes(), self._evaluator.waiting_for()]
+        reasons = [self.scheduler.waiting_for(step), self.startup.nodes(), self.evaluator.waiting_for()]
         return "; ".join(reason for reason in reasons if reason)
 
     def waiting_for(self) -> str | None:
         """Return what the orchestrator waits for now, as `subject: how far that is`; None while everything works."""
-        if (replay := self._replay_waiting_for()) is not None:
+        if (replay := self.replay_waiting_for()) is not None:
             return replay
-        all_trained = self._completion.all_trained
-        evaluation = self._evaluator.waiting_for()
-        if evaluation is not None and (all_trained or self._evaluator.step == 0):  # Training waits for that of step 0.
-            return f"{evaluation}; {self._startup.nodes()}"
-        if self._batches.formed == self._batches.trained and not all_trained:
-            return self.waiting_for_batch(self._batches.formed + 1)
-        if not self._scheduler.dispatcher.in_flight and not (all_trained and self._completion.checkpoint_saved):
-            return f"the trainer to {self._completion.next_order()}"
+        all_trained = self.completion.all_trained
+        evaluation = self.evaluator.waiting_for()
+        if evaluation is not None and (all_trained or self.evaluator.step == 0):  # Training waits for that of step 0.
+            return f"{evaluation}; {self.startup.nodes()}"
+        if self.batches.formed == self.batches.trained and not all_trained:
+            return self.waiting_for_batch(self.batches.formed + 1)
+        if not self.scheduler.dispatcher.in_flight and not (all_trained and self.completion.checkpoint_saved):
+            return f"the trainer to {self.completion.next_order()}"
         return None
 
     def metrics(self) -> dict[str, float | None]:
         """Return the figures that the orchestrator's own lines have once the environments are loaded."""
         return {
-            **self._scheduler.metrics(),
-            "queue/rollouts_waiting": self._permits.waiting(Lane.TRAIN),
-            "eval/skipped": self._evaluator.skipped or None,
+            **self.scheduler.metrics(),
+            "queue/rollouts_waiting": self.permits.waiting(Lane.TRAIN),
+            "eval/skipped": self.evaluator.skipped or None,
         }
 
     async def watch(self) -> None:
         """Watch until cancelled. Raises DeadlineError when the run cannot be expected to go on."""
-        settings = self._config.orchestrator
+        settings = self.config.orchestrator
         while True:
             await asyncio.sleep(_WATCH_S)
             now = time.monotonic()
-            all_trained = self._completion.all_trained
-            starved_since = None if all_trained else self._scheduler.starved_since
+            all_trained = self.completion.all_trained
+            starved_since = None if all_trained else self.scheduler.starved_since
             if starved_since is not None and now - starved_since > settings.batch_timeout_s:
                 raise DeadlineError(
                     f"waited {settings.batch_timeout_s:.0f} s (orchestrator.batch_timeout_s) for "
-                    f"{self.waiting_for_batch(self._batches.formed + 1)}"
+                    f"{self.waiting_for_batch(self.batches.formed + 1)}"
                 )
-            silent_s = now - max(self._server.last_heard or 0.0, self._scheduler.last_supplied)
-            trainer_is_due = starved_since is None and not (all_trained and self._completion.checkpoint_saved)
+            silent_s = now - max(self.server.last_heard or 0.0, self.scheduler.last_supplied)
+            trainer_is_due = starved_since is None and not (all_trained and self.completion.checkpoint_saved)
             if trainer_is_due and silent_s > settings.trainer_timeout_s:
                 raise DeadlineError(
                     f"no word from the trainer for {silent_s:.0f} s (orchestrator.trainer_timeout_s), which should "
-                    f"{self._completion.next_order()}"
+                    f"{self.completion.next_order()}"
                 )

@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -39,66 +40,50 @@ _DROPPED_WHOLE = 1024
 """Groups dropped since the last batch that are held with their texts. A batch that never fills must not fill memory."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class BatchScheduler:
-    def __init__(
-        self,
-        *,
-        config: OrchestratorConfig,
-        run_id: str,
-        seed: int,
-        max_steps: int,
-        run_dir: RunDir,
-        sources: Sources,
-        batches: Batches,
-        journal: Journal,
-        dispatcher: Dispatcher,
-        changed: Notifier,
-        serving_version: Callable[[], int],
-        on_error: Callable[[BaseException], None],
-        pairs: PairMixer | None = None,
-    ) -> None:
-        """`serving_version()`: the oldest policy version that a rollout begun now may be sampled with."""
-        self.batches = batches
-        self.dispatcher = dispatcher
-        self.buffer = Buffer()
-        self.counters: Counter[str] = Counter()
-        """Groups by outcome, and batches, over the whole run."""
-        self.starved_since: float | None = time.monotonic()
-        """Since when no formed batch waits for the trainer, monotonic seconds; None while one does."""
-        self.last_supplied = self.starved_since
-        """When a batch was last formed or trained, monotonic seconds."""
-        self._config = config
-        self._run_id = run_id
-        self._seed = seed
-        self._max_steps = max_steps
-        self._run_dir = run_dir
-        self._sources = sources
-        self._journal = journal
-        self._changed = changed
-        self._serving_version = serving_version
-        self._on_error = on_error
-        self._pairs = pairs
-        self._pair_cursor: PairCursor | None = None
-        """Where the pairs continue after the newest formed batch; None where no pairs are mixed in."""
-        self._next_group = 0
-        self._redispatch: list[GroupPlan] = []
-        """Groups that a crash cut short and that are still to be dispatched again."""
-        self._dropped: list[FinishedGroup] = []
-        """Since the last batch was formed."""
-        self._unlogged: list[tuple[int, list[FinishedGroup]]] = []
-        """(step, groups) of batches whose rollouts are still to be written to the rollout log."""
-        self._failed_in_row = 0
-        self._saved_step: int | None = None
-        """Newest checkpoint written here since a trainer attached."""
-        self._disk = asyncio.Lock()
+    config: OrchestratorConfig
+    run_id: str
+    seed: int
+    max_steps: int
+    run_dir: RunDir
+    sources: Sources
+    batches: Batches
+    journal: Journal
+    dispatcher: Dispatcher
+    changed: Notifier
+    serving_version: Callable[[], int]
+    """Returns the oldest policy version that a rollout begun now may be sampled with."""
+    on_error: Callable[[BaseException], None]
+    pairs: PairMixer | None = None
+    buffer: Buffer = field(default_factory=Buffer, init=False)
+    counters: Counter[str] = field(default_factory=Counter, init=False)
+    """Groups by outcome, and batches, over the whole run."""
+    last_supplied: float = field(default_factory=time.monotonic, init=False)
+    """When a batch was last formed or trained, monotonic seconds."""
+    starved_since: float | None = field(default_factory=time.monotonic, init=False)
+    """Since when no formed batch waits for the trainer, monotonic seconds; None while one does."""
+    _pair_cursor: PairCursor | None = field(default=None, init=False)
+    """Where the pairs continue after the newest formed batch; None where no pairs are mixed in."""
+    _next_group: int = field(default=0, init=False)
+    _redispatch: list[GroupPlan] = field(default_factory=list, init=False)
+    """Groups that a crash cut short and that are still to be dispatched again."""
+    _dropped: list[FinishedGroup] = field(default_factory=list, init=False)
+    """Since the last batch was formed."""
+    _unlogged: list[tuple[int, list[FinishedGroup]]] = field(default_factory=list, init=False)
+    """(step, groups) of batches whose rollouts are still to be written to the rollout log."""
+    _failed_in_row: int = field(default=0, init=False)
+    _saved_step: int | None = field(default=None, init=False)
+    """Newest checkpoint written here since a trainer attached."""
+    _disk: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def restore(self, state: OrchestratorState, resumed: ResumedRun) -> None:
         """Continue where checkpoint `state` and the journal end."""
         self._next_group = resumed.next_group
         self._redispatch = list(resumed.in_flight.values())
         self._dropped = resumed.dropped
-        if self._pairs is not None and resumed.pairs is not None:
-            self._pairs.restore(resumed.pairs)
+        if self.pairs is not None and resumed.pairs is not None:
+            self.pairs.restore(resumed.pairs)
             self._pair_cursor = resumed.pairs
         self.counters = Counter(state.counters)
         for group in resumed.ready.values():
@@ -107,7 +92,7 @@ class BatchScheduler:
         versions = self.batches.versions
         self.batches.restore(versions=versions, formed=formed, batches=list(resumed.batches.values()))
         for step, batch in resumed.batches.items():
-            if not self._run_dir.rollouts(step).exists():
+            if not self.run_dir.rollouts(step).exists():
                 self._unlogged.append((step, batch.groups))
         self._note_supply()
 
@@ -121,12 +106,12 @@ class BatchScheduler:
         self._start()
         while self._unlogged:
             step, groups = self._unlogged.pop(0)
-            await asyncio.to_thread(_log_rollouts, self._run_dir, step, groups)
+            await asyncio.to_thread(_log_rollouts, self.run_dir, step, groups)
 
     @property
     def oldest_version(self) -> int:
         """Oldest version that the next batch accepts."""
-        return oldest_accepted(self.batches.formed + 1, self._config.max_staleness, self.batches.versions)
+        return oldest_accepted(self.batches.formed + 1, self.config.max_staleness, self.batches.versions)
 
     @property
     def _newest_version(self) -> int:
@@ -143,12 +128,12 @@ class BatchScheduler:
     async def _form(self) -> bool:
         """Form the next batch if its groups are there. Returns whether it did."""
         step = self.batches.formed + 1
-        if step > min(self.batches.trained + 2, self._max_steps):
+        if step > min(self.batches.trained + 2, self.max_steps):
             return False
         async with self._disk:
             with_distilled = self.batches.sdpo_active(step)
             groups = self.buffer.take(
-                self._config.groups_per_step, self.oldest_version, self._newest_version, with_distilled=with_distilled
+                self.config.groups_per_step, self.oldest_version, self._newest_version, with_distilled=with_distilled
             )
             if groups is None:
                 return False
@@ -156,16 +141,16 @@ class BatchScheduler:
             metrics = await asyncio.to_thread(batch_metrics, self._newest_version, groups, dropped)
             if (share := self.buffer.filtered_share) is not None:
                 metrics["groups/filtered_share_recent"] = share
-                metrics["groups/filtered_too_many"] = float(share > self._config.max_filtered_share)
+                metrics["groups/filtered_too_many"] = float(share > self.config.max_filtered_share)
             preferences = []
-            if self._pairs is not None:
-                draw = await asyncio.to_thread(self._pairs.draw, step)
+            if self.pairs is not None:
+                draw = await asyncio.to_thread(self.pairs.draw, step)
                 preferences = draw.preferences
                 self._pair_cursor = draw.cursor
                 metrics |= draw.metrics
             batch = Batch(step=step, groups=groups, metrics=metrics, preferences=preferences)
             entry = Formed(
-                seq=self._journal.next_seq(),
+                seq=self.journal.next_seq(),
                 step=step,
                 groups=batch.group_numbers,
                 dropped=[group.plan.group for group in dropped],
@@ -173,32 +158,32 @@ class BatchScheduler:
                 preferences=preferences,
                 pairs=self._pair_cursor,
             )
-            await self._journal.append(entry)
+            await self.journal.append(entry)
             self.batches.add(batch)
         self.counters["batches"] += 1
         self._note_supply()
         self._warn_filtered(metrics)
         self._unlogged.append((step, [*groups, *dropped]))
-        self._changed.notify()
+        self.changed.notify()
         return True
 
     def _start(self) -> None:
         slots = free_slots(
-            version=self._serving_version(),
+            version=self.serving_version(),
             formed=self.batches.formed,
             under_way=len(self.dispatcher.in_flight) + len(self.buffer),
-            groups_per_step=self._config.groups_per_step,
-            max_staleness=self._config.max_staleness,
-            max_steps=self._max_steps,
+            groups_per_step=self.config.groups_per_step,
+            max_staleness=self.config.max_staleness,
+            max_steps=self.max_steps,
             versions=self.batches.versions,
         )
         for _ in range(slots):
             if self._redispatch:
                 plan = self._redispatch.pop(0)
             else:
-                plan = self._sources.plan(self._next_group)
+                plan = self.sources.plan(self._next_group)
                 self._next_group += 1
-                self._write(Started(seq=self._journal.next_seq(), plan=plan))
+                self._write(Started(seq=self.journal.next_seq(), plan=plan))
             self.dispatcher.start(plan, self._group_ended)
 
     # -- events --------------------------------------------------------------------------------------------------
@@ -206,15 +191,15 @@ class BatchScheduler:
     def _group_ended(self, group: FinishedGroup) -> None:
         """Take in a group from the dispatcher. Raises RolloutError when too many groups fail."""
         self.buffer.note(group.outcome)
-        self._sources.observe(group)
+        self.sources.observe(group)
         if group.outcome in (GroupOutcome.READY, GroupOutcome.DISTILLED):
             self.counters[group.outcome.value] += 1
             self.buffer.add(group)
-            self._write(Finished(seq=self._journal.next_seq(), group=group))
+            self._write(Finished(seq=self.journal.next_seq(), group=group))
         else:
             self._drop(group)
         self._count_failures(group)
-        self._changed.notify()
+        self.changed.notify()
 
     async def step_done(self, step: int, version: int, sample_ids: list[str]) -> None:
         """Take in the trainer's StepDone: `step` is taken and `version` is its newest.
@@ -239,14 +224,14 @@ class BatchScheduler:
             )
         self.batches.done(step, version)
         self._note_supply()
-        self._changed.notify()
+        self.changed.notify()
 
     async def _attach(self, step: int, version: int) -> None:
         """Accept a trainer that starts after `step`. Batches of steps that it lost are served again unchanged."""
         self.batches.forget_layouts()
         if step < self.batches.trained:
             async with self._disk:
-                batches = formed_batches(await self._journal.read(), after=step)
+                batches = formed_batches(await self.journal.read(), after=step)
             if [batch.step for batch in batches] != list(range(step + 1, self.batches.formed + 1)):
                 raise RunMismatchError(
                     f"the trainer starts again after step {step}, the orchestrator stands after step "
@@ -259,7 +244,7 @@ class BatchScheduler:
             self.batches.done(step, version)
         self._saved_step = None
         self._note_supply()
-        self._changed.notify()
+        self.changed.notify()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -278,30 +263,30 @@ class BatchScheduler:
                     f"checkpoint {step} was asked for, the orchestrator stands after step {self.batches.trained}"
                 )
             state = self.state()
-            await asyncio.to_thread(save_state, self._run_dir, state)
+            await asyncio.to_thread(save_state, self.run_dir, state)
         oldest = await asyncio.to_thread(self._oldest_state, state)
         groups = {
             *oldest.ready,
             *oldest.dropped,
             *(number for numbers in oldest.batches.values() for number in numbers),
         }
-        await self._journal.compact(oldest_seq=oldest.journal_seq, groups=groups, steps=set(oldest.batches))
+        await self.journal.compact(oldest_seq=oldest.journal_seq, groups=groups, steps=set(oldest.batches))
         self._saved_step = step
 
     def state(self) -> OrchestratorState:
         """Return the state after step `trained`, at this moment."""
         in_flight = [group.plan for group in self.dispatcher.in_flight.values()]
         return OrchestratorState(
-            run_id=self._run_id,
+            run_id=self.run_id,
             step=self.batches.trained,
-            seed=self._seed,
-            journal_seq=self._journal.seq,
+            seed=self.seed,
+            journal_seq=self.journal.seq,
             next_group=self._next_group,
             in_flight=sorted([*in_flight, *self._redispatch], key=lambda plan: plan.group),
             ready=self.buffer.group_numbers,
             dropped=[group.plan.group for group in self._dropped],
             batches={batch.step: batch.group_numbers for batch in self.batches.held()},
-            curricula=self._sources.state(),
+            curricula=self.sources.state(),
             counters=dict(self.counters),
             pairs=self._pair_cursor,
             versions=self.batches.versions,
@@ -311,7 +296,7 @@ class BatchScheduler:
         """Say in one line what batch `step` lacks."""
         is_next = step == self.batches.formed + 1
         usable = len(self.buffer.usable(self.oldest_version, self._newest_version)) if is_next else 0
-        parts = [f"batch {step}: {usable} of {self._config.groups_per_step} groups"]
+        parts = [f"batch {step}: {usable} of {self.config.groups_per_step} groups"]
         oldest_s = self.dispatcher.oldest_s()
         if oldest_s is None:
             parts.append("no rollout under way")
@@ -344,14 +329,14 @@ class BatchScheduler:
         if len(self._dropped) >= _DROPPED_WHOLE:
             group = without_text(group)
         self._dropped.append(group)
-        self._write(Dropped(seq=self._journal.next_seq(), group=group))
+        self._write(Dropped(seq=self.journal.next_seq(), group=group))
 
     def _write(self, entry: Entry) -> None:
         def written(done: asyncio.Future[None]) -> None:
             if not done.cancelled() and (error := done.exception()) is not None:
-                self._on_error(error)
+                self.on_error(error)
 
-        self._journal.append(entry).add_done_callback(written)
+        self.journal.append(entry).add_done_callback(written)
 
     def _note_supply(self) -> None:
         """Record whether a batch waits for the trainer, for the watchdog's deadlines."""
@@ -363,7 +348,7 @@ class BatchScheduler:
             self._failed_in_row = 0
         elif group.outcome is GroupOutcome.FAILED:
             self._failed_in_row += 1
-            if self._failed_in_row >= self._config.max_failed_groups:
+            if self._failed_in_row >= self.config.max_failed_groups:
                 failure = next(rollout.failure for rollout in group.rollouts if rollout.failure is not None)
                 raise RolloutError(
                     f"{self._failed_in_row} groups in a row failed (orchestrator.max_failed_groups); the last error, "
@@ -375,14 +360,14 @@ class BatchScheduler:
             logger.warning(
                 "%.0f %% of the last groups had no advantage (orchestrator.max_filtered_share is %.0f %%): the tasks "
                 "are too easy or too hard; change the task set or use orchestrator.tasks.curriculum:Frontier",
-                100 * metrics["groups/filtered_share_recent"], 100 * self._config.max_filtered_share,
+                100 * metrics["groups/filtered_share_recent"], 100 * self.config.max_filtered_share,
             )  # fmt: skip
 
     def _oldest_state(self, newest: OrchestratorState) -> OrchestratorState:
         """Return the state of the oldest checkpoint that a resume may choose."""
-        complete = self._run_dir.complete_checkpoints()
+        complete = self.run_dir.complete_checkpoints()
         oldest = min(complete, default=newest.step)
-        return newest if oldest >= newest.step else load_state(self._run_dir, oldest, self._run_id)
+        return newest if oldest >= newest.step else load_state(self.run_dir, oldest, self.run_id)
 
 
 def without_text(group: FinishedGroup) -> FinishedGroup:

@@ -58,36 +58,27 @@ class GroupInFlight:
     stale: bool = False
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Dispatcher:
-    def __init__(
-        self,
-        *,
-        config: OrchestratorConfig,
-        scaling: AdvantageScaling,
-        runner: RolloutRunner,
-        requests: RequestFactory,
-        serving_version: Callable[[], int],
-        on_error: Callable[[BaseException], None],
-        behavior: BehaviorRewards | None = None,
-        hints: HintStage | None = None,
-        wants_hints: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """`wants_hints()`: whether a hint made now may still be trained on."""
-        self.in_flight: dict[int, GroupInFlight] = {}
-        """By group number."""
-        self.retries = 0
-        self.failures: dict[str, int] = {}
-        """Failed tries by kind."""
-        self._config = config
-        self._scaling = scaling
-        self._runner = runner
-        self._requests = requests
-        self._serving_version = serving_version
-        self._on_error = on_error
-        self._behavior = behavior
-        self._hints = hints
-        self._wants_hints = wants_hints
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="compile")
+    config: OrchestratorConfig
+    scaling: AdvantageScaling
+    runner: RolloutRunner
+    requests: RequestFactory
+    serving_version: Callable[[], int]
+    """Returns the oldest policy version that a rollout begun now may be sampled with."""
+    on_error: Callable[[BaseException], None]
+    behavior: BehaviorRewards | None = None
+    hints: HintStage | None = None
+    wants_hints: Callable[[], bool] = lambda: True
+    """Returns whether a hint made now may still be trained on."""
+    in_flight: dict[int, GroupInFlight] = field(default_factory=dict, init=False)
+    """By group number."""
+    retries: int = field(default=0, init=False)
+    failures: dict[str, int] = field(default_factory=dict, init=False)
+    """Failed tries by kind."""
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="compile"), init=False
+    )
 
     def start(self, plan: GroupPlan, on_end: Callable[[FinishedGroup], None]) -> None:
         """Run the group of `plan`; `on_end` gets it once all its rollouts have ended."""
@@ -124,7 +115,7 @@ class Dispatcher:
         """Return retries, what hints cost so far, and failed tries by kind."""
         return {
             "rollouts/retries": self.retries,
-            **(self._hints.metrics() if self._hints is not None else {}),
+            **(self.hints.metrics() if self.hints is not None else {}),
             **{f"rollouts/failed/{kind}": count for kind, count in sorted(self.failures.items())},
         }
 
@@ -154,7 +145,7 @@ class Dispatcher:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            self._on_error(error)
+            self.on_error(error)
         finally:
             for sibling in group.siblings:
                 sibling.cancel()
@@ -165,20 +156,20 @@ class Dispatcher:
         if group.stale:
             rollouts = [rollout for rollout, _ in ended]
             return FinishedGroup(plan=group.plan, outcome=GroupOutcome.STALE, rollouts=rollouts)
-        if self._hints is not None and self._wants_hints() and worth_hinting(ended, self._config, self._scaling):
-            ended = await self._hints.attach(ended)
+        if self.hints is not None and self.wants_hints() and worth_hinting(ended, self.config, self.scaling):
+            ended = await self.hints.attach(ended)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, score_group, group.plan, ended, self._config, self._scaling)
+        return await loop.run_in_executor(self._threads, score_group, group.plan, ended, self.config, self.scaling)
 
     async def _sibling(self, group: GroupInFlight, sibling: int) -> tuple[FinishedRollout, list[Sample]]:
         """Return the sibling's first good try, or its last failed one."""
         earlier: list[RolloutFailure] = []
-        for attempt in range(self._config.max_retries + 1):
+        for attempt in range(self.config.max_retries + 1):
             rollout, samples = await self._attempt(group, sibling, attempt, earlier)
             if rollout.failure is None:
                 break
             self._count(rollout.rollout_id, rollout.failure)
-            if not rollout.failure.retryable or attempt == self._config.max_retries:
+            if not rollout.failure.retryable or attempt == self.config.max_retries:
                 break
             earlier.append(rollout.failure)
             self.retries += 1
@@ -195,7 +186,7 @@ class Dispatcher:
         self, group: GroupInFlight, sibling: int, attempt: int, earlier: list[RolloutFailure]
     ) -> tuple[FinishedRollout, list[Sample]]:
         plan = group.plan
-        request = self._requests.training(plan, sibling, attempt)
+        request = self.requests.training(plan, sibling, attempt)
         has_begun = False
 
         def on_begin() -> None:
@@ -203,10 +194,10 @@ class Dispatcher:
             has_begun = True
             group.running += 1
             if group.version is None:
-                group.version = self._serving_version()
+                group.version = self.serving_version()
 
         try:
-            result = await self._runner.run(plan.source, request, lane=Lane.TRAIN, order=plan.group, on_begin=on_begin)
+            result = await self.runner.run(plan.source, request, lane=Lane.TRAIN, order=plan.group, on_begin=on_begin)
         finally:
             group.running -= has_begun
         loop = asyncio.get_running_loop()
@@ -223,9 +214,9 @@ class Dispatcher:
         failure = score_failure(result)
         if failure is not None:
             return result, [], failure
-        if self._behavior is not None:
+        if self.behavior is not None:
             try:
-                result = replace(result, reply=self._behavior.add_to(result.reply))
+                result = replace(result, reply=self.behavior.add_to(result.reply))
             except RolloutError as error:
                 return result, [], RolloutFailure(kind="no_reward", message=str(error), retryable=True)
             if (failure := score_failure(result)) is not None:
