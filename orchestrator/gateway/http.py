@@ -41,6 +41,8 @@ T = TypeVar("T")
 
 
 class HttpServer:
+    """Checks requests, passes them to the generator and encodes the answers."""
+
     def __init__(
         self,
         generator: Generator,

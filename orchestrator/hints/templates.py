@@ -40,6 +40,8 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintTemplate:
+    """One [[template]] of a file."""
+
     kind: str
     hint: string.Template
     pattern: regex.Pattern[str] | None

@@ -58,6 +58,8 @@ class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """The first message: load these environments."""
+
     spec: SourceSpec
 
 
@@ -77,6 +79,8 @@ class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed")
 
 
 class RunRollout(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
+    """Play one rollout."""
+
     rollout_id: str
     """Sent as X-Session-ID with every generate request. Unique for each attempt: a retry takes a new one."""
     task_index: int
@@ -97,6 +101,8 @@ class RunRollout(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
 
 
 class CancelRollout(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Abort a rollout; its reply has an error of kind `cancelled`."""
+
     rollout_id: str
 
 
@@ -160,6 +166,8 @@ class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
+    """The outcome of one rollout: a reward or an error."""
+
     rollout_id: str
     task_id: str
     reward: float | None
