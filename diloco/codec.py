@@ -24,7 +24,7 @@ from composer_prime.config.diloco import MAX_BLOCK, CodecConfig
 
 def build_codec(config: CodecConfig) -> Codec:
     """Return the codec that `config` asks for."""
-    if config.type in ("fp32", "bf16"):
+    if config.type in _FLOAT_TYPES:
         return codec_from_spec(config.type)
     if config.type == "sparse":
         return codec_from_spec(f"sparse/{max(2, round(config.density * SparseCodec.CHUNK / 2) * 2)}")
@@ -37,8 +37,8 @@ def codec_from_spec(spec: str) -> Codec:
     Raises ValueError when there is none of that name.
     """
     kind, _, number = spec.partition("/")
-    if kind in ("fp32", "bf16") and not number:
-        return Float32Codec() if kind == "fp32" else Bfloat16Codec()
+    if kind in _FLOAT_TYPES and not number:
+        return FloatCodec(kind)
     if number.isdecimal() and 0 < int(number) <= MAX_BLOCK:
         size = int(number)
         if kind in ("int8", "int4") and size % 2 == 0:
@@ -106,34 +106,25 @@ class ErrorFeedback:
 # -- one number an element ---------------------------------------------------------------------------------------
 
 
-class Float32Codec(Codec):
-    spec = "fp32"
+_FLOAT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class FloatCodec(Codec):
+    """fp32 is exact. bf16 rounds to nearest, ties to even: a relative error of at most 2^-8 for normal numbers."""
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        self.dtype = _FLOAT_TYPES[spec]
 
     def size(self, n: int) -> int:
-        return 4 * n
+        return self.dtype.itemsize * n
 
     def encode(self, values_n: Tensor) -> Tensor:
-        return as_bytes(values_n.to(torch.float32))
+        return as_bytes(values_n.to(self.dtype))
 
     def decode(self, data: Tensor, n: int) -> Tensor:
         self.check(data, n)
-        return from_bytes(data, torch.float32)
-
-
-class Bfloat16Codec(Codec):
-    """Rounds to nearest, ties to even: a relative error of at most 2^-8 for normal numbers."""
-
-    spec = "bf16"
-
-    def size(self, n: int) -> int:
-        return 2 * n
-
-    def encode(self, values_n: Tensor) -> Tensor:
-        return as_bytes(values_n.to(torch.bfloat16))
-
-    def decode(self, data: Tensor, n: int) -> Tensor:
-        self.check(data, n)
-        return from_bytes(data, torch.bfloat16).to(torch.float32)
+        return from_bytes(data, self.dtype).to(torch.float32)
 
 
 # -- blocks with one scale ---------------------------------------------------------------------------------------

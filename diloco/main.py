@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the rendezvous of a joint run",
         description="The rendezvous of a joint run. It relays deltas and states between peers, and closes rounds. "
         "Everything is in memory, and it may be restarted at any time.",
-        epilog="The log says which peer came or left, and with whom each round closed. With RUST_LOG=info in the "
+        epilog="The log names each peer that comes or leaves, and the members of each round. With RUST_LOG=info in the "
         "environment torchft's lighthouse adds lines of its own.",
     )
     lighthouse.add_argument("--run", required=True, dest="run_name", help="diloco.run of the peers")

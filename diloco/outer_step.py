@@ -2,7 +2,7 @@
 
     RoundResults.wait ──> accept: decode, check, reject ──> OuterSteps.take: average, outer step, local <- global
 
-Who waits on whom: each rank hears a result over a link of its own, and all must take the same turn. A rank that knows
+Order of waiting: each rank hears a result over a link of its own, and all must take the same turn. A rank that knows
 how a round ended waits until the others know the same, which needs all of them to take part. While they wait they serve
 their state to joining peers.
 
@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import torch
@@ -39,26 +39,19 @@ _MAX_DISPUTES = 3
 """How often in a row the ranks may get different outcomes. A rendezvous that was restarted causes one."""
 
 
+@dataclass(slots=True, kw_only=True)
 class RoundResults:
     """Waits for the results of rounds, alike on all ranks of a peer."""
 
-    def __init__(
-        self,
-        config: DilocoConfig,
-        link: PeerLink,
-        model: GlobalModel,
-        ranks: Ranks,
-        serve_state: Callable[[int], None],
-    ) -> None:
-        """`serve_state` is called with the serial of a request for this peer's state."""
-        self._config = config
-        self._link = link
-        self._model = model
-        self._ranks = ranks
-        self._serve_state = serve_state
-        self._disputes = 0
-        """How often in a row the ranks got different outcomes."""
-        self._in_step_at = time.monotonic()
+    config: DilocoConfig
+    link: PeerLink
+    ranks: Ranks
+    model: GlobalModel
+    serve_state: Callable[[int], None]
+    """Called with the serial of a request for this peer's state."""
+    _disputes: int = 0
+    """How often in a row the ranks got different outcomes."""
+    _in_step_at: float = field(default_factory=time.monotonic)
 
     def wait(
         self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False
@@ -71,20 +64,20 @@ class RoundResults:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            result = self._link.wait(min(POLL_S, timeout_s))
+            result = self.link.wait(min(POLL_S, timeout_s))
             rating = {RoundResult: 2, MustRejoin: 1}.get(type(result), 0)
-            lowest, state_request, in_time = self._ranks.smallest(
-                [rating, self._link.state_request, time.monotonic() < deadline and not should_stop()]
+            lowest, state_request, in_time = self.ranks.smallest(
+                [rating, self.link.state_request, time.monotonic() < deadline and not should_stop()]
             )
             if state_request:
-                self._serve_state(state_request)
+                self.serve_state(state_request)
             if lowest == 2 and isinstance(result, RoundResult):
                 if self._same_on_all_ranks(result):
                     return result
                 time.sleep(POLL_S)  # a rendezvous may be replacing another
-                self._link.retry_round()
-            elif lowest == 0 and rating == 2 and self._link.rendezvous_restarted:
-                self._link.retry_round()  # the other ranks get nothing unless this one takes part
+                self.link.retry_round()
+            elif lowest == 0 and rating == 2 and self.link.rendezvous_restarted:
+                self.link.retry_round()  # the other ranks get nothing unless this one takes part
             if lowest == 1:
                 return result if isinstance(result, MustRejoin) else MustRejoin("another rank was left behind")
             if not in_time:
@@ -92,9 +85,9 @@ class RoundResults:
 
     def next(self, newest: int, timeout_s: float) -> RoundResult | MustRejoin | None:
         """Return the next closed round of those up to `newest`; None when there is none. A collective."""
-        if self._ranks.smallest([newest])[0] < self._model.outer_step:
+        if self.ranks.smallest([newest])[0] < self.model.outer_step:
             return None
-        self._link.fetch(self._model.outer_step, self._model.hash)
+        self.link.fetch(self.model.outer_step, self.model.hash)
         return self.wait(timeout_s)
 
     def mark_in_step(self) -> None:
@@ -107,24 +100,24 @@ class RoundResults:
         Raises DeadlineError after diloco.offline_timeout_s.
         """
         silent_s = time.monotonic() - self._in_step_at
-        if self._ranks.any(silent_s > self._config.offline_timeout_s):
+        if self.ranks.any(silent_s > self.config.offline_timeout_s):
             raise DeadlineError(
-                f"no outcome of outer step {self._model.outer_step} for {silent_s:.0f} s "
-                f"(diloco.offline_timeout_s = {self._config.offline_timeout_s:g}): the rendezvous at "
-                f"{self._config.rendezvous} last reported that it waits for {self._link.waiting_for}. Is it reachable, "
+                f"no outcome of outer step {self.model.outer_step} for {silent_s:.0f} s "
+                f"(diloco.offline_timeout_s = {self.config.offline_timeout_s:g}): the rendezvous at "
+                f"{self.config.rendezvous} last reported that it waits for {self.link.waiting_for}. Is it reachable, "
                 "and are enough peers alive? Go on with --resume"
             )
         return silent_s
 
     def _same_on_all_ranks(self, result: RoundResult) -> bool:
         """Return whether all ranks of this peer got the same outcome. A collective."""
-        ((lowest, highest),) = self._ranks.bounds([result.digest])
+        ((lowest, highest),) = self.ranks.bounds([result.digest])
         self._disputes = 0 if lowest == highest else self._disputes + 1
         if self._disputes == _MAX_DISPUTES:
             raise RunMismatchError(
-                f"the ranks of peer {self._config.peer_id} got different outcomes of outer step "
-                f"{self._model.outer_step} {_MAX_DISPUTES} times in a row ({lowest:015x} and {highest:015x}), so their "
-                f"parts of the model would not fit together. Is {self._config.rendezvous} the address of more than one "
+                f"the ranks of peer {self.config.peer_id} got different outcomes of outer step "
+                f"{self.model.outer_step} {_MAX_DISPUTES} times in a row ({lowest:015x} and {highest:015x}), so their "
+                f"parts of the model would not fit together. Is {self.config.rendezvous} the address of more than one "
                 "rendezvous? Leave one, and go on with --resume"
             )
         return not self._disputes
@@ -133,7 +126,7 @@ class RoundResults:
 # -- the deltas that count ---------------------------------------------------------------------------------------
 
 MEDIAN_FROM = 3
-"""From so many peers on the median shows who is out of line; of two, either may be."""
+"""From so many peers on the median shows which one is out of line; of two, either may be."""
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 """1.8e19. The squares of larger values are infinite in float32: no model with them can be trained."""
 MAX_WEIGHT = 1e15
@@ -150,10 +143,6 @@ class AcceptedDeltas:
     """L2 norm over all ranks, by peer."""
     rejections: dict[str, str]
     """Why a peer's delta does not count."""
-
-    def without_all(self, reason: str) -> AcceptedDeltas:
-        """Return the same round with no delta that counts."""
-        return replace(self, deltas=[], weights=[], rejections=dict.fromkeys(self.norms, reason) | self.rejections)
 
 
 def accept(
@@ -222,46 +211,47 @@ def _decode(header: Header, body: memoryview, fragment: int, n: int) -> Tensor:
 # -- the outer step ----------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, kw_only=True)
 class OuterSteps:
-    def __init__(self, config: DilocoConfig, link: PeerLink, replica: Replica, ranks: Ranks) -> None:
-        self._config = config
-        self._link = link
-        self._replica = replica
-        self._ranks = ranks
-        self._schedule = Schedule.of(config)
-        self.metrics: dict[str, float] = {}
-        """Of the last outer step."""
+    config: DilocoConfig
+    link: PeerLink
+    ranks: Ranks
+    replica: Replica
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last outer step."""
 
     def take(self, result: RoundResult, exposed_s: float) -> None:
         """Advance the global model by this round, and give the parameters their values. A collective.
 
         The delta on offer ends here, counted or not. `exposed_s`: how long training waited for the result.
         """
-        model, replica = self._replica.global_model, self._replica
-        fragment = self._schedule.fragment(model.outer_step)
+        model, replica = self.replica.global_model, self.replica
+        fragment = Schedule.of(self.config).fragment(model.outer_step)
         accepted = self._accepted(fragment, result)
         pending, replica.pending = replica.pending, None
         offered = pending and pending.header
-        status = delta_status(self._config.peer_id, offered, result.outcome.headers, accepted.rejections)
+        status = delta_status(self.config.peer_id, offered, result.outcome.headers, accepted.rejections)
         before_n = model.masters[fragment].clone() if status is DeltaStatus.MISSED else None
         model.advance(fragment, accepted.deltas, accepted.weights)
         self._settle_residual(fragment, status, pending)
         replica.progress.install(fragment, status, pending and pending.coverage, before_n)
-        self._link.set_position(model.outer_step, model.hash)
+        self.link.set_position(model.outer_step, model.hash)
         self.metrics = outer_metrics(
             result.outcome, accepted, model=model, totals=replica.progress.totals, exposed_s=exposed_s,
-            traffic=self._link.traffic,
+            traffic=self.link.traffic,
         )  # fmt: skip
 
     def _accepted(self, fragment: int, result: RoundResult) -> AcceptedDeltas:
         """Return the deltas that count. A collective."""
-        model = self._replica.global_model
+        model = self.replica.global_model
         accepted = accept(
-            result.outcome.headers, result.bodies, fragment=fragment, n=self._replica.fragments[fragment].numel,
-            guard=self._config.guard, ranks=self._ranks,
+            result.outcome.headers, result.bodies, fragment=fragment, n=self.replica.fragments[fragment].numel,
+            guard=self.config.guard, ranks=self.ranks,
         )  # fmt: skip
-        if not self._ranks.all(model.can_advance(fragment, accepted.deltas)):
-            accepted = accepted.without_all("the outer step along the round's mean would leave the range of float32")
+        if not self.ranks.all(model.can_advance(fragment, accepted.deltas)):
+            reason = "the outer step along the round's mean would leave the range of float32"
+            rejections = dict.fromkeys(accepted.norms, reason) | accepted.rejections
+            accepted = replace(accepted, deltas=[], weights=[], rejections=rejections)
         for peer, reason in accepted.rejections.items():
             logger.warning("outer step %d: the delta of peer %s is rejected: %s", model.outer_step, peer, reason)
         return accepted
@@ -269,13 +259,13 @@ class OuterSteps:
     def _settle_residual(self, fragment: int, status: DeltaStatus, pending: PendingDelta | None) -> None:
         """Update what compression still owes, now that the round is in the global model."""
         if status is DeltaStatus.COUNTED and pending is not None:
-            self._replica.feedback.settle(fragment, pending.residual_n)
+            self.replica.feedback.settle(fragment, pending.residual_n)
         elif status is DeltaStatus.PREDECESSOR:
-            self._replica.feedback.reset(fragment)
+            self.replica.feedback.reset(fragment)
             if pending is not None:
                 logger.warning(
                     "outer step %d holds a delta of another process of peer %s: this one's, of %.0f tokens, is lost",
-                    self._replica.global_model.outer_step - 1, self._config.peer_id, pending.coverage.work.tokens,
+                    self.replica.global_model.outer_step - 1, self.config.peer_id, pending.coverage.work.tokens,
                 )  # fmt: skip
 
 

@@ -84,12 +84,15 @@ class StreamingDiLoCo:
             settings=agreed_settings(config) | dict(agreed or {}),
         )
         self._link = PeerLink(config, JointKey.read(config.key_file), member)
-        self._state_server = StateServer(self._link, self.global_model, config.peer_id)
-        self._results = RoundResults(config, self._link, self.global_model, self.ranks, self._state_server.serve)
-        self._steps = OuterSteps(config, self._link, self.replica, self.ranks)
+        self._state_server = StateServer(peer=config.peer_id, link=self._link, model=self.global_model)
+        self._results = RoundResults(
+            config=config, link=self._link, ranks=self.ranks, model=self.global_model,
+            serve_state=self._state_server.serve,
+        )  # fmt: skip
+        self._steps = OuterSteps(config=config, link=self._link, ranks=self.ranks, replica=self.replica)
         self._healer = Healer(
-            config, self._link, self.replica, self._results, self._steps, self.ranks,
-            on_catch_up=on_catch_up, on_state_replaced=on_state_replaced,
+            config=config, link=self._link, ranks=self.ranks, replica=self.replica, results=self._results,
+            steps=self._steps, on_catch_up=on_catch_up, on_state_replaced=on_state_replaced,
         )  # fmt: skip
         self._pace = StepPace(min(2.0, config.round_deadline_s / 4))
         self._should_stop = should_stop
@@ -274,7 +277,7 @@ class StepPace:
     """Measures how long an inner step takes, for a peer that must not miss a deadline by one step."""
 
     def __init__(self, margin_s: float) -> None:
-        """`margin_s`: what may pass before a beat tells of a deadline."""
+        """`margin_s`: how late a beat may bring a deadline."""
         self._margin_s = margin_s
         self._step_s = 0.0
         self._since = time.monotonic()

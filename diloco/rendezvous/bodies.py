@@ -3,9 +3,9 @@
     Bodies             what may come in and what is handed out: the header, the size, the room are checked first
     StateTransfers     which training peer is asked for its state, for the peers that join
 
-A source uploads its state once, whoever asks for it: it stays for later joining peers while the rounds since then are
+A source uploads its state once. The state stays for later joining peers while the rounds since then are
 kept. A source that dies or makes no progress is replaced by another, as is one whose state is refused. Where the rounds
-since then outgrow the memory before anybody could take them, the source rests for as long before it is asked again.
+since then outgrow the memory before a peer could take them, the source rests for as long before it is asked again.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class StateTransfers:
         self.current = None
 
     def expire(self, oldest_useful: int) -> None:
-        """Drop the current state when nobody can catch up from it any more."""
+        """Drop the current state when no peer can catch up from it any more."""
         step = self.current.first_step if self.current is not None else None
         if step is not None and step < oldest_useful:
             self.drop()
@@ -173,77 +173,68 @@ class StateTransfers:
         return sum(len(blob.data) for blob in self.current.blobs.values()) if self.current is not None else 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bodies:
-    def __init__(
-        self,
-        rounds: Rounds,
-        transfers: StateTransfers,
-        *,
-        run: str,
-        header_key: bytes,
-        max_bytes: int,
-        clock: Callable[[], float],
-        on_change: Callable[[], None],
-    ) -> None:
-        """`max_bytes`: most bytes of all bodies. `on_change` is called when one is whole."""
-        self._rounds = rounds
-        self._transfers = transfers
-        self._run = run
-        self._header_key = header_key
-        self._max_bytes = max_bytes
-        self._clock = clock
-        self._on_change = on_change
+    run: str
+    header_key: bytes
+    max_bytes: int
+    """Most bytes of all bodies."""
+    rounds: Rounds
+    transfers: StateTransfers
+    clock: Callable[[], float]
+    on_change: Callable[[], None]
+    """Called when a body is whole."""
 
     def offer(self, header: Header, instance: int) -> ToPeer:
         """Answer from which byte on a body may come. Raises WireErrors for one that does not belong here."""
-        authenticate(header, self._header_key, run=self._run)
-        now = self._clock()
-        peer = self._rounds.peers.get(header.peer)
+        authenticate(header, self.header_key, run=self.run)
+        now = self.clock()
+        peer = self.rounds.peers.get(header.peer)
         if peer is None or peer.instance != instance or header.rank not in peer.layouts:
             return Gone(reason="send a hello first")
         _check_header(header, peer)
         peer.heard[header.rank] = now
         if header.kind == "state":
             return self._offer_state(header, now)
-        if self._rounds.closed(header.outer_step):
+        if self.rounds.closed(header.outer_step):
             return RoundClosed(outer_step=header.outer_step)
-        if not self._rounds.accepts(header.outer_step, now):
+        if not self.rounds.accepts(header.outer_step, now):
             return Gone(
                 reason=f"peer {header.peer} brings a delta of outer step {header.outer_step}, the others are at "
-                f"{self._rounds.front(now)}"
+                f"{self.rounds.front(now)}"
             )
         # More recent than the last beat.
         peer.note(header.rank, Position(header.outer_step, header.base_hash, peer.positions[header.rank].training), now)
         self._make_room(header)
-        blob = self._rounds.delta(header)
+        blob = self.rounds.delta(header)
         if blob.complete:
-            self._rounds.note_whole(header.outer_step, now)
+            self.rounds.note_whole(header.outer_step, now)
         return Received(name=header.name, size=blob.received)
 
     def _offer_state(self, header: Header, now: float) -> ToPeer:
-        if self._transfers.requested_from(header.peer) == header.serial:
+        if self.transfers.requested_from(header.peer) == header.serial:
             self._make_room(header)
-        blob = self._transfers.state(header, now)
+        blob = self.transfers.state(header, now)
         return Received(name=header.name, size=blob.received) if blob else Gone(reason="this state is not wanted")
 
     def chunk(self, chunk: BodyChunk) -> ToPeer:
         """Keep some bytes of a body that was offered; answer how many are here."""
         blob = self.find(chunk.name)
-        peer = self._rounds.peers.get(blob.header.peer) if blob is not None else None
+        peer = self.rounds.peers.get(blob.header.peer) if blob is not None else None
         if blob is None or peer is None or peer.instance != chunk.instance:
             return Gone(reason=f"nothing called {chunk.name} is expected")
-        peer.heard[blob.header.rank] = self._clock()
+        peer.heard[blob.header.rank] = self.clock()
         try:
             blob.add(chunk.offset, chunk.data)
         except ChecksumError as error:
             logger.warning("%s", error)
             return RequestRefused(error=str(error))
-        if blob.header.kind == "state" and self._transfers.current:
-            self._transfers.current.progress_at = self._clock()
+        if blob.header.kind == "state" and self.transfers.current:
+            self.transfers.current.progress_at = self.clock()
         if blob.complete:
             if blob.header.kind == "delta":
-                self._rounds.note_whole(blob.header.outer_step, self._clock())
-            self._on_change()
+                self.rounds.note_whole(blob.header.outer_step, self.clock())
+            self.on_change()
         return Received(name=chunk.name, size=blob.received)
 
     def get(self, get: Get) -> ToPeer:
@@ -262,10 +253,10 @@ class Bodies:
         if not (number.isdecimal() and rank.isdecimal()):
             return None
         if kind == "state":
-            current = self._transfers.current
+            current = self.transfers.current
             matches = current is not None and current.serial == int(number) and current.source == peer
             return current.blobs.get(int(rank)) if current and matches else None
-        kept = self._rounds.rounds.get(int(number))
+        kept = self.rounds.rounds.get(int(number))
         return kept.blobs.get((peer, int(rank))) if kept else None
 
     def _make_room(self, header: Header) -> None:
@@ -273,10 +264,10 @@ class Bodies:
         known = self.find(header.name)
         if known is not None and known.header.checksum == header.checksum:
             return
-        limit = self._max_bytes
-        while self._held_bytes + header.size > limit and self._rounds.drop_oldest():
-            newest = self._rounds.newest
-            self._transfers.outgrow(self._rounds.oldest, -1 if newest is None else newest, self._clock())
+        limit = self.max_bytes
+        while self._held_bytes + header.size > limit and self.rounds.drop_oldest():
+            newest = self.rounds.newest
+            self.transfers.outgrow(self.rounds.oldest, -1 if newest is None else newest, self.clock())
         if self._held_bytes + header.size > limit:
             raise WireError(
                 f"{header.name} has {header.size / 1e9:.3g} GB, and what is under way holds "
@@ -286,7 +277,7 @@ class Bodies:
 
     @property
     def _held_bytes(self) -> int:
-        return self._rounds.held_bytes + self._transfers.held_bytes
+        return self.rounds.held_bytes + self.transfers.held_bytes
 
 
 def _check_header(header: Header, peer: Peer) -> None:

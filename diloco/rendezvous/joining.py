@@ -54,24 +54,21 @@ class JoinAttempt:
         return tuple(self.asks[rank].base_hash for rank in sorted(self.asks))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Joins:
-    def __init__(
-        self, rounds: Rounds, transfers: StateTransfers, *, expected: int, gather_s: float, listens_until: float
-    ) -> None:
-        """`expected`: peers to wait for when no peer trains, if more than the rendezvous knows already.
-
-        `listens_until`: before this moment no peer gets the answer that no peer trains.
-        """
-        self._rounds = rounds
-        self._transfers = transfers
-        self._expected = expected
-        self._gather_s = gather_s
-        self._listens_until = listens_until
-        self._joins: dict[str, JoinAttempt] = {}
+    rounds: Rounds
+    transfers: StateTransfers
+    expected: int
+    """Peers to wait for when no peer trains, if more than the rendezvous knows already."""
+    gather_s: float
+    listens_until: float
+    """Before this moment no answer assumes that no peer trains."""
+    _joins: dict[str, JoinAttempt] = field(default_factory=dict)
+    """By peer."""
 
     def answer(self, ask: AskState, now: float) -> JoinAnswer:
         """Answer one rank. Raises RunMismatchError when the ranks of the peer stand at different outer steps."""
-        peer = self._rounds.peers.get(ask.peer)
+        peer = self.rounds.peers.get(ask.peer)
         if peer is None or peer.instance != ask.instance or ask.rank not in peer.layouts:
             return Gone(reason="send a hello first")
         join = self._joins.get(ask.peer)
@@ -103,8 +100,8 @@ class Joins:
 
         None where no peer does.
         """
-        current, steps = self._transfers.current, []
-        for peer in self._rounds.alive(now):
+        current, steps = self.transfers.current, []
+        for peer in self.rounds.alive(now):
             join = self._joins.get(peer.name)
             if join is None or join.over or join.instance != peer.instance:
                 continue
@@ -119,13 +116,13 @@ class Joins:
             join.over = True
 
     def _decide(self, peer: Peer, join: JoinAttempt, rank: int, now: float) -> JoinAnswer:
-        training = [each for each in self._rounds.awaited(now) if each.name != peer.name]
+        training = [each for each in self.rounds.awaited(now) if each.name != peer.name]
         silent = [each.name for each in training if not each.heard_since(join.began)]
         if silent:
             return RoundNotReady(waiting_for=f"a sign of life of {', '.join(sorted(silent))}")
         if not training:
             return self._gather(peer, join, now)
-        newest, step = self._rounds.newest, join.outer_step
+        newest, step = self.rounds.newest, join.outer_step
         leaders = leading(training)
         front = max(leaders[0].outer_step, -1 if newest is None else newest + 1)
         if step > front:
@@ -141,7 +138,7 @@ class Joins:
 
     def _replayable(self, outer_step: int, base: Base) -> bool:
         """Return whether the rounds from there on are kept."""
-        closed = self._rounds.closed(outer_step)
+        closed = self.rounds.closed(outer_step)
         return closed is not None and closed.base == base
 
     def _keep(self, join: JoinAttempt) -> Current:
@@ -150,31 +147,31 @@ class Joins:
 
     @property
     def _newest(self) -> int:
-        return -1 if self._rounds.newest is None else self._rounds.newest
+        return -1 if self.rounds.newest is None else self.rounds.newest
 
     def _ahead(self, peer: Peer, join: JoinAttempt, front: int) -> JoinAnswer:
-        if not self._rounds.settled:
+        if not self.rounds.settled:
             self._go_to(join.outer_step, [peer])
             return self._keep(join)
         return RoundNotReady(
-            waiting_for=f"the others, who are at outer step {front}, to pass outer step {join.outer_step} of peer "
+            waiting_for=f"the others, which are at outer step {front}, to pass outer step {join.outer_step} of peer "
             f"{peer.name}, which would be lost; to give it up start that peer anew without --resume, or resume all"
         )
 
     # -- when no peer trains ---------------------------------------------------------------------------------------
 
     def _gather(self, peer: Peer, join: JoinAttempt, now: float) -> JoinAnswer:
-        if (left_s := self._listens_until - now) > 0:
+        if (left_s := self.listens_until - now) > 0:
             return RoundNotReady(waiting_for=f"clusters that train already to be heard, {left_s:.0f} s at most")
-        here = [each for each in self._rounds.alive(now) if self._waits(each)]
+        here = [each for each in self.rounds.alive(now) if self._waits(each)]
         if peer not in here:
             return RoundNotReady(waiting_for=f"a sign of life of every rank of peer {peer.name}")
         leaders = leading(here)
-        lead, newest = leaders[0].outer_step, self._rounds.newest
-        if newest is None and not any(each.outer_step for each in self._rounds.alive(now)):  # a new run
+        lead, newest = leaders[0].outer_step, self.rounds.newest
+        if newest is None and not any(each.outer_step for each in self.rounds.alive(now)):  # a new run
             return self._keep(join)
-        missing = max(self._expected, len(self._rounds.peers)) - len(here)
-        left_s = self._gather_s - (now - min(self._joins[each.name].began for each in here))
+        missing = max(self.expected, len(self.rounds.peers)) - len(here)
+        left_s = self.gather_s - (now - min(self._joins[each.name].began for each in here))
         if missing > 0 and left_s > 0:
             return RoundNotReady(waiting_for=f"{missing} more peer(s) to come, {left_s:.0f} s at most")
         if newest is not None and lead != newest + 1:
@@ -187,7 +184,7 @@ class Joins:
 
     def _ended_with(self, newest: int, now: float) -> bool:
         """Return whether a peer is there that holds all rounds and trains no more: what it ended with stands."""
-        beyond = [each for each in self._rounds.alive(now) if each.outer_step > newest]
+        beyond = [each for each in self.rounds.alive(now) if each.outer_step > newest]
         return any(not each.training and not self._waits(each) for each in beyond)
 
     def _waits(self, peer: Peer) -> bool:
@@ -196,15 +193,15 @@ class Joins:
         return here and len(join.asks) == peer.ranks
 
     def _go_to(self, lead: int, leaders: list[Peer]) -> None:
-        names, newest = ", ".join(sorted(each.name for each in leaders)), self._rounds.newest
+        names, newest = ", ".join(sorted(each.name for each in leaders)), self.rounds.newest
         logger.warning("the run goes on from outer step %d of %s; the last closed round was %s", lead, names, newest)
-        self._rounds.go_to(lead)
-        self._transfers.drop()
+        self.rounds.go_to(lead)
+        self.transfers.drop()
 
     # -- with another peer's state -----------------------------------------------------------------------------------
 
     def _state(self, join: JoinAttempt, sources: list[Peer], rank: int, now: float) -> JoinAnswer:
-        transfer = self._transfers.request(sources, self._rounds.oldest, now)
+        transfer = self.transfers.request(sources, self.rounds.oldest, now)
         if transfer is None:
             return RoundNotReady(waiting_for=self._no_source(sources))
         join.awaited_state = transfer.serial
@@ -212,13 +209,13 @@ class Joins:
             progress = transfer.progress(self._newest, now)
             return RoundNotReady(waiting_for=f"the state of peer {transfer.source}: {progress}")
         if transfer.outer_step is None:  # its ranks answered at different steps
-            self._transfers.drop()
+            self.transfers.drop()
             return RoundNotReady(waiting_for="a state that is of one outer step on all ranks")
-        closed = self._rounds.closed(transfer.outer_step)
+        closed = self.rounds.closed(transfer.outer_step)
         if closed is not None and closed.base != transfer.base:  # it fits no round that would follow on it
             step = closed.outer_step
             logger.warning("the state of peer %s is not the others' of outer step %d", transfer.source, step)
-            self._transfers.refuse(transfer.serial)
+            self.transfers.refuse(transfer.serial)
             return RoundNotReady(waiting_for="a state that the rounds since go on from")
         join.replays_from = transfer.outer_step
         newest = join.newest_by_state.setdefault(transfer.serial, self._newest)
@@ -228,7 +225,7 @@ class Joins:
         if not sources:
             return "a peer that trains"
         return (
-            f"another try to bring a state over, for {self._transfers.outgrown}. The rounds since, which stay for a "
+            f"another try to bring a state over, for {self.transfers.outgrown}. The rounds since, which stay for a "
             "joining peer beyond --keep-rounds, outgrew the memory: start `diloco lighthouse` with a larger "
             "--memory-gb, or raise diloco.sync_every, or the source's diloco.rate_limit_mbit"
         )

@@ -6,7 +6,7 @@
                                    └ request_handler.py: rounds (deltas, closed with whom), joins (which peer joins
                                      with which state), bodies (deltas and states on their way)
 
-Who waits on whom: a rank that asks for a round waits for the peers that are training, at most round_deadline_s after
+Order of waiting: a rank that asks for a round waits for the peers that are training, at most round_deadline_s after
 the first whole delta; a joining peer for one source's upload. Requests are answered at once or, with RoundNotReady,
 after a second. While the process stands still no peer counts as silent and no deadline runs: what peers sent meanwhile
 is read first.

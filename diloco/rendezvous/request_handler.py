@@ -75,12 +75,12 @@ class RequestHandler:
         self.rounds = Rounds(beat_timeout_s=settings.beat_timeout_s, keep=settings.keep_rounds)
         self.transfers = StateTransfers(stall_s=2 * settings.beat_timeout_s)
         self.joins = Joins(
-            self.rounds, self.transfers, expected=settings.start_peers, gather_s=settings.gather_s,
+            rounds=self.rounds, transfers=self.transfers, expected=settings.start_peers, gather_s=settings.gather_s,
             listens_until=clock() + settings.listen_s,
         )  # fmt: skip
         self._bodies = Bodies(
-            self.rounds, self.transfers, run=settings.run, header_key=header_key, max_bytes=settings.max_bytes,
-            clock=clock, on_change=on_change,
+            run=settings.run, header_key=header_key, max_bytes=settings.max_bytes, rounds=self.rounds,
+            transfers=self.transfers, clock=clock, on_change=on_change,
         )  # fmt: skip
         self._unsettled_since = clock()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from composer_prime.errors import RunMismatchError
 from diloco.rendezvous.peers import Base, ModelAgreement, Peer, check_same_run, largest_party
-from diloco.transport.messages import Header, PeerHello, Position, RunningChecksum, check_body
+from diloco.transport.messages import Header, PeerHello, Position, check_body, running_checksum
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Blob:
     data: bytearray = field(init=False)
     received: int = 0
     complete: bool = False
-    _checksum: RunningChecksum = field(default_factory=RunningChecksum)
+    _checksum: hashlib.blake2b = field(default_factory=running_checksum)
 
     def __post_init__(self) -> None:
         """Raises ChecksumError when the header announces an empty body with another hash than that of nothing."""
@@ -52,7 +52,7 @@ class Blob:
     def _finish(self) -> None:
         if self.received < self.header.size:
             return
-        checksum, self._checksum = self._checksum.hexdigest(), RunningChecksum()
+        checksum, self._checksum = self._checksum.hexdigest(), running_checksum()
         try:
             check_body(self.header, len(self.data), checksum)
         except Exception:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich import box
@@ -19,7 +18,7 @@ from composer_prime.config.diloco import CodecConfig, wrong_schedule
 from composer_prime.errors import ConfigError
 from composer_prime.stats.plot import line_chart, save
 from diloco.simulate.fleet import Fleet, deadline_warning, goodput, heal_warning
-from diloco.simulate.joint_run import ENCODE_NS, WAYS, JointRun, best, forecast_link, pipe, seconds, traffic
+from diloco.simulate.joint_run import ENCODE_NS, WAYS, JointRun, Net, best, forecast_link, pipe, seconds, traffic
 from diloco.simulate.utilization import (
     IntervalShares,
     Pipe,
@@ -87,13 +86,13 @@ def simulate(words: argparse.Namespace) -> int:
         for peers in words.peers
     ]  # fmt: skip
     schemes = paper_schemes(workload, words.sync_every, max(1, words.layers // words.fragments))
-    link = LinkSpec(gbit=words.gbit, latency_s=words.latency_ms / 1e3, relay_gbit=words.relay_gbit)
+    nets = [run.net(words.gbit, words.latency_ms / 1e3, words.relay_gbit) for run in runs]
     fleet = Fleet(peers=2, slowest=words.slowest, deadline_s=words.deadline_s, mtbf_h=words.mtbf_h)
     console = Console(highlight=False)
     with console.capture() as captured:  # rich would end with its own exit status when the reader leaves early
         for table, sentence in (
             required_table(workload, schemes, runs[0]),
-            peers_table(runs, link, fleet, words.heal_timeout_s),
+            peers_table(runs, nets, fleet, words.heal_timeout_s),
             traffic_table(runs),
         ):
             console.print(table)
@@ -151,18 +150,6 @@ def _plot(path: Path, workload: Workload, schemes: Sequence[Scheme], own: JointR
 # -- tables ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSpec:
-    """The links of a joint run."""
-
-    gbit: float
-    """Of each peer."""
-    latency_s: float
-    """One way."""
-    relay_gbit: float | None
-    """Of the rendezvous; None is that of a peer."""
-
-
 def required_table(workload: Workload, schemes: Sequence[Scheme], own: JointRun) -> tuple[Table, str]:
     """Return Gbit/s of a peer's link for each utilization, and the bytes that a peer sends an inner step.
 
@@ -191,20 +178,21 @@ def _add_required(table: Table, name: str, required: Sequence[float | None], sen
     table.add_row(name, *cells, three_digits(sent_bytes / 1e6))
 
 
-def peers_table(runs: Sequence[JointRun], link: LinkSpec, fleet: Fleet, heal_timeout_s: float) -> tuple[Table, str]:
-    """Return one row for each number of peers and way of reducing. `fleet`: of any number of peers."""
-    first = runs[0]
+def peers_table(
+    runs: Sequence[JointRun], nets: Sequence[Net], fleet: Fleet, heal_timeout_s: float
+) -> tuple[Table, str]:
+    """Return one row for each number of peers and way of reducing. `nets`: of the runs; `fleet`: of any peers."""
+    first, net = runs[0], nets[0]
     table = _table(
         f"{first.scheme.name}, H = {first.every}, P = {first.fragments}, tau = {first.delay:g}, peers with "
-        f"{link.gbit:g} Gbit/s and {1e3 * link.latency_s:g} ms"
+        f"{net.gbit_s:g} Gbit/s and {1e3 * net.latency_s:g} ms"
     )
     for head in ("peers", "way", "sync, s", "waits, s", "utilization", "goodput", "dominates"):
         table.add_column(head, justify="left" if head in ("way", "dominates") else "right")
-    for run in runs:
-        for row in _ways(run, link, fleet):
+    for run, its_net in zip(runs, nets, strict=True):
+        for row in _ways(run, its_net, fleet):
             table.add_row(*row)
         table.add_section()
-    net = first.net(link.gbit, link.latency_s, link.relay_gbit)
     forecast = forecast_link(first, net)
     warnings = (
         deadline_warning(forecast.send_s, fleet.deadline_s, "--deadline-s"),
@@ -218,8 +206,8 @@ def peers_table(runs: Sequence[JointRun], link: LinkSpec, fleet: Fleet, heal_tim
     )
 
 
-def _ways(run: JointRun, link: LinkSpec, fleet: Fleet) -> list[list[str]]:
-    net, bits = run.net(link.gbit, link.latency_s, link.relay_gbit), run.size * run.scheme.bits
+def _ways(run: JointRun, net: Net, fleet: Fleet) -> list[list[str]]:
+    bits = run.size * run.scheme.bits
     interval_s, heal_s = run.every / run.fragments * run.step_s, forecast_link(run, net).heal_s
     quickest, rows = best(net, bits), []
     for way in WAYS:

@@ -32,10 +32,10 @@ from diloco.transport.messages import (
     Received,
     RequestRefused,
     RoundClosed,
-    RunningChecksum,
     ToPeer,
     check_body,
     encode,
+    running_checksum,
     to_peer,
 )
 
@@ -175,7 +175,7 @@ class Connection:
                 future.set_exception(error)
 
     async def upload(self, header: Header, body: memoryview, instance: int) -> bool:
-        """Upload a blob; return False when its round closed or nobody wants it any more. Raises RefusedError."""
+        """Upload a blob; return False when its round closed or it is not wanted any more. Raises RefusedError."""
         flow = Flow()
         while True:
             answer = await self.call(DeltaOffer(header=header, instance=instance))
@@ -199,7 +199,7 @@ class Connection:
 
         `progress`: its name in the log, about every ten seconds.
         """
-        body, done, checksum, flow = bytearray(header.size), 0, RunningChecksum(), Flow()
+        body, done, checksum, flow = bytearray(header.size), 0, running_checksum(), Flow()
         logged_at = time.monotonic()
         while done < header.size:
             spans = _spans(done, header.size, flow)

@@ -15,7 +15,7 @@ Every request may be repeated: the answer to the second is that to the first.
 
 A blob is a delta or a state. Its header names the body's hash, run, peer, outer step and the global model that it
 starts from. It is sealed with a key derived from the run's, and no two are the same. So a relay without the key cannot
-alter a delta, and nobody can replay one in another round.
+alter a delta, and no one can replay one in another round.
 """
 
 from __future__ import annotations
@@ -79,21 +79,13 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind}/{number}/{self.peer}/{self.rank}"
 
 
-class RunningChecksum:
-    """Checksum of a body whose pieces come one after the other."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=32)
-
-    def update(self, piece: bytes | bytearray | memoryview) -> None:
-        self._hash.update(piece)
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
-
-
 def body_checksum(body: bytes | bytearray | memoryview) -> str:
-    return hashlib.blake2b(body, digest_size=32).hexdigest()
+    return running_checksum(body).hexdigest()
+
+
+def running_checksum(body: bytes | bytearray | memoryview = b"") -> hashlib.blake2b:
+    """Return the hash of a body whose further pieces come by `update`."""
+    return hashlib.blake2b(body, digest_size=32)
 
 
 def seal_header(header: Header, key: bytes) -> Header:
@@ -116,7 +108,7 @@ def check_body(header: Header, size: int, checksum: str) -> None:
     """Raises ChecksumError when a body of `size` bytes with `checksum` is not the header's."""
     if size != header.size or checksum != header.checksum:
         raise ChecksumError(
-            f"{header.name}: {size} bytes with hash {checksum[:16]}..., its header says {header.size} bytes "
+            f"{header.name}: {size} bytes with hash {checksum[:16]}..., its header has {header.size} bytes "
             f"with {header.checksum[:16]}...: damaged on the way"
         )
 
@@ -320,18 +312,9 @@ class RequestRefused(Message, tag="refused"):
 
 FromPeer = PeerHello | Beat | DeltaOffer | BodyChunk | AskRound | AskState | Get | Unusable
 ToPeer = (
-    PeerWelcome
-    | BeatReply
-    | Received
-    | RoundClosed
-    | Gone
-    | RoundNotReady
-    | RoundOutcome
-    | Current
-    | StateReady
-    | Piece
-    | RequestRefused
-)
+    PeerWelcome | BeatReply | Received | RoundClosed | Gone | RoundNotReady | RoundOutcome | Current | StateReady
+    | Piece | RequestRefused
+)  # fmt: skip
 
 _FROM_PEER, _TO_PEER = msgspec.msgpack.Decoder(FromPeer), msgspec.msgpack.Decoder(ToPeer)
 encode = msgspec.msgpack.Encoder().encode

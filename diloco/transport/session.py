@@ -196,33 +196,31 @@ class RoundEntry:
     body: memoryview | None = None
 
 
+@dataclass(slots=True)
 class Exchange:
-    def __init__(self, connection: Connection, key: bytes, run: str, peer: str, member: Member) -> None:
-        """`key`: of the headers."""
-        self._connection = connection
-        self._key = key
-        self._run = run
-        self._peer = peer
-        self._member = member
-        self._layout_hash = layout_hash(member.layout)
-        self.waiting_for = "the rendezvous' answer"
-        self.upload_s = 0.0
-        """How long the upload of the last delta took."""
+    connection: Connection
+    header_key: bytes
+    run: str
+    peer: str
+    member: Member
+    waiting_for: str = "the rendezvous' answer"
+    upload_s: float = 0.0
+    """How long the upload of the last delta took."""
 
     async def take_part(self, entry: RoundEntry) -> RoundResult | MustRejoin:
         """Bring a delta, and fetch the result of its round. Raises WireErrors."""
-        member = self._member
+        member = self.member
         ask = AskRound(
-            peer=self._peer, rank=member.rank, instance=member.instance, outer_step=entry.outer_step,
+            peer=self.peer, rank=member.rank, instance=member.instance, outer_step=entry.outer_step,
             base_hash=entry.base_hash,
         )  # fmt: skip
         uploaded = False
         while True:
             if entry.header is not None:
                 began = time.monotonic()
-                if await self._connection.upload(entry.header, entry.body, member.instance) and not uploaded:
+                if await self.connection.upload(entry.header, entry.body, member.instance) and not uploaded:
                     uploaded, self.upload_s = True, time.monotonic() - began
-            answer = await self._connection.call(ask)
+            answer = await self.connection.call(ask)
             if isinstance(answer, RoundOutcome):
                 self._check_outcome(answer, entry)
                 own = {entry.header.checksum: entry.body} if entry.header is not None else {}
@@ -237,12 +235,12 @@ class Exchange:
     def _check_outcome(self, outcome: RoundOutcome, entry: RoundEntry) -> None:
         """Raises WireErrors when a header is forged, of another run, or of another round."""
         for header in outcome.headers:
-            authenticate(header, self._key, run=self._run)
+            authenticate(header, self.header_key, run=self.run)
             identity = (header.kind, header.outer_step, header.rank, header.base_hash)
-            if identity != ("delta", entry.outer_step, self._member.rank, entry.base_hash):
+            if identity != ("delta", entry.outer_step, self.member.rank, entry.base_hash):
                 raise RunMismatchError(
                     f"the rendezvous counts {header.name} to outer step {entry.outer_step} of rank "
-                    f"{self._member.rank}: a replayed or misplaced header is refused"
+                    f"{self.member.rank}: a replayed or misplaced header is refused"
                 )
             self._check_layout(header)
         peers = [header.peer for header in outcome.headers]
@@ -250,10 +248,10 @@ class Exchange:
             raise RunMismatchError(f"round {entry.outer_step} lists the peers {peers}, expected each once, in order")
 
     def _check_layout(self, header: Header) -> None:
-        if header.layout_hash != self._layout_hash:
+        if header.layout_hash != (expected := layout_hash(self.member.layout)):
             raise RunMismatchError(
-                f"{header.name} is of layout {header.layout_hash}, this rank has layout {self._layout_hash}: use the "
-                "same model, sharding, adapters and diloco.fragments"
+                f"{header.name} is of layout {header.layout_hash}, this rank has layout {expected}: use the same "
+                "model, sharding, adapters and diloco.fragments"
             )
 
     async def _bodies(self, headers: Sequence[Header], own: dict[str, memoryview]) -> list[memoryview] | None:
@@ -264,10 +262,10 @@ class Exchange:
         bodies = []
         for header in headers:
             body = own.get(header.checksum)
-            if header.size > largest_body(self._member.layout, header.fragment):
+            if header.size > largest_body(self.member.layout, header.fragment):
                 body = memoryview(b"")
             if body is None:
-                fetched = await self._connection.download(header)
+                fetched = await self.connection.download(header)
                 if fetched is None:
                     return None
                 body = memoryview(fetched)
@@ -280,17 +278,17 @@ class Exchange:
         Raises WireErrors when the state is not the one that was requested.
         """
         ask = AskState(
-            peer=self._peer, rank=self._member.rank, instance=self._member.instance, attempt=attempt,
+            peer=self.peer, rank=self.member.rank, instance=self.member.instance, attempt=attempt,
             outer_step=outer_step, base_hash=base_hash,
         )  # fmt: skip
         logged_at = time.monotonic()
         while True:
-            answer = await self._connection.call(ask)
+            answer = await self.connection.call(ask)
             if isinstance(answer, Current):
                 return JoinSource(answer.newest)
             if isinstance(answer, StateReady):
                 self._check_state(answer, outer_step)
-                body = await self._connection.download(answer.header, progress=f"state of peer {answer.header.peer}")
+                body = await self.connection.download(answer.header, progress=f"state of peer {answer.header.peer}")
                 if body is not None:
                     return JoinSource(answer.newest, answer.header, body)
             self.waiting_for = answer.waiting_for if isinstance(answer, RoundNotReady) else self.waiting_for
@@ -302,14 +300,14 @@ class Exchange:
     def _check_state(self, ready: StateReady, outer_step: int) -> None:
         """Raises WireErrors when it is forged, of another run, kind, rank or layout, or would take this rank back."""
         header = ready.header
-        authenticate(header, self._key, run=self._run)
-        if header.kind != "state" or header.rank != self._member.rank:
+        authenticate(header, self.header_key, run=self.run)
+        if header.kind != "state" or header.rank != self.member.rank:
             raise RunMismatchError(
-                f"the rendezvous gives {header.name} as the state of rank {self._member.rank}: a misplaced header is "
+                f"the rendezvous gives {header.name} as the state of rank {self.member.rank}: a misplaced header is "
                 "refused"
             )
         self._check_layout(header)
-        limit = largest_body(self._member.layout, None)
+        limit = largest_body(self.member.layout, None)
         if header.size > limit:
             raise RunMismatchError(f"{header.name} has {header.size} bytes, a state of this layout at most {limit}")
         reached = max(header.outer_step, ready.newest + 1)

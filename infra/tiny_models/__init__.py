@@ -1,8 +1,8 @@
-"""Makes the tiny models of the quickstart: one policy and three teachers, all for the toolsmith environment.
+"""Make the tiny models of the quickstart: one policy and three teachers, all for the toolsmith environment.
 
     python -m infra.tiny_models.make        trains all four and writes composer_prime/assets/tiny (under 30 minutes)
 
-make.py is the table of contents; tokenizer.py the vocabulary and chat template; demonstrate.py the conversations that
-are imitated, with injected mistakes; mixtures.py who learns which mistakes; train.py the supervised loop; play.py and
-measure.py how good the result is.
+Read make.py first. tokenizer.py makes the vocabulary and chat template, demonstrate.py the conversations to imitate,
+with injected mistakes. mixtures.py says which model learns which mistakes, train.py has the supervised loop, and play.py
+and measure.py tell how good the result is.
 """

@@ -1,7 +1,7 @@
-"""Demonstrations: an expert plays toolsmith episodes and, with given probabilities, errs the way a novice does.
+"""Demonstrations: an expert plays toolsmith episodes and, with given probabilities, makes a novice's mistakes.
 
-The tools are the real ones, so every reply and error text is what a rollout sees, and the tokens come from the same
-renderer that rollouts use, turn by turn, so that a trained model meets exactly these prompts again.
+The tools are the real ones, so replies and error texts are those of a rollout. The tokens come turn by turn from the
+renderer that rollouts use, so a trained model sees exactly these prompts again.
 """
 
 import json
@@ -34,13 +34,13 @@ class _Turn:
     text: str
     right: bool
     reply: str | None
-    """The tool's reply; None where the turn ends the conversation."""
+    """The tool's reply; None when the turn ends the conversation."""
     advances: bool = False
-    """Whether the turn made the step's call, rightly or with a silent slip."""
+    """Whether the turn made the step's call, correctly or with an error that no tool reports."""
 
 
 def demonstrate(episode: Episode, mixture: Mixture, renderer: ToolQwen3Renderer, seed: int) -> Demonstration:
-    """Plays one episode under a mixture."""
+    """Play one episode under a mixture."""
     rng = random.Random(f"demonstrate/{seed}")
     player = _Player(episode, mixture, rng)
     encode = renderer._tokenizer.encode
@@ -78,7 +78,7 @@ class _Player:
         self.mistake: str | None = None
 
     def maybe_hint(self, tail: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages before the next turn, perhaps with a reminder."""
+        """Return the messages before the next turn, perhaps with a reminder."""
         self.hinted = self.step < len(self.episode.steps) and self.rng.random() < self.mixture.hint
         if not self.hinted:
             return tail
@@ -89,7 +89,7 @@ class _Player:
         return [*tail[:-1], {**tail[-1], "content": tail[-1]["content"] + "\n" + hint}]
 
     def act(self) -> _Turn:
-        """The next turn."""
+        """Return the next turn."""
         rng, mixture = self.rng, self.mixture
         if self.step == len(self.episode.steps):
             return self._answer(slip=rng.random() < mixture.answer_slip)
@@ -119,7 +119,7 @@ class _Player:
         return _Turn(text=str(_slipped(self.rng, value) if slip else value), right=right and not slip, reply=None)
 
     def _call(self, mistake: str | None) -> _Turn:
-        """A call with at most one mistake; a mistake that this tool does not allow falls away."""
+        """Return a call with at most one mistake. A mistake that this tool does not allow is skipped."""
         rng, tool, operands = self.rng, self._tool(), self._operands()
         name, arguments = tool.name, tool.encode(operands)
         if mistake == "wrong_name":

@@ -1,8 +1,8 @@
 """python -m infra.tiny_models.hint_effect: what a hint changes at the turns that went wrong.
 
-The policy plays toolsmith; at every turn that a tool answers with an error the same model writes the turn again, from
-the same context and from the context with the hint, once for each place that a hint can have. Prints how the second
-tries ended: a call that works (ok), another error, or an answer instead of a call.
+The policy plays toolsmith. At every turn that a tool answers with an error, the same model writes the turn again: from
+the same context, and from the context with a hint at each possible place. Prints how the second attempts ended: a call
+that works (ok), another error, or an answer instead of a call.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def _wrong_turn(conversation: Conversation, completion: list[int], renderer: ToolQwen3Renderer) -> WrongTurn | None:
-    """The turn with its hint, where it went wrong and a template knows one."""
+    """Return the turn with its hint, None when it went right or no template has a hint."""
     message = message_of(renderer, completion)
     error = next((reply for reply in replies_to(conversation, message) if is_error(reply)), None)
     if error is None:
@@ -105,9 +105,9 @@ def _table(ends: dict[tuple[str, str], Counter[str]]) -> str:
     for kind in kinds:
         cells = []
         for arm in ("none", *PLACEMENTS):
-            counted = ends[arm, kind]
-            total = sum(counted.values())
-            cells.append(" / ".join(f"{counted[end] / total:.2f}" for end in ("ok", "error", "answer")))
+            counts = ends[arm, kind]
+            total = sum(counts.values())
+            cells.append(" / ".join(f"{counts[end] / total:.2f}" for end in ("ok", "error", "answer")))
         lines.append(f"| {kind} | {sum(ends['none', kind].values())} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -1,8 +1,8 @@
-"""Reminders that the tiny models learn to heed.
+"""Reminders that the tiny models learn to follow.
 
-Channel 2 puts a short hint into the context of a turn that went wrong and asks the same model for its distribution
-there. That teaches something only if the model has seen reminders and acts on them. So some demonstrations carry one,
-before a turn that is then always right. Wording and place vary, so that no single form is learnt by heart.
+SDPO puts a short hint into the context of a turn that went wrong and asks the same model for its distribution there.
+That helps only if the model has seen reminders and acts on them. So some demonstrations hold one, before a turn that is
+then always right. Wording and place vary, so that the model does not learn a single form.
 """
 
 import random
@@ -12,7 +12,7 @@ from orchestrator.environments.toolsmith.tools import ERROR_STARTS
 
 
 def draw_hint(rng: random.Random, episode: Episode, tool: Tool) -> str:
-    """A reminder for a turn that should call `tool`."""
+    """Return a reminder for a turn that should call `tool`."""
     names = ", ".join(offered.name for offered in episode.tools)
     arguments = ", ".join(f"{argument} ({tool.argument_type})" for argument in tool.arguments)
     return rng.choice(
@@ -27,7 +27,7 @@ def draw_hint(rng: random.Random, episode: Episode, tool: Tool) -> str:
 
 
 def hint_corpus() -> list[str]:
-    """Words of hints and tool errors, for the tokenizer."""
+    """Return texts of hints and tool errors, to train the tokenizer."""
     frames = ["Reminder: Available tools are: ", "Reminder: The arguments of x are: x (integer), y (string)."]
     frames += ["Reminder: A tool call is one JSON object with a name and arguments."]
     return [*frames, *ERROR_STARTS, "x: expected integer, got string"] * 50

@@ -1,10 +1,10 @@
-"""python -m infra.tiny_models.make: trains the tiny policy and the three tiny teachers and writes them to the assets.
+"""python -m infra.tiny_models.make: train the tiny policy and the three tiny teachers, and write them to the assets.
 
 1. A tokenizer from toolsmith's own words.
-2. One expert: it sees other people's mistakes and how they are repaired, and imitates only the right turns.
-3. The policy: the expert, taught bad habits. It knows how to do everything and often does not.
-4. Three teachers: the expert, each taught another, milder habit from other demonstrations.
-5. The figures of all four, measured and written to README.md.
+2. One expert. It sees mistakes and their repair, and imitates only the right turns.
+3. The policy: the expert with bad habits. It can do everything and often does not.
+4. Three teachers: the expert with milder habits, different for each, from other demonstrations.
+5. README.md with the measured figures of all four.
 
 Everything follows from --seed; the same machine and thread count give the same weights.
 """
@@ -65,7 +65,7 @@ def _options() -> argparse.Namespace:
 
 
 def _save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Qwen3ForCausalLM:
-    """Writes a Hugging Face folder in bfloat16, complete or not at all, and returns the model as it was written."""
+    """Write a Hugging Face folder in bfloat16, complete or not at all, and return the model as written."""
     model = model.to(torch.bfloat16)
     model.set_attn_implementation("sdpa")
     folder.parent.mkdir(parents=True, exist_ok=True)

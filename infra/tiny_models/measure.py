@@ -15,7 +15,7 @@ GROUP = 8
 def measure(
     model: Qwen3ForCausalLM, renderer: ToolQwen3Renderer, *, groups: int, seed: int = 0, split: str = "train"
 ) -> dict[str, Any]:
-    """Figures of `groups` groups of eight rollouts sampled at temperature 1, a third of each difficulty."""
+    """Return figures of `groups` groups of eight rollouts at temperature 1, a third of each difficulty."""
     episodes = draw_episodes(groups, seed=seed, split=split)
     rollouts: list[Rollout] = []
     for start in range(0, groups, GROUP):

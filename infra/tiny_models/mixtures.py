@@ -1,4 +1,4 @@
-"""Who learns which mistakes: the probabilities behind each model's demonstrations."""
+"""Which model learns which mistakes: the probabilities behind each model's demonstrations."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Mixture:
     stop_early: float = 0.0
     """Answers before all calls are made."""
     recover: float = 1.0
-    """After an error: the chance that the same mistake is not simply made again."""
+    """After an error: the chance that the same mistake is not repeated."""
     give_up: float = 0.0
     """After an error: answers at once."""
     answer_slip: float = 0.0

@@ -1,10 +1,10 @@
-"""python -m infra.tiny_models.pairs: preference pairs for channel 3, voted by the three tiny teachers on toolsmith.
+"""python -m infra.tiny_models.pairs: preference pairs for replay-DPO, by votes of the three tiny teachers.
 
-1. The policy plays training episodes at temperature 1; every turn of it is a state: what it saw, what it did.
+1. The policy plays training episodes of toolsmith at temperature 1. Each of its turns is a state: context and action.
 2. At each state the three teachers give their own greedy answer, from the same token ids.
-3. Answers are compared in canonical form. A majority of the teachers beats the policy's answer; the policy's answer,
-   where it is the majority's, beats a minority's. No majority, no pair; an answer that was cut is none.
-4. pairs.jsonl, pairs.votes.jsonl (what each teacher said at every state) and PAIRS.md are written to the assets. The
+3. Answers are compared in canonical form. An answer of most teachers beats the policy's. The policy's answer, when
+   most teachers agree with it, beats a minority's. Without a majority there is no pair; cut answers do not count.
+4. pairs.jsonl, pairs.votes.jsonl (each teacher's vote at every state) and PAIRS.md are written to the assets. The
    verdict beside them is that of `composer pairs report --base tiny --min-pairs 1` on this file.
 
 Where teachers wrote the majority's answer differently, the one that the policy finds likeliest per token is taken. A
@@ -43,10 +43,10 @@ _OUTCOMES = {
     "no majority": "no_majority",
     "the policy's answer was cut": "refused",
 }
-"""As replay calls them."""
+"""Their names in replay's records."""
 _README = """# pairs.jsonl
 
-{pairs} preference pairs of toolsmith, for channel 3 before a replay of one's own traces exists
+{pairs} preference pairs of toolsmith, for replay-DPO before a replay of one's own traces exists
 (`orchestrator.preferences.pairs = "tiny"`). Made by
 
     python -m infra.tiny_models.pairs --seed {seed} --episodes {episodes} --most {most}
@@ -87,7 +87,7 @@ class Answer:
 
     message: dict[str, Any]
     canonical: str
-    """The same for answers that do the same."""
+    """Equal for answers with the same effect."""
     token_ids: tuple[int, ...]
 
 
@@ -138,23 +138,23 @@ def _play(
     records: list[StateRecord],
     outcomes: Counter[str],
 ) -> None:
-    """Plays the episodes with the policy and lets the teachers answer at each of its turns."""
+    """Play the episodes with the policy, and let the teachers answer at each of its turns."""
     generator = torch.Generator().manual_seed(seed + episodes[0][0])
     live = [begin(number, episode, renderer) for number, episode in episodes]
     while live:
         prompts = [conversation.prompt for conversation in live]
-        own = complete(models["policy"], renderer, prompts, 1.0, generator)
-        told = {name: complete(models[name], renderer, prompts, 0.0, generator) for name in TEACHERS}
+        policy_turns = complete(models["policy"], renderer, prompts, 1.0, generator)
+        teacher_turns = {name: complete(models[name], renderer, prompts, 0.0, generator) for name in TEACHERS}
         for index, conversation in enumerate(live):
-            student = _answer(renderer, own[index])
-            votes = {name: _answer(renderer, completions[index]) for name, completions in told.items()}
+            student = _answer(renderer, policy_turns[index])
+            votes = {name: _answer(renderer, completions[index]) for name, completions in teacher_turns.items()}
             outcome, pair = _vote(conversation, student, votes, models["policy"])
             outcomes[outcome] += 1
             pairs += [pair] if pair is not None else []
             records.append(_record(conversation, outcome, student, votes, pair))
         live = [
             conversation
-            for conversation, completion in zip(live, own, strict=True)
+            for conversation, completion in zip(live, policy_turns, strict=True)
             if advance(conversation, completion, renderer)
         ]
 
@@ -167,7 +167,7 @@ def begin(number: int, episode: Episode, renderer: ToolQwen3Renderer) -> Convers
 
 
 def _answer(renderer: ToolQwen3Renderer, completion: list[int]) -> Answer | None:
-    """None for an answer that was cut."""
+    """Return the answer, None when it was cut."""
     if completion[-1] not in renderer.get_stop_token_ids():
         return None
     message = message_of(renderer, completion)
@@ -191,7 +191,7 @@ def message_of(renderer: ToolQwen3Renderer, completion: list[int]) -> dict[str, 
 def _vote(
     conversation: Conversation, student: Answer | None, votes: dict[str, Answer | None], base: Qwen3ForCausalLM
 ) -> tuple[str, Pair | None]:
-    """What became of the state, and its pair."""
+    """Return the outcome of the vote and the pair, if any."""
     answers = {name: answer for name, answer in votes.items() if answer is not None}
     if student is None:
         return "the policy's answer was cut", None
@@ -216,7 +216,7 @@ def _record(
     votes: dict[str, Answer | None],
     pair: Pair | None,
 ) -> StateRecord:
-    """What `composer pairs report` reads. Nothing was paid, and the time of a state in a batch is not known."""
+    """Return the record for `composer pairs report`. Nothing was paid; a state's own time in a batch is unknown."""
     trace, own = _trace(conversation), student.canonical if student else None
     return StateRecord(
         trace=trace,
@@ -242,7 +242,7 @@ def _trace(conversation: Conversation) -> str:
 
 
 def _likelihood(base: Qwen3ForCausalLM, prompt: list[int], answer: Answer) -> float:
-    """Mean log-probability of the answer's tokens."""
+    """Return the mean log-probability of the answer's tokens."""
     ids = torch.tensor([[*prompt, *answer.token_ids]])
     logprobs = base(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
     return logprobs.gather(1, ids[0, len(prompt) :, None]).mean().item()
@@ -267,7 +267,7 @@ def _pair(
 
 
 def replies_to(conversation: Conversation, message: dict[str, Any]) -> list[str]:
-    """What the tools say to a message; empty where it asks for none."""
+    """Return the tools' replies to a message; empty when it calls none."""
     replies = [
         run_call(conversation.episode, call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls", [])
@@ -276,7 +276,7 @@ def replies_to(conversation: Conversation, message: dict[str, Any]) -> list[str]
 
 
 def advance(conversation: Conversation, completion: list[int], renderer: ToolQwen3Renderer) -> bool:
-    """Takes in the policy's turn and the tools' replies; False where the conversation is over."""
+    """Add the policy's turn and the tools' replies. Returns False when the conversation is over."""
     message = message_of(renderer, completion)
     replies = replies_to(conversation, message)
     conversation.turn += 1

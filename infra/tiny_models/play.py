@@ -1,4 +1,4 @@
-"""Plays toolsmith episodes with a model, many at once: what a rollout does, without the network."""
+"""Play toolsmith episodes with a model, many at once: rollouts without the network."""
 
 import json
 import random
@@ -35,7 +35,7 @@ class Rollout:
 
 
 def draw_episodes(count: int, *, seed: int, split: str = "train") -> list[Episode]:
-    """Episodes of mixed difficulty, one to three in equal parts."""
+    """Return episodes of difficulty one to three in equal parts."""
     rng = random.Random(f"play/{seed}")
     return [
         generate(seed=rng.getrandbits(53), difficulty=1 + i % 3, split="eval" if split == "eval" else "train")
@@ -47,7 +47,7 @@ def draw_episodes(count: int, *, seed: int, split: str = "train") -> list[Episod
 def play(
     model: Qwen3ForCausalLM, renderer: ToolQwen3Renderer, episodes: list[Episode], *, temperature: float, seed: int
 ) -> list[Rollout]:
-    """One rollout for each episode (repeat an episode for a group). Temperature 0 is greedy."""
+    """Play one rollout per episode (repeat an episode for a group). Temperature 0 is greedy."""
     generator = torch.Generator().manual_seed(seed)
     rollouts = [_begin(episode, renderer) for episode in episodes]
     for _ in range(MAX_TURNS):
@@ -99,7 +99,7 @@ def complete(
     temperature: float,
     generator: torch.Generator,
 ) -> list[list[int]]:
-    """Samples one turn for every prompt, left-padded, until all have stopped."""
+    """Sample one turn for every prompt, left-padded, until all have stopped."""
     stops = set(renderer.get_stop_token_ids())
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)

@@ -71,7 +71,7 @@ _ROWS = {
 
 
 def readme(figures: dict[str, Any], seed: int, threads: int, minutes: float) -> str:
-    """The text, from `measure`'s figures by model and split."""
+    """Return the text, from the figures of `measure` by model and split."""
     renderer = "{ " + ", ".join(f'{key} = "{value}"' for key, value in RENDERER.items()) + " }"
     return _TEXT.format(
         seed=seed,

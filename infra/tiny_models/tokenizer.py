@@ -1,9 +1,9 @@
-"""The tiny models' tokenizer: byte-level BPE with single digits, and whole phrases for what every prompt repeats.
+"""The tiny models' tokenizer: byte-level BPE with single digits, and one token per phrase that every prompt repeats.
 
 Episodes must be short to train on two CPU cores, and most of a tool-use prompt is boilerplate. So each fixed stretch
-of the chat template, of a tool schema and of a user's question is one token (an added token, not a special one);
-identifiers and words are BPE tokens of their own, and spaces and digits stand alone, so that a name or a number looks
-the same wherever it is copied from. The text itself is plain Qwen3 format: any Qwen3 tool parser reads it.
+of the chat template, of a tool schema and of a user's question is one token (an added token, not a special one).
+Identifiers and words are BPE tokens, and spaces and digits stand alone. So a name or a number has the same tokens
+wherever it is copied from. The text is plain Qwen3 format, which any Qwen3 tool parser reads.
 """
 
 import itertools
@@ -44,13 +44,13 @@ _MERGE_LIMIT = 1024
 
 
 def phrases() -> list[str]:
-    """The fixed stretches of text that are one token each."""
+    """Return the fixed stretches of text that are one token each."""
     middles = [_SCHEMA_MIDDLE.format(operation.description) for operation in OPERATIONS]
     return [_HEADER, _FOOTER, *_SCHEMA, *middles, *_CALL, *_QUESTION]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Trains the tokenizer on toolsmith's own words; the same on every run."""
+    """Train the tokenizer on toolsmith's own words. The result is the same on every run."""
     core = Tokenizer(models.BPE())
     pieces = Regex(r"[A-Za-z_]+|[0-9]| |\n|[^A-Za-z_0-9 \n]+")
     core.pre_tokenizer = pre_tokenizers.Sequence(

@@ -20,24 +20,24 @@ from orchestrator.environments.toolsmith.episode import MAX_DIFFICULTY, MIN_DIFF
 _BUCKET_BATCHES = 8
 _VOCABULARY_MULTIPLE = 64
 _LENGTH_MULTIPLE = 32
-"""Few distinct shapes: the CPU's bfloat16 kernels are compiled, and kept in memory, for each one."""
+"""Keeps shapes few: the CPU's bfloat16 kernels are compiled, and stay in memory, for each one."""
 _LOG_EVERY = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How long and how fast to train."""
+    """Length and speed of a training."""
 
     steps: int
     batch: int = 16
-    """Conversations a step."""
+    """Conversations per step."""
     learning_rate: float = 5e-3
     prompt_weight: float = 0.0
     """Loss weight of tokens that the model does not write (1 for those it does)."""
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """A fresh model of about two million parameters, float32."""
+    """Return a new model of about two million parameters, float32."""
     torch.manual_seed(seed)
     size = math.ceil(len(tokenizer) / _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
     config = Qwen3Config(
@@ -61,7 +61,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM
 def train(
     model: Qwen3ForCausalLM, renderer: ToolQwen3Renderer, mixture: Mixture, schedule: Schedule, *, seed: int, label: str
 ) -> None:
-    """Trains in place on fresh demonstrations, with a linear warm-up and a cosine decay to a tenth."""
+    """Train in place on fresh demonstrations, with a linear warm-up and a cosine decay to a tenth."""
     model.train()
     model.set_attn_implementation("eager")  # at these lengths, in bfloat16, twice as fast on a CPU as the fused kernel
     optimizers = _optimizers(model, schedule.learning_rate)
@@ -85,7 +85,7 @@ def train(
 
 
 def _optimizers(model: Qwen3ForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices (here it needs a fifth of AdamW's steps), AdamW for embeddings and norms."""
+    """Return Muon for the matrices (it needs a fifth of AdamW's steps here) and AdamW for embeddings and norms."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
@@ -94,7 +94,7 @@ def _optimizers(model: Qwen3ForCausalLM, learning_rate: float) -> list[torch.opt
 
 
 def _loss(logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted mean cross-entropy of logits [B, T, V] for ids and weights [B, T]."""
+    """Return the weighted mean cross-entropy of logits [B, T, V] for ids and weights [B, T]."""
     losses = F.cross_entropy(logits.float().flatten(0, 1), ids.flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
 
@@ -110,7 +110,7 @@ def _rate(step: int, steps: int) -> float:
 def _batches(
     renderer: ToolQwen3Renderer, mixture: Mixture, schedule: Schedule, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches (ids [B, T], weights [B, T]) of conversations of similar length, padded on the right."""
+    """Yield batches (ids [B, T], weights [B, T]) of conversations of similar length, padded on the right."""
     rng = random.Random(f"batches/{seed}")
     while True:
         pool = [_draw(renderer, mixture, rng) for _ in range(schedule.batch * _BUCKET_BATCHES)]

@@ -66,7 +66,7 @@ class RendezvousThread:
 
     def __init__(self, key: JointKey, **settings: Any) -> None:
         self.key = key
-        self.settings = {"run": RUN, "bind": "tcp://127.0.0.1:0", "beat_timeout_s": 1.5, **settings}
+        self.settings = {"run": RUN, "bind": "tcp://127.0.0.1:0", "beat_timeout_s": 1.0, **settings}
         self.start()
 
     def start(self) -> None:

@@ -71,7 +71,7 @@ def test_simulate(tmp_path, capsys):
     assert float(many[1][2].replace(",", "")) > float(many[2][2].replace(",", ""))
     assert sum(row[1].endswith(" *") for row in many) == 1
     labels = re.findall(r">([^<>]+: [\d.,]+ MB)<", (tmp_path / "u.svg").read_text())
-    assert [label.partition(":")[0] for label in labels] == [*list(needed)[:-1], "this run, int4, relayed"]
+    assert [label.partition(":")[0] for label in labels] == [*list(needed)[1:-1], "this run, int4, relayed"]
 
 
 # docs/how-to/choose-a-link.md shows what is printed.

@@ -23,6 +23,7 @@ TOP = torch.finfo(torch.float32).max
 
 # The sum of squares is the exact one but for double rounding, and the same whatever is around it: a vector of 16384
 # zeros in front moves every element to another place and leaves its lane.
+@hypothesis_settings(deadline=None)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=50), st.integers(0, 2))
 def test_squared_norm(values, shift):
     exact = math.fsum(value * value for value in values)

@@ -1,4 +1,4 @@
-"""States that no joiner can use: a damaged source does not serve its own, and what is refused is asked of another."""
+"""States that no peer can join with: a damaged source does not serve its own; a refused state comes from another."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def leave_a_part_out(engine: StreamingDiLoCo) -> None:
 
 
 # Peer a, which is asked first, has a damaged model in memory, or serves a state that is not what its header says, or
-# half of one: the joiner refuses it and gets the state of peer b, the very model that b holds.
+# half of one: the joining peer refuses it and gets the state of peer b, the very model that b holds.
 @pytest.mark.parametrize("fault", [damage, claim_another_hash, leave_a_part_out])
 def test_another_source_is_asked(make_rendezvous, key_file, caplog, fault):
     server = make_rendezvous()
@@ -103,7 +103,7 @@ def test_a_damaged_source_is_read_once(make_rendezvous, key_file, caplog):
     assert min(c.hashes) >= 1
 
 
-# With no other source the joiner asks until its patience ends, and says what it waits for.
+# With no other source the joining peer asks until its timeout, and its error names what it waits for.
 def test_no_other_source(make_rendezvous, key_file):
     server = make_rendezvous()
     ready, finished = threading.Event(), threading.Event()
@@ -121,8 +121,8 @@ def test_no_other_source(make_rendezvous, key_file):
     def join():
         assert ready.wait(30)
         try:
-            with pytest.raises(DeadlineError, match=r"heal_timeout_s = 2 s: .* waits for the state of peer a"):
-                train(settings(server.endpoint, key_file, "c", heal_timeout_s=2), 1, 1, seed=7)
+            with pytest.raises(DeadlineError, match=r"heal_timeout_s = 1 s: .* waits for the state of peer a"):
+                train(settings(server.endpoint, key_file, "c", heal_timeout_s=1), 1, 1, seed=7)
         finally:
             finished.set()
 

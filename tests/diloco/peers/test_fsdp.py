@@ -73,7 +73,11 @@ def test_two_by_two(make_rendezvous, key_file, tmp_path, monkeypatch, muon_lr):
     import joint_run
     import test_streaming
 
-    values = {"rendezvous": make_rendezvous(start_peers=2).endpoint, "key_file": str(key_file), **VALUES}
+    values = {
+        "rendezvous": make_rendezvous(start_peers=2, beat_timeout_s=1.5).endpoint,
+        "key_file": str(key_file),
+        **VALUES,
+    }
     if muon_lr:
         values["outer"] = {**VALUES["outer"], "type": "muon", "muon_lr": muon_lr}
     found = run(tmp_path, values)

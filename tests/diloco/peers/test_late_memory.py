@@ -29,7 +29,7 @@ def test_a_state_is_let_go_of(make_rendezvous, key_file, monkeypatch):
         if taken and not alive:  # a collection takes a third of a second, and peer a replays all the time
             gc.collect()
             alive.extend(each() is not None for each in taken)
-        assert healer._link._source is None
+        assert healer.link._source is None
         return replay(healer, newest, exposed_s)
 
     monkeypatch.setattr(Healer, "_take_over", note)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 import torch
 from joint_run import (
     Blocks,
+    RendezvousThread,
     Trajectory,
     adamw,
     assert_same_globals,
@@ -27,10 +29,31 @@ from joint_run import (
 from composer_prime.errors import CheckpointError
 from diloco.state import pack_state, unpack_state
 from diloco.streaming import StreamingDiLoCo
+from diloco.transport.keys import JointKey
 from diloco.transport.messages import PROTOCOL
 
 VALUES = {"sync_every": 6, "fragments": 2, "delay": 1, "outer": {"lr": 0.7, "momentum": 0.9}, "codec": {"type": "e3m0"}}
 STEPS = 18
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """uninterrupted(outer) -> what both peers see in a run without a break."""
+    pytest.importorskip("torchft")
+    key_file = tmp_path_factory.mktemp("uninterrupted") / "joint.key"
+    JointKey.create(key_file)
+
+    @functools.cache
+    def run(outer: str = "nesterov") -> list[Trajectory]:
+        values = VALUES | {"outer": VALUES["outer"] | {"type": outer}}
+        server = RendezvousThread(JointKey.read(key_file), start_peers=2)
+        configs = [settings(server.endpoint, key_file, name, **values) for name in "ab"]
+        try:
+            return together(*[partial(train, config, peer, STEPS) for peer, config in enumerate(configs)])
+        finally:
+            server.stop()
+
+    return run
 
 
 def part(
@@ -77,12 +100,8 @@ def part(
 # All peers stop and go on, with 4-bit deltas, momentum and error feedback; also where a delta is under way (step 8 is
 # between the preparation after step 8 and the completion after step 9). The end is the uninterrupted run's, bit by bit.
 @pytest.mark.parametrize(("cut", "outer"), [(7, "nesterov"), (8, "nesterov"), (9, "nesterov"), (8, "muon")])
-def test_all_resume(make_rendezvous, key_file, cut, outer):
-    address = make_rendezvous(start_peers=2).endpoint
-    values = VALUES | {"outer": VALUES["outer"] | {"type": outer}}
-    whole = together(
-        *[partial(train, settings(address, key_file, name, **values), peer, STEPS) for peer, name in enumerate("ab")]
-    )
+def test_all_resume(make_rendezvous, key_file, uninterrupted, cut, outer):
+    values, whole = VALUES | {"outer": VALUES["outer"] | {"type": outer}}, uninterrupted(outer)
     address = make_rendezvous(start_peers=2).endpoint
     configs = [settings(address, key_file, name, **values) for name in "ab"]
     first = together(*[partial(part, config, peer, 0, cut, None) for peer, config in enumerate(configs)])
@@ -97,11 +116,8 @@ def test_all_resume(make_rendezvous, key_file, cut, outer):
 # The same against a rendezvous that kept running and knows rounds which the checkpoints do not: they are void, and the
 # run goes on as if uninterrupted. The peers come back one after the other, and the first waits for the second.
 @pytest.mark.parametrize("first", [0, 1])
-def test_all_resume_at_a_running_rendezvous(make_rendezvous, key_file, first):
-    address = make_rendezvous(start_peers=2).endpoint
-    whole = together(
-        *[partial(train, settings(address, key_file, name, **VALUES), peer, STEPS) for peer, name in enumerate("ab")]
-    )
+def test_all_resume_at_a_running_rendezvous(make_rendezvous, key_file, uninterrupted, first):
+    whole = uninterrupted()
     server = make_rendezvous(start_peers=2)
     configs = [settings(server.endpoint, key_file, name, **VALUES) for name in "ab"]
     saved = together(*[partial(part, config, peer, 0, 13, None, 8) for peer, config in enumerate(configs)])
@@ -109,18 +125,16 @@ def test_all_resume_at_a_running_rendezvous(make_rendezvous, key_file, first):
 
     def back(peer: int) -> Trajectory:
         if peer != first:
-            until(lambda: server.server.handler.joins.waiting, "the first peer does not come back")
+            joins = server.server.handler.joins._joins
+            until(lambda: any(not join.over for join in joins.values()), "the first peer does not come back")
         return part(configs[peer], peer, 8, STEPS, saved[peer][1])[0]
 
     assert_same_globals(*together(partial(back, 0), partial(back, 1)), whole[0])
 
 
 # All are stopped, peer a while it waits for b in a round: its outcome is due before a's next step, resumed or not.
-def test_all_resume_from_within_a_round(make_rendezvous, key_file):
-    address = make_rendezvous(start_peers=2).endpoint
-    whole = together(
-        *[partial(train, settings(address, key_file, name, **VALUES), peer, STEPS) for peer, name in enumerate("ab")]
-    )
+def test_all_resume_from_within_a_round(make_rendezvous, key_file, uninterrupted):
+    whole = uninterrupted()
     server = make_rendezvous(start_peers=2, min_peers=2)
     configs = [settings(server.endpoint, key_file, name, **VALUES) for name in "ab"]
     (_, waited), (_, early) = together(
@@ -135,11 +149,8 @@ def test_all_resume_from_within_a_round(make_rendezvous, key_file):
 # One peer is restarted from its checkpoint while the other waits for it in the next round. After step 8 its delta is
 # under way: its round ends meanwhile, and the outcome is taken after step 9, as if it had not been away.
 @pytest.mark.parametrize("cut", [7, 8, 9])
-def test_one_resumes(make_rendezvous, key_file, cut):
-    address = make_rendezvous(start_peers=2).endpoint
-    whole = together(
-        *[partial(train, settings(address, key_file, name, **VALUES), peer, STEPS) for peer, name in enumerate("ab")]
-    )
+def test_one_resumes(make_rendezvous, key_file, uninterrupted, cut):
+    whole = uninterrupted()
     server = make_rendezvous(start_peers=2, min_peers=2)
     address, back = server.endpoint, threading.Event()
 

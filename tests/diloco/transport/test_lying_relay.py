@@ -123,7 +123,7 @@ def test_bodies_too_large_to_be():
 # A body that does not match its header is refused.
 def test_altered_body():
     async def download(exchange: Exchange) -> Any:
-        return await exchange._connection.download(header())
+        return await exchange.connection.download(header())
 
     with pytest.raises(ChecksumError, match=r"delta/5/b/1: 4 bytes with hash .* damaged on the way"):
         lied_to(Piece(name="delta/5/b/1", offset=0, data=b"bodx"), download)
