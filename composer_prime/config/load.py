@@ -176,6 +176,7 @@ def _print_help() -> NoReturn:
 
 
 _DESCRIPTION = """\
-@ FILE reads a TOML file; with several, later files win. --section.key VALUE overrides a key, also of a list element:
---orchestrator.source.0.weight 2. --resume continues from the newest complete checkpoint (short for --run.resume true).
---dry-run checks everything, prints the plan and stops."""
+@ FILE reads a TOML file; with several, later files win. A file with base = "a1.toml" at its top states only what
+differs from that one. --section.key VALUE overrides a key, also of a list element: --orchestrator.source.0.weight 2.
+--resume continues from the newest complete checkpoint (short for --run.resume true). --dry-run checks everything,
+prints the plan and stops."""
