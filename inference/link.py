@@ -1,4 +1,4 @@
-"""A node's end of the wire: one CURVE DEALER socket, opened anew for each try to reach the gateway."""
+"""A node's end of the wire: one CURVE DEALER socket, opened again for each attempt to reach the gateway."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 class GatewayLink:
-    """Messages to and from the gateway. Bytes that are no message are counted, logged and dropped."""
+    """Messages to and from the gateway. Anything else that arrives is counted, logged and dropped."""
 
     def __init__(self, address: Callable[[], str | None], keys: ClientKeys) -> None:
-        """`address` is asked again for each connection: an orchestrator that restarts may bind another port. It
-        gives None while the orchestrator has not bound one; then nothing is sent or heard until the next `reopen`.
+        """`address` is called for each connection, because an orchestrator that restarts may bind another port.
+
+        It returns None before the orchestrator has bound one. Then nothing is sent or heard until the next `reopen`.
         """
-        self._address, self._keys = address, keys
+        self._address = address
+        self._keys = keys
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._decoder = msgspec.msgpack.Decoder(ToNode)
@@ -34,29 +36,29 @@ class GatewayLink:
         self.endpoint: str | None = None
         self.garbage = 0
         self.last_heard = time.monotonic()
-        """When the gateway last said something, monotonic seconds."""
+        """When the last message of the gateway came, monotonic seconds."""
 
     def reopen(self) -> None:
-        """Connect anew; what was queued on the old connection is dropped. Raises ConfigError for a bad address."""
+        """Connect again and drop what was queued on the old connection. Raises ConfigError for a bad address."""
         self._drop_socket(linger_ms=0)
         self.endpoint = self._address()
         if self.endpoint is not None:
             self._socket = dealer(self._context, self.endpoint, self._keys)
 
     def send(self, message: FromNode) -> None:
-        """Queue `message`; without a connection it is dropped (the gateway reissues what it misses)."""
+        """Queue `message`. Without a connection it is dropped: the gateway reissues what it misses."""
         if self._socket is not None:
-            # Without a high-water mark a DEALER never blocks, so the returned future is done already.
+            # A DEALER without a high-water mark never blocks, so the returned future is done.
             self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
 
     async def receive(self, timeout_s: float) -> ToNode | None:
-        """The next message, or None after `timeout_s` of silence."""
+        """Return the next message, or None after `timeout_s` of silence."""
         if self._socket is None:
             await asyncio.sleep(timeout_s)
             return None
         until = time.monotonic() + timeout_s
-        while (left := until - time.monotonic()) > 0:
-            if not await self._socket.poll(left * 1000):
+        while (left_s := until - time.monotonic()) > 0:
+            if not await self._socket.poll(left_s * 1000):
                 return None
             frames = await self._socket.recv_multipart()
             try:
@@ -83,16 +85,17 @@ class GatewayLink:
             self._socket = None
 
     def close(self) -> None:
-        """Give messages on their way half a second."""
+        """Close the socket; queued messages get half a second."""
         self._drop_socket(linger_ms=500)
         self._context.term()
 
 
 class LinkSource:
-    """Weight chunks over the node's own link (inference.receiver.ChunkSource): what a node behind NAT can always do."""
+    """Weight chunks over the node's own link, also behind NAT. Implements inference.receiver.ChunkSource."""
 
     def __init__(self, link: GatewayLink, piece_timeout_s: float) -> None:
-        self._link, self._timeout_s = link, piece_timeout_s
+        self._link = link
+        self._timeout_s = piece_timeout_s
         self._waiting: dict[tuple[str, int], asyncio.Future[bytes | None]] = {}
 
     async def read(self, sha256: str, offset: int) -> bytes | None:
@@ -111,7 +114,7 @@ class LinkSource:
             self._waiting.pop((sha256, offset), None)
 
     def arrived(self, message: WeightChunk | ChunkMissing) -> None:
-        """Hand over an answer; one that nobody waits for any more is dropped."""
+        """Pass an answer to the reads that wait for it, if any."""
         missing = isinstance(message, ChunkMissing)
         for (sha256, offset), future in self._waiting.items():
             if sha256 == message.sha256 and (missing or offset == message.offset) and not future.done():

@@ -1,12 +1,12 @@
-"""A node: one engine, one link to the gateway, and what keeps both honest.
+"""A node: one engine, one link to the gateway, and the weights that it publishes.
 
-    receive loop   gateway messages -> requests, cancellations, weight chunks, news of weights; says Hello, reconnects
-    request task   one a lease: engine.generate -> wait until the weights are proven -> Generated | GenerateFailed
+    receive loop   gateway messages -> requests, cancellations, weight chunks, new manifests; says hello, reconnects
+    request task   one per lease: engine.generate -> wait until the weights are proven -> Generated | GenerateFailed
     heartbeat      Status every heartbeat_s, also while weights load (pulling, hashing and loading run in threads)
-    weights task   the newest manifest -> receiver; versions that came and went meanwhile are skipped
+    weights task   the newest manifest -> receiver; versions that were replaced meanwhile are skipped
 
-A lost gateway costs only what was running: the node drops it (the gateway reissues it after Hello) and tries again for
-connect_timeout_s. `run` returns after a drain and raises when there is no point in going on.
+When the gateway is lost, the node drops its running requests, which the gateway reissues, and tries to reach it again
+for connect_timeout_s. `run` returns after a drain and raises when the node cannot go on.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from inference.receiver import Receiver
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 15.0
-_SAY_S = 10.0
-"""How often it says that no gateway answers."""
-_WORTH_A_RETRY = (CorruptWeightsError, DeadlineError, EngineError, OSError)
-"""Errors of weights that another pull may mend; a wrong signature or a failed canary waits for the next version."""
+_LOG_SILENCE_S = 10.0
+"""How often to log that no gateway answers."""
+_RETRIED_ERRORS = (CorruptWeightsError, DeadlineError, EngineError, OSError)
+"""Errors of weights that another pull may fix. After a wrong signature or a failed canary, wait for a new version."""
 
 
 class InferenceNode:
-    """Serves one gateway until it is drained, refused, or alone for too long. Use once."""
+    """Serves one gateway until it is drained, refused, or without a gateway for too long. Use once."""
 
     def __init__(
         self,
@@ -70,26 +70,30 @@ class InferenceNode:
         receiver: Receiver,
         config: InferenceConfig,
     ) -> None:
-        self._id, self._engine, self._link, self._chunks = node_id, engine, link, chunks
+        self._id = node_id
+        self._engine = engine
+        self._link = link
+        self._chunks = chunks
+        self._receiver = receiver
+        self._config = config
         self._instance = secrets.token_hex(8)
-        self._receiver, self._config = receiver, config
         self._heartbeat_s = config.heartbeat_s
         self._welcome: NodeWelcome | None = None
         self._attached = False
         self._hello_at = 0.0
         self._requests: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._manifest = b""
-        self._news = asyncio.Event()
+        self._new_manifest = asyncio.Event()
         self._weight_error: str | None = None
         self._stop_reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def drain(self, reason: str) -> None:
-        """Finish what runs (at most drain_timeout_s), say Goodbye, let `run` return."""
+        """Finish running requests (at most drain_timeout_s), say goodbye, and let `run` return."""
         if not self._stop_reason.done():
             self._stop_reason.set_result(reason)
 
     def stop(self, reason: str) -> None:
-        """As `drain`; a second call drops what still runs."""
+        """Drain; a second call drops the requests that still run."""
         if not self._stop_reason.done():
             self.drain(reason)
         else:
@@ -100,21 +104,21 @@ class InferenceNode:
             task.cancel()
 
     async def run(self) -> None:
-        """Raises DeadlineError (no gateway), RunMismatchError (turned away) or EngineError (the engine died)."""
-        works = [asyncio.create_task(work()) for work in (self._receive, self._beat, self._follow_weights)]
+        """Serve. Raises DeadlineError (no gateway), RunMismatchError (refused) or EngineError (the engine died)."""
+        tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._send_heartbeats, self._follow_weights)]
         try:
-            await asyncio.wait([*works, self._stop_reason], return_when=asyncio.FIRST_COMPLETED)
-            for work in works:
-                if work.done():
-                    work.result()
+            await asyncio.wait([*tasks, self._stop_reason], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
             await self._drain(self._stop_reason.result())
         except ComposerError as error:
             self._link.send(Goodbye(reason=str(error)[:200]))
             raise
         finally:
-            for task in [*works, *self._requests.values()]:
+            for task in [*tasks, *self._requests.values()]:
                 task.cancel()
-            await asyncio.gather(*works, *self._requests.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, *self._requests.values(), return_exceptions=True)
 
     async def _drain(self, reason: str) -> None:
         running, limit = len(self._requests), self._config.drain_timeout_s
@@ -132,13 +136,13 @@ class InferenceNode:
     # -- the gateway ---------------------------------------------------------------------------------------------
 
     async def _receive(self) -> None:
-        attempt, alone_since, say_at = 0, time.monotonic(), time.monotonic() + _SAY_S
+        attempt, alone_since, log_at = 0, time.monotonic(), time.monotonic() + _LOG_SILENCE_S
         while True:
             self._say_hello(reopen=True)
             wait_s = min(2.0 * 1.5**attempt, _LONGEST_RETRY_S)
             heard = await self._converse(wait_s)
             if heard is not None:
-                attempt, alone_since, say_at = 0, heard, heard + _SAY_S
+                attempt, alone_since, log_at = 0, heard, heard + _LOG_SILENCE_S
             alone_s = time.monotonic() - alone_since
             if alone_s > self._config.connect_timeout_s:
                 where = self._link.endpoint or "an address that it has not written to the run directory yet"
@@ -146,8 +150,8 @@ class InferenceNode:
                     f"waited {alone_s:.0f} s (inference.connect_timeout_s) for the gateway at {where}: check that the "
                     "orchestrator runs, its address, and that this node's keys or join token are of this run"
                 )
-            if time.monotonic() > say_at:
-                say_at = time.monotonic() + _SAY_S
+            if time.monotonic() > log_at:
+                log_at = time.monotonic() + _LOG_SILENCE_S
                 logger.info(
                     "no answer from the gateway at %s for %.0f s (inference.connect_timeout_s is %g): does the run go "
                     "on, and is its port open to this machine?",
@@ -159,9 +163,9 @@ class InferenceNode:
             await asyncio.sleep(random.uniform(0.05, 0.3) * min(attempt, 5))
 
     async def _converse(self, patience_s: float) -> float | None:
-        """Serve one connection until the gateway falls silent; when it last spoke, None if never.
+        """Serve one connection until the gateway falls silent. Returns when it last spoke, None if never.
 
-        `patience_s` bounds the wait for the first answer; afterwards lost_after_s counts.
+        `patience_s` bounds the wait for the first answer; later waits are bounded by lost_after_s.
         """
         opened = time.monotonic()
         while True:
@@ -193,7 +197,7 @@ class InferenceNode:
         )
 
     def _detach(self) -> None:
-        """The gateway reissues what this node holds: computing it any further is waste."""
+        """Drop all requests: the gateway reissues what this node holds."""
         self._attached = False
         self._drop_requests()
 
@@ -212,14 +216,14 @@ class InferenceNode:
             case NodeWelcome():
                 self._attach(message)
             case HelloAgain():
-                self._introduce_again()
+                self._repeat_hello()
             case Rejected(reason=reason):
                 raise RunMismatchError(f"the gateway at {self._link.endpoint} turned this node away: {reason}")
             case Drain(reason=reason):
                 self.drain(reason)
 
-    def _introduce_again(self) -> None:
-        """Each message of ours that the gateway could not place brings a HelloAgain: answer them once."""
+    def _repeat_hello(self) -> None:
+        """Say hello again, once: the gateway sends a HelloAgain for each message that it cannot attribute."""
         if self._attached or time.monotonic() - self._hello_at > 1.0:
             self._detach()
             self._say_hello()
@@ -247,7 +251,7 @@ class InferenceNode:
             )
         )
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             if self._attached:
@@ -260,7 +264,7 @@ class InferenceNode:
         if key in self._requests:
             return
         if self._stop_reason.done():
-            self._give_back(message, "it is draining")
+            self._return_untried(message, "it is draining")
             return
         task = asyncio.create_task(self._answer(message))
         self._requests[key] = task
@@ -283,7 +287,7 @@ class InferenceNode:
         except (EngineError, ValueError) as error:
             retryable = isinstance(error, EngineError) and not isinstance(error, BadRequestError)
             if retryable and self._stop_reason.done():
-                self._give_back(message, str(error))
+                self._return_untried(message, str(error))
                 return
             self._link.send(GenerateFailed(request_id=request_id, lease=lease, error=str(error), retryable=retryable))
             if retryable:
@@ -301,14 +305,14 @@ class InferenceNode:
             )
         )
 
-    def _give_back(self, message: Generate, why: str) -> None:
-        """While this node leaves, nothing that it does not finish counts against a request."""
+    def _return_untried(self, message: Generate, why: str) -> None:
+        """Return a request that this node cannot finish because it leaves. It does not count as an attempt."""
         self._link.send(
             GenerateFailed(request_id=message.request_id, lease=message.lease, error=why, retryable=True, tried=False)
         )
 
     async def _check_engine(self, error: Exception) -> None:
-        """An engine that cannot score two tokens is dead: leave, so that whoever started this node may restart it."""
+        """End the node when its engine cannot score two tokens, so that the launcher may start it again."""
         try:
             await self._engine.score([0, 0])
         except EngineError as dead:
@@ -320,15 +324,15 @@ class InferenceNode:
     # -- weights -------------------------------------------------------------------------------------------------
 
     def _learn(self, manifest: bytes) -> None:
-        """Only the newest manifest counts."""
+        """Have the newest manifest installed."""
         self._manifest = manifest
-        self._news.set()
+        self._new_manifest.set()
 
     async def _follow_weights(self) -> None:
         retry_s = _FIRST_RETRY_S
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._new_manifest.wait()
+            self._new_manifest.clear()
             manifest, welcome = self._manifest, self._welcome
             if welcome is None:
                 continue
@@ -337,8 +341,8 @@ class InferenceNode:
             except (ComposerError, OSError) as error:
                 self._weight_error = str(error)
                 logger.error("still serving weights v%d: %s", self._receiver.version, error)
-                if isinstance(error, _WORTH_A_RETRY):
-                    asyncio.get_running_loop().call_later(retry_s, self._news.set)
+                if isinstance(error, _RETRIED_ERRORS):
+                    asyncio.get_running_loop().call_later(retry_s, self._new_manifest.set)
                 retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
             else:
                 self._weight_error, retry_s = None, _FIRST_RETRY_S

@@ -3,10 +3,9 @@
     manifest -> signature -> chunks (resumed where they stopped) -> chunk hashes -> safetensors -> tensor hashes
              -> engine.load_weights -> score the canary -> good: keep | bad: load the weights before it again
 
-Whatever fails, the engine goes on with the weights it had. Nothing is unpickled; no tensor is loaded before its hash
-matched. While a swap is unproven `settled` is unset: whoever hands out tokens waits for it and for `rollbacks`.
-
-Where a node gets weight chunks from: any source will do, since every byte is checked against the signed manifest.
+After any failure the engine goes on with the weights it had. Nothing is unpickled, and no tensor is loaded before its
+hash matched. While a swap is unproven, `settled` is unset: the node waits for it, then looks at `rollbacks`, before it
+sends out tokens. Any source of chunks will do, because every byte is checked against the signed manifest.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from inference.engines.base import Engine
 
 logger = logging.getLogger(__name__)
 
-
 PIECE_BYTES = 4 << 20
+_CHUNKS_AT_ONCE = 4
 
 
 class ChunkSource(Protocol):
     async def read(self, sha256: str, offset: int) -> bytes | None:
-        """Some bytes of a chunk from `offset` on: b"" at its end, None when the source has no such chunk.
+        """Return some bytes of a chunk from `offset` on: b"" at its end, None when the source has no such chunk.
 
         Raises DeadlineError or OSError when the source cannot be reached.
         """
@@ -45,7 +44,7 @@ class ChunkSource(Protocol):
 
 
 class FolderSource:
-    """The run's weight store, where it is on this machine or on a shared disk."""
+    """The run's weight store, on this machine or a shared disk."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
@@ -68,19 +67,19 @@ class FirstOf:
         return None
 
 
-_CHUNKS_AT_ONCE = 4
-
-
 class Receiver:
     """Brings one engine to the versions that one run publishes. Used by one task at a time."""
 
     def __init__(self, engine: Engine, source: ChunkSource, model_folder: Path, canary_tolerance: float) -> None:
         """`canary_tolerance` in nats."""
-        self._engine, self._source, self._folder, self._tolerance = engine, source, model_folder, canary_tolerance
+        self._engine = engine
+        self._source = source
+        self._folder = model_folder
+        self._tolerance = canary_tolerance
         self._partial: dict[str, bytearray] = {}
         self._good: Mapping[str, torch.Tensor] | None = None
         self.version = engine.version
-        """The newest version that passed its canary; what the node reports."""
+        """The newest version that passed its canary; the node reports it."""
         self.installed: bytes | None = None
         """The signed manifest of that version."""
         self.canary_error: float | None = None
@@ -90,7 +89,7 @@ class Receiver:
         self.settled.set()
 
     async def install(self, signed: bytes, verify_key: bytes, run_id: str) -> None:
-        """Bring the engine to the version of `signed`; a no-op when that manifest is in use already.
+        """Bring the engine to the version of `signed`. Does nothing when that manifest is in use already.
 
         Raises WireError, SignatureError (a manifest that is not this run's), CorruptWeightsError (cut short or
         altered), WeightError (another model), CanaryError (rolled back), EngineError, or what the source raises.
@@ -98,7 +97,7 @@ class Receiver:
         if signed == self.installed:
             return
         manifest = open_signed(signed, Ed25519PublicKey.from_public_bytes(verify_key), run_id=run_id)
-        if self.installed is None and manifest.version == self._engine.version and await self._same(manifest):
+        if self.installed is None and manifest.version == self._engine.version and await self._matches(manifest):
             logger.info("weights v%d are those of %s: nothing to load", manifest.version, self._folder)
             self.installed = signed
             return
@@ -116,8 +115,8 @@ class Receiver:
             self.canary_error or 0.0,
         )
 
-    async def _same(self, manifest: Manifest) -> bool:
-        """Whether the weights that the engine started with give the canary's logprobs."""
+    async def _matches(self, manifest: Manifest) -> bool:
+        """Return whether the engine's weights give the canary's logprobs."""
         try:
             await self._prove(manifest)
         except CanaryError:
@@ -127,13 +126,13 @@ class Receiver:
     # -- pull ----------------------------------------------------------------------------------------------------
 
     async def _fetch(self, manifest: Manifest) -> dict[str, torch.Tensor]:
-        """The manifest's tensors, on the CPU, every hash checked."""
-        wanted = {ref.sha256: ref for ref in manifest.chunks}  # equal chunks, as of zeros, are pulled once
-        self._partial = {sha256: data for sha256, data in self._partial.items() if sha256 in wanted}
+        """Return the manifest's tensors, on the CPU, with every hash checked."""
+        refs = {ref.sha256: ref for ref in manifest.chunks}  # Equal chunks, such as zeros, are pulled once.
+        self._partial = {sha256: data for sha256, data in self._partial.items() if sha256 in refs}
         gate = asyncio.Semaphore(_CHUNKS_AT_ONCE)
-        pulls = [asyncio.ensure_future(self._pull(manifest, ref, gate)) for ref in wanted.values()]
+        pulls = [asyncio.ensure_future(self._pull(manifest, ref, gate)) for ref in refs.values()]
         try:
-            pulled = dict(zip(wanted, await asyncio.gather(*pulls), strict=True))
+            pulled = dict(zip(refs, await asyncio.gather(*pulls), strict=True))
         except BaseException:
             for pull in pulls:
                 pull.cancel()
@@ -142,13 +141,13 @@ class Receiver:
         try:
             tensors = await asyncio.to_thread(_open, manifest, [pulled[ref.sha256] for ref in manifest.chunks])
         except CorruptWeightsError:
-            self._partial.clear()  # nothing tells which byte is wrong: pull again from the start
+            self._partial.clear()  # It is unknown which byte is wrong: pull all again.
             raise
         self._partial.clear()
         return tensors
 
     async def _pull(self, manifest: Manifest, ref: ChunkRef, gate: asyncio.Semaphore) -> bytes:
-        """One chunk. What arrived stays in `_partial` when the source fails, and the next try goes on from there."""
+        """Pull one chunk. When the source fails, `_partial` keeps what arrived and the next attempt continues there."""
         async with gate:
             data = self._partial.setdefault(ref.sha256, bytearray())
             while len(data) < ref.size:
@@ -159,11 +158,11 @@ class Receiver:
                         "for a newer version"
                     )
                 if not piece or len(data) + len(piece) > ref.size:
-                    got = len(data) + len(piece)
+                    received = len(data) + len(piece)
                     del self._partial[ref.sha256]
                     raise CorruptWeightsError(
                         f"weights v{manifest.version}: chunk {ref.sha256} has "
-                        f"{got} bytes{'' if not piece else ' or more'}, the manifest says {ref.size}"
+                        f"{received} bytes{'' if not piece else ' or more'}, the manifest says {ref.size}"
                     )
                 data += piece
             return bytes(data)
@@ -171,13 +170,13 @@ class Receiver:
     # -- swap ----------------------------------------------------------------------------------------------------
 
     async def _swap(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load and prove; without a proof go back and raise what prevented it."""
+        """Load new weights and prove them. Without a proof, load the old ones again and raise the error."""
         self.settled.clear()
         try:
             await self._engine.load_weights(manifest.version, tensors)
             try:
                 await self._prove(manifest)
-            except ComposerError:  # an engine that gives no scores proves nothing either
+            except ComposerError:  # An engine that gives no scores proves nothing.
                 self.rollbacks += 1
                 await self._engine.load_weights(self.version, await self._previous())
                 raise
@@ -190,7 +189,7 @@ class Receiver:
         return self._good
 
     async def _prove(self, manifest: Manifest) -> None:
-        """Score the canary with the engine as it is. Raises CanaryError when it is off by more than the tolerance."""
+        """Score the canary with the engine. Raises CanaryError when it is off by more than the tolerance."""
         canary = manifest.canary
         if len(canary.logprobs) != len(canary.token_ids) - 1:
             raise CanaryError(
@@ -198,7 +197,7 @@ class Receiver:
                 f"{len(canary.logprobs)} logprobs, expected one fewer"
             )
         scores = await self._engine.score(canary.token_ids)
-        differences = [abs(mine - theirs) for mine, theirs in zip(scores, canary.logprobs, strict=True)]
+        differences = [abs(score - expected) for score, expected in zip(scores, canary.logprobs, strict=True)]
         finite = all(math.isfinite(difference) for difference in differences)
         self.canary_error = max(differences) if finite else math.inf
         if self.canary_error > self._tolerance:
@@ -210,16 +209,17 @@ class Receiver:
 
 
 def _open(manifest: Manifest, pieces: list[bytes]) -> dict[str, torch.Tensor]:
-    """Chunks to tensors, all hashes checked. Raises CorruptWeightsError."""
+    """Turn chunks into tensors and check all hashes. Raises CorruptWeightsError."""
     data = verified(manifest, iter(pieces))
     try:
         tensors = safetensors.torch.load(data)
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CorruptWeightsError(f"weights v{manifest.version} are no safetensors file: {error}") from None
     if tensors.keys() != manifest.tensors.keys():
-        odd = sorted(tensors.keys() ^ manifest.tensors.keys())
+        differing = sorted(tensors.keys() ^ manifest.tensors.keys())
         raise CorruptWeightsError(
-            f"weights v{manifest.version}: the file and the manifest name other tensors: {odd[:5]} ({len(odd)} in all)"
+            f"weights v{manifest.version}: file and manifest name different tensors: {differing[:5]} "
+            f"({len(differing)} in all)"
         )
     for name, tensor in tensors.items():
         if tensor_sha256(tensor) != manifest.tensors[name]:
@@ -228,12 +228,12 @@ def _open(manifest: Manifest, pieces: list[bytes]) -> dict[str, torch.Tensor]:
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
-    """sha256 of a CPU tensor's raw bytes, as manifests name it."""
+    """Return the sha256 of a CPU tensor's raw bytes, as manifests hold it."""
     return hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def _folder_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the model folder's safetensors files."""
+    """Return all tensors of the model folder's safetensors files."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors.update(safetensors.torch.load_file(path))

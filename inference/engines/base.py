@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class EngineCompletion:
     """The result of a request."""
 
     token_ids: list[int]
@@ -50,7 +50,9 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Load the model folder and be ready to serve. Raises ModelNotFoundError or EngineError."""
 
-    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str
+    ) -> EngineCompletion:
         """Sample one continuation. Cancelling the awaiting task, or calling `cancel`, frees the request's place.
 
         Requests of one `session` share a conversation, whose cache the engine may keep. Raises ContextOverflowError

@@ -3,6 +3,6 @@
     python -m infra.tiny_models.make        trains all four and writes composer_prime/assets/tiny (under 30 minutes)
 
 Read make.py first. tokenizer.py makes the vocabulary and chat template, demonstrate.py the conversations to imitate,
-with injected mistakes. mixtures.py says which model learns which mistakes, train.py has the supervised loop, and play.py
-and measure.py tell how good the result is.
+with injected mistakes. mixtures.py says which model learns which mistakes, and train.py has the supervised loop.
+play.py and measure.py tell how good the result is.
 """

@@ -18,7 +18,7 @@ import torch
 
 from composer_prime.errors import BadRequestError, ContextOverflowError, EngineError, WeightError
 from composer_prime.wire.node import Sampling
-from inference.engines.base import Completion, Engine
+from inference.engines.base import Engine, EngineCompletion
 from tests.engines.models import EOS, MAX_CONTEXT
 from tests.engines.reference import Reference, warp
 
@@ -42,7 +42,7 @@ class Subject:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(3, self.reference.vocab, (length,), generator=generator).tolist()
 
-    async def generate(self, prompt: list[int], sampling: Sampling, session: str | None = None) -> Completion:
+    async def generate(self, prompt: list[int], sampling: Sampling, session: str | None = None) -> EngineCompletion:
         self._requests += 1
         name = f"request-{self._requests}"
         return await asyncio.wait_for(
@@ -58,7 +58,7 @@ class Subject:
         await self.load(version)
         return version
 
-    def verify(self, prompt: list[int], sampling: Sampling, done: Completion) -> None:
+    def verify(self, prompt: list[int], sampling: Sampling, done: EngineCompletion) -> None:
         """Lengths agree, spans cover the completion, and every logprob is the reference's within TOLERANCE."""
         count = len(done.token_ids)
         assert count == len(done.logprobs) and 1 <= count <= sampling.max_tokens
@@ -379,7 +379,7 @@ async def close_fails_what_waits(subject: Subject) -> None:
     await asyncio.sleep(0.02)
     await asyncio.wait_for(subject.engine.close(), DEADLINE_S)
     ends = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(end, EngineError | Completion) for end in ends)
+    assert all(isinstance(end, EngineError | EngineCompletion) for end in ends)
     assert any(isinstance(end, EngineError) for end in ends)
     with pytest.raises(EngineError):
         await subject.generate([5], sampling(1))

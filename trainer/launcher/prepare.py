@@ -1,8 +1,8 @@
-"""The run directory before any role starts: new, refused, emptied, or ready to go on.
+"""Prepare the run directory before any role starts.
 
 new run      the folder must be missing or empty, or run.overwrite empties it (only if it is a run directory)
---resume     the newest complete checkpoint decides; a run that crashed before its first one starts over, and keeps
-             what was paid for: answers of endpoints, teachers' pairs and votes, what all of it cost
+--resume     continues from the newest complete checkpoint; a run that crashed before its first one starts over and
+             keeps what was paid for: answers of endpoints, teachers' pairs and votes, and their costs
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Prepared:
     start_step: int
     """Optimizer steps already taken."""
     notes: tuple[str, ...]
-    """What the user should know of the start."""
+    """Events of the start to show the user."""
     lock: IO[bytes]
-    """Held while the launcher lives: one launcher a run directory."""
+    """Held while the launcher runs: one launcher per run directory."""
 
 
 def prepare(config: Config) -> Prepared:
-    """Make the run directory ready. Raises ConfigError when it cannot be used as asked."""
+    """Make the run directory ready. Raises ConfigError when it cannot be used as configured."""
     run_dir = RunDir(config.run_directory.absolute())
     changes = check_run_folder(run_dir, config)
     _make(run_dir.root)
@@ -91,7 +91,7 @@ def _lock(run_dir: RunDir) -> IO[bytes]:
 
 
 def _resume(run_dir: RunDir, changes: list[str]) -> tuple[int, list[str]]:
-    """The step to go on from and what changed since; empties the directory where nothing was saved yet."""
+    """Return the step to continue from and what changed since. Empties the directory when nothing was saved yet."""
     steps = run_dir.complete_checkpoints()
     if steps:
         _drop_later_evaluations(run_dir, steps[-1])
@@ -102,7 +102,7 @@ def _resume(run_dir: RunDir, changes: list[str]) -> tuple[int, list[str]]:
 
 
 def _drop_later_evaluations(run_dir: RunDir, step: int) -> None:
-    """Steps after the checkpoint are trained again, so their evaluations belong to weights that are no more."""
+    """Delete evaluations of steps after the checkpoint: these steps are trained again."""
     for evaluated, path in rollout_files(run_dir, "eval").items():
         if evaluated > step:
             path.unlink()
@@ -119,7 +119,7 @@ def _empty(run_dir: RunDir, *, keep: set[str]) -> None:
 
 
 def _keys(run_dir: RunDir, config: Config) -> None:
-    """Keys of a run whose orchestrator runs elsewhere must come from there: fresh ones would be refused."""
+    """Create the run's keys. When the orchestrator runs elsewhere they must come from there: it refuses new ones."""
     if config.orchestrator.address is None:
         RunKeys.create(run_dir.keys)
         return
@@ -133,7 +133,7 @@ def _keys(run_dir: RunDir, config: Config) -> None:
 
 
 def _endpoints(run_dir: RunDir, config: Config) -> None:
-    """A stale endpoints.json would send roles to a dead orchestrator; a remote orchestrator's is known already."""
+    """Remove a stale endpoints.json, which names a dead orchestrator. Write that of a remote orchestrator."""
     run_dir.endpoints.unlink(missing_ok=True)
     if config.orchestrator.address is not None:
         write_atomic(run_dir.endpoints, b'{"step": "%s"}\n' % config.orchestrator.address.encode())

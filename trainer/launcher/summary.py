@@ -1,4 +1,4 @@
-"""What the launcher prints at the end: how rewards and evaluations moved, where things lie, what to type next."""
+"""The launcher's last lines: rewards and evaluations, where the files are, and the next commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.launcher.view import eval_text
 
 
 def run_summary(prepared: Prepared, progress: RunProgress, status: int, peak_bytes: int) -> str:
-    """Several lines; figures that the run did not produce are left out."""
+    """Return the lines; figures that the run did not produce are left out."""
     config, run_dir = prepared.config, prepared.run_dir
     taken = progress.last.step if progress.last else prepared.start_step
     state = "finished" if status == 0 else "was interrupted" if status >= 128 else "failed"
@@ -44,7 +44,7 @@ def _rewards(progress: RunProgress) -> list[str]:
 
 
 def _evaluations(prepared: Prepared, progress: RunProgress) -> list[str]:
-    """Held-out scores before and after, with 95 % intervals over tasks."""
+    """Return held-out scores before and after, with 95 % intervals over tasks."""
     scored = {step: scores for step, scores in eval_scores(prepared.run_dir).items() if scores}
     if not scored:
         shown = sorted(progress.evals.items())
@@ -71,7 +71,7 @@ def _next(prepared: Prepared, status: int, taken: int) -> list[str]:
 
 
 def _resume_text(run_dir: RunDir, taken: int) -> str:
-    """Where a resume would start; `taken` is the last step that was trained."""
+    """Say where a resume would start; `taken` is the last step that was trained."""
     saved = (run_dir.complete_checkpoints() or [None])[-1]
     if saved is None:
         return "start over: " + (

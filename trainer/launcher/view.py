@@ -1,7 +1,4 @@
-"""What the launcher shows: a live panel on a terminal, one line a step elsewhere. Drawing only; state is Progress.
-
-One optimizer step in words: what every run has, what channels 2 and 3 did, how a joint run goes.
-"""
+"""What the launcher shows: a live panel on a terminal, elsewhere one line per step. The state is RunProgress."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from composer_prime.monitor.progress import RoundProgress, RunProgress, StepProg
 
 
 def step_line(step: StepProgress, max_steps: int) -> str:
-    """One step in one line; figures that the trainer did not report are left out."""
+    """Describe a step in one line; figures that the trainer did not report are left out."""
     parts = [f"step {step.step}/{max_steps}"]
     if step.reward is not None:
         spread = f" ±{step.reward_std:.2f}" if step.reward_std is not None else ""
@@ -36,7 +33,7 @@ def step_line(step: StepProgress, max_steps: int) -> str:
 
 
 def channels_text(step: StepProgress) -> str:
-    """What channels 2 and 3 trained on in this step; empty where both are off."""
+    """Describe what SDPO and replay-DPO trained on in this step; empty when both are off."""
     parts = []
     if step.hinted_turns is not None:
         divergence = f", jsd {step.jsd:.4f}" if step.hinted_turns and step.jsd is not None else ""
@@ -48,7 +45,7 @@ def channels_text(step: StepProgress) -> str:
 
 
 def round_text(last: RoundProgress) -> str:
-    """The last outer step of a joint run."""
+    """Describe the last outer step of a joint run."""
     return (
         f"round {last.number}, {pluralize(last.peers, 'peer')}, {last.sent_bytes / 1e6:,.1f} MB sent, "
         f"waited {last.waited_s:.1f} s for it"
@@ -56,21 +53,21 @@ def round_text(last: RoundProgress) -> str:
 
 
 FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 30.0
-"""Without a step for so long, the plain view says who waits for what: first, and then again each so often, or as soon
-as another wait that lasts has followed the one it told of."""
+"""Without a step for FIRST_WAIT_S, the plain view shows which role waits for what; then every NEXT_WAIT_S, and at once
+when the subject of a wait changes."""
 
 
 class View(Protocol):
-    """What the launcher's loop calls."""
+    """The methods that the launcher's loop calls."""
 
     def begin(self, progress: RunProgress) -> None:
-        """Called once, before the first refresh: `progress` is what earlier starts of the run have shown already."""
+        """Take in what earlier starts of the run have shown. Called once, before the first refresh."""
 
     def event(self, text: str) -> None:
-        """Something happened: a restart, a warning."""
+        """Show one line: a restart, a warning."""
 
     def refresh(self, progress: RunProgress, fresh: list[StepProgress], memory_bytes: int | None) -> None:
-        """Called each tick; `fresh` are the steps since the last call."""
+        """Show progress. Called each tick; `fresh` holds the steps since the last call."""
 
     def close(self) -> None: ...
 
@@ -81,15 +78,15 @@ def build_view(config: Config) -> View:
 
 
 class PlainView:
-    """One line a step, an evaluation, an event; and who waits when nothing moves."""
+    """One line per step, evaluation and event, and the waiting roles when nothing moves."""
 
     def __init__(self, config: Config) -> None:
         self._max_steps = config.run.max_steps
         self._evals_shown: dict[int, int] = {}
         self._round_shown = 0
-        self._say_wait_at = time.time() + FIRST_WAIT_S
-        self._said: dict[str, str] = {}
-        """By role: the wait that was told of since the last step."""
+        self._show_waits_at = time.time() + FIRST_WAIT_S
+        self._waits_shown: dict[str, str] = {}
+        """By role: the wait that was shown since the last step."""
 
     def begin(self, progress: RunProgress) -> None:
         self._evals_shown = {step: len(figures) for step, figures in progress.evals.items()}
@@ -112,11 +109,11 @@ class PlainView:
                 self._evals_shown[step] = len(figures)
                 self.event(f"eval after step {step}: {eval_text(figures)}")
         if fresh:
-            self._say_wait_at, self._said = time.time() + NEXT_WAIT_S, {}
+            self._show_waits_at, self._waits_shown = time.time() + NEXT_WAIT_S, {}
         self._waits(progress)
 
     def _more(self, step: StepProgress) -> None:
-        """Indented under the step: the channels beside the first, and the round of a joint run that ended since."""
+        """Show, indented under the step: SDPO, replay-DPO, and the newest round of a joint run."""
         if text := channels_text(step):
             self.event(f"  {text}")
         if step.joint is not None and step.joint.number != self._round_shown:
@@ -125,12 +122,12 @@ class PlainView:
 
     def _waits(self, progress: RunProgress) -> None:
         now = time.time()
-        due = now >= self._say_wait_at
+        due = now >= self._show_waits_at
         for role, waiting in progress.waiting.items():
-            another = self._said.get(role, waiting.subject) != waiting.subject
+            another = self._waits_shown.get(role, waiting.subject) != waiting.subject
             if (due or another) and now - waiting.since >= FIRST_WAIT_S:
-                self._say_wait_at = now + NEXT_WAIT_S
-                self._said[role] = waiting.subject
+                self._show_waits_at = now + NEXT_WAIT_S
+                self._waits_shown[role] = waiting.subject
                 self.event(f"{role} has waited {now - waiting.since:.0f} s for {waiting.what}")
 
     def close(self) -> None:
@@ -151,7 +148,7 @@ class LiveView:
         self._live.start()
 
     def begin(self, progress: RunProgress) -> None:
-        """Nothing to leave out: the panel shows the whole run."""
+        """Nothing to do: the panel shows the whole run."""
 
     def event(self, text: str) -> None:
         self._events.append(f"{time.strftime('%H:%M:%S')} {text}")
@@ -183,7 +180,7 @@ class LiveView:
 def panel_rows(
     config: Config, progress: RunProgress, started: float, memory_bytes: int | None
 ) -> list[tuple[str, str]]:
-    """(label, text) of the live panel."""
+    """Return the live panel's rows as (label, text)."""
     last = progress.last
     rows = [("progress", _progress_text(config, progress, started))]
     rewards = progress.rewards()
@@ -221,10 +218,10 @@ def _peaks(progress: RunProgress) -> str:
 
 
 def eval_text(figures: dict[str, float]) -> str:
-    """The figures of one evaluation that have an interval, and how many rollouts failed."""
-    telling = [name for name in figures if f"{name}_low" in figures] or [name for name in figures if "mean" in name]
+    """Describe one evaluation: the figures that have an interval, and how many rollouts failed."""
+    main_names = [name for name in figures if f"{name}_low" in figures] or [name for name in figures if "mean" in name]
     parts = []
-    for name in telling or sorted(figures):
+    for name in main_names or sorted(figures):
         low, high = figures.get(f"{name}_low"), figures.get(f"{name}_high")
         spread = f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
         parts.append(f"{name} {figures[name]:.3f}{spread}")

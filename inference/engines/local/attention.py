@@ -1,13 +1,13 @@
 """Attention of one engine step, registered as an implementation of transformers' attention interface.
 
-A step's tokens stand in one row of N: first one token of each decoding sequence, ordered by slot, then the segments of
-prompts being computed. All linear layers see that one row; only attention knows that it is many sequences:
+A step's tokens form one row of N: first one token of each decoding sequence, ordered by slot, then the segments of
+prompts. Linear layers see that one row. Only attention treats it as many sequences:
 
-    decode   neighbouring slots of similar length share one call over a view of the cache; on a CPU, prefixes that
-             several sequences have in common are attended to once for all of them (shared_prefix.py)
-    segment  one call a sequence: causal over itself, and over what its slot already holds
+    decode   neighboring slots of similar length share one call over a view of the cache; on a CPU, a prefix that
+             several sequences share is attended to once for all of them (families, slots.py)
+    segment  one call per sequence: causal over itself, and over what its slot already holds
 
-The plan travels through the model as a keyword argument; the model is called with use_cache=False.
+The plan passes through the model as a keyword argument. The model is called with use_cache=False.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class DecodeGroup:
     count: int
     slot: int
     first: int
-    """Columns before this one are left to the rows' families; 0 without families."""
+    """The rows' families cover the columns before this one; 0 without families."""
     columns: int
-    """Longest sequence of the group, its new token included."""
+    """Length of the longest sequence in the group, its new token included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ class Segment:
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """What one forward computes, and for whom."""
+    """What one forward pass computes."""
 
     cache: KvCache
     segments: list[Segment]
     places: torch.Tensor | None
-    """int64 [N]: where the cache keeps the rows' keys and values; None keeps nothing (scoring)."""
+    """int64 [N]: where the cache stores the rows' keys and values; None stores nothing (scoring)."""
     groups: list[DecodeGroup] = field(default_factory=list)
     lengths: torch.Tensor | None = None
     """int64 [B]: length of each decoding sequence, its new token included. None without decoding sequences."""
@@ -67,7 +67,7 @@ class StepPlan:
     _masks: dict = field(default_factory=dict)
 
     def decode_mask(self, window: int | None, query: torch.Tensor) -> torch.Tensor:
-        """Additive [B, columns]: -inf at columns that a decoding row must not see. One for all layers of a kind."""
+        """Return the additive mask [B, columns]: -inf at columns that a decoding row must not see."""
         key = ("decode", window)
         if key not in self._masks:
             columns = torch.arange(max(group.columns for group in self.groups), device=query.device)
@@ -82,7 +82,7 @@ class StepPlan:
         return self._masks[key]
 
     def segment_mask(self, segment: Segment, window: int | None, repeat: int, device: torch.device) -> torch.Tensor:
-        """Boolean [repeat * count, start + count], True where a segment's row may look."""
+        """Return the boolean mask [repeat * count, start + count]: True where a segment's row may look."""
         key = (segment.row, window, repeat)
         if key not in self._masks:
             rows = torch.arange(segment.start, segment.start + segment.count, device=device)[:, None]
@@ -141,7 +141,7 @@ def _decode_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [H_kv, count, H / H_kv, D], keys and values [H_kv, count, columns, D] and mask of one token a sequence.
 
-    The query heads of one KV head stand as rows of one query, which reads each cached key once.
+    The query heads of one KV head become rows of one query, so that each cached key is read once.
     """
     keys, values = plan.cache.layer(module.layer_idx)
     heads, size, kv_heads = query.shape[0], query.shape[2], keys.shape[0]
@@ -161,9 +161,10 @@ def _rows(part: torch.Tensor) -> torch.Tensor:
 def _decode_families(
     module: torch.nn.Module, query: torch.Tensor, plan: StepPlan, scaling: float | None, out: torch.Tensor
 ) -> None:
-    """Tails group by group, common prefixes family by family, merged into `out` [N, H, D] (CPU only).
+    """Attend to tails by group and to common prefixes by family, and merge both into `out` [N, H, D]. CPU only.
 
-    The op is what scaled_dot_product_attention runs on a CPU; called by name, it also returns log-sum-exp.
+    The operator is the one that scaled_dot_product_attention runs on a CPU. Called directly it also returns the
+    log-sum-exp.
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     tail_lse = query.new_empty(sum(group.count for group in plan.groups), query.shape[0])
@@ -174,12 +175,12 @@ def _decode_families(
         out[rows], tail_lse[rows] = _rows(part), _rows(lse)
     keys, values = plan.cache.layer(module.layer_idx)
     kv_heads, size = keys.shape[0], query.shape[2]
-    asked = query.index_select(1, plan.members).reshape(kv_heads, -1, len(plan.members), size).transpose(1, 2)
+    family_query = query.index_select(1, plan.members).reshape(kv_heads, -1, len(plan.members), size).transpose(1, 2)
     parts, part_lses, first = [], [], 0
     for family in plan.families:
         count, columns = len(family.rows), slice(0, family.columns)
         one = slice(family.slot, family.slot + 1)
-        grouped = asked[:, first : first + count].reshape(kv_heads, 1, -1, size)
+        grouped = family_query[:, first : first + count].reshape(kv_heads, 1, -1, size)
         part, lse = flash(grouped, keys[:, one, columns], values[:, one, columns], scale=scaling)
         parts.append(part.reshape(kv_heads, count, -1, size))
         part_lses.append(lse.reshape(kv_heads, count, -1))
@@ -199,7 +200,7 @@ def _prefill(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """A segment's rows. query [H, count, D] -> [H, count, D]."""
+    """Attend from a segment's rows. query [H, count, D] -> [H, count, D]."""
     heads, count, _ = query.shape
     kv_heads = key.shape[0]
     if segment.start == 0 and (window is None or count <= window):

@@ -1,14 +1,14 @@
-"""The thread that computes: admit, forward, sample, hand over; commands are obeyed between two steps.
+"""The compute thread: admit, forward, sample, deliver. It executes commands between two steps.
 
     event loop --Command--> inbox (SimpleQueue) --> this thread --call_soon_threadsafe--> futures on the event loop
 
-    while open:  obey every command there is (block on the inbox only when nothing runs)
+    while open:  execute every command in the inbox (block on it only when nothing runs)
                  admit waiting requests to slots
-                 one forward over all decoding sequences and a bounded share of prompts
+                 one forward pass over all decoding sequences and a bounded share of prompts
                  sample, append, finish
 
-Nobody else touches the model, the cache or the slot table, so a swap is exact by construction: it happens between two
-forwards, and every token after it is the new version's. Running requests keep their cached keys and values over a swap.
+Only this thread touches the model, the cache and the slot table. So a swap is exact: it happens between two forward
+passes, and every token after it comes from the new version. Running requests keep their cached keys and values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ComposerError, ConfigError, EngineError
-from inference.engines.base import Completion
+from inference.engines.base import EngineCompletion
 from inference.engines.local.attention import Segment, StepPlan
 from inference.engines.local.kv_cache import KvCache
 from inference.engines.local.loading import (
@@ -69,15 +69,15 @@ class Computer:
         self._open = True
         self.version = 0
         self.sampled = 0
-        """Tokens sampled so far; read by the event loop for its rate."""
+        """Tokens sampled so far; the event loop computes its rate from it."""
         self.kv_used = 0.0
         self.ready: asyncio.Future = self._loop.create_future()
         self.ended: asyncio.Future = self._loop.create_future()
-        """Resolved when the thread ends, for whatever reason."""
+        """Resolves when the thread ends, for any reason."""
         self.loaded = False
-        """The model is there; until then the thread does not look at its orders."""
+        """Whether the model is loaded. Before that the thread executes no command."""
         self.failure: ComposerError | None = None
-        """What every later call raises; set before `ended`."""
+        """The error that every later call raises; set before `ended`."""
         self._thread = threading.Thread(target=self._main, name="local-engine", daemon=True)
 
     def start(self) -> None:
@@ -93,7 +93,7 @@ class Computer:
     # ---- everything below runs in the compute thread -------------------------------------------------------------
 
     def _main(self) -> None:
-        torch.set_num_threads(self._config.threads)  # an OpenMP setting: it counts for the thread that makes it
+        torch.set_num_threads(self._config.threads)  # An OpenMP setting: it applies to the thread that makes it.
         error: BaseException | None = None
         try:
             with torch.inference_mode():
@@ -102,7 +102,7 @@ class Computer:
                 self._resolve(self.ready, None)
                 self._deliver()
                 while self._open:
-                    self._obey()
+                    self._execute_commands()
                     self._admit()
                     self._step()
                     self._after_step()
@@ -132,36 +132,36 @@ class Computer:
         self._cache.limit(capacity, self._context)
         self._max_running = min(self._config.local.max_batch, capacity)
         self._table = SlotTable(capacity, self._context, reuse=self._config.local.prefix_cache)
-        self._heat = np.ones(capacity, dtype=np.float32)
+        self._temperature = np.ones(capacity, dtype=np.float32)
         self._top_k = np.zeros(capacity, dtype=np.int64)
         self._top_p = np.ones(capacity, dtype=np.float32)
         self._seed = np.zeros(capacity, dtype=np.uint64)
 
     def _capacity(self) -> int:
-        """Slots: two a running sequence when conversations are kept, as many as fit the memory at full length."""
+        """Return the number of slots: two per running sequence when conversations are kept, if they fit the memory."""
         local = self._config.local
-        wanted = local.max_batch * (2 if local.prefix_cache else 1)
+        useful = local.max_batch * (2 if local.prefix_cache else 1)
         slot_bytes = self._cache.bytes_per_token * self._context
-        fit = int(local.kv_cache_gib * GIB) // slot_bytes
-        if fit < 1:
+        fitting = int(local.kv_cache_gib * GIB) // slot_bytes
+        if fitting < 1:
             raise ConfigError(
                 f"inference.local.kv_cache_gib is {local.kv_cache_gib}, but one sequence of model.max_context = "
                 f"{self._context} tokens takes {slot_bytes / GIB:.2f} GiB: raise kv_cache_gib or lower max_context"
             )
-        return min(wanted, fit)
+        return min(useful, fitting)
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits [R, V] of `rows` ([N, V] when None)."""
-        kept = {"logits_to_keep": rows} if rows is not None and self._takes_rows else {}
+        """Return the logits [R, V] of `rows` ([N, V] when None)."""
+        only_rows = {"logits_to_keep": rows} if rows is not None and self._takes_rows else {}
         logits = self._model(
-            input_ids=ids, position_ids=positions.to(ids.device), use_cache=False, slot_plan=plan, **kept
+            input_ids=ids, position_ids=positions.to(ids.device), use_cache=False, slot_plan=plan, **only_rows
         ).logits[0]
-        return logits if rows is None or kept else logits[rows]
+        return logits if rows is None or only_rows else logits[rows]
 
-    def _obey(self) -> None:
-        """Obey what is in the inbox; wait for a command when there is nothing else to do."""
+    def _execute_commands(self) -> None:
+        """Execute the commands in the inbox. Wait for one when there is nothing else to do."""
         block = not self._running and not self._waiting
         while self._open:
             try:
@@ -169,9 +169,9 @@ class Computer:
             except queue.Empty:
                 return
             block = False
-            self._obey_one(command)
+            self._execute(command)
 
-    def _obey_one(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command:
             case Add(request):
                 self._waiting.append(request)
@@ -187,7 +187,7 @@ class Computer:
                 self._open = False
 
     def _attempt(self, future: asyncio.Future, action) -> None:
-        """A refused command is its caller's to know; only errors of ours stay within the thread."""
+        """Resolve `future` with the result of `action`, or with the ComposerError that it raises."""
         try:
             self._resolve(future, action())
         except ComposerError as error:
@@ -237,7 +237,7 @@ class Computer:
         request.stop = StopRule.of(request.sampling, self._eos, self._decode_text)
         request.mark(self.version)
         self._running[slot] = request
-        self._heat[slot] = request.sampling.temperature
+        self._temperature[slot] = request.sampling.temperature
         self._top_k[slot] = request.sampling.top_k
         self._top_p[slot] = request.sampling.top_p
         self._seed[slot] = request.seed
@@ -262,7 +262,7 @@ class Computer:
             return
         slots = np.array(step.sample_slots)
         rows = SamplingRows(
-            temperature=self._heat[slots],
+            temperature=self._temperature[slots],
             top_k=self._top_k[slots],
             top_p=self._top_p[slots],
             seed=self._seed[slots],
@@ -309,7 +309,7 @@ class Computer:
         self._resolved.append((future, outcome))
 
     def _deliver(self) -> None:
-        """Hand this step's outcomes to the event loop in one go."""
+        """Send this step's outcomes to the event loop in one call."""
         if not self._resolved:
             return
         batch, self._resolved = self._resolved, []
@@ -319,10 +319,10 @@ class Computer:
             log.debug("the event loop is closed; %d outcomes are dropped", len(batch))
 
     def _end(self, error: BaseException | None) -> None:
-        """Fail everything that still waits, then say that the thread is over."""
-        shown: ComposerError = EngineError("the local engine is closed")
+        """Fail everything that still waits, then resolve `ended`."""
+        failure: ComposerError = EngineError("the local engine is closed")
         if error is not None:
-            shown = error if isinstance(error, ComposerError) else EngineError(f"the local engine failed: {error!r}")
+            failure = error if isinstance(error, ComposerError) else EngineError(f"the local engine failed: {error!r}")
         futures = [request.future for request in [*self._waiting, *self._running.values()]] + self._drains
         while not self._inbox.empty():
             match self._inbox.get():
@@ -331,16 +331,16 @@ class Computer:
                 case Swap(future=future) | ScoreRequest(future=future) | Drained(future=future):
                     futures.append(future)
         for future in [self.ready, *futures]:
-            self._resolve(future, shown)
-        self.failure = shown
+            self._resolve(future, failure)
+        self.failure = failure
         self._resolve(self.ended, None)
         self._running, self._waiting = {}, deque()
         self._model = self._cache = None
         self._deliver()
 
 
-def _completion(request: EngineRequest, tokens: list[int], reason: str) -> Completion:
-    return Completion(
+def _completion(request: EngineRequest, tokens: list[int], reason: str) -> EngineCompletion:
+    return EngineCompletion(
         token_ids=tokens,
         logprobs=request.logprobs,
         version_spans=request.spans(),
@@ -350,7 +350,7 @@ def _completion(request: EngineRequest, tokens: list[int], reason: str) -> Compl
 
 
 def _settle(batch: list[tuple[asyncio.Future, object]]) -> None:
-    """Runs on the event loop."""
+    """Resolve futures. Runs on the event loop."""
     for future, outcome in batch:
         if future.done():
             continue

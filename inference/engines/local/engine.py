@@ -1,6 +1,6 @@
-"""LocalEngine: the asynchronous surface of the local engine (read first; compute.py has the loop).
+"""LocalEngine, the asynchronous surface of the local engine. Read it first; compute.py has the loop.
 
-Checks what a request asks before it reaches the compute thread, so that nothing a client sends can stop that thread.
+It checks every request before the compute thread sees it, so that no request can stop that thread.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, ContextOverflowError, EngineError
 from composer_prime.wire.node import Sampling
-from inference.engines.base import Completion, EngineStats
+from inference.engines.base import EngineCompletion, EngineStats
 from inference.engines.local.compute import Computer
 from inference.engines.local.request import Add, CancelRequest, Close, Drained, EngineRequest, ScoreRequest, Swap
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
-"""How long `close` waits for the compute thread, which looks at its orders between two steps."""
+"""How long `close` waits for the compute thread, which reads commands between two steps."""
 
 
 class LocalEngine:
@@ -35,7 +35,9 @@ class LocalEngine:
         self, model_folder: Path, inference: InferenceConfig, max_context: int, computer: type[Computer] = Computer
     ) -> None:
         """`max_context` bounds prompt and completion together, in tokens; `computer` is the compute thread's class."""
-        self._folder, self._config, self._context = model_folder, inference, max_context
+        self._folder = model_folder
+        self._config = inference
+        self._context = max_context
         self._make_computer = computer
         self._computer: Computer | None = None
         self._active: dict[str, asyncio.Future] = {}
@@ -54,7 +56,9 @@ class LocalEngine:
         await self._computer.ready
         self._counted = (time.monotonic(), 0)
 
-    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str
+    ) -> EngineCompletion:
         """Raises BadRequestError, ContextOverflowError, or EngineError (draining, closed, failed)."""
         computer = self._serving()
         if self._draining:
@@ -143,7 +147,7 @@ class LocalEngine:
         )
 
     async def close(self) -> None:
-        """Every waiting request gets an EngineError. An engine that still loads is not waited for."""
+        """Fail every waiting request with an EngineError. Does not wait for an engine that still loads."""
         if self._computer is None:
             return
         self._computer.post(Close())
@@ -155,7 +159,7 @@ class LocalEngine:
             self._abandon()
 
     def _abandon(self) -> None:
-        """The compute thread is stuck in a step: it is a daemon and ends with the process."""
+        """Leave a compute thread that hangs in a step. It is a daemon and ends with the process."""
         logger.error("the compute thread does not end within %g s: it is left behind", _CLOSE_S)
         for future in self._active.values():
             if not future.done():

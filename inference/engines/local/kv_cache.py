@@ -1,7 +1,7 @@
-"""Keys and values of every slot: one pair of tensors a layer, grown as sequences get longer.
+"""Keys and values of every slot: one pair of tensors per layer, grown as sequences get longer.
 
-A slot is one sequence's row of columns. Rows are laid out [heads, slots, columns, head size], so that the new tokens of
-a step are one `index_copy_` and neighbouring slots are one strided view, without a copy, for attention.
+A slot is one sequence's row of columns. The layout is [heads, slots, columns, head size]: the new tokens of a step are
+one `index_copy_`, and attention sees neighboring slots as one strided view without a copy.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _COLUMNS_STEP = 128
 
 
 class KvCache:
-    """Shapes come from the first forward, so any model that goes through the attention interface fits."""
+    """Takes its shapes from the first forward pass, so it fits any model that uses the attention interface."""
 
     def __init__(self) -> None:
         self.slots = 1
         self.columns = _COLUMNS_STEP
         self.windowed = False
-        """Some layer looks at a sliding window only."""
+        """Whether some layer attends to a sliding window only."""
         self._limits = (1 << 62, 1 << 62)
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def limit(self, slots: int, columns: int) -> None:
-        """Growth never goes beyond this many slots and columns; on a CPU the address space is taken at once."""
+        """Bound growth to this many slots and columns. On a CPU, reserve the address space at once."""
         self._limits = (slots, columns)
         if all(keys.device.type == "cpu" for keys, _ in self._layers.values()):
             self.reserve(slots, columns)
@@ -39,7 +39,7 @@ class KvCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token over all layers; known after the first forward."""
+        """Bytes of one token over all layers; known after the first forward pass."""
         tensors = [tensor for pair in self._layers.values() for tensor in pair]
         return sum(tensor.shape[0] * tensor.shape[3] * tensor.element_size() for tensor in tensors)
 
@@ -84,7 +84,7 @@ class KvCache:
 
 
 def _zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Zeros, because a masked column may be read and must be finite. On a CPU untouched pages cost no memory."""
+    """Return zeros: a masked column may be read and must be finite. On a CPU untouched pages cost no memory."""
     if like.device.type != "cpu":
         return like.new_zeros(shape)
     pages = mmap.mmap(-1, math.prod(shape) * like.element_size())
@@ -92,7 +92,7 @@ def _zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 
 
 def _grown(have: int, need: int, *, step: int) -> int:
-    """At least `need`, at least half more than `have` when growing, in multiples of `step`."""
+    """Return the next size: at least `need`, at least 1.5 times `have` when growing, a multiple of `step`."""
     if need <= have:
         return have
     return -(-max(need, have + have // 2) // step) * step

@@ -1,4 +1,4 @@
-"""The model folder into memory, and new weights into the model in place."""
+"""Load the model folder into memory, and copy new weights into the model in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def device_and_dtype(config: InferenceConfig) -> tuple[torch.device, torch.dtype]:
-    """Where and in what precision to compute. Raises ConfigError when CUDA is asked for and there is none."""
+    """Return where and in what precision to compute. Raises ConfigError when CUDA is configured but missing."""
     cuda = torch.cuda.is_available()
     if config.device == "cuda" and not cuda:
         raise ConfigError("inference.device is 'cuda', but torch sees no GPU here: set inference.device = 'cpu'")
@@ -27,9 +27,9 @@ def device_and_dtype(config: InferenceConfig) -> tuple[torch.device, torch.dtype
 
 
 def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
-    """The causal language model of `folder`, ready for inference through the slot attention.
+    """Return the causal language model of `folder`, ready for inference through the slot attention.
 
-    Raises ModelNotFoundError (no model there, or one that lacks tensors).
+    Raises ModelNotFoundError when the folder holds no model or tensors are missing.
     """
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"model folder {folder} has no config.json: set model.path to a Hugging Face folder")
@@ -47,7 +47,7 @@ def load_model(folder: Path, config: InferenceConfig) -> PreTrainedModel:
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Ids that end a sequence: the generation config's, else the model config's."""
+    """Return the ids that end a sequence, from the generation config, else from the model config."""
     for source in (model.generation_config, model.config):
         eos = getattr(source, "eos_token_id", None)
         if eos is not None:
@@ -56,7 +56,7 @@ def end_tokens(model: PreTrainedModel) -> frozenset[int]:
 
 
 def text_decoder(folder: Path) -> Callable[[list[int]], str] | None:
-    """Ids to text, special tokens included; None for a folder without a tokenizer."""
+    """Return a decoder that keeps special tokens; None for a folder without a tokenizer."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -85,18 +85,18 @@ def swap_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) ->
         ],
     )
     for names in names_by_parameter.values():
-        given = [name for name in names if name in tensors]
-        if any(not torch.equal(tensors[given[0]], tensors[name]) for name in given[1:]):
-            raise WeightError(f"the model ties {given}, but the new weights differ between them")
+        present = [name for name in names if name in tensors]
+        if any(not torch.equal(tensors[present[0]], tensors[name]) for name in present[1:]):
+            raise WeightError(f"the model ties {present}, but the new weights differ between them")
     for name, tensor in tensors.items():
         targets[name].copy_(tensor)
 
 
 def _refuse(**faults: list[str]) -> None:
-    said = [f"{kind}: {', '.join(names[:5])} ({len(names)} in all)" for kind, names in faults.items() if names]
-    if said:
+    faulty = [f"{kind}: {', '.join(names[:5])} ({len(names)} in all)" for kind, names in faults.items() if names]
+    if faulty:
         raise WeightError(
-            "the new weights do not fit the model in use (" + "; ".join(said) + "); check that node and trainer use "
+            "the new weights do not fit the model in use (" + "; ".join(faulty) + "); check that node and trainer use "
             "the same model.path"
         )
 

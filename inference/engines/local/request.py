@@ -1,7 +1,4 @@
-"""One request inside the engine, and the messages between the event loop and the compute thread.
-
-When a completion ends: a stop token, the end-of-sequence token, a stop string.
-"""
+"""One request inside the engine, when it ends, and the commands from the event loop to the compute thread."""
 
 from __future__ import annotations
 
@@ -29,21 +26,21 @@ class EngineRequest:
     """int32 [T]."""
     sampling: Sampling
     limit: int
-    """Tokens of prompt and completion at which it ends."""
+    """Ends at this many tokens, prompt and completion together."""
     seed: int
     """64 bits."""
     future: asyncio.Future
-    """Resolved on the event loop with a Completion or an error."""
+    """Resolved on the event loop with an EngineCompletion or an error."""
     stop: StopRule | None = None
     cached: int = 0
-    """Prompt tokens whose keys and values were there already."""
+    """Prompt tokens whose keys and values were cached."""
     logprobs: list[float] = field(default_factory=list)
     """[T_new so far]."""
     marks: list[tuple[int, int]] = field(default_factory=list)
     """(first completion token, version) of each span."""
 
     def mark(self, version: int) -> None:
-        """The next sampled token comes from `version`."""
+        """Note that the next token will be sampled by `version`."""
         start = len(self.logprobs)
         if self.marks and self.marks[-1][0] == start:
             self.marks.pop()
@@ -51,7 +48,7 @@ class EngineRequest:
             self.marks.append((start, version))
 
     def spans(self) -> list[VersionSpan]:
-        """Spans that cover the tokens so far."""
+        """Return spans that cover the tokens so far."""
         starts = [start for start, _ in self.marks] + [len(self.logprobs)]
         spans = (VersionSpan(start, starts[k + 1], version) for k, (start, version) in enumerate(self.marks))
         return [span for span in spans if span.end > span.start]
@@ -100,21 +97,21 @@ _SLACK_TOKENS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
-    """What ends one request before its length does."""
+    """Ends one request before its length limit: a stop token, the end-of-sequence token or a stop string."""
 
     token_ids: frozenset[int]
     strings: tuple[str, ...]
     decode: Callable[[list[int]], str] | None
-    """Token ids to text, special tokens included; needed for strings only."""
+    """Token ids to text, special tokens included; used for stop strings only."""
     window: int
-    """Completion tokens that are decoded to look for a string that the newest one completes."""
+    """Completion tokens to decode when looking for a string that the newest one completes."""
 
     @classmethod
     def of(cls, sampling: Sampling, eos: frozenset[int], decode: Callable[[list[int]], str] | None) -> StopRule:
         ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos)
         strings = tuple(one for one in sampling.stop if one)
-        # A token is at least one byte, so a string of n bytes ends within the n tokens before its last; the slack
-        # keeps what decoders do to the first token of a text (a dropped space) out of the match.
+        # A token is at least one byte, so a string of n bytes spans at most n tokens. The slack keeps out of the match
+        # what decoders do to the first token of a text (they drop a space).
         window = max((len(one.encode()) for one in strings), default=0) + _SLACK_TOKENS
         return cls(token_ids=ids, strings=strings, decode=decode, window=window)
 

@@ -1,7 +1,7 @@
-"""From logits to tokens: temperature, top-k, top-p, a draw by inverse CDF, the log-probability of what was drawn.
+"""From logits to tokens: temperature, top-k, top-p, a draw by inverse CDF, and the log-probability of the draw.
 
-The uniform of a draw is a hash of (request seed, position in the sequence), so a seeded request draws the same numbers
-whatever else is in the batch, after a reissue to another node, and without any generator state.
+The uniform number of a draw is a hash of (request seed, position in the sequence). So a seeded request draws the same
+numbers in any batch and on any node, and there is no generator state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SamplingRows:
 
 
 def uniforms(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """float64 [R] in [0, 1), multiples of 2^-32: two rounds of the splitmix64 finaliser over seed and position."""
+    """float64 [R] in [0, 1), multiples of 2^-32: two rounds of the splitmix64 finalizer over seed and position."""
     with np.errstate(over="ignore"):
         mixed = _mix(_mix(seed + np.uint64(0x9E3779B97F4A7C15)) ^ (position * np.uint64(0xD1342543DE82EF95)))
     return (mixed >> np.uint64(32)).astype(np.float64) * 2.0**-32
@@ -44,7 +44,7 @@ def _mix(bits: np.ndarray) -> np.ndarray:
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
-    """Draw one token a row. logits [R, V] -> (tokens int64 [R], logprobs float32 [R]).
+    """Draw one token per row. logits [R, V] -> (tokens int64 [R], logprobs float32 [R]).
 
     Greedy rows (temperature 0) take the likeliest token and report its log-probability at temperature 1. A row with
     non-finite logits reports a non-finite log-probability; the caller fails that request.
@@ -52,9 +52,9 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.nda
     logits = logits.float()
     greedy = rows.temperature == 0.0
     if not (rows.temperature == 1.0).all():
-        heat = np.where(greedy, np.float32(1.0), rows.temperature).astype(np.float32)
-        logits = logits - logits.amax(-1, keepdim=True)  # at most 0, which no temperature turns into infinity
-        logits /= torch.from_numpy(heat).to(logits.device)[:, None]
+        divisor = np.where(greedy, np.float32(1.0), rows.temperature).astype(np.float32)
+        logits = logits - logits.amax(-1, keepdim=True)  # At most 0: no temperature makes it infinite.
+        logits /= torch.from_numpy(divisor).to(logits.device)[:, None]
     narrow = ((rows.top_k > 0) & (rows.top_k < logits.shape[1])) | (rows.top_p < 1.0)
     narrow &= ~greedy
     if narrow.any():
@@ -100,7 +100,7 @@ def _top_k(logits: torch.Tensor, top_k: np.ndarray) -> torch.Tensor:
 def _top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keep each row's smallest set of likeliest tokens whose probability reaches `top_p` [R].
 
-    The set is mostly small: the likeliest few hundred are sorted first, the whole vocabulary only when they fall short.
+    The set is mostly small: sort the likeliest few hundred first, and the whole vocabulary only when they fall short.
     """
     lse = logits.logsumexp(-1, keepdim=True)
     for width in (min(_NUCLEUS_PROBE, logits.shape[1]), logits.shape[1]):

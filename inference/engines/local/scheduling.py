@@ -1,4 +1,4 @@
-"""Which tokens a step computes: the next token of every decoding sequence, and a bounded share of waiting prompts."""
+"""Plan which tokens a step computes: one per decoding sequence, and a bounded share of waiting prompts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from inference.engines.local.kv_cache import KvCache
 from inference.engines.local.slots import FamilyMemory, SlotTable
 
 GROUP_WASTE = 384
-"""Padded cache columns that one more attention call is worth (a call costs about 40 us, a column about 0.1 us)."""
+"""How many padded cache columns cost as much as one more attention call (about 40 us; a column takes 0.1 us)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStep:
-    """One forward: its inputs, its plan, and which rows sample for which slots."""
+    """One forward pass: its inputs, its plan, and which rows sample for which slots."""
 
     input_ids: torch.Tensor
     """int64 [1, N]."""
@@ -40,7 +40,7 @@ def plan_step(
     device: torch.device,
     shared: FamilyMemory | None,
 ) -> EngineStep | None:
-    """The next step over the running slots in `order` (of admission); None when nothing runs.
+    """Return the next step over the running slots in `order` (of admission), None when nothing runs.
 
     At most `prefill_tokens` prompt tokens are computed, oldest request first. `shared` looks for common prefixes.
     """
@@ -91,7 +91,7 @@ def _tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _prefill_pieces(slots: np.ndarray, table: SlotTable, budget: int) -> list[tuple[int, int, int]]:
-    """(slot, first token, count) of each prompt piece, together at most `budget` tokens."""
+    """Return (slot, first token, count) of each prompt piece, together at most `budget` tokens."""
     pieces = []
     for slot in slots.tolist():
         start = int(table.computed[slot])
@@ -104,7 +104,7 @@ def _prefill_pieces(slots: np.ndarray, table: SlotTable, budget: int) -> list[tu
 
 
 def _groups(slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> list[DecodeGroup]:
-    """Neighbouring slots whose padding to common columns costs less than another attention call.
+    """Group neighboring slots whose padding to common columns costs less than another attention call.
 
     A row needs columns [start, length); a group reads those from the lowest start to the greatest length.
     """

@@ -1,14 +1,12 @@
-"""Who holds which slot of the KV cache, which token ids it stands for, and what of it a new prompt can reuse.
+"""Slots of the KV cache: which request owns each, which token ids it holds, and what a new prompt can reuse.
 
 A slot is running (a request owns it), idle (a finished turn, kept for the conversation's next one) or free. Reuse needs
-no hashing: the ids of all slots are one matrix, and a prompt's longest common prefix with every row is one comparison.
+no hashing: the ids of all slots are one matrix, and one comparison gives a prompt's common prefix with every row.
 
-Decoding sequences that begin with the same tokens: siblings of a group, which differ only after their prompt.
-
-Attention over a common prefix needs its keys and values once for all of them, and on a CPU reading those is most of
-what decoding long sequences costs. A family attends to the prefix in one slot (any member's copy is the same) as one
-call, each member to its own tail, and the two parts are merged by their log-sum-exp (as in Flash-Decoding and cascade
-attention, arXiv 2501.01005).
+A family is a set of decoding sequences that begin with the same tokens, such as the siblings of a rollout group. On a
+CPU, reading keys and values is most of the cost of decoding long sequences, and a family reads those of its prefix
+once. It attends to the prefix in one slot in one call, each member attends to its own tail, and the two parts are
+merged by their log-sum-exp (as in Flash-Decoding and cascade attention, arXiv 2501.01005).
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import numpy as np
 from inference.engines.local.request import EngineRequest
 
 MIN_SHARED = 32
-"""Tokens from which copying another slot's prefix, or waiting for one that is being computed, pays."""
+"""Shortest prefix, in tokens, that is worth copying from another slot or waiting for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +37,16 @@ class SlotTable:
         self.capacity = capacity
         self.reuse = reuse
         self.high = 0
-        """Slots in use so far: rows beyond were never touched."""
+        """Slots used so far; later rows were never touched."""
         self.tokens = np.zeros((capacity, context), dtype=np.int32)
         self.known = np.zeros(capacity, dtype=np.int64)
         """Token ids in each row."""
         self.computed = np.zeros(capacity, dtype=np.int64)
         """Columns of the cache that hold keys and values of those ids."""
         self.fresh = np.zeros(capacity, dtype=bool)
-        """All of `computed` was computed by the current weights."""
+        """Whether the current weights computed all of `computed`."""
         self.origin = np.zeros(capacity, dtype=np.int64)
-        """Which weights, counted by swaps, computed the first `_pure` columns (all of `computed` while fresh)."""
+        """Number of swaps before the first `_pure` columns were computed (all of `computed` while fresh)."""
         self._pure = np.zeros(capacity, dtype=np.int64)
         self._swaps = 0
         self.request: list[EngineRequest | None] = [None] * capacity
@@ -56,13 +54,13 @@ class SlotTable:
         self._idle_since = np.zeros(capacity, dtype=np.int64)
         self._clock = 0
         self.changes = 0
-        """Counts requests that came or went, and swaps."""
+        """Grows with each request that comes or goes, and each swap."""
 
     def place(self, request: EngineRequest) -> SlotPlace | None:
-        """Find a slot for `request` and make it the owner; None while it should wait.
+        """Find a slot for `request` and make it the owner. Returns None while it should wait.
 
-        It waits when every slot runs, or when a longer prefix of its prompt is being computed for another request
-        (siblings of a group arrive together; the first computes, the others copy).
+        It waits when every slot runs, or when a longer prefix of its prompt is being computed for another request:
+        siblings of a group arrive together, the first computes, the others copy.
         """
         held, coming = self._shared(request.prompt)
         best = int(held.argmax()) if self.high else -1
@@ -80,9 +78,9 @@ class SlotTable:
         return place
 
     def _shared(self, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Per slot in use: leading tokens of `prompt` that its cache holds, and that it will hold once computed.
+        """Return per slot in use: how many leading tokens of `prompt` it holds, and how many it will once computed.
 
-        At most len(prompt) - 1: the last token is always computed, as its logits are needed.
+        At most len(prompt) - 1: the last token is always computed because its logits are needed.
         """
         if not self.reuse or not self.high:
             return np.zeros(self.high, dtype=np.int64), np.zeros(self.high, dtype=np.int64)
@@ -93,12 +91,12 @@ class SlotTable:
         return np.minimum(common, self.computed[: self.high]), np.minimum(common, self.known[: self.high])
 
     def _own_idle(self, session: str, held: np.ndarray) -> int | None:
-        """The conversation's own idle slot that shares most."""
+        """Return the conversation's own idle slot that shares most."""
         mine = [slot for slot in range(self.high) if self.session[slot] == session and self.request[slot] is None]
         return max(mine, key=lambda slot: int(held[slot])) if mine else None
 
     def _vacant(self, keep: int) -> int | None:
-        """A free slot, else a new one, else the idle one unused for longest (`keep` only when there is no other)."""
+        """Return a free slot, else a new one, else the one idle for longest; `keep` only when there is no other."""
         idle = []
         for slot in range(self.high):
             if self.request[slot] is None:
@@ -120,24 +118,24 @@ class SlotTable:
         self.changes += 1
 
     def sharable(self, slots: np.ndarray) -> np.ndarray:
-        """Leading columns of each of `slots` that equal any other slot's of the same tokens and `origin`."""
+        """Return per slot: how many leading columns equal those of any slot with the same tokens and `origin`."""
         return np.where(self.fresh[slots], self.computed[slots], self._pure[slots])
 
     def append(self, slot: int, token: int) -> int:
-        """Add a sampled token; returns how many the row knows now."""
+        """Add a sampled token. Returns the number of tokens in the row."""
         known = int(self.known[slot])
         self.tokens[slot, known] = token
         self.known[slot] = known + 1
         return known + 1
 
     def release(self, slot: int) -> None:
-        """The slot's request ended. Its cache stays for the conversation's next turn if current weights computed it."""
+        """End the slot's request. Its cache stays for the conversation's next turn if current weights computed it."""
         self.changes += 1
         self.request[slot] = None
         if self.reuse and self.fresh[slot]:
             self._clock += 1
             self._idle_since[slot] = self._clock
-            self.known[slot] = self.computed[slot]  # nobody will compute the rest, so nobody may wait for it
+            self.known[slot] = self.computed[slot]  # The rest will not be computed: no request may wait for it.
         else:
             self._forget(slot)
 
@@ -147,7 +145,7 @@ class SlotTable:
         self.fresh[slot] = False
 
     def weights_changed(self, *, recompute: bool) -> None:
-        """Idle slots are dropped; running ones keep their old entries, or compute them again (`recompute`)."""
+        """Drop idle slots. Running ones keep their old entries, or compute them again (`recompute`)."""
         self._swaps += 1
         self.changes += 1
         for slot in range(self.high):
@@ -160,9 +158,9 @@ class SlotTable:
 
 
 MIN_COLUMNS = 32
-"""A shorter common prefix is not looked for."""
+"""Shortest common prefix, in tokens, that makes a family."""
 MIN_GAIN = 1024
-"""Cached columns that a family must save in each layer to be worth its extra call and merge."""
+"""Cached columns per layer that a family must save to be worth its extra call and merge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,19 +169,19 @@ class Family:
 
     rows: tuple[int, ...]
     slot: int
-    """Whose copy of the prefix is read."""
+    """Slot whose copy of the prefix is read."""
     columns: int
 
 
 class FamilyMemory:
-    """Families of the last step: they hold until a request comes, goes, or starts to decode."""
+    """Remembers the families of the last step until a request comes, goes, or starts to decode."""
 
     def __init__(self) -> None:
         self._key: tuple[int, bytes] | None = None
         self._families: list[Family] = []
 
     def families(self, table: SlotTable, slots: np.ndarray) -> list[Family]:
-        """`find_families`, looked up where nothing changed."""
+        """Return `find_families`, from memory when nothing changed."""
         key = (table.changes, slots.tobytes())
         if key != self._key:
             self._key, self._families = key, find_families(table, slots)
@@ -191,7 +189,7 @@ class FamilyMemory:
 
 
 def find_families(table: SlotTable, slots: np.ndarray) -> list[Family]:
-    """Families among the decoding `slots` (ascending; a row's index is its place among them)."""
+    """Find families among the decoding `slots` (ascending; a row is an index into them)."""
     limits = table.sharable(slots)
     buckets: dict[tuple[int, bytes], list[int]] = {}
     for row in np.flatnonzero(limits >= MIN_COLUMNS).tolist():
@@ -204,11 +202,11 @@ def find_families(table: SlotTable, slots: np.ndarray) -> list[Family]:
     return families
 
 
-def _split(table: SlotTable, slots: np.ndarray, limits: np.ndarray, left: np.ndarray) -> list[Family]:
-    """Families among rows `left`. The first one left chooses the prefix that saves most for each of its sharers."""
+def _split(table: SlotTable, slots: np.ndarray, limits: np.ndarray, rows: np.ndarray) -> list[Family]:
+    """Split `rows` into families. The first row left picks the prefix that saves most for each of its sharers."""
     families = []
-    while len(left) > 1:
-        leader, others = left[0], left[1:]
+    while len(rows) > 1:
+        leader, others = rows[0], rows[1:]
         width = int(limits[leader])
         differs = table.tokens[slots[others], :width] != table.tokens[slots[leader], :width]
         common = np.minimum(np.where(differs.any(1), differs.argmax(1), width), limits[others])
@@ -216,10 +214,10 @@ def _split(table: SlotTable, slots: np.ndarray, limits: np.ndarray, left: np.nda
         sharers = np.arange(1, len(order) + 1)
         saved = np.where(common[order] * sharers >= MIN_GAIN, common[order] * sharers / (sharers + 1), 0.0)
         best = int(saved.argmax())
-        left = others
+        rows = others
         if saved[best] > 0:
             members = others[order[: best + 1]]
-            rows = (int(leader), *sorted(members.tolist()))
-            families.append(Family(rows, int(slots[leader]), int(common[order[best]])))
-            left = np.setdiff1d(others, members)
+            family_rows = (int(leader), *sorted(members.tolist()))
+            families.append(Family(family_rows, int(slots[leader]), int(common[order[best]])))
+            rows = np.setdiff1d(others, members)
     return families

@@ -1,7 +1,7 @@
 """The node's side of the vLLM engine (read the package docstring first).
 
 generate, score, load_weights -> call number + future -> child -> listener task -> future
-                                 waits for the child's answer; its end fails every future
+The end of the child fails every future.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from composer_prime.errors import (
 from composer_prime.model_source import check_model_folder, tensor_shapes
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.node import Sampling
-from inference.engines.base import Completion, EngineStats
+from inference.engines.base import EngineCompletion, EngineStats
 from inference.engines.vllm import messages
 from inference.engines.vllm.child import VllmProcess
 
@@ -44,9 +44,11 @@ class VllmEngine:
     def __init__(
         self, model_folder: Path, inference: InferenceConfig, max_context: int, log: Path | None = None
     ) -> None:
-        """`log` takes the child's output (appended); by default it is a temporary file that `close` removes."""
+        """The child's output is appended to `log`, by default a temporary file that `close` removes."""
         self.version = 0
-        self._folder, self._inference, self._max_context = model_folder, inference, max_context
+        self._folder = model_folder
+        self._inference = inference
+        self._max_context = max_context
         self._log = log
         self._private: Scratch | None = None
         self._child: VllmProcess | None = None
@@ -79,18 +81,22 @@ class VllmEngine:
         self._failure = None
         self._ready = asyncio.get_running_loop().create_future()
         setup = self._inference.model_dump_json()
-        limit = self._inference.vllm.start_timeout_s
+        timeout_s = self._inference.vllm.start_timeout_s
         try:
             self._child = await VllmProcess.spawn(self._inference, self._log or self._private.path / "vllm.log")
             self._listener = asyncio.create_task(self._listen(self._child))
             self._child.send(messages.Setup(model=str(self._folder), max_context=self._max_context, inference=setup))
-            await self._within(self._ready, limit, f"vLLM to start on {self._folder} (inference.vllm.start_timeout_s)")
+            await self._within(
+                self._ready, timeout_s, f"vLLM to start on {self._folder} (inference.vllm.start_timeout_s)"
+            )
         except BaseException:
             await self.close()
             raise
 
-    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
-        """See Engine. Raises also BadRequestError for what vLLM refuses, EngineError when it is gone or draining."""
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str
+    ) -> EngineCompletion:
+        """See Engine. Also raises BadRequestError when vLLM refuses, EngineError when it is gone or draining."""
         if self._failure is not None:
             raise self._failure
         if self._draining:
@@ -111,7 +117,7 @@ class VllmEngine:
             raise
         finally:
             del self._generating[request_id]
-        return Completion(
+        return EngineCompletion(
             token_ids=done.token_ids,
             logprobs=done.logprobs,
             version_spans=done.version_spans,
@@ -125,10 +131,10 @@ class VllmEngine:
             self._send(messages.Abort(call=number))
 
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See Engine. The tensors travel through a private safetensors file, written while sampling goes on.
+        """See Engine. The tensors pass through a private safetensors file, written while sampling goes on.
 
-        Raises WeightError, before anything changes, where names or shapes differ from the model folder's; DeadlineError
-        after inference.vllm.swap_timeout_s.
+        Raises WeightError, before anything changes, when names or shapes differ from the model folder's, and
+        DeadlineError after inference.vllm.swap_timeout_s.
         """
         if self._failure is not None or self._private is None:
             raise self._failure or EngineError("the vLLM engine is closed")
@@ -247,13 +253,13 @@ class VllmEngine:
             future.set_result(answer)
 
     def _fail(self, error: EngineError) -> None:
-        """From now on every call raises `error`."""
+        """Fail what waits, and every later call, with `error`."""
         self._failure = error
         futures = [*self._waiting.values(), *([self._ready] if self._ready else [])]
         for future in futures:
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # retrieved: a waiter that was cancelled meanwhile leaves no warning
+                future.exception()  # Mark it retrieved: a cancelled waiter must leave no warning.
 
     def _check_prompt(self, prompt_ids: list[int]) -> None:
         if not prompt_ids:
@@ -276,11 +282,11 @@ class VllmEngine:
             for name, tensor in tensors.items()
             if name in self._shapes and tuple(tensor.shape) != self._shapes[name]
         ]
-        wrong = {"missing": sorted(missing), "unexpected": sorted(unexpected), "misshapen": misshapen}
-        found = "; ".join(f"{kind}: {', '.join(names[:3])}" for kind, names in wrong.items() if names)
-        if found:
+        faults = {"missing": sorted(missing), "unexpected": sorted(unexpected), "misshapen": misshapen}
+        differences = "; ".join(f"{kind}: {', '.join(names[:3])}" for kind, names in faults.items() if names)
+        if differences:
             raise WeightError(
-                f"weights v{version} are not those of {self._folder} ({found}); v{self.version} stays in use: "
+                f"weights v{version} are not those of {self._folder} ({differences}); v{self.version} stays in use: "
                 "check that the trainer started from the same model"
             )
 

@@ -1,9 +1,9 @@
-"""What a node and its vLLM child say to each other: msgpack with a length in front, over a socket pair.
+"""Messages between a node and its vLLM child: msgpack with a length in front, over a socket pair.
 
     node --Setup--> child --Ready--> node
     node --Generate|Abort|Score|Load--> child --Generated|Scored|Loaded|Failed|Progress|Broken--> node
 
-`call` numbers a request within the connection; an answer whose call nobody waits for is dropped.
+`call` numbers a request within the connection. An answer to an unknown call is dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from composer_prime.wire.types import VersionSpan
 
 LENGTH = struct.Struct("<I")
 MAX_BYTES = 256 << 20
-"""Of one message; a longer one means that the stream holds something else."""
+"""Limit of one message. A longer one means that the stream holds something else."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
@@ -41,7 +41,7 @@ class VllmGenerate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
-    """End a generate call; it answers with what it has."""
+    """End a generate call early. It answers with the tokens it has."""
 
     call: int
 
@@ -89,7 +89,7 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
     call: int
     seconds: float
-    """How long no token was sampled."""
+    """How long sampling stood still."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

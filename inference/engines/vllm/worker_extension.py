@@ -1,4 +1,4 @@
-"""Mixed into vLLM's worker class: puts new weights in place without a restart. Imports vllm."""
+"""A mixin for vLLM's worker class that loads new weights without a restart. Imports vllm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WeightLoader:
     model_runner: Any
 
     def load_from_file(self, path: str) -> None:
-        """Replace the weights by the safetensors file at `path`, named as in the Hugging Face model."""
+        """Replace the weights with those of the safetensors file at `path`, named as in the Hugging Face model."""
         self.model_runner.reload_weights(weights_iterator=_tensors(path))
         self._repack_tied_heads()
 
