@@ -77,7 +77,7 @@ def make_config(root: Path, *, max_steps: int = 4, resume: bool = False, **orche
 
 
 def draw(*parts: object) -> float:
-    """A number in [0, 1) that is a function of `parts`."""
+    """Return a number in [0, 1) that is a function of `parts`."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64
 
@@ -180,7 +180,7 @@ class ScriptedPool:
     def __init__(
         self, reward: Reward | None = None, *, turns: int = 2, tasks: int = 16, played: Path | None = None
     ) -> None:
-        """`played`: a file that takes the id of every rollout that is asked for."""
+        """`played`: a file that gets the id of every requested rollout."""
         self._played = played
         self._reward = reward or (lambda request: float(draw(request.task_index, request.seed) < 0.5))
         self._turns, self._tasks = turns, tasks
@@ -234,7 +234,7 @@ class ScriptedPool:
 
 
 class PeerTrainer:
-    """One trainer rank per `world_size`, stepping together; checks all it gets and keeps the run's ledger."""
+    """`world_size` trainer ranks that step together; they check all they get and keep the run's ledger."""
 
     def __init__(self, run_dir: RunDir, endpoint: str, *, world_size: int = 1, max_staleness: int = 1) -> None:
         self.run_dir, self.world_size, self.max_staleness = run_dir, world_size, max_staleness
@@ -244,7 +244,7 @@ class PeerTrainer:
         client: ClientKeys = self.keys.client("trainer")
         self.sockets = [dealer(self._context, endpoint, client) for _ in range(world_size)]
         self.waits: list[str] = []
-        """What NotReady said."""
+        """What BatchNotReady messages said."""
         self.steps: dict[int, list[StepReply]] = {}
         self.session = secrets.token_hex(4)
         self.noted: list[int] = []
@@ -281,7 +281,7 @@ class PeerTrainer:
         await self.done(step, [])
 
     async def ask(self, step: int, rank: int, max_tokens: int = 512) -> StepReply | RunFinished | StepRefused:
-        """Asks until the answer is not NotReady."""
+        """Ask until the answer is not BatchNotReady."""
         while True:
             world = self.world_size
             await self.send(
@@ -293,7 +293,7 @@ class PeerTrainer:
             self.waits.append(answer.waiting_for)
 
     async def train(self, step: int, *, work_s: float = 0.0) -> list[StepReply]:
-        """One optimizer step: fetch on all ranks, check, publish, say so."""
+        """Take one optimizer step: fetch on all ranks, check, publish, send StepDone."""
         replies = await asyncio.gather(*(self.ask(step, rank) for rank in range(self.world_size)))
         for rank, reply in enumerate(replies):
             assert isinstance(reply, StepReply), reply

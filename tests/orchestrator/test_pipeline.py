@@ -59,7 +59,7 @@ async def test_the_orchestrator_does_not_outrun_a_slow_trainer(open_run, run_dir
 
 
 async def test_a_trainer_that_vanishes_is_missed_at_a_deadline(open_run, run_dir, tmp_path):
-    """A batch is ready and nobody fetches or trains it: the run ends, and says which step it waited for."""
+    """A batch is ready and no trainer fetches it: the run ends, and the error names the awaited step."""
     config = make_config(tmp_path, trainer_timeout_s=1.0)
     async with open_run(config) as run:
         async with PeerTrainer(run_dir, run.step_endpoint) as trainer:
@@ -73,7 +73,7 @@ async def test_a_trainer_that_vanishes_is_missed_at_a_deadline(open_run, run_dir
 
 
 async def test_an_announced_version_without_weights_ends_the_run(open_run, run_dir, tmp_path):
-    """StepDone before the manifest is in the store: no node could ever get it, so it is an error at once."""
+    """StepDone without a manifest in the store is an error at once, because no node could ever load it."""
     async with open_run(make_config(tmp_path)) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
         await trainer.train(1)
@@ -86,7 +86,7 @@ async def test_an_announced_version_without_weights_ends_the_run(open_run, run_d
 
 
 async def test_a_checkpoint_that_cannot_be_written_is_answered_and_the_run_goes_on(open_run, run_dir, tmp_path):
-    """The disk refuses: the trainer gets the reason instead of a silence, and training continues without it."""
+    """The disk refuses: the trainer gets the reason, and training continues without the checkpoint."""
     async with open_run(make_config(tmp_path)) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
         await trainer.train(1)
@@ -99,7 +99,7 @@ async def test_a_checkpoint_that_cannot_be_written_is_answered_and_the_run_goes_
 
 
 async def test_samples_that_were_not_served_are_refused(open_run, run_dir, tmp_path):
-    """A trainer that claims other samples than its batch's has trained something else: it is told."""
+    """A trainer that claims other samples than its batch's has trained something else: it gets an error."""
     async with open_run(make_config(tmp_path)) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
         await trainer.ask(1, 0)
@@ -124,7 +124,7 @@ async def test_evaluation_only(open_run, tmp_path):
 
 
 async def test_not_ready_says_what_the_batch_waits_for(open_run, run_dir, tmp_path):
-    """A rank that asks too early hears how many groups there are, what runs, and since when."""
+    """A rank that asks too early learns how many groups are ready, what runs, and since when."""
     pool = ScriptedPool()
     pool.pause_s = lambda request: 1.0
     async with open_run(make_config(tmp_path), pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
@@ -181,7 +181,7 @@ async def test_a_run_that_begins_with_an_evaluation_says_that_it_waits_for_it(op
 
 
 async def test_a_batch_that_never_fills_ends_the_run_with_its_reason(open_run, tmp_path):
-    """Without a node the run fails at its deadline, and says that there is no node."""
+    """Without a node the run fails at its deadline, and the error names the missing node."""
     config = make_config(tmp_path, batch_timeout_s=1.0)
     async with open_run(config, node=False) as run:
         async with asyncio.timeout(15):

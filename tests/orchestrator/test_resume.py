@@ -59,7 +59,7 @@ def test_state_alone_is_taken_up_when_nothing_happened_since():
 
 
 def test_what_happened_after_the_checkpoint_counts():
-    """Groups that finished since are ready, batches formed since are served as they were, the rest flies again."""
+    """Groups finished since are ready, batches formed since are served unchanged, the rest is dispatched again."""
     after = [
         Finished(seq=11, group=ready(4)),
         Started(seq=12, plan=plan(6)),
@@ -108,7 +108,7 @@ def test_the_curriculum_goes_on_as_if_nothing_had_happened(name):
 
 
 def test_a_missing_group_is_named():
-    """A journal that lost a group which a batch needs can't be resumed quietly."""
+    """A resume fails when the journal lost a group that a batch needs."""
     with pytest.raises(CheckpointError, match=r"lacks groups \[1\]"):
         resume(state(), [entry for entry in [*before(), FORMED_2] if entry.seq != 8], sources())
 

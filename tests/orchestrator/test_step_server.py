@@ -1,4 +1,4 @@
-"""The trainer's door: who is let in, what is refused, what is dropped, and that each batch is packed once."""
+"""The step server: which peers it admits, what it refuses or drops, and that each batch is packed once."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def test_every_rank_gets_its_share_once_it_is_there(serve):
 
 
 async def test_a_waiting_rank_hears_every_two_seconds_what_for(serve):
-    """NotReady comes within two seconds and says what the batch lacks."""
+    """BatchNotReady comes within two seconds and says what the batch lacks."""
     async with serve(poll_s=POLL_S) as (_, trainer):
         await trainer.send(request())
         assert await trainer.receive(0, 2.0) == BatchNotReady(step=1, waiting_for="batch 1: 1 of 2 groups")
@@ -187,7 +187,7 @@ async def test_a_stranger_gets_no_word_in(serve, run_dir):
 
 
 async def test_orders_are_taken_in_turn_and_answered(serve):
-    """StepDone then CheckpointRequest: the checkpoint sees the step; a failure is the answer, not a silence."""
+    """StepDone then CheckpointRequest: the checkpoint sees the step, and a failure is answered."""
     async with serve() as (served, trainer):
         served.form(1)
         await trainer.done(1, ["a"])
@@ -226,7 +226,7 @@ async def test_closing_answers_the_checkpoint_at_hand(serve):
 
 
 async def test_a_trained_step_is_not_served_again_unasked(serve):
-    """A rank that asks for a past step waits for rank 0 to announce the restart, and hears so."""
+    """A rank that asks for a trained step gets BatchNotReady until rank 0 announces the restart."""
     async with serve() as (served, trainer):
         served.form(1)
         served.batches.done(1, 1)

@@ -33,8 +33,8 @@ def distilled(number: int, version: int = 0) -> FinishedGroup:
     return msgspec.structs.replace(ready(number, version, rewards=(0.0, 0.0)), outcome=GroupOutcome.DISTILLED)
 
 
-def test_distilled_groups_go_along_with_a_batch_and_make_none():
-    """They fill no place of a batch and open none for dispatch; a batch takes as many as it has groups of its own."""
+def test_distilled_groups_join_a_batch_and_make_none():
+    """They take no place of a batch and open none for dispatch; a batch takes at most as many as its own groups."""
     buffer = Buffer()
     for number in (1, 3, 5):
         buffer.add(distilled(number))
@@ -164,7 +164,7 @@ async def test_batches_carry_hinted_turns_and_pairs(open_run, run_dir, tmp_path)
 
 
 async def test_with_weights_0_the_rows_are_those_of_the_policy_loss(open_run, run_dir, tmp_path):
-    """Hints may be looked for all the same; the trainer sees nothing of them."""
+    """Hints may be made anyway; the trainer gets none of them."""
     config = make_config(tmp_path, max_steps=1, hints={})
     async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
@@ -181,7 +181,7 @@ def scheduled(root, schedule: dict[str, int], **orchestrator: Any) -> Config:
 
 
 async def test_hints_are_made_for_steps_with_a_weight(open_run, run_dir, tmp_path):
-    """SDPO begins with step 4: groups of the first batches are not hinted, and none goes along with a batch."""
+    """SDPO begins with step 4: groups of the first batches are not hinted, and none joins a batch."""
     config = scheduled(tmp_path, {"start_step": 4}, hints={}, max_staleness=0)
     async with open_run(config, ToolPool()) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
         await trainer.attach(0)
@@ -194,7 +194,7 @@ async def test_hints_are_made_for_steps_with_a_weight(open_run, run_dir, tmp_pat
 
 
 async def test_a_group_that_will_be_dropped_is_not_hinted(open_run, run_dir, tmp_path):
-    """filtered_groups off: where all rewards are equal nobody looks for wrong turns, let alone pays for hints."""
+    """filtered_groups off: where all rewards are equal, no error turn is looked for and no hint is paid for."""
     pool = ToolPool(reward=lambda request: 1.0 if request.task_index % 2 else float(request.rollout_id[-1] in "02"))
     config = scheduled(tmp_path, {}, hints={"filtered_groups": False})
     async with open_run(config, pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
