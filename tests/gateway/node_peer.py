@@ -129,6 +129,8 @@ class PeerNode:
         self.send(Status(version=self.version, running=running, tokens_per_s=0.0, canary_error=None, **self.status))
 
     def goodbye(self) -> None:
+        """Leave. A later heartbeat would make the gateway ask for a Hello."""
+        self.welcome = None
         self.send(Goodbye(reason="test"))
 
     def usual_answer(self, request: Generate, **changes: Any) -> Generated:
