@@ -64,6 +64,18 @@ def test_own_loss(examples):
     assert sums["tokens"] == 4 and sums["tapered"] == 2
 
 
+# On padded rows it counts the sampled ids only: good ones in full, bad ones by their share.
+def test_own_loss_on_a_batch(examples):
+    import own_loss
+
+    logprobs_BT = torch.tensor([[-1.0, -2.0, -4.0], [-8.0, -16.0, -32.0]], requires_grad=True)
+    mask_BT = torch.tensor([[False, True, True], [False, False, True]])
+    loss = own_loss.on_a_batch(logprobs_BT, mask_BT, torch.tensor([1.0, -1.0]))
+    assert loss.item() == pytest.approx((6 - 32 * own_loss.NEGATIVE_SHARE) / own_loss.grpo_in_one_file.MAX_CONTEXT)
+    gradient = torch.autograd.grad(loss, logprobs_BT)[0]
+    assert torch.equal(gradient != 0, mask_BT)
+
+
 # Padding and company in a batch change no log-probability; the loss counts exactly the sampled ids.
 def test_grpo_in_one_file_masks(examples):
     import grpo_in_one_file as grpo
@@ -98,13 +110,13 @@ def test_grpo_in_one_file_tools(examples):
     assert grpo.answer_tool_call(episode, episode.answer) is None
 
 
-# The whole loop runs: the rewards of each step come back, and the own loss fits in the place of dr_grpo's.
+# The whole loop runs, with dr_grpo's loss and with the own one, and returns the rewards of each step.
 @pytest.mark.slow
 def test_grpo_in_one_file_runs(examples, capsys):
     import grpo_in_one_file as grpo
     from own_loss import on_a_batch
 
-    few = ["--steps", "1", "--groups", "2", "--group-size", "4"]
+    few = ["--steps", "1", "--groups", "1", "--group-size", "4"]
     for loss in (grpo.dr_grpo_loss, on_a_batch):
         rewards = grpo.main(few, loss=loss)
         assert len(rewards) == 1 and 0 <= rewards[0] <= 1
