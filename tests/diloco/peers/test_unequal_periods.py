@@ -10,7 +10,7 @@ from joint_run import assert_same_globals, settings, together, train
 from test_missed_rounds import OUTER, PlainOuter, PlainPeer
 
 
-# Peer a synchronises every 2 steps, b every 6. Where the deadline is far, each round holds 2 steps of a and 6 of b,
+# Peer a synchronizes every 2 steps, b every 6. Where the deadline is far, each round holds 2 steps of a and 6 of b,
 # weighted by their tokens, and the joint run is that of the plain algorithm, bit for bit.
 @pytest.mark.parametrize("tokens", [(3, 1), (3, 5)])
 def test_each_brings_its_own_period(make_rendezvous, key_file, tokens):
