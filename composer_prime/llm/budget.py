@@ -28,7 +28,7 @@ from composer_prime.run.costs import CostLedger, Spent, charge_ratio, spent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
-    """USD."""
+    """USD. The caps of teachers are a BudgetConfig."""
 
     usd_per_run: float
     usd_per_trace: float = math.inf
@@ -54,19 +54,15 @@ def teacher_budget(config: BudgetConfig, path: Path) -> Budget:
 
     Raises LedgerError where the file does not tell what was spent.
     """
-    caps = Caps(
-        usd_per_run=config.usd_per_run,
-        usd_per_trace=config.usd_per_trace,
-        usd_per_call=config.usd_per_call,
-        overcharge_factor=config.overcharge_factor,
-    )
-    return Budget(caps, CostLedger(path).write, spent(path))
+    return Budget(config, CostLedger(path).write, spent(path))
 
 
 class Budget:
     """Used by one event loop."""
 
-    def __init__(self, caps: Caps, record: Callable[..., None], before: Spent, *, trusted: bool = False) -> None:
+    def __init__(
+        self, caps: Caps | BudgetConfig, record: Callable[..., None], before: Spent, *, trusted: bool = False
+    ) -> None:
         """`record(kind, **values)` writes down what is "reserved", "settled" and "stopped". `before`: what earlier runs
         spent. `trusted`: several calls may be in flight before the endpoint has kept to a bound."""
         self._caps = caps
