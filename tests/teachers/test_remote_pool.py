@@ -53,7 +53,7 @@ def told(messages: list[Message]) -> str:
 
 
 # No teacher is local, so nothing but the base is served here: it chooses among texts that say the same, its margins are
-# measured, the window passes, and channel 3 may train it.
+# measured, the window passes, and replay-DPO may train it.
 @pytest.mark.slow
 def test_the_base_of_a_remote_pool(tmp_path: Path) -> None:
     pairs, run_dir = toolsmith(), RunDir(tmp_path / "x")

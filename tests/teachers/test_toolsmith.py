@@ -63,7 +63,7 @@ def run(*words: str | Path, status: int = 0) -> str:
     return done.stdout
 
 
-# A run replays its own rollouts while it trains, and once a window has passed the gate channel 3 trains its pairs; its
+# A run replays its own rollouts while it trains, and once a window has passed the gate replay-DPO trains its pairs; its
 # states replayed again cost no call; the report measures them.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
