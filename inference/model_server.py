@@ -65,7 +65,7 @@ class _Served:
     context: int
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, opening: bool) -> list[int]:
-        """Token ids by the model's own template. Raises BadRequestError where it does not take these messages."""
+        """Return token ids by the model's own template. Raises BadRequestError when it refuses these messages."""
         try:
             text = self.tokenizer.apply_chat_template(
                 [_with_content(message) for message in messages],
@@ -73,7 +73,7 @@ class _Served:
                 add_generation_prompt=opening,
                 tokenize=False,
             )
-        except Exception as error:  # templates raise whatever they like
+        except Exception as error:  # Templates raise errors of any class.
             raise BadRequestError(f"the chat template does not take these messages: {error}") from error
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -172,7 +172,7 @@ async def _load(name: str, config: InferenceConfig) -> _Served:
 
 
 def _message(text: str) -> dict[str, Any]:
-    """The answer in OpenAI's form; a broken call stays in the text."""
+    """Return the answer in OpenAI's form. A broken call stays in the text."""
     text = _THINK.sub("", text)
     calls = [(block, read_tool_call(block[1])) for block in TOOL_CALL.finditer(text)]
     found = [call for _, call in calls if call is not None]
@@ -189,7 +189,7 @@ def _message(text: str) -> dict[str, Any]:
 
 
 def _with_content(message: dict[str, Any]) -> dict[str, Any]:
-    """Templates print None; and they want arguments as objects."""
+    """Return the message as templates need it: they print None, and they expect arguments as objects."""
     filled = message if message.get("content") is not None else {**message, "content": ""}
     if not message.get("tool_calls"):
         return filled
@@ -208,7 +208,7 @@ def _decoded(call: dict[str, Any]) -> dict[str, Any]:
 def _answering(
     handle: Callable[[web.Request], Awaitable[dict[str, Any]]],
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """`handle` with its errors as OpenAI writes them."""
+    """Wrap `handle` so that its errors have OpenAI's form."""
 
     async def answer(request: web.Request) -> web.Response:
         try:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import DeadlineError, RunMismatchError
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.node import (
@@ -32,6 +33,7 @@ from tests.inference.gateway_peer import GatewayPeer
 from tests.inference.publisher import CANARY
 
 PROMPT = [5, 6, 7, 8, 9, 10]
+IMPATIENT = {"connect_timeout_s": 1.0, "lost_after_s": 0.5}
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def serving(folder, config, keys, publisher):
     """A started node and its gateway: `async with serving() as (gateway, node, ended)`."""
 
     @asynccontextmanager
-    async def serving(node_keys: RunKeys = keys, manifest: bytes = b""):
+    async def serving(node_keys: RunKeys = keys, manifest: bytes = b"", config: InferenceConfig = config):
         gateway = GatewayPeer(keys, publisher.store)
         gateway.manifest = manifest
         engine = LocalEngine(folder, config, MAX_CONTEXT)
@@ -207,10 +209,10 @@ def test_hello_is_said_again_when_asked(loop, serving):
     assert answer.request_id == "new" and empty
 
 
-def test_a_node_without_gateway_gives_up(loop, serving):
+def test_a_node_without_gateway_gives_up(loop, serving, config):
     # After connect_timeout_s of silence the node ends with an error that says what it waited for.
     async def scenario():
-        async with serving() as (gateway, _, ended):
+        async with serving(config=config.model_copy(update=IMPATIENT)) as (gateway, _, ended):
             await gateway.until(lambda: gateway.statuses, "a heartbeat")
             gateway.silent = True
             await asyncio.wait_for(ended, 20)
@@ -219,10 +221,11 @@ def test_a_node_without_gateway_gives_up(loop, serving):
         loop.run(scenario())
 
 
-def test_keys_of_another_run_do_not_get_in(loop, serving, tmp_path):
+def test_keys_of_another_run_do_not_get_in(loop, serving, config, tmp_path):
     # A node with foreign keys never gets a byte to the gateway and ends with the same error.
     async def scenario():
-        async with serving(node_keys=RunKeys.create(tmp_path / "foreign")) as (gateway, _, ended):
+        impatient, foreign = config.model_copy(update=IMPATIENT), RunKeys.create(tmp_path / "foreign")
+        async with serving(node_keys=foreign, config=impatient) as (gateway, _, ended):
             with pytest.raises(DeadlineError):
                 await asyncio.wait_for(ended, 20)
             return gateway.hellos

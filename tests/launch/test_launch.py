@@ -1,4 +1,4 @@
-"""The launcher with real processes: small scripts stand in for the roles, nothing of the launcher is replaced."""
+"""The launcher with real processes. Small scripts play the roles; nothing of the launcher is replaced."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ for step in (1, 2, 3):
     time.sleep(0.2)
 """
 LINKED = "**{'weights/bytes': 7, 'diloco/bytes_sent': 10 * step, "
+SOMEONE_READY = "while not any(name.startswith('ready-') for name in os.listdir()): time.sleep(0.05)\n"
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STEADY
 GRANDCHILD = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], start_new_session=True)\n"
 
@@ -95,7 +96,7 @@ def stand(tmp_path: Path):
 
 def test_finished_run_stops_nodes_and_leaves_nothing(stand):
     # Orchestrator and ranks end with 0: the run is a success, the node is stopped, no process is left.
-    run = stand({"orchestrator": "time.sleep(2)", "node-0": GRANDCHILD + STEADY, "trainer-0": TRAINS})
+    run = stand({"orchestrator": SOMEONE_READY, "node-0": GRANDCHILD + STEADY, "trainer-0": TRAINS})
     status, output = run.finish()
     assert status == 0, output
     assert "step 3/3" in output and "stand finished after 3 of 3 steps" in output
@@ -110,7 +111,7 @@ def test_resume_of_a_finished_run_says_so(stand):
         "for name in ('checkpoints/step_000003/COMPLETE', 'final/config.json'):\n"
         "    path = pathlib.Path(name); path.parent.mkdir(parents=True); path.touch()\n"
     )
-    first = stand({"orchestrator": "time.sleep(1)", "trainer-0": made})
+    first = stand({"orchestrator": "", "trainer-0": made})
     assert first.finish()[0] == 0
     status, output = stand({"orchestrator": "sys.exit(9)", "trainer-0": "sys.exit(9)"}, "--resume").finish()
     assert status == 0 and "stand is finished already: 3 of 3 steps" in output, output
@@ -134,7 +135,7 @@ def test_killed_orchestrator_is_named_with_its_signal(stand):
 
 
 def test_orchestrator_is_named_before_the_rank_it_took_down(stand):
-    # A rank that learns of the orchestrator's failure ends first; the report still begins with the cause.
+    # A rank that loses the orchestrator may end first. The report still begins with the cause.
     failing = "print('no task'); open('failing', 'w').close(); time.sleep(1); sys.exit(1)"
     told = "while not os.path.exists('failing'): time.sleep(0.02)\nprint('told to stop'); sys.exit(1)"
     status, output = stand({"orchestrator": failing, "trainer-0": told}).finish()
@@ -143,7 +144,7 @@ def test_orchestrator_is_named_before_the_rank_it_took_down(stand):
 
 def test_dead_node_is_started_again(stand):
     # A node that dies once is restarted and the run succeeds.
-    patient = "while not os.path.exists('seen'): time.sleep(0.05)\ntime.sleep(3)"
+    patient = SOMEONE_READY
     flaky = "first = not os.path.exists('seen'); open('seen', 'a').close()\nif first: sys.exit(7)\n" + STEADY
     status, output = stand({"orchestrator": patient, "node-0": flaky, "trainer-0": TRAINS}).finish()
     assert status == 0, output
@@ -190,7 +191,7 @@ def test_a_run_goes_on_without_teachers(stand):
 
 @pytest.mark.parametrize("online", [True, False])
 def test_the_launcher_serves_local_teachers(tmp_path, online):
-    # With the frozen base, on one port, which the orchestrator is told; only where a run replays online.
+    # Only a run that replays online has them, with the frozen base, at an address that the orchestrator gets.
     pool = Path(__file__).parents[2] / "configs" / "teachers" / "tiny.toml"
     words = ["@", str(config_file(tmp_path)), "@", str(pool), "--teachers.online", str(online).lower()]
     roles = {role.name: role for role in role_commands(resolve(words).config, RunDir(tmp_path / "run"), gpus=0)}
@@ -241,10 +242,9 @@ def test_ranks_save_before_anything_else_is_stopped(stand):
 
 def test_ranks_are_not_waited_for_where_no_checkpoint_can_be_made(stand):
     # With the orchestrator dead, a rank that would try is killed at once; the summary says what a resume must repeat.
-    failing = "while not any(name.startswith('ready-') for name in os.listdir()): time.sleep(0.05)\n"
     logged = "log('trainer', 1, **{'loss/total': 0.1})\n"
     words = ("--trainer.checkpoint.stop_timeout_s", "900")
-    run = stand({"orchestrator": failing + "sys.exit(1)", "trainer-0": logged + STUBBORN}, *words)
+    run = stand({"orchestrator": SOMEONE_READY + "sys.exit(1)", "trainer-0": logged + STUBBORN}, *words)
     status, output = run.finish()
     assert status == 1 and "start over: no checkpoint holds the 1 step taken" in output, output
     assert run.members() == []

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from composer_prime.config import Config
 from composer_prime.console import clock
 from composer_prime.monitor.progress import RunProgress
@@ -131,6 +133,7 @@ def test_clock():
     assert [clock(5), clock(65), clock(3700)] == ["0m 05s", "1m 05s", "1h 01m"]
 
 
+@pytest.mark.process
 def test_live_panel_on_a_terminal(tmp_path: Path):
     # On a real terminal the panel is drawn and redrawn, and the summary follows it.
     scenario = {"orchestrator": "time.sleep(2.5)", "trainer-0": "log('trainer', 3, **{'loss/total': 1.0})"}
