@@ -32,14 +32,13 @@ from composer_prime.config import Config
 from composer_prime.config.orchestrator import SourceConfig
 from composer_prime.errors import CheckpointError, ComposerError
 from composer_prime.monitor.metrics_file import MetricsFile
-from composer_prime.packing.pack import model_flops
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.run.weights import WeightStore
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.wire.sockets import bind_router
 from composer_prime.wire.step import StepDone
-from orchestrator.batching.batches import Batches
+from orchestrator.batching.batches import build_batches
 from orchestrator.batching.scheduler import BatchScheduler
 from orchestrator.chat_template import chat_folder
 from orchestrator.durability.checkpoint import load_state, resume
@@ -110,7 +109,7 @@ class Pipeline:
         self.store = WeightStore(run_dir.weights)
         self.state = load_state(run_dir, run_dir.newest_checkpoint(), run_id) if config.run.resume else None
         """The checkpoint to resume from; None for a new run."""
-        self.batches = _build_batches(config, run_id, model_dir)
+        self.batches = build_batches(config, run_id, model_dir)
         if self.state is not None:
             versions = self.batches.versions.at(self.state.step, self.state.versions)
             self.batches.restore(versions=versions, formed=self.state.step, batches=[])
@@ -464,27 +463,6 @@ class Pipeline:
         """Return the oldest policy version that a rollout begun now can be sampled with."""
         served = self._oldest_served()
         return self.gateway.router.oldest_version if served is None else served
-
-
-def _build_batches(config: Config, run_id: str, model_dir: Path) -> Batches:
-    per_token, per_pair = _flops(model_dir)
-    return Batches(
-        run_id,
-        flops_per_token=per_token,
-        flops_per_pair=per_pair,
-        sdpo_active=lambda step: config.channels.sdpo.weight_at(step) > 0,
-        steps_per_version=config.diloco.sync_every if config.diloco else 1,
-    )
-
-
-def _flops(model_dir: Path) -> tuple[float, float]:
-    """Return what packing balances by. Every token weighs the same where config.json lacks the usual keys."""
-    values = json.loads((model_dir / "config.json").read_text())
-    try:
-        return model_flops(values.get("text_config") or values)
-    except KeyError as error:
-        logger.warning("%s/config.json has no %s: packing balances tokens, not FLOPs", model_dir, error)
-        return 1.0, 0.0
 
 
 def reachable(endpoint: str) -> str:

@@ -11,20 +11,26 @@ them would hide both.
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean, pstdev
 
 import msgspec
 
+from composer_prime.config import Config
 from composer_prime.errors import RunMismatchError
-from composer_prime.packing.pack import pack, totals
+from composer_prime.packing.pack import model_flops, pack, totals
 from composer_prime.wire.step import StepReply
 from composer_prime.wire.types import Preference, Sample
 from orchestrator.batching.buffer import Versions, last_batch
 from orchestrator.rollouts.groups import BEHAVIOR_PART, FinishedGroup, FinishedRollout, GroupOutcome, turn_error_rate
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +183,27 @@ class Batches:
             )
             for rank, rows in enumerate(rows_by_rank)
         ]
+
+
+def build_batches(config: Config, run_id: str, model_dir: Path) -> Batches:
+    per_token, per_pair = _flops(model_dir)
+    return Batches(
+        run_id,
+        flops_per_token=per_token,
+        flops_per_pair=per_pair,
+        sdpo_active=lambda step: config.channels.sdpo.weight_at(step) > 0,
+        steps_per_version=config.diloco.sync_every if config.diloco else 1,
+    )
+
+
+def _flops(model_dir: Path) -> tuple[float, float]:
+    """Return what packing balances by. Every token weighs the same where config.json lacks the usual keys."""
+    values = json.loads((model_dir / "config.json").read_text())
+    try:
+        return model_flops(values.get("text_config") or values)
+    except KeyError as error:
+        logger.warning("%s/config.json has no %s: packing balances tokens, not FLOPs", model_dir, error)
+        return 1.0, 0.0
 
 
 def batch_metrics(version: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup]) -> dict[str, float]:
