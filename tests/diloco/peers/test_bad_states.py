@@ -121,8 +121,8 @@ def test_no_other_source(make_rendezvous, key_file):
     def join():
         assert ready.wait(30)
         try:
-            with pytest.raises(DeadlineError, match=r"heal_timeout_s = 1 s: .* waits for the state of peer a"):
-                train(settings(server.endpoint, key_file, "c", heal_timeout_s=1), 1, 1, seed=7)
+            with pytest.raises(DeadlineError, match=r"heal_timeout_s = 2 s: .* waits for the state of peer a"):
+                train(settings(server.endpoint, key_file, "c", heal_timeout_s=2), 1, 1, seed=7)
         finally:
             finished.set()
 
