@@ -75,7 +75,7 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     """Serve until drained or stopped by a signal. Raises what Engine.start and InferenceNode.run raise."""
     import torch
 
-    from inference.engines.base import build_engine
+    from inference.engines import build_engine
     from inference.link import GatewayLink
 
     inference = assignment.inference

@@ -8,7 +8,14 @@ from __future__ import annotations
 import sys
 
 from composer_prime.config.load import CommandLine, parse_command_line
-from composer_prime.console import EXIT_USAGE, columns, exit_on_version_flag, fail, until_the_reader_leaves, what_is_wrong
+from composer_prime.console import (
+    EXIT_USAGE,
+    columns,
+    exit_on_version_flag,
+    fail,
+    until_the_reader_leaves,
+    what_is_wrong,
+)
 from composer_prime.errors import ConfigError
 
 

@@ -38,7 +38,7 @@ def test_each_step_has_one_trainer_line_with_the_promised_keys(finished):
 
 
 def test_every_metric_is_described(finished):
-    """docs/reference/metrics.md names every key of every role's lines; `<x>` there stands for a name, estimates have bounds."""
+    """docs/reference/metrics.md names every key of every role's lines. `<x>` there stands for a name."""
     words = re.findall(r"`([a-z]\S*?)`", (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text())
     known = re.compile("|".join(re.sub("<[^>]+>", ".+", word) + "(_low|_high)?" for word in words))
     lines = [json.loads(line) for line in finished.run_dir.metrics.read_text().splitlines()]

@@ -25,7 +25,7 @@ def ingested(output: Path, **stdin: Any) -> subprocess.CompletedProcess[str]:
 # A pipe is refused before anything is opened, with what to do; one that has a name would wait for a writer.
 def test_pipes_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(ConfigError, match="fifo is a pipe, but ingestion reads its input twice: save it to a file first"):
+    with pytest.raises(ConfigError, match="is a pipe, but ingestion reads its input twice: save it to a file first"):
         find_files([tmp_path / "fifo"], tmp_path / "o.jsonl")
     with pytest.raises(ConfigError, match="/dev/null is a device or socket"):
         find_files([Path("/dev/null")], tmp_path / "o.jsonl")

@@ -171,7 +171,7 @@ class RankInfo:
 
 
 class StepClient:
-    """One DEALER socket to the step server. It calls `should_stop` several times a second while it waits for a batch."""
+    """One DEALER socket to the step server. While it waits for a batch, it polls `should_stop` several times a second."""
 
     def __init__(self, endpoint: str, keys: ClientKeys, info: RankInfo, should_stop: Callable[[], bool]) -> None:
         self._endpoint = endpoint

@@ -29,7 +29,8 @@ from transformers import PreTrainedModel
 
 from composer_prime.errors import ConfigError
 from composer_prime.plan.footprint import CHUNK_LOGITS
-from trainer.head.kernels import GradientInputs, LogitKernels, choose_kernels, wide
+from trainer.head.choose_kernels import choose_kernels
+from trainer.head.kernels import GradientInputs, LogitKernels, wide
 
 BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits (elements) of a block, by device."""

@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 from composer_prime.config import Config
 from composer_prime.errors import ConfigError, ModelNotFoundError
 from trainer.data.rows import reading_of
-from trainer.head.kernels import check_kernels
+from trainer.head.choose_kernels import check_kernels
 from trainer.model.attention import PACKED, attention_name
 from trainer.model.policy import FORWARD_METHODS, Policy
 from trainer.world import World
