@@ -171,7 +171,7 @@ class RankInfo:
 
 
 class StepClient:
-    """One DEALER socket to the step server. While it waits for a batch, it polls `should_stop` several times a second."""
+    """One DEALER socket to the step server. While it waits for a batch, it polls `should_stop` often."""
 
     def __init__(self, endpoint: str, keys: ClientKeys, info: RankInfo, should_stop: Callable[[], bool]) -> None:
         self._endpoint = endpoint
