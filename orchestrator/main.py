@@ -22,10 +22,10 @@ from typing import Any
 from composer_prime.config import Config, load
 from composer_prime.console import EXIT_USAGE, columns, exit_on_version_flag, fail
 from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.run.check_run_dir import check_run_folder, earlier_output
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write_atomic
-from composer_prime.run.run_folder import check_run_folder, earlier_output
 
 FAILED = 1
 _USAGE = "usage: orchestrator --run-dir DIR | orchestrator @ file.toml [--section.key VALUE] [--resume] [--dry-run]"

@@ -41,8 +41,8 @@ from composer_prime.wire.step import StepDone
 from orchestrator.batching.batches import build_batches
 from orchestrator.batching.scheduler import BatchScheduler
 from orchestrator.chat_template import chat_folder
-from orchestrator.durability.checkpoint import load_state, resume
 from orchestrator.durability.journal import Entry, Journal
+from orchestrator.durability.resume import load_state, resume
 from orchestrator.evals import Evaluator
 from orchestrator.event_loop import Notifier
 from orchestrator.gateway import Gateway

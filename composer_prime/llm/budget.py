@@ -4,10 +4,10 @@
                                           └──> no reply          all that was held stays spent
 
 A call holds its bound times `overcharge_factor`, or times what its endpoint charged last where that is more. Caps are
-checked with everything that is held for calls in flight. So no order of replies, and no charge up to what is held, can
-pass a cap. A charge above the bound (`note_charge`) or above the price list closes the budget: no further call is made.
-Caps can then be passed only by what calls in flight were charged beyond what was held for them. Of endpoints that have
-not yet kept to a bound, one call at a time is in flight: one that charges too much from the start does so once.
+checked with everything that is held for calls in flight. Whatever the order of replies, charges up to the held amounts
+stay within every cap. A charge above the bound (`note_charge`) or above the price list closes the budget: no further
+call is made. Only charges beyond the held amounts, for calls then in flight, can exceed a cap. An endpoint that has not
+yet kept to a bound gets one call at a time: if it charges too much from the start, it does so once.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from composer_prime.plan.footprint import ModelShape, Need, disk_bytes, node_nee
 from composer_prime.plan.machine import Machine, free_bytes, this_machine
 from composer_prime.plan.placement import uses_cuda
 from composer_prime.plan.preflight import Findings, check_start, setting_notes
+from composer_prime.run.check_run_dir import Starter, folder_state
 from composer_prime.run.costs import spent
 from composer_prime.run.run_dir import RunDir
-from composer_prime.run.run_folder import Starter, folder_state
 
 Rows = list[tuple[str, str]]
 

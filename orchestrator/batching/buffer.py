@@ -10,9 +10,9 @@ The staleness rule:
     batch N       is trained on the newest version after step N-1, call it n: a token of version v is n-v versions old;
                   accepted: v >= n-max_staleness
 
-A rollout that starts while the nodes serve version V can therefore go into batches up to V+1+max_staleness. Where a
-version stands for several steps, it can go into all of theirs. `free_slots` lets exactly as many groups run as fit into
-those batches. With max_staleness 0, batch N holds groups that began on version N-1, and nothing starts between that
+A rollout that starts while the nodes serve version V can therefore go into batches up to V+1+max_staleness. When a
+version covers several steps, the rollout can go into the batches of all these steps. `free_slots` lets exactly as many
+groups run as fit into the batches that accept them. With max_staleness 0, batch N holds groups that began on version N-1, and nothing starts between that
 batch's last group and the next version.
 """
 

@@ -24,8 +24,8 @@ from composer_prime.errors import RolloutError, RunMismatchError
 from composer_prime.run.run_dir import RunDir
 from orchestrator.batching.batches import Batch, Batches, batch_metrics
 from orchestrator.batching.buffer import Buffer, free_slots, oldest_accepted
-from orchestrator.durability.checkpoint import OrchestratorState, ResumedRun, formed_batches, load_state, save_state
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Journal, Started
+from orchestrator.durability.resume import OrchestratorState, ResumedRun, formed_batches, load_state, save_state
 from orchestrator.event_loop import Notifier
 from orchestrator.preferences.mixer import PairMixer
 from orchestrator.preferences.order import PairCursor

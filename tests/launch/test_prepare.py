@@ -10,8 +10,8 @@ import pytest
 from composer_prime.config import Config
 from composer_prime.config.load import read_config
 from composer_prime.errors import ConfigError
+from composer_prime.run.check_run_dir import folder_state
 from composer_prime.run.run_dir import RunDir
-from composer_prime.run.run_folder import folder_state
 from trainer.launcher.prepare import prepare
 
 

@@ -15,8 +15,8 @@ from composer_prime.wire.types import Preference, ints, pack_ints
 from orchestrator.batching.batches import batch_metrics
 from orchestrator.batching.buffer import Buffer
 from orchestrator.chat_renderer import build_renderer
-from orchestrator.durability.checkpoint import OrchestratorState, resume
 from orchestrator.durability.journal import Finished, Formed, Started
+from orchestrator.durability.resume import OrchestratorState, resume
 from orchestrator.preferences.order import PairCursor
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.tasks.sources import Sources

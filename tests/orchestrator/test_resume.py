@@ -11,8 +11,8 @@ from orch_groups import ended, plan, ready
 from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig
 from composer_prime.errors import CheckpointError
 from composer_prime.run.run_dir import RunDir
-from orchestrator.durability.checkpoint import OrchestratorState, load_state, resume, save_state, state_path
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Started
+from orchestrator.durability.resume import OrchestratorState, load_state, resume, save_state, state_path
 from orchestrator.rollouts.groups import GroupOutcome
 from orchestrator.tasks.sources import Sources
 

@@ -17,9 +17,9 @@ from typing import IO
 from composer_prime.config import Config, load
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import rollout_files
+from composer_prime.run.check_run_dir import check_run_folder, is_run_directory
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import PAID_ENTRIES, RunDir, create_run_id, write_atomic
-from composer_prime.run.run_folder import check_run_folder, is_run_directory
 
 _KEPT_ON_RESTART = {"keys", "run_id", "logs", ".launcher.lock"} | PAID_ENTRIES
 
