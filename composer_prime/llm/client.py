@@ -32,6 +32,7 @@ from composer_prime.llm.budget import Budget, Reservation
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.prices import Price
 from composer_prime.llm.reply import Completion, Usage, answer_of, lenient_json
+from composer_prime.run.retry import backoff_s
 
 logger = logging.getLogger(__name__)
 
@@ -392,7 +393,7 @@ class ChatClient:
     def _pause_s(self, attempt: int, retry_after_s: float | None) -> float:
         """Full jitter below a doubling bound. The endpoint's Retry-After counts, up to the longest pause."""
         endpoint = self._endpoint
-        bound_s = min(endpoint.retry_base_s * 2**attempt, endpoint.retry_max_s)
+        bound_s = backoff_s(attempt, first_s=endpoint.retry_base_s, longest_s=endpoint.retry_max_s)
         wish_s = min(retry_after_s or 0.0, endpoint.retry_max_s)
         return max(wish_s, self._random.uniform(bound_s / 2, bound_s))
 

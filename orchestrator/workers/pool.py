@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from composer_prime.errors import ComposerError, ConfigError, DeadlineError, EnvironmentWorkerError
+from composer_prime.run.retry import backoff_s
 from orchestrator.workers.child import WorkerProcess
 from orchestrator.workers.protocol import TRAIN, RolloutReply, RunRollout, SourceSpec, WorkerReady
 
@@ -166,7 +167,7 @@ class WorkerPool:
                 )
                 await self._fail(EnvironmentWorkerError(message))
                 return
-            wait_s = min(self._max_backoff_s, self._backoff_s * 2 ** (restarts - 1))
+            wait_s = backoff_s(restarts - 1, first_s=self._backoff_s, longest_s=self._max_backoff_s)
             logger.warning("%s; starting it again in %.1f s (restart %d)", reason, wait_s, restarts)
             self.restarts += 1
             await asyncio.sleep(wait_s)

@@ -15,6 +15,7 @@ teachers.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -42,6 +43,7 @@ from composer_prime.run.process import (
     signal_session,
     terminate,
 )
+from composer_prime.run.retry import backoff_s
 from composer_prime.run.run_dir import RunDir
 
 Kind = Literal["orchestrator", "node", "rank", "teachers"]
@@ -297,7 +299,7 @@ class Supervisor:
         if child.restarts >= self.max_restarts:
             self._give_up(child)
             return
-        pause_s = self.backoff_s * 2**child.restarts
+        pause_s = backoff_s(child.restarts, first_s=self.backoff_s, longest_s=math.inf)
         child.restarts += 1
         child.restart_at = time.monotonic() + pause_s
         self.on_event(
