@@ -12,14 +12,13 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer_prime.console import exit_on_version_flag, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import model_ready, resolve_model
-from composer_prime.run.process import end_with_parent
+from composer_prime.run.process import PARENT_POLL, end_with_parent
 from inference.assignment import Assignment, describe_assignment, parse_node_command
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 def main() -> int:
     status = _main()
-    if any(thread.daemon for thread in threading.enumerate()):
+    if any(thread.daemon and thread.name != PARENT_POLL for thread in threading.enumerate()):
         # An engine still loads, or hangs. The interpreter may crash when it shuts down under that thread.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -47,6 +46,7 @@ def _main() -> int:
     try:
         assignment, dry_run = parse_node_command(words)
         if not dry_run:
+            end_with_parent(always="--run-dir" in words)
             return _run(assignment)
         model_ready(assignment.model)
         print(describe_assignment(assignment))
@@ -56,11 +56,12 @@ def _main() -> int:
 
 
 def _run(assignment: Assignment) -> int:
-    end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logger.info("node %s: loading %s", assignment.node_name, assignment.model)
     folder = resolve_model(assignment.model)
+    import torch  # noqa: F401 - a Ctrl-C while this loads must not cancel a task
+
     try:
         asyncio.run(_serve(assignment, folder))
         return 0
@@ -97,8 +98,11 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
     try:
-        with suppress(asyncio.CancelledError):
+        try:
             await starting
+        except asyncio.CancelledError:
+            if not stopped:
+                raise
         if not stopped:
             node = _build_node(assignment, folder, engine, link)
             await node.run()

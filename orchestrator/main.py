@@ -40,7 +40,7 @@ def main() -> int:
                 raise ConfigError(_USAGE)
             run_dir = RunDir(Path(words[1]).absolute())
             config = load.read_config(run_dir.config)
-            end_with_parent()
+            end_with_parent(always=True)
         else:
             command = load.parse_command_line(words)
             config, run_dir = command.config, RunDir(command.config.run_directory.absolute())

@@ -29,6 +29,7 @@ from composer_prime.model_source import resolve_model
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.ledger import append_rewind, append_step
+from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.wire.step import RunFinished, StepReply
 from diloco.streaming import StreamingDiLoCo
@@ -322,6 +323,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True, help="run directory that the launcher prepared")
     run_dir = RunDir(parser.parse_args(argv).run_dir)
     stop = StopSignal()
+    end_with_parent()  # after StopSignal: its threads must not receive the signals
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stdout)
     try:
         build_trainer(run_dir, load.read_config(run_dir.config), stop).run()

@@ -32,6 +32,8 @@ MARK_VARIABLE = "COMPOSER_LAUNCH"
 """Environment variable that marks every process of a guarded run."""
 PARENT_VARIABLE = "COMPOSER_PARENT"
 """Environment variable with the process id of whoever started a child."""
+PARENT_POLL = "parent-poll"
+"""Name of the thread that watches the parent outside Linux."""
 _PR_SET_PDEATHSIG = 1
 _PARENT_POLL_S = 1.0
 _DISMISS_S = 5.0
@@ -52,24 +54,25 @@ def child_options(environment: Mapping[str, str] | None = None, pass_fds: Iterab
     }
 
 
-def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+def end_with_parent(number: signal.Signals = signal.SIGTERM, *, always: bool = False) -> None:
     """Arrange that this process gets signal `number` when its parent dies. A child calls it first in `main`.
 
-    Does nothing in a process that was started by hand.
+    Does nothing in a process that was started by hand, unless `always` is set.
     """
-    parent = int(os.environ.pop(PARENT_VARIABLE, "0"))
+    parent = int(os.environ.pop(PARENT_VARIABLE, "0")) or (os.getppid() if always else 0)
     if not parent:
         return
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if os.getppid() != parent:  # It died before the call.
+        if os.getppid() != parent and not psutil.pid_exists(parent):  # It died before the call.
             os.kill(os.getpid(), number)
     else:
-        threading.Thread(target=_poll_parent, args=(parent, number), name="parent-poll", daemon=True).start()
+        threading.Thread(target=_poll_parent, args=(parent, number), name=PARENT_POLL, daemon=True).start()
 
 
 def _poll_parent(parent: int, number: signal.Signals) -> None:
-    while os.getppid() == parent:
+    direct_parent = os.getppid()  # a wrapper may stand between this process and `parent`
+    while os.getppid() == direct_parent and psutil.pid_exists(parent):
         time.sleep(_PARENT_POLL_S)
     os.killpg(0, number)
 

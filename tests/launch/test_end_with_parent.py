@@ -46,6 +46,23 @@ def test_a_child_ends_with_its_killed_parent(platform: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.process
+def test_a_wrapper_between_parent_and_child_is_no_dead_parent() -> None:
+    # A shell that forks instead of exec'ing stands between the two; the child lives on.
+    wrapped = PARENT.replace(
+        '[sys.executable, "-c", sys.argv[1]]', '["sh", "-c", \'"$0" -c "$1"; :\', sys.executable, sys.argv[1]]'
+    )
+    argv = [sys.executable, "-c", wrapped, CHILD.format(platform="")]
+    parent = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    shell = psutil.Process(int(parent.stdout.readline()))
+    (child,) = shell.children()
+    assert child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+    child.kill()
+    parent.kill()
+    parent.communicate()
+
+
 def test_an_exit_status_in_words() -> None:
     # Signals have names; a status that no signal has is given as a number.
     assert [exit_text(3), exit_text(-9), exit_text(-200)] == [

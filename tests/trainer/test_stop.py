@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 from small_runs import make_samples
 from step_peer import StepPeer
@@ -89,3 +92,24 @@ def test_a_rank_alone_in_a_collective_ends_in_time(make_run):
         assert ranks[0].wait(30) == 128 + signal.SIGTERM
         os.kill(ranks[1].pid, signal.SIGKILL)
         ranks[1].wait(10)
+
+
+def test_a_rank_ends_with_its_killed_launcher(make_run):
+    # `kill -9` of the process that started a rank: the rank leaves, although it still waits for batch 1.
+    run = make_run()
+    start = (
+        "import subprocess, sys; from composer_prime.run.process import child_options;"
+        "subprocess.run(sys.argv[1:], **child_options())"
+    )
+    rank_command = [sys.executable, "-m", "trainer.train", "--run-dir", str(run.dir.root)]
+    with StepPeer(run.dir, make_samples, max_steps=3) as peer:
+        peer.quiet_from = 1
+        launcher = subprocess.Popen([sys.executable, "-c", start, *rank_command])
+        deadline = time.monotonic() + 120
+        while not peer.requests:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (rank,) = psutil.Process(launcher.pid).children()
+        launcher.kill()
+        launcher.wait()
+        assert not psutil.wait_procs([rank], timeout=60)[1]

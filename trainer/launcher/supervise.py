@@ -268,7 +268,8 @@ class Supervisor:
 
     def _can_save(self) -> bool:
         """Whether everything that a checkpoint needs is alive. Otherwise ranks would wait for it in vain."""
-        return all(child.running for child in self.children if child.role.kind not in _RESTARTED)
+        started = len(self.children) == len(self.roles)
+        return started and all(child.running for child in self.children if child.role.kind not in _RESTARTED)
 
     def _spawn(self, role: RoleCommand) -> tuple[subprocess.Popen[bytes], int]:
         """Start a role; returns its process and the length of its log so far."""
