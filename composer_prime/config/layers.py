@@ -106,7 +106,7 @@ def flag_layer(words: list[str]) -> Layer:
     values: dict[str, Any] = {}
     for word in words:
         if word.startswith("--"):
-            *parents, last = word[2:].partition("=")[0].replace("-", "_").split(".")
+            *parents, last = word[2:].partition("=")[0].replace("-", "_").removeprefix("no_").split(".")
             node: Any = values
             for key in parents:
                 node = node.setdefault(key, {})

@@ -206,6 +206,10 @@ class Exchange:
     waiting_for: str = "the rendezvous' answer"
     upload_s: float = 0.0
     """How long the upload of the last delta took."""
+    layout_hash: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layout_hash = layout_hash(self.member.layout)
 
     async def take_part(self, entry: RoundEntry) -> RoundResult | MustRejoin:
         """Bring a delta, and fetch the result of its round. Raises WireErrors."""
@@ -248,9 +252,9 @@ class Exchange:
             raise RunMismatchError(f"round {entry.outer_step} lists the peers {peers}, expected each once, in order")
 
     def _check_layout(self, header: Header) -> None:
-        if header.layout_hash != (expected := layout_hash(self.member.layout)):
+        if header.layout_hash != self.layout_hash:
             raise RunMismatchError(
-                f"{header.name} is of layout {header.layout_hash}, this rank has layout {expected}: use the same "
+                f"{header.name} is of layout {header.layout_hash}, this rank has layout {self.layout_hash}: use the same "
                 "model, sharding, adapters and diloco.fragments"
             )
 
