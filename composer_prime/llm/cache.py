@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ IN_MEMORY = 4096
 """Answers that a cache without a file holds."""
 _BUSY_S = 30.0
 """How long one process waits for another that writes the same file."""
+_RETRY_S = 0.02
+_PRIMARY_CODE = 0xFF
+"""The part of an SQLite error code that names its kind."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer BLOB, cost_usd REAL NOT NULL DEFAULT 0);
 """
@@ -69,38 +73,71 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.blake2b(msgspec.json.encode(self, order="deterministic"), digest_size=16).hexdigest()
 
 
-class AnswerCache:
-    """Safe to use from several threads and processes at once."""
+class _Connection:
+    """A connection that one thread uses at a time."""
 
-    def __init__(self, path: Path | None, old_rows: Iterable[Row] = (), *, in_memory: int = IN_MEMORY) -> None:
+    def __init__(self, database: Path | str) -> None:
+        """`database`: a path, a file: URI or :memory:."""
+        self._lock = threading.Lock()
+        self._database = sqlite3.connect(
+            database, timeout=_BUSY_S, isolation_level=None, check_same_thread=False, uri=True
+        )
+
+    def execute(self, statement: str, values: Sequence[Any] = ()) -> list[Any]:
+        """Return the rows. Raises sqlite3.Error."""
+        with self._lock:
+            return self._database.execute(statement, values).fetchall()
+
+    def close(self) -> None:
+        with self._lock:
+            self._database.close()
+
+
+class AnswerCache:
+    """Safe to use from several threads and processes at once. Readers never wait for writers."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        old_rows: Iterable[Row] = (),
+        *,
+        in_memory: int = IN_MEMORY,
+        read_only: bool = False,
+    ) -> None:
         """`path` None keeps the newest `in_memory` answers and nothing on disk. `old_rows`: the answers of an earlier
-        release (`rows_of_folder`, `rows_of_lines`), imported when the file is new.
+        release (`rows_of_folder`, `rows_of_lines`), imported when the file is new. `read_only` changes nothing on disk,
+        so the folder need not be writable. `old_rows` are then read into memory where there is no file.
 
         Raises UnwritableError when the file cannot be opened or is not a cache.
         """
         self._path = path
         self._in_memory = in_memory
-        self._lock = threading.Lock()
         try:
-            if path is not None:
+            if path is not None and read_only and path.is_file():
+                self._writer = self._reader = _open_read_only(path)
+            elif path is None or read_only:
+                self._writer = self._reader = _Connection(":memory:")
+                self._import(old_rows)
+            else:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            self._database = sqlite3.connect(
-                path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False
-            )
-            self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.execute("PRAGMA synchronous = NORMAL")
-            self._import(old_rows)
+                self._writer = _Connection(path)
+                _switch_to_wal(self._writer)
+                self._writer.execute("PRAGMA synchronous = NORMAL")
+                self._import(old_rows)
+                self._reader = _Connection(path)
         except (sqlite3.Error, OSError) as error:
             raise UnwritableError(
                 f"answers cannot be kept in {path} ({error}): make the folder writable, or move the file elsewhere"
             ) from None
 
     def get(self, key: str) -> CachedAnswer | None:
-        """Return the answer; None where there is none, or it is damaged and has to be asked for again."""
-        with self._lock:
-            row = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+        """Return the answer; None where there is none, or it is damaged and has to be asked for again.
+
+        Raises OSError when the file itself is damaged.
+        """
+        rows = self._read("SELECT answer FROM answers WHERE key = ?", (key,))
         try:
-            return None if row is None or row[0] is None else msgspec.json.decode(row[0], type=CachedAnswer)
+            return msgspec.json.decode(rows[0][0], type=CachedAnswer) if rows and rows[0][0] is not None else None
         except msgspec.DecodeError:
             return None
 
@@ -114,21 +151,28 @@ class AnswerCache:
 
     @property
     def spent_usd(self) -> float:
-        """The sum of `add_cost`, over earlier runs too."""
-        with self._lock:
-            return self._database.execute("SELECT total(cost_usd) FROM answers").fetchone()[0]
+        """The sum of `add_cost`, over earlier runs too. Raises OSError when the file is damaged."""
+        return self._read("SELECT total(cost_usd) FROM answers")[0][0]
 
     def close(self) -> None:
-        with self._lock:
-            self._database.close()
+        self._reader.close()
+        self._writer.close()
+
+    def _read(self, statement: str, values: Sequence[Any] = ()) -> list[Any]:
+        try:
+            return self._reader.execute(statement, values)
+        except sqlite3.Error as error:
+            raise OSError(
+                f"answers cannot be read from {self._path} ({error}): restore the file from a copy, or move it "
+                "elsewhere and pay for its answers again"
+            ) from None
 
     def _add(self, key: str, content: bytes | None, usd: float) -> None:
         try:
-            with self._lock:
-                self._database.execute(_ADD, (key, content, usd))
-                if self._path is None:
-                    newest = "SELECT max(rowid) FROM answers"
-                    self._database.execute(f"DELETE FROM answers WHERE rowid <= ({newest}) - ?", (self._in_memory,))
+            self._writer.execute(_ADD, (key, content, usd))
+            if self._path is None:
+                newest = "SELECT max(rowid) FROM answers"
+                self._writer.execute(f"DELETE FROM answers WHERE rowid <= ({newest}) - ?", (self._in_memory,))
         except sqlite3.Error as error:
             raise OSError(f"an answer cannot be kept in {self._path} ({error})") from None
 
@@ -136,25 +180,58 @@ class AnswerCache:
         """Make the table with what an earlier release kept, all or nothing. user_version 1 marks it as made."""
         if self._user_version() == 1:
             return
-        self._database.execute("BEGIN IMMEDIATE")
+        self._writer.execute("BEGIN IMMEDIATE")
         try:
             if self._user_version() == 0:  # else another process made it meanwhile
-                self._database.execute(_SCHEMA)
-                self._database.executemany(_ADD, old_rows)
-                self._database.execute("PRAGMA user_version = 1")
-            self._database.execute("COMMIT")
+                self._writer.execute(_SCHEMA)
+                for row in old_rows:
+                    self._writer.execute(_ADD, row)
+                self._writer.execute("PRAGMA user_version = 1")
+            self._writer.execute("COMMIT")
         except BaseException:
-            self._database.execute("ROLLBACK")
+            self._writer.execute("ROLLBACK")
             raise
 
     def _user_version(self) -> int:
-        return self._database.execute("PRAGMA user_version").fetchone()[0]
+        return self._writer.execute("PRAGMA user_version")[0][0]
+
+
+def _open_read_only(path: Path) -> _Connection:
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    database = _Connection(uri)
+    try:
+        database.execute("SELECT 1 FROM answers LIMIT 1")
+    except sqlite3.OperationalError as error:
+        database.close()
+        if error.sqlite_errorcode & _PRIMARY_CODE not in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
+            raise
+        # The folder cannot take the -shm file that readers share with writers. So nobody writes here.
+        database = _Connection(f"{uri}&immutable=1")
+        database.execute("SELECT 1 FROM answers LIMIT 1")
+    return database
+
+
+def _switch_to_wal(database: _Connection) -> None:
+    """Retry while another process does the same: SQLite does not wait by itself here."""
+    deadline = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & _PRIMARY_CODE != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+        time.sleep(_RETRY_S)
 
 
 def rows_of_folder(folder: Path) -> Iterator[Row]:
-    """Yield the answers that an earlier release kept as files, one a question."""
+    """Yield the answers that an earlier release kept as files, one a question. An unreadable file is left out."""
     for path in folder.glob("??/*.json"):
-        yield path.stem, path.read_bytes(), 0.0
+        try:
+            content = path.read_bytes()
+        except OSError:
+            continue
+        yield path.stem, content, 0.0
 
 
 class _OldLine(msgspec.Struct, frozen=True):
