@@ -64,7 +64,8 @@ class Budget:
         self, caps: Caps | BudgetConfig, record: Callable[..., None], before: Spent, *, trusted: bool = False
     ) -> None:
         """`record(kind, **values)` writes down what is "reserved", "settled" and "stopped". `before`: what earlier runs
-        spent. `trusted`: several calls may be in flight before the endpoint has kept to a bound."""
+        spent. `trusted`: several calls may be in flight before the endpoint has kept to a bound, and a call that costs
+        nothing is made whatever was spent."""
         self._caps = caps
         self._record = record
         self._trusted = trusted
@@ -90,6 +91,11 @@ class Budget:
     def in_flight(self) -> int:
         """Calls that are made and not settled."""
         return len(self._in_flight)
+
+    @property
+    def held_usd(self) -> float:
+        """What is held for the calls in flight."""
+        return sum(each.usd for each in self._in_flight.values())
 
     def close(self, reason: str) -> None:
         """Refuse every further call, and those that wait to be made."""
@@ -139,6 +145,8 @@ class Budget:
         """Return the cap that a call with bound `usd` would pass, with or without the calls in flight."""
         if self.closed is not None:
             return CapError(self.closed, scope="run")
+        if self._trusted and usd == 0:
+            return None
         caps = self._caps
         counted = list(self._in_flight.values()) if in_flight else []
         in_trace = self._by_trace[trace] + sum(each.usd for each in counted if each.trace == trace)

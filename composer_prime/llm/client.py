@@ -432,8 +432,12 @@ def _http_client(endpoint: Endpoint) -> httpx.AsyncClient:
 
 @functools.cache
 def _tls_context(trust_env: bool) -> ssl.SSLContext:
-    """Return the context that all clients share: reading the certificates takes 40 ms."""
-    return httpx.create_ssl_context(trust_env=trust_env)
+    """Return the context that all clients share: reading the certificates takes 40 ms.
+
+    SSL_CERT_FILE and SSL_CERT_DIR count in both. Without them httpx trusts the public authorities only, while endpoints
+    without a proxy may be certified by an authority of the system's store.
+    """
+    return httpx.create_ssl_context() if trust_env else ssl.create_default_context()
 
 
 def _is_loopback(url: str) -> bool:

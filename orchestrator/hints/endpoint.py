@@ -6,10 +6,13 @@ was spent. A call that was sent costs its worst case until the reply tells less:
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ _KEY_VERSION = 2
 then asked for again. 2: without the model's thinking."""
 _BYTES_PER_TOKEN = 2
 """Prompts are reserved for with this few bytes a token; hardly any text has fewer."""
+_CUT_THOUGHT = ("<think>", "<thinking>")
+"""What an answer begins with whose second thought was cut: its first one was taken out."""
 
 
 class ChatEndpoint:
@@ -49,9 +54,12 @@ class ChatEndpoint:
 
         Raises ConfigError when the configured key variable is not set, or the cache cannot be opened.
         """
+        api_key = key or _api_key(config, name)
         self._config = config
         self._name = name
         self._ledger = ledger
+        self._cost_writer = ThreadPoolExecutor(1, thread_name_prefix="hint-costs")
+        """Another process may keep the cache locked for seconds. The event loop must not wait for it."""
         self._cache = AnswerCache(cache, rows_of_lines(cache.with_suffix(".jsonl")) if cache else ())
         self._keys: dict[str, str] = {}
         """Cache key of each call in flight."""
@@ -64,7 +72,7 @@ class ChatEndpoint:
             name=name,
             base_url=config.base_url,
             model=config.model,
-            api_key=key or _api_key(config, name),
+            api_key=api_key,
             price=self._price,
             timeout_s=config.timeout_s,
             max_concurrent=config.max_concurrent,
@@ -88,8 +96,11 @@ class ChatEndpoint:
         return self._client.cached
 
     async def close(self) -> None:
-        await self._client.close()
-        self._cache.close()
+        """End the calls under way, and wait until all costs are kept."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, self._cache.close)
+            stack.push_async_callback(asyncio.to_thread, self._cost_writer.shutdown)
+            stack.push_async_callback(self._client.close)
 
     async def ask(self, messages: Messages, *, variant: str = "", check: Callable[[str], object] | None = None) -> str:
         """Return the answer's text. The same question is asked only once.
@@ -100,6 +111,7 @@ class ChatEndpoint:
         """
         config = self._config
         bound_usd = self._bound_usd(messages)
+        key = self._cache_key(messages, variant)
 
         def check_text(answer: CachedAnswer) -> None:
             text = self._text(answer)
@@ -115,10 +127,10 @@ class ChatEndpoint:
                 temperature=config.temperature,
                 max_tokens=config.max_tokens,
             ),
-            key=self._cache_key(messages, variant),
+            key=key,
             bound_usd=bound_usd,
             trace=self._name,
-            state=self._cache_key(messages, variant),
+            state=key,
             check=check_text,
         )
         try:
@@ -131,7 +143,7 @@ class ChatEndpoint:
 
     def _text(self, answer: CachedAnswer) -> str:
         text = answer.message.get("content") or ""
-        if not text:
+        if not text or text.startswith(_CUT_THOUGHT):
             raise EndpointError(
                 f"{self._name}: the answer holds no text beside the model's thinking; its limit is "
                 f"{self._config.max_tokens} tokens: raise it, or have the endpoint not think"
@@ -156,10 +168,16 @@ class ChatEndpoint:
         self._budget.take_state(key)
         if not usd:
             return
+        self._cost_writer.submit(self._keep_cost, key, usd)
+        if self._ledger is not None:
+            try:
+                self._ledger.write("hint", endpoint=self._name, usd=usd)
+            except OSError as error:
+                logger.warning("%s: a call's cost could not be kept in %s: %s", self._name, self._ledger.path, error)
+
+    def _keep_cost(self, key: str, usd: float) -> None:
         try:
             self._cache.add_cost(key, usd)
-            if self._ledger is not None:
-                self._ledger.write("hint", endpoint=self._name, usd=usd)
         except OSError as error:
             logger.warning("%s: a call's cost could not be kept: %s", self._name, error)
 

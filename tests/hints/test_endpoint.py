@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import sqlite3
+import ssl
+from contextlib import closing
+from pathlib import Path
 
+import certifi
 import msgspec
 import pytest
 from endpoint_peer import chat_peer
 
-from composer_prime.config.hints import HintsConfig
+from composer_prime.config.hints import EndpointConfig, HintsConfig
 from composer_prime.errors import BudgetError, ConfigError, EndpointError
 from composer_prime.llm.cache import AnswerCache, CachedAnswer
+from composer_prime.llm.client import _tls_context
 from composer_prime.run.costs import CostLedger, spent
 from orchestrator.hints.endpoint import ChatEndpoint
 
@@ -123,11 +129,12 @@ def test_a_bad_endpoint_is_an_error_in_time(mode, said, cost_usd, tmp_path):
             with pytest.raises(EndpointError, match=said):
                 await endpoint.ask(ASK)
             assert endpoint.cost_usd == pytest.approx(cost_usd)
+            await endpoint.close()
             again = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache)
             assert again.cost_usd == endpoint.cost_usd
             peer.mode = "answer"
-            assert await endpoint.ask(ASK) == "use add"
-            await endpoint.close()
+            assert await again.ask(ASK) == "use add"
+            await again.close()
 
     asyncio.run(run())
 
@@ -147,7 +154,10 @@ def test_thinking_is_no_part_of_the_answer(said):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("said", ["<think>\nFirst, let me see what", "<think>why?</think>", "", None])
+CUT_THOUGHTS = ["<think>\nFirst, let me see what", "<think>a</think><think>b", "<think>a</think>\n<thinking>b"]
+
+
+@pytest.mark.parametrize("said", [*CUT_THOUGHTS, "<think>why?</think>", "", None])
 def test_an_answer_of_thinking_alone_is_an_error_that_names_the_limit(said, tmp_path):
     # The limit cut the model before it said anything: paid for by its count of tokens, and not kept as an answer.
     async def run():
@@ -190,6 +200,81 @@ def test_failures_cannot_pass_the_budget():
             await endpoint.close()
 
     asyncio.run(run())
+
+
+def test_a_free_endpoint_is_asked_whatever_was_spent(tmp_path):
+    # The endpoint had a price once, and its spending is above the budget of today.
+    async def run():
+        async with chat_peer() as peer:
+            (tmp_path / "judge.jsonl").write_bytes(old_line("dear", "x", 0.3))
+            config = peer.config(budget_usd=0.1)
+            endpoint = ChatEndpoint(config, name="judge", cache=tmp_path / "judge.sqlite")
+            assert await endpoint.ask(ASK) == "use add" and endpoint.cost_usd == pytest.approx(0.3)
+            await endpoint.close()
+            priced = peer.config(budget_usd=0.1, **PRICES)
+            endpoint = ChatEndpoint(priced, name="judge", cache=tmp_path / "judge.sqlite")
+            with pytest.raises(BudgetError):
+                await endpoint.ask(ASK, variant="priced")
+            await endpoint.close()
+
+    asyncio.run(run())
+
+
+def test_another_process_that_writes_does_not_hold_up_the_loop(tmp_path):
+    # It holds the cache's write lock while a call ends whose cost has to be kept. The call ends all the same, and the
+    # cost is kept once the lock is free: `close` waits for it.
+    async def run():
+        async with chat_peer("500") as peer:
+            cache = tmp_path / "judge.sqlite"
+            endpoint = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache)
+            with closing(sqlite3.connect(cache, isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                with pytest.raises(EndpointError, match="status 500"):
+                    await endpoint.ask(ASK)
+                other.execute("COMMIT")
+            await endpoint.close()
+            assert AnswerCache(cache).spent_usd == pytest.approx(0.21)
+
+    asyncio.run(run())
+
+
+def test_a_cache_that_refuses_costs_leaves_the_ledger_whole(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError("disk full")
+
+    async def run():
+        async with chat_peer() as peer:
+            ledger = CostLedger(tmp_path / "costs.jsonl")
+            endpoint = ChatEndpoint(peer.config(**PRICES), name="judge", ledger=ledger)
+            assert await endpoint.ask(ASK) == "use add"
+            await endpoint.close()
+            assert spent(ledger.path).hint_usd == pytest.approx(0.2)
+
+    monkeypatch.setattr(AnswerCache, "add_cost", refuse)
+    asyncio.run(run())
+    assert "judge: a call's cost could not be kept: disk full" in caplog.text
+
+
+def test_a_missing_key_opens_no_cache(tmp_path, monkeypatch):
+    monkeypatch.delenv("HINT_KEY", raising=False)
+    config = EndpointConfig(base_url="http://127.0.0.1:9/v1", model="m", api_key_var="HINT_KEY")
+    with pytest.raises(ConfigError, match=r"judge\.api_key_var is 'HINT_KEY'"):
+        ChatEndpoint(config, name="judge", cache=tmp_path / "judge.sqlite")
+    assert not (tmp_path / "judge.sqlite").exists()
+
+
+def test_a_private_authority_is_trusted(tmp_path, monkeypatch):
+    # The authority that SSL_CERT_FILE names counts with and without the proxy of the environment.
+    certificate = "-----END CERTIFICATE-----\n"
+    first, _, _ = Path(certifi.where()).read_text().partition(certificate)
+    (tmp_path / "company.pem").write_text(first + certificate)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "company.pem"))
+    monkeypatch.delenv("SSL_CERT_DIR", raising=False)
+    for trust_env in (True, False):
+        context = _tls_context.__wrapped__(trust_env)
+        assert context.cert_store_stats()["x509_ca"] == 1
+        assert context.verify_mode == ssl.CERT_REQUIRED and context.check_hostname
+    assert _tls_context(False) is _tls_context(False)
 
 
 def test_what_nobody_waits_for_is_not_asked():
@@ -255,10 +340,11 @@ def test_only_answers_that_are_of_use_are_cached(tmp_path):
             with pytest.raises(EndpointError, match="'bad' is no verdict"):
                 await endpoint.ask(ASK, check=check)
             assert await endpoint.ask(ASK, check=check) == "good"
+            await endpoint.close()
             again = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache)
             assert await again.ask(ASK, check=check) == "good"
             assert again.cost_usd == pytest.approx(0.4) and len(peer.bodies) == 2
-            await endpoint.close()
+            await again.close()
 
     asyncio.run(run())
 
