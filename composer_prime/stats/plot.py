@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -21,6 +21,12 @@ _MARK = b"<!-- drawn by composer-prime -->"
 """First line of every SVG, so that a chart of ours may be replaced and another file is left alone."""
 _OLD_MARK = b'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="420" font-family="sans-serif" font-size="12">'
 """First line of charts that earlier releases drew."""
+_SOFTWARE = "composer-prime"
+_PNG_LINE = b"\x89PNG"
+"""First line of every PNG, whoever drew it."""
+_PNG_MARK = b"tEXtSoftware\0" + _SOFTWARE.encode()
+_PNG_MARK_BYTES = 256
+"""Within which a PNG of ours has its mark."""
 _MEAN_STEPS = 10
 
 
@@ -41,21 +47,34 @@ def save(figure: Figure, path: Path) -> None:
 
     Raises ConfigError for another suffix, OSError.
     """
-    kind = path.suffix.lower().removeprefix(".")
-    if kind not in ("svg", "png"):
-        raise ConfigError(f"{path} is neither .svg nor .png: name a chart with one of these suffixes")
+    check_suffix(path)
     from matplotlib import rc_context
 
+    kind = path.suffix.lower().removeprefix(".")
+    metadata = {"Date": None} if kind == "svg" else {"Software": _SOFTWARE}
     content = io.BytesIO()
     with rc_context({"svg.hashsalt": "composer-prime", "svg.fonttype": "none"}):
-        figure.savefig(content, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {})
+        figure.savefig(content, format=kind, dpi=150, metadata=metadata)
     data = content.getvalue()
     write_atomic(path, _MARK + b"\n" + data[data.index(b"<svg") :] if kind == "svg" else data)
 
 
-def is_chart(line: bytes) -> bool:
-    """Return whether the first line of a file is that of an SVG that was drawn here."""
-    return line.rstrip() in (_MARK, _OLD_MARK)
+def check_suffix(path: Path) -> None:
+    """Raise ConfigError for a chart that `save` would refuse, before there is a figure."""
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise ConfigError(f"{path} is neither .svg nor .png: name a chart with one of these suffixes")
+
+
+def chart_check(path: Path) -> Callable[[bytes], bool]:
+    """Return a check for `check_own`: whether the file at `path`, by its first line, is a chart that was drawn here."""
+
+    def is_own(line: bytes) -> bool:
+        if line.rstrip() != _PNG_LINE:
+            return line.rstrip() in (_MARK, _OLD_MARK)
+        with path.open("rb") as file:
+            return _PNG_MARK in file.read(_PNG_MARK_BYTES)
+
+    return is_own
 
 
 def line_chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:

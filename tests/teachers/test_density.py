@@ -118,7 +118,7 @@ def test_the_chart(tmp_path: Path, changes: dict) -> None:
     plot.save(density_chart(density), path)
     words = " ".join(element.text or "" for element in ElementTree.fromstring(path.read_text()).iter())
     assert ("gate passed" if density.passed else "gate missed") in words
-    check_own(path, plot.is_chart, "a chart")
+    check_own(path, plot.chart_check(path), "a chart")
 
 
 # Without matplotlib the report is whole but for its chart, and names what to install.

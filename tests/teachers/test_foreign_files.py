@@ -11,6 +11,7 @@ from loopback import Endpoint, configured, overrule, play, replayed, serving, st
 
 from composer_prime.errors import ConfigError
 from composer_prime.traces.ingest.command import main as ingest
+from composer_prime.traces.pairs import gate_file
 from composer_prime.traces.replay.command import main as replay
 from composer_prime.traces.replay.density_report import main as report
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
@@ -96,3 +97,19 @@ def test_other_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         report([str(pairs), "--chart", str(pairs)])
     assert "does not hold a chart of pairs" in capsys.readouterr().err and pairs.read_bytes() == before
+
+
+# A PNG of ours is replaced, another one is not. A chart that cannot be drawn is refused before there is a verdict.
+def test_charts_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    play(tmp_path, STATES)
+    pairs, chart = tmp_path / "pairs.jsonl", tmp_path / "chart.png"
+    with pytest.raises(SystemExit):
+        report([str(pairs), "--chart", str(tmp_path / "chart.html")])
+    assert "chart.html is neither .svg nor .png" in capsys.readouterr().err and not gate_file(pairs).exists()
+    words = [str(pairs), "--chart", str(chart)]
+    assert report(words) == report(words) == 1
+    photo = chart.read_bytes().replace(b"composer-prime", b"somebody-other")
+    chart.write_bytes(photo)
+    with pytest.raises(SystemExit):
+        report(words)
+    assert "does not hold a chart of pairs" in capsys.readouterr().err and chart.read_bytes() == photo

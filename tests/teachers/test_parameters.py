@@ -11,9 +11,12 @@ from pydantic import ValidationError
 
 from composer_prime.config.load import resolve
 from composer_prime.config.teachers import KillSwitchConfig, TeacherConfig, TeachersConfig
+from composer_prime.llm.budget import teacher_budget
 from composer_prime.llm.cache import Question
+from composer_prime.llm.client import NoAnswerError
 from composer_prime.llm.prices import price_of
 from composer_prime.traces.replay.replay import ReplayProgress
+from composer_prime.traces.replay.teachers import TeacherPool
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -56,6 +59,21 @@ def test_a_refused_parameter_names_the_setting(tmp_path: Path, refused: str, rem
     (told,) = progress.without_vote
     assert told.startswith("gpt-a") and f"(set {remedy} for this teacher)" in told
     assert "error_rate is 0.3333 after 20 states" in (progress.stopped or "")
+
+
+# Two that wait for one answer are told the setting once each.
+def test_all_that_wait_are_told_the_setting_once(tmp_path: Path) -> None:
+    async def run() -> list[str]:
+        async with serving(Endpoint(answers=overrule, refuses=("temperature",))) as endpoint:
+            config = configured(tmp_path, endpoint.url)
+            pool = TeacherPool(config, teacher_budget(config.budget, tmp_path / "costs.jsonl"))
+            waiting = [pool.ask(pool.teachers[0], state(0)) for _ in range(3)]
+            errors = await asyncio.gather(*waiting, return_exceptions=True)
+            await pool.close()
+            assert len(endpoint.asked) == 1 and all(isinstance(error, NoAnswerError) for error in errors)
+            return [str(error) for error in errors]
+
+    assert [told.count("(set ") for told in asyncio.run(run())] == [1, 1, 1]
 
 
 # A parameter that is supported, but has a value too large, is no matter of its name.

@@ -12,10 +12,12 @@ from pydantic import ValidationError
 from composer_prime.config.teachers import TeachersConfig
 from composer_prime.errors import ConfigError, TeacherError
 from composer_prime.llm.budget import teacher_budget
+from composer_prime.llm.cache import AnswerCache
 from composer_prime.run.costs import spent
 from composer_prime.traces.replay.actions.canonical import RULES
-from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
-from composer_prime.traces.replay.teachers import TeacherPool
+from composer_prime.traces.replay.records import ReplayRecords, read_pairs, read_records, votes_beside
+from composer_prime.traces.replay.replay import Replay
+from composer_prime.traces.replay.teachers import Teacher, TeacherPool
 from composer_prime.traces.state import TraceState
 
 
@@ -97,6 +99,62 @@ def test_the_pool_refuses_the_family(tmp_path: Path) -> None:
         await pool.close()
 
     asyncio.run(run())
+
+
+# A teacher that cannot be closed keeps neither the other teachers nor the cache open, and a missing key leaves no file
+# open.
+def test_a_pool_closes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[object] = []
+
+    async def close(teacher: Teacher) -> None:
+        closed.append(teacher)
+        raise OSError("cannot be closed")
+
+    async def run() -> None:
+        pool = TeacherPool(config, budget)
+        with pytest.raises(OSError, match="cannot be closed"):
+            await pool.close()
+        assert set(pool.teachers) < set(closed) and len(closed) == 4
+
+    config = configured(tmp_path, "http://127.0.0.1:9/v1")
+    budget = teacher_budget(config.budget, tmp_path / "costs.jsonl")
+    monkeypatch.setattr(Teacher, "close", close)
+    monkeypatch.setattr(AnswerCache, "close", lambda cache: closed.append(cache))
+    asyncio.run(run())
+    closed.clear()
+    monkeypatch.delenv("LOOPBACK_KEY")
+    with pytest.raises(ConfigError, match="LOOPBACK_KEY"):
+        TeacherPool(config, budget)
+    assert len(closed) == 1
+
+
+# A canceled replay counts the calls that it drops at what was held for them, as the ledger does.
+def test_a_canceled_replay_counts_the_calls_in_flight(tmp_path: Path) -> None:
+    async def run() -> float:
+        async with serving(Endpoint(answers=overrule, hold=asyncio.Event())) as endpoint:
+            config = configured(tmp_path, endpoint.url)
+            budget = teacher_budget(config.budget, tmp_path / "costs.jsonl")
+            records = ReplayRecords(tmp_path / "pairs.jsonl", votes_beside(tmp_path / "pairs.jsonl"))
+            pool = TeacherPool(config, budget)
+            replay = Replay(config, pool, budget, records)
+            running = asyncio.create_task(replay.run([state(0)]))
+            while not endpoint.in_flight:
+                await asyncio.sleep(0.01)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await pool.close()
+            return replay.progress.usd
+
+    usd = asyncio.run(run())
+    assert usd > 0 and usd == pytest.approx(spent(tmp_path / "costs.jsonl").usd)
+
+
+# With cache_only a folder that nobody can write is enough, also one that does not exist: there are no answers then.
+def test_a_cache_that_is_only_read(tmp_path: Path) -> None:
+    config = configured(tmp_path, "http://127.0.0.1:9/v1", cache_only=True)
+    progress = asyncio.run(replayed(tmp_path, config, [state(0)]))
+    assert (progress.calls, progress.cached, progress.outcomes) == (0, 0, {"failed": 1})
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_pool_of_one_family_is_refused(tmp_path: Path) -> None:

@@ -100,7 +100,8 @@ def report_pairs(options: argparse.Namespace) -> int:
     if not pairs and not records:
         raise ConfigError(f"{path} holds no pairs and {votes} no votes: make both with `composer replay`")
     chart = options.chart or (Path("tiny-pairs.svg") if shipped else path.with_suffix(".svg"))
-    check_own(chart, plot.is_chart, "a chart of pairs")
+    check_own(chart, plot.chart_check(chart), "a chart of pairs")
+    plot.check_suffix(chart)
     if options.base:
         resolve_model(options.base, timeout_s=options.timeout_s)  # before a process is started for it
     margins = asyncio.run(_margins(options, pairs)) if options.base and pairs else None

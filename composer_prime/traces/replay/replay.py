@@ -177,7 +177,8 @@ class Replay:
             raise
         finally:
             await _cancel(running)
-            self.progress.usd = self._budget.spent_usd - self._spent_before_usd
+            # Only a canceled replay leaves calls in flight. They are counted at what is held for them.
+            self.progress.usd = self._budget.spent_usd + self._budget.held_usd - self._spent_before_usd
         if self.progress.stopped is not None:
             self._budget.note_stop(self.progress.stopped)
         return self.progress

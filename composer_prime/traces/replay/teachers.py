@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from composer_prime.config.teachers import TeacherConfig, TeachersConfig
-from composer_prime.errors import TeacherError
+from composer_prime.errors import ConfigError, TeacherError
 from composer_prime.llm.budget import Budget
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question, rows_of_folder
 from composer_prime.llm.client import ChatAnswer, ChatClient, ChatRequest, Endpoint, NoAnswerError
@@ -116,9 +118,13 @@ class Teacher:
             )
             try:
                 answer = await self._client.ask(request)
-            except NoAnswerError as error:
-                error.args = (f"{error}{self._remedy(error)}",)
-                raise
+            except NoAnswerError as error:  # which all that wait for this answer share
+                raise NoAnswerError(
+                    f"{error}{self._remedy(error)}",
+                    seconds=error.seconds,
+                    http_status=error.http_status,
+                    body=error.body,
+                ) from None
         return replace(answer, answer=_without_thinking(answer.answer))
 
     async def close(self) -> None:
@@ -198,12 +204,16 @@ class TeacherPool:
         unknown price or a missing key, UnwritableError where answers cannot be kept.
         """
         folder = config.cache_dir.expanduser()
-        self._cache = AnswerCache(folder / "answers.sqlite", rows_of_folder(folder))
+        self._cache = AnswerCache(folder / "answers.sqlite", rows_of_folder(folder), read_only=config.cache_only)
         self.config = config
-        self.teachers = [
-            Teacher(each, config, price_of(each), budget, self._cache, base_url=(addresses or {}).get(each.model))
-            for each in config.teacher
-        ]
+        try:
+            self.teachers = [
+                Teacher(each, config, price_of(each), budget, self._cache, base_url=(addresses or {}).get(each.model))
+                for each in config.teacher
+            ]
+        except ConfigError:
+            self._cache.close()
+            raise
         self.teachers.sort(key=lambda teacher: (_TIERS.index(teacher.config.tier), teacher.price.output_usd))
 
     def family_of(self, state: TraceState) -> str:
@@ -260,6 +270,8 @@ class TeacherPool:
         return teacher.expected_usd(self.question(teacher, state))
 
     async def close(self) -> None:
-        for teacher in self.teachers:
-            await teacher.close()
-        self._cache.close()
+        """Close every teacher, then the cache, also where one of them raises."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, self._cache.close)
+            for teacher in self.teachers:
+                stack.push_async_callback(teacher.close)
