@@ -254,8 +254,8 @@ class Exchange:
     def _check_layout(self, header: Header) -> None:
         if header.layout_hash != self.layout_hash:
             raise RunMismatchError(
-                f"{header.name} is of layout {header.layout_hash}, this rank has layout {self.layout_hash}: use the same "
-                "model, sharding, adapters and diloco.fragments"
+                f"{header.name} is of layout {header.layout_hash}, this rank has layout {self.layout_hash}: use the "
+                "same model, sharding, adapters and diloco.fragments"
             )
 
     async def _bodies(self, headers: Sequence[Header], own: dict[str, memoryview]) -> list[memoryview] | None:
