@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from composer_prime.address import tcp_address
 from composer_prime.config import Config, load
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.config.layers import merge, read_with_bases
+from composer_prime.config.layers import merge_layers, read_with_bases
 from composer_prime.console import EXIT_USAGE, pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.run.keys import ClientKeys, RunKeys
@@ -152,7 +152,7 @@ def _token(token: str | None, file: Path | None) -> str:
 def _join_config(options: argparse.Namespace) -> InferenceConfig:
     values: dict = {}
     if options.settings is not None:
-        values = merge(read_with_bases(str(options.settings))).get("inference", {})
+        values = merge_layers(read_with_bases(str(options.settings))).get("inference", {})
     for key in ("engine", "device", "dtype", "threads", "max_concurrent"):
         if getattr(options, key) is not None:
             values[key] = getattr(options, key)

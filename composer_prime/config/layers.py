@@ -93,7 +93,7 @@ def read_with_bases(name: str, *, readers: tuple[str, ...] = ()) -> list[Layer]:
     return [*read_with_bases(str(path), readers=chain), Layer(origin=name, values=values)]
 
 
-def merge(layers: list[Layer]) -> dict[str, Any]:
+def merge_layers(layers: list[Layer]) -> dict[str, Any]:
     """Return the values of all layers in new tables; later layers win."""
     merged: dict[str, Any] = {}
     for layer in layers:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_config import ConfigFileError, cli
 
-from composer_prime.config.layers import Layer, flag_layer, merge, read_layers
+from composer_prime.config.layers import Layer, flag_layer, merge_layers, read_layers
 from composer_prime.config.problems import describe_problems, spell_flag, split_wrong_flags
 from composer_prime.config.root import Config
 from composer_prime.console import fail, pluralize, program, what_is_wrong
@@ -62,7 +62,7 @@ def resolve(argv: list[str]) -> CommandLine:
         raise ConfigError(f"no configuration given; start with `{program()} @ configs/a1.toml` (--help lists the keys)")
     sentences, flags = split_wrong_flags(flags)
     try:
-        values = merge(files)
+        values = merge_layers(files)
         flags = _set_list_elements(values, flags)
         args = [spell_flag(word) for word in flags]
         config: Config = cli(Config, args=args, default=_Values(**values))  # pyright: ignore

@@ -76,7 +76,7 @@ class Usage(msgspec.Struct):
         return (self.cost_details.upstream_inference_cost if self.cost_details and self.is_byok else None) or 0.0
 
 
-def text_of(content: str | list[dict[str, Any]] | None) -> str:
+def reply_text(content: str | list[dict[str, Any]] | None) -> str:
     """Return a message's content as one text."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if part.get("type") == "text")
@@ -86,7 +86,7 @@ def text_of(content: str | list[dict[str, Any]] | None) -> str:
 def answer_of(completion: Completion, tokens: tuple[int, int], usd: float, seconds: float) -> CachedAnswer:
     """Return the first choice without its thinking. `tokens`: of prompt and answer."""
     choice = completion.choices[0]
-    content = split_thinking(text_of(choice.message.content))[0].strip()
+    content = split_thinking(reply_text(choice.message.content))[0].strip()
     message: Message = {"role": "assistant", "content": content or None}
     if choice.message.tool_calls:
         message["tool_calls"] = [

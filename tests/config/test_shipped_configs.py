@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from composer_prime.config.layers import merge, read_table_file, read_with_bases
+from composer_prime.config.layers import merge_layers, read_table_file, read_with_bases
 from composer_prime.config.load import resolve
 from composer_prime.config.root import Config
 
@@ -59,7 +59,7 @@ def test_every_shipped_file_resolves(name):
 def test_a_file_with_a_base_states_only_what_differs(name):
     # Every key that such a file sets has another value in the resolved configuration of its base.
     *base, own = read_with_bases(str(CONFIGS / name))
-    before = flat(Config.model_validate(merge(base)).model_dump(mode="json"))
+    before = flat(Config.model_validate(merge_layers(base)).model_dump(mode="json"))
     after = flat(resolve(["@", str(CONFIGS / name)]).config.model_dump(mode="json"))
     stated = [key for key in flat(own.values) if key in before and before[key] == after[key]]
     assert base and stated == []

@@ -104,11 +104,11 @@ def test_models_with_dropout_are_trained_without_it(tmp_path, caplog):
     # A GPT-2 folder that asks for dropout: every such probability is 0 in the trained model, and the log names it.
     from transformers import GPT2Config
 
-    from trainer.model.build import read_config
+    from trainer.model.build import read_model_config
 
     GPT2Config(resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3, n_layer=1).save_pretrained(tmp_path)
     with caplog.at_level("INFO"):
-        config = read_config(tmp_path)
+        config = read_model_config(tmp_path)
     assert config.resid_pdrop == config.embd_pdrop == config.attn_pdrop == 0.0
     assert "embd_pdrop is 0.2 and counts as 0" in caplog.text and config.layer_norm_epsilon == 1e-5
 

@@ -75,13 +75,15 @@ def build_policy(config: Config, folder: Path, world: World) -> Policy:
 def empty_model(folder: Path, attention: str, config: Config) -> PreTrainedModel:
     """Return the architecture of `folder` with parameters on the meta device and real buffers; adapters included."""
     with init_empty_weights(include_buffers=False):
-        lm = AutoModelForCausalLM.from_config(read_config(folder), dtype=torch.float32, attn_implementation=attention)
+        lm = AutoModelForCausalLM.from_config(
+            read_model_config(folder), dtype=torch.float32, attn_implementation=attention
+        )
     lm.tie_weights()
     _adapt(lm, config)
     return lm
 
 
-def read_config(folder: Path) -> PretrainedConfig:
+def read_model_config(folder: Path) -> PretrainedConfig:
     """Return the configuration of the model in `folder`, without dropout.
 
     With dropout the trained policy would not be the one that sampled, and ratios would be noise. Raises

@@ -18,7 +18,7 @@ from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question, rows_o
 from composer_prime.llm.client import ChatAnswer, ChatClient, ChatRequest, Endpoint, NoAnswerError
 from composer_prime.llm.families import UNKNOWN, family_named
 from composer_prime.llm.prices import Price, price_of
-from composer_prime.llm.reply import ROUNDING, text_of
+from composer_prime.llm.reply import ROUNDING, reply_text
 from composer_prime.llm.tagged_text import split_thinking
 from composer_prime.model_source import resolve_model
 from composer_prime.plan.cost_forecast import ANSWER_SHARE, BYTES_PER_TOKEN
@@ -180,7 +180,7 @@ def _size(question: Question) -> int:
 
 def _without_thinking(stored: CachedAnswer) -> CachedAnswer:
     """Take the thinking out of answers that an older release kept with it."""
-    content = split_thinking(text_of(stored.message.get("content")))[0].strip()
+    content = split_thinking(reply_text(stored.message.get("content")))[0].strip()
     return msgspec.structs.replace(stored, message={**stored.message, "content": content or None})
 
 
