@@ -6,35 +6,82 @@
 Ranks compute micro-batch k at the same time (each gathers the others' shards), so a step lasts as long as the slowest
 rank of each round: rows of a round should cost the same. Siblings in one row let the trainer compute their common
 prompt once (prefixes.py). Where this makes ranks too uneven, samples are spread one by one: the plan with the smaller
-estimate wins. A sample stays with its teacher documents, a chosen answer with its rejected one (micro_batch.py).
-Torch-free and deterministic; the orchestrator calls it.
+estimate wins. Torch-free and deterministic; the orchestrator calls it.
+
+A unit is what must share a row: a sample with its teacher documents, or both sides of a preference pair.
+
+    sample                    context ── turn ── tool ── turn
+    teacher document          context ── hint ── turn           SDPO reads the turn in both, token by token
+    preference pair           context ── chosen                 replay-DPO compares the two answers
+                              context ── rejected
+
+    row     | sample | sample | ... | teacher document | ... | chosen | rejected | chosen | ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from composer_prime.packing.micro_batch import RowPlace, Unit, micro_batch, tokens_of, units
+import numpy as np
+
+from composer_prime.console import pluralize
+from composer_prime.errors import ConfigError, RunMismatchError
 from composer_prime.packing.prefixes import FlopCost, prefix_layout
-from composer_prime.wire.types import MicroBatch, Preference, Sample, StepTotals
+from composer_prime.wire.types import (
+    HintedTurn,
+    HintedTurnInRow,
+    MicroBatch,
+    PairInRow,
+    Preference,
+    Sample,
+    StepTotals,
+    flags,
+    ints,
+    pack_flags,
+    pack_floats,
+    pack_ints,
+    seal_batch,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Documents that share a row; exactly one of `sample` and `preference` is set."""
+
+    name: str
+    documents: tuple[np.ndarray, ...]
+    """Token ids, int32 [T_i] each: the sample and its teacher documents, or the chosen and the rejected side."""
+    sample: Sample | None = None
+    hinted_turns: tuple[HintedTurn, ...] = ()
+    """One for each document but the first."""
+    preference: Preference | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.documents))
+
+    @property
+    def group(self) -> str:
+        """The group of rollouts; its units start alike."""
+        return self.sample.group_id if self.sample else self.name
+
 
 Bundle = list[Unit]
 """Units that go into one row together."""
 
 
+@dataclass(slots=True)
 class _Row:
-    """A row that is being filled."""
-
-    def __init__(self) -> None:
-        self.units: Bundle = []
-        self.tokens = 0
-        self.flops = 0.0
+    units: Bundle = field(default_factory=list)
+    tokens: int = 0
+    flops: float = 0.0
 
     def put(self, bundle: Bundle, flops: float) -> None:
         self.units += bundle
-        self.tokens += tokens_of(bundle)
+        self.tokens += _tokens(bundle)
         self.flops += flops
 
 
@@ -59,16 +106,13 @@ def pack(
     Raises ConfigError (longer than `max_tokens`, given twice, a first token that is trained) or RunMismatchError (a
     hinted turn or a pair that is cut or does not match), each naming the sample or pair.
     """
-    row_units = units(samples, preferences, distil=distil, max_tokens=max_tokens)
+    units = _units(samples, preferences, distil=distil, max_tokens=max_tokens)
     cost = FlopCost(per_token=flops_per_token, per_pair=flops_per_pair)
-    together = _rows(_siblings(row_units, max_tokens), cost, world_size, max_tokens)
-    apart = _rows([[unit] for unit in row_units], cost, world_size, max_tokens) if world_size > 1 else together
+    together = _rows(_siblings(units, max_tokens), cost, world_size, max_tokens)
+    apart = _rows([[unit] for unit in units], cost, world_size, max_tokens) if world_size > 1 else together
     rows = min(together, apart, key=lambda rows: _duration(rows, world_size))
     return [
-        [
-            micro_batch(row.units, RowPlace(run_id=run_id, step=step, rank=rank, index=index))
-            for index, row in enumerate(rank_rows)
-        ]
+        [_micro_batch(row.units, run_id, step, rank, index) for index, row in enumerate(rank_rows)]
         for rank, rank_rows in enumerate(_deal(rows, world_size))
     ]
 
@@ -111,14 +155,94 @@ def model_flops(config: Mapping[str, Any]) -> tuple[float, float]:
     return 2.0 * (layers * block + hidden * config["vocab_size"]), 2.0 * layers * heads * head
 
 
-def _siblings(row_units: Sequence[Unit], max_tokens: int) -> list[Bundle]:
+def _units(
+    samples: Iterable[Sample], preferences: Iterable[Preference], *, distil: bool, max_tokens: int
+) -> list[Unit]:
+    """Return everything that a step trains, checked; raises as `pack`."""
+    units = [_of_sample(sample, distil) for sample in samples] + [_of_pair(pair) for pair in preferences]
+    seen: set[str] = set()
+    for unit in units:
+        if unit.name in seen:
+            raise ConfigError(f"{unit.name} was given twice for one step")
+        seen.add(unit.name)
+        _check_room(unit, max_tokens)
+    return units
+
+
+def check_same_turn(where: str, turn: str, student: np.ndarray, teacher: np.ndarray) -> None:
+    """Raise RunMismatchError with the first difference unless both hold the same token ids."""
+    if len(student) == len(teacher) and np.array_equal(student, teacher):
+        return
+    if len(student) != len(teacher):
+        detail = f"{len(student)} tokens in the sample and {len(teacher)} in the teacher document: was it cut?"
+    else:
+        first = int(np.flatnonzero(student != teacher)[0])
+        detail = f"id {student[first]} in the sample and {teacher[first]} in the teacher document at its token {first}"
+    raise RunMismatchError(
+        f"{where}: {turn} has {detail} (a teacher document must repeat the turn's token ids, never its text)"
+    )
+
+
+def _of_sample(sample: Sample, distil: bool) -> Unit:
+    ids = ints(sample.input_ids)
+    if len(ids) and flags(sample.loss_mask)[0]:
+        raise ConfigError(f"sample {sample.sample_id} trains its first token, which has no context to predict it")
+    hinted_turns = tuple(sample.distillations) if distil else ()
+    for turn in hinted_turns:
+        _check_hinted_turn(sample.sample_id, ids, turn)
+    documents = (ids, *(ints(turn.teacher_ids) for turn in hinted_turns))
+    return Unit(name=f"sample {sample.sample_id}", documents=documents, sample=sample, hinted_turns=hinted_turns)
+
+
+def _check_hinted_turn(sample_id: str, ids: np.ndarray, turn: HintedTurn) -> None:
+    where, name = f"sample {sample_id}", f"turn {turn.turn}"
+    if not 1 <= turn.start < turn.end <= len(ids) or turn.teacher_start < 1:
+        raise RunMismatchError(
+            f"{where}: {name} is tokens {turn.start}..{turn.end} of {len(ids)}, from token {turn.teacher_start} "
+            "of its teacher document: a turn needs a token and a context on both sides"
+        )
+    check_same_turn(where, name, ids[turn.start : turn.end], ints(turn.teacher_ids)[turn.teacher_start :])
+
+
+def _of_pair(pair: Preference) -> Unit:
+    chosen, rejected = ints(pair.chosen_ids), ints(pair.rejected_ids)
+    where = f"preference pair {pair.pair_id}"
+    if not 1 <= pair.context < min(len(chosen), len(rejected)):
+        raise RunMismatchError(
+            f"{where}: {pair.context} tokens of context, {len(chosen)} tokens with the chosen answer, {len(rejected)} "
+            "with the rejected one: context and answers need a token each; was a side cut?"
+        )
+    if not np.array_equal(chosen[: pair.context], rejected[: pair.context]):
+        raise RunMismatchError(f"{where}: its sides differ within the {pair.context} tokens of their common context")
+    if not 0.0 <= pair.epsilon <= 0.5:
+        raise RunMismatchError(f"{where}: epsilon is {pair.epsilon}, it must be in 0 to 0.5")
+    return Unit(name=where, documents=(chosen, rejected), preference=pair)
+
+
+def _check_room(unit: Unit, max_tokens: int) -> None:
+    if unit.tokens <= max_tokens:
+        return
+    limit = f"but trainer.micro_batch_tokens is {max_tokens}: raise trainer.micro_batch_tokens to at least"
+    if unit.preference is not None:
+        raise ConfigError(f"{unit.name} has {unit.tokens} tokens on its two sides, {limit} {unit.tokens}")
+    if len(unit.documents[0]) > max_tokens:
+        raise ConfigError(
+            f"{unit.name} has {len(unit.documents[0])} tokens, {limit} the longest sample (model.max_context)"
+        )
+    raise ConfigError(
+        f"{unit.name} and its {pluralize(len(unit.hinted_turns), 'teacher document')} have {unit.tokens} tokens "
+        f"and must share a row, {limit} {unit.tokens}, or hint fewer turns of a rollout"
+    )
+
+
+def _siblings(units: Sequence[Unit], max_tokens: int) -> list[Bundle]:
     """Bundle the units of each group, like beginnings side by side; cut where they outgrow a row."""
     bundles: list[Bundle] = []
-    ordered = sorted(row_units, key=lambda unit: (unit.group, unit.documents[0].tobytes(), unit.name))
+    ordered = sorted(units, key=lambda unit: (unit.group, unit.documents[0].tobytes(), unit.name))
     for _, group in groupby(ordered, key=lambda unit: unit.group):
         bundle: Bundle = []
         for unit in group:
-            if bundle and tokens_of(bundle) + unit.tokens > max_tokens:
+            if bundle and _tokens(bundle) + unit.tokens > max_tokens:
                 bundles.append(bundle)
                 bundle = []
             bundle.append(unit)
@@ -136,6 +260,10 @@ def _rows(bundles: list[Bundle], cost: FlopCost, world_size: int, max_tokens: in
     return _spread(by_cost, count, max_tokens) or rows + [_Row() for _ in range(count - len(rows))]
 
 
+def _tokens(bundle: Bundle) -> int:
+    return sum(unit.tokens for unit in bundle)
+
+
 def _flops(bundle: Bundle, cost: FlopCost) -> float:
     """Count the FLOPs of units that share a row; common beginnings count once."""
     return cost(prefix_layout([document for unit in bundle for document in unit.documents]).trees)
@@ -145,7 +273,7 @@ def _first_fit(by_cost: list[tuple[float, Bundle]], max_tokens: int) -> list[_Ro
     """Put each bundle, most expensive first, into the first row that has room; needs few rows."""
     rows: list[_Row] = []
     for flops, bundle in by_cost:
-        row = next((row for row in rows if row.tokens + tokens_of(bundle) <= max_tokens), None)
+        row = next((row for row in rows if row.tokens + _tokens(bundle) <= max_tokens), None)
         if row is None:
             rows.append(row := _Row())
         row.put(bundle, flops)
@@ -156,7 +284,7 @@ def _spread(by_cost: list[tuple[float, Bundle]], count: int, max_tokens: int) ->
     """Put each bundle, most expensive first, into the cheapest of `count` rows with room; None when it does not fit."""
     rows = [_Row() for _ in range(count)]
     for flops, bundle in by_cost:
-        fitting = [row for row in rows if row.tokens + tokens_of(bundle) <= max_tokens]
+        fitting = [row for row in rows if row.tokens + _tokens(bundle) <= max_tokens]
         if not fitting:
             return None
         min(fitting, key=lambda row: row.flops).put(bundle, flops)
@@ -180,3 +308,55 @@ def _deal(rows: list[_Row], world_size: int) -> list[list[_Row]]:
             ranks[rank].append(row)
             work[rank] += row.flops
     return ranks
+
+
+def _micro_batch(units: Sequence[Unit], run_id: str, step: int, rank: int, index: int) -> MicroBatch:
+    """Return the sealed micro-batch of a row's units; one masked token when there are none."""
+    samples = [unit.sample for unit in units if unit.sample is not None]
+    documents, turns, pairs = _lay_out(units)
+    lengths = [len(document) for document in documents]
+    rest = sum(lengths) - sum(sample.num_tokens for sample in samples)
+    temperatures = [sample.temperature for sample in samples]
+    temperatures += [unit.sample.temperature for unit in units if unit.sample for _ in unit.hinted_turns]
+    temperatures += [1.0] * (len(documents) - len(temperatures))
+    return seal_batch(
+        MicroBatch(
+            run_id=run_id,
+            step=step,
+            rank=rank,
+            index=index,
+            version_min=min((sample.version_min for sample in samples), default=step - 1),
+            version_max=max((sample.version_max for sample in samples), default=step - 1),
+            input_ids=pack_ints(np.concatenate(documents)),
+            position_ids=pack_ints(np.concatenate([np.arange(length) for length in lengths])),
+            lengths=lengths,
+            loss_mask=b"".join(sample.loss_mask for sample in samples) + pack_flags(np.zeros(rest)),
+            logprobs=b"".join(sample.logprobs for sample in samples) + pack_floats(np.zeros(rest)),
+            advantages=b"".join(sample.advantages for sample in samples) + pack_floats(np.zeros(rest)),
+            temperatures=temperatures,
+            sample_ids=[sample.sample_id for sample in samples],
+            turns=turns,
+            pairs=pairs,
+        )
+    )
+
+
+def _lay_out(units: Sequence[Unit]) -> tuple[list[np.ndarray], list[HintedTurnInRow], list[PairInRow]]:
+    """Return the documents in the order of the row, and the positions of hinted turns and answers in it."""
+    with_sample = [unit for unit in units if unit.sample is not None]
+    documents = [unit.documents[0] for unit in with_sample]
+    starts = np.cumsum([0, *map(len, documents)]).tolist()
+    end, turns, pairs = starts[-1], [], []
+    for unit, start in zip(with_sample, starts, strict=False):
+        for turn, document in zip(unit.hinted_turns, unit.documents[1:], strict=True):
+            count = turn.end - turn.start
+            turns.append(HintedTurnInRow(start + turn.start, end + turn.teacher_start, count, turn.weight))
+            documents.append(document)
+            end += len(document)
+    for unit in units:
+        if (pair := unit.preference) is not None:
+            chosen_start, middle = end + pair.context, end + len(unit.documents[0])
+            end += unit.tokens
+            pairs.append(PairInRow(pair.pair_id, chosen_start, middle, middle + pair.context, end, pair.epsilon))
+            documents += unit.documents
+    return documents or [np.zeros(1, dtype=np.int32)], turns, pairs
