@@ -1,9 +1,6 @@
 """Answers of models, kept in one SQLite file: what was paid for once is never asked again.
 
 One row a question: its key, the answer (none where no call gave a usable one), and what all its calls cost.
-
-Earlier releases kept the answers of teachers in a folder (`<2 digits>/<key>.json`) and those of hint endpoints in a
-file of JSON lines. Either is imported once, when the SQLite file is made.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ import hashlib
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +35,6 @@ INSERT INTO answers (key, answer, cost_usd) VALUES (?, ?, ?)
 ON CONFLICT (key) DO UPDATE SET
     answer = coalesce(excluded.answer, answer), cost_usd = cost_usd + excluded.cost_usd
 """
-Row = tuple[str, bytes | None, float]
-"""(key, encoded answer, USD)."""
 
 
 class CachedAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,11 +72,8 @@ class _Connection:
     """A connection that one thread uses at a time."""
 
     def __init__(self, database: Path | str) -> None:
-        """`database`: a path, a file: URI or :memory:."""
         self._lock = threading.Lock()
-        self._database = sqlite3.connect(
-            database, timeout=_BUSY_S, isolation_level=None, check_same_thread=False, uri=True
-        )
+        self._database = sqlite3.connect(database, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
 
     def execute(self, statement: str, values: Sequence[Any] = ()) -> list[Any]:
         """Return the rows. Raises sqlite3.Error."""
@@ -96,34 +88,23 @@ class _Connection:
 class AnswerCache:
     """Safe to use from several threads and processes at once. Readers never wait for writers."""
 
-    def __init__(
-        self,
-        path: Path | None,
-        old_rows: Iterable[Row] = (),
-        *,
-        in_memory: int = IN_MEMORY,
-        read_only: bool = False,
-    ) -> None:
-        """`path` None keeps the newest `in_memory` answers and nothing on disk. `old_rows`: the answers of an earlier
-        release (`rows_of_folder`, `rows_of_lines`), imported when the file is new. `read_only` changes nothing on disk,
-        so the folder need not be writable. `old_rows` are then read into memory where there is no file.
+    def __init__(self, path: Path | None, *, in_memory: int = IN_MEMORY) -> None:
+        """`path` None keeps the newest `in_memory` answers and nothing on disk.
 
         Raises UnwritableError when the file cannot be opened or is not a cache.
         """
         self._path = path
         self._in_memory = in_memory
         try:
-            if path is not None and read_only and path.is_file():
-                self._writer = self._reader = _open_read_only(path)
-            elif path is None or read_only:
+            if path is None:
                 self._writer = self._reader = _Connection(":memory:")
-                self._import(old_rows)
+                self._writer.execute(_SCHEMA)
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._writer = _Connection(path)
                 _switch_to_wal(self._writer)
                 self._writer.execute("PRAGMA synchronous = NORMAL")
-                self._import(old_rows)
+                self._writer.execute(_SCHEMA)
                 self._reader = _Connection(path)
         except (sqlite3.Error, OSError) as error:
             raise UnwritableError(
@@ -176,40 +157,6 @@ class AnswerCache:
         except sqlite3.Error as error:
             raise OSError(f"an answer cannot be kept in {self._path} ({error})") from None
 
-    def _import(self, old_rows: Iterable[Row]) -> None:
-        """Make the table with what an earlier release kept, all or nothing. user_version 1 marks it as made."""
-        if self._user_version() == 1:
-            return
-        self._writer.execute("BEGIN IMMEDIATE")
-        try:
-            if self._user_version() == 0:  # else another process made it meanwhile
-                self._writer.execute(_SCHEMA)
-                for row in old_rows:
-                    self._writer.execute(_ADD, row)
-                self._writer.execute("PRAGMA user_version = 1")
-            self._writer.execute("COMMIT")
-        except BaseException:
-            self._writer.execute("ROLLBACK")
-            raise
-
-    def _user_version(self) -> int:
-        return self._writer.execute("PRAGMA user_version")[0][0]
-
-
-def _open_read_only(path: Path) -> _Connection:
-    uri = f"{path.absolute().as_uri()}?mode=ro"
-    database = _Connection(uri)
-    try:
-        database.execute("SELECT 1 FROM answers LIMIT 1")
-    except sqlite3.OperationalError as error:
-        database.close()
-        if error.sqlite_errorcode & _PRIMARY_CODE not in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
-            raise
-        # The folder cannot take the -shm file that readers share with writers. So nobody writes here.
-        database = _Connection(f"{uri}&immutable=1")
-        database.execute("SELECT 1 FROM answers LIMIT 1")
-    return database
-
 
 def _switch_to_wal(database: _Connection) -> None:
     """Retry while another process does the same: SQLite does not wait by itself here."""
@@ -222,41 +169,3 @@ def _switch_to_wal(database: _Connection) -> None:
             if error.sqlite_errorcode & _PRIMARY_CODE != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                 raise
         time.sleep(_RETRY_S)
-
-
-def rows_of_folder(folder: Path) -> Iterator[Row]:
-    """Yield the answers that an earlier release kept as files, one a question. An unreadable file is left out."""
-    for path in folder.glob("??/*.json"):
-        try:
-            content = path.read_bytes()
-        except OSError:
-            continue
-        yield path.stem, content, 0.0
-
-
-class _OldLine(msgspec.Struct, frozen=True):
-    key: str
-    text: str | None
-    cost_usd: float
-
-
-def rows_of_lines(path: Path) -> Iterator[Row]:
-    """Yield the calls that an earlier release kept as lines of {"key", "text", "cost_usd"}. A torn line is left out."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for raw in file:
-            try:
-                line = msgspec.json.decode(raw, type=_OldLine)
-            except msgspec.DecodeError:
-                continue
-            yield line.key, None if line.text is None else _answer_of(line), line.cost_usd
-
-
-def _answer_of(line: _OldLine) -> bytes:
-    message: Message = {"role": "assistant", "content": line.text}
-    return msgspec.json.encode(
-        CachedAnswer(
-            message=message, finish_reason="stop", input_tokens=0, output_tokens=0, cost_usd=line.cost_usd, seconds=0.0
-        )
-    )

@@ -21,7 +21,7 @@ import msgspec
 from composer_prime.config.hints import EndpointConfig
 from composer_prime.errors import BudgetError, CapError, ConfigError, EndpointError
 from composer_prime.llm.budget import Budget, Caps
-from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question, rows_of_lines
+from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import ChatClient, ChatRequest, Endpoint
 from composer_prime.llm.prices import PER_MILLION, Price
 from composer_prime.run.costs import CostLedger, Spent
@@ -48,8 +48,8 @@ class ChatEndpoint:
         key: str | None = None,
         ledger: CostLedger | None = None,
     ) -> None:
-        """`name`: the configuration key that messages name. `cache`: where answers are kept (SQLite; beside it the
-        .jsonl of an earlier release); None keeps them in memory. `key`: the bearer token, where it is known here.
+        """`name`: the configuration key that messages name. `cache`: where answers are kept (SQLite); None keeps
+        them in memory. `key`: the bearer token, where it is known here.
         `ledger`: where calls that cost something are written down.
 
         Raises ConfigError when the configured key variable is not set, or the cache cannot be opened.
@@ -60,7 +60,7 @@ class ChatEndpoint:
         self._ledger = ledger
         self._cost_writer = ThreadPoolExecutor(1, thread_name_prefix="hint-costs")
         """Another process may keep the cache locked for seconds. The event loop must not wait for it."""
-        self._cache = AnswerCache(cache, rows_of_lines(cache.with_suffix(".jsonl")) if cache else ())
+        self._cache = AnswerCache(cache)
         self._keys: dict[str, str] = {}
         """Cache key of each call in flight."""
         self._price = Price(

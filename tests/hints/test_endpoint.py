@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import sqlite3
 import ssl
@@ -11,7 +10,6 @@ from contextlib import closing
 from pathlib import Path
 
 import certifi
-import msgspec
 import pytest
 from endpoint_peer import chat_peer
 
@@ -47,38 +45,6 @@ def test_one_question_is_asked_once(tmp_path):
             assert await second.ask(ASK) == "use add"
             assert len(peer.bodies) == 2 and second.cost_usd == pytest.approx(0.4)
             await second.close()
-
-    asyncio.run(run())
-
-
-def old_line(key: str, text: str | None, cost_usd: float) -> bytes:
-    return json.dumps({"key": key, "text": text, "cost_usd": cost_usd}).encode() + b"\n"
-
-
-def old_key(config, *version: int) -> str:
-    parts = [*version, config.model, config.temperature, config.max_tokens, "", ASK]
-    return hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
-
-
-def test_answers_that_an_older_release_kept_are_found(tmp_path):
-    # It wrote JSON lines, which are imported once: answers are free, and what was spent counts. A torn line costs that
-    # answer only. Answers of the key before it, which may hold thinking as the hint's text, are asked for again.
-    async def run():
-        async with chat_peer() as peer:
-            config, lines = peer.config(**PRICES), tmp_path / "llm.jsonl"
-            first, kept = old_key(config), old_key(config, 2)
-            lines.write_bytes(old_line(first, "<think>hm", 0.3) + old_line("lost", None, 0.1) + b'["torn')
-            endpoint = ChatEndpoint(config, name="orchestrator.hints.llm", cache=tmp_path / "llm.sqlite")
-            assert await endpoint.ask(ASK) == "use add"
-            assert len(peer.bodies) == 1 and endpoint.cost_usd == pytest.approx(0.6)
-            await endpoint.close()
-            lines = tmp_path / "judge.jsonl"
-            lines.write_bytes(old_line(kept, "as before", 0.3))
-            for _ in range(2):
-                endpoint = ChatEndpoint(config, name="judge", cache=tmp_path / "judge.sqlite")
-                assert await endpoint.ask(ASK) == "as before" and endpoint.cost_usd == pytest.approx(0.3)
-                await endpoint.close()
-            assert len(peer.bodies) == 1
 
     asyncio.run(run())
 
@@ -206,7 +172,8 @@ def test_a_free_endpoint_is_asked_whatever_was_spent(tmp_path):
     # The endpoint had a price once, and its spending is above the budget of today.
     async def run():
         async with chat_peer() as peer:
-            (tmp_path / "judge.jsonl").write_bytes(old_line("dear", "x", 0.3))
+            with closing(AnswerCache(tmp_path / "judge.sqlite")) as cache:
+                cache.add_cost("dear", 0.3)
             config = peer.config(budget_usd=0.1)
             endpoint = ChatEndpoint(config, name="judge", cache=tmp_path / "judge.sqlite")
             assert await endpoint.ask(ASK) == "use add" and endpoint.cost_usd == pytest.approx(0.3)

@@ -7,7 +7,6 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import pytest
 from pydantic import ValidationError
 
@@ -15,7 +14,7 @@ from composer_prime.config.load import resolve
 from composer_prime.config.teachers import BudgetConfig, TeacherConfig
 from composer_prime.errors import ConfigError, UnwritableError
 from composer_prime.llm.budget import teacher_budget
-from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question, rows_of_folder
+from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import CallPacer
 from composer_prime.llm.prices import price_of
 from composer_prime.run.costs import CostLedger, read_costs, spent
@@ -129,19 +128,6 @@ def test_the_cache(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "answers.sqlite")) as database, database:
         database.execute("UPDATE answers SET answer = ?", (b"{",))
     assert cache.get(question.key) is None
-
-
-# A folder of answer files, as earlier releases kept them, is imported once; a damaged file is a miss.
-def test_old_answer_files_are_found(tmp_path: Path) -> None:
-    old = {"aa11": msgspec.json.encode(answered("y")), "bb22": b"{"}
-    for key, content in old.items():
-        (tmp_path / key[:2]).mkdir()
-        (tmp_path / key[:2] / f"{key}.json").write_bytes(content)
-    cache = AnswerCache(tmp_path / "answers.sqlite", rows_of_folder(tmp_path))
-    assert cache.get("aa11") == answered("y") and cache.get("bb22") is None
-    cache.put("aa11", answered("z"))
-    again = AnswerCache(tmp_path / "answers.sqlite", rows_of_folder(tmp_path))
-    assert again.get("aa11") == answered("z")
 
 
 # A file that is no cache is left as it is, and the message names it.

@@ -14,7 +14,7 @@ import msgspec
 from composer_prime.config.teachers import TeacherConfig, TeachersConfig
 from composer_prime.errors import ConfigError, TeacherError
 from composer_prime.llm.budget import Budget
-from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question, rows_of_folder
+from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import ChatAnswer, ChatClient, ChatRequest, Endpoint, NoAnswerError
 from composer_prime.llm.families import UNKNOWN, family_named
 from composer_prime.llm.prices import Price, price_of
@@ -203,8 +203,7 @@ class TeacherPool:
         It takes seconds, so no event loop that has something else to do may wait for it. Raises ConfigError for an
         unknown price or a missing key, UnwritableError where answers cannot be kept.
         """
-        folder = config.cache_dir.expanduser()
-        self._cache = AnswerCache(folder / "answers.sqlite", rows_of_folder(folder), read_only=config.cache_only)
+        self._cache = AnswerCache(config.cache_dir.expanduser() / "answers.sqlite")
         self.config = config
         try:
             self.teachers = [
