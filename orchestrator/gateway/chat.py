@@ -1,14 +1,13 @@
 """Turn messages into token ids and back, for /v1/chat/completions.
 
 Verifiers' training client renders by itself and does not use this. Judges, probes and people with an OpenAI client do.
-Renderer and tokenizer load on the first such request. They are not thread-safe, so they run in one thread of their own.
+The renderer loads on the first such request. It is not thread-safe, so it runs in one thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +17,6 @@ from composer_prime.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from renderers.base import ParsedResponse
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Messages = list[dict[str, Any]]
@@ -33,7 +30,7 @@ class ChatFormat:
         self._model_dir = model_dir
         self._renderer = renderer
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chat-format")
-        self._loaded: tuple[Any, Any] | None = None
+        self._loaded: Any = None
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -45,7 +42,7 @@ class ChatFormat:
         """
         _check_text_only(messages)
 
-        def work(renderer: Any, _: Any) -> tuple[list[int], list[int]]:
+        def work(renderer: Any) -> tuple[list[int], list[int]]:
             try:
                 ids = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
             except Exception as error:
@@ -62,7 +59,7 @@ class ChatFormat:
     ) -> tuple[dict[str, Any], str]:
         """Return the assistant message in OpenAI form and its finish reason: `tool_calls` where it calls tools."""
 
-        def work(renderer: Any, _: Any) -> tuple[dict[str, Any], str]:
+        def work(renderer: Any) -> tuple[dict[str, Any], str]:
             parsed = renderer.parse_response(completion_ids, prompt_ids=prompt_ids, tools=tools)
             message = _to_message(parsed)
             calls = message.get("tool_calls") and finish_reason == "stop"
@@ -70,28 +67,17 @@ class ChatFormat:
 
         return await self._run(work)
 
-    async def texts(self, token_ids: list[int]) -> list[str]:
-        """Return each id's own text."""
-        return await self._run(lambda _, tokenizer: [tokenizer.decode([token_id]) for token_id in token_ids])
+    async def _run(self, work: Callable[[Any], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(self._load()))
 
-    async def text(self, token_ids: list[int]) -> str:
-        """Return the text of all ids together, without special tokens."""
-        return await self._run(lambda _, tokenizer: tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    async def _run(self, work: Callable[[Any, Any], T]) -> T:
-        def loaded() -> T:
-            if self._loaded is None:
-                self._loaded = self._load()
-            return work(*self._loaded)
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, loaded)
-
-    def _load(self) -> tuple[Any, Any]:
-        from orchestrator.chat_renderer import build_renderer, read_tokenizer
+    def _load(self) -> Any:
+        if self._loaded is not None:
+            return self._loaded
+        from orchestrator.chat_renderer import build_renderer
 
         try:
-            _, renderer = build_renderer(str(self._model_dir), self._renderer)
-            return renderer, read_tokenizer(str(self._model_dir))
+            _, self._loaded = build_renderer(str(self._model_dir), self._renderer)
+            return self._loaded
         except ConfigError as error:
             raise RequestError(
                 f"chat is not available: {error} (token ids at /inference/v1/generate need no chat template)",

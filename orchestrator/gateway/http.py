@@ -1,7 +1,6 @@
 """The gateway's HTTP server on loopback, for environments, judges and people.
 
     POST /inference/v1/generate   token ids in, token ids and logprobs out (verifiers' training client)
-    POST /v1/completions          OpenAI, prompt of token ids
     POST /v1/chat/completions     OpenAI, messages and tools
     GET  /v1/models  /health  /metrics
 
@@ -12,20 +11,18 @@ from __future__ import annotations
 
 import errno
 import hmac
-import logging
+import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
 from composer_prime.errors import DeadlineError, EngineError, PortInUseError, RequestError
-from orchestrator.gateway import http_bodies
 from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.generation import Generator
-from orchestrator.gateway.http_bodies import ChatBody, CompletionBody, GenerateBody, one_prompt
-
-logger = logging.getLogger(__name__)
+from orchestrator.gateway.generation import Generator, SamplingFields, TokenId
+from orchestrator.gateway.nodes import NodeAnswer
 
 _MAX_BODY_BYTES = 64 << 20
 _MAX_SESSION_CHARACTERS = 256
@@ -33,11 +30,44 @@ _KEEPALIVE_S = 75.0
 """Longer than workers keep idle connections, so the server never closes one under a request."""
 _SHUTDOWN_S = 2.0
 """Time for replies on their way. Requests without an answer have been ended by then."""
-_JSON = {"Content-Type": "application/json"}
-_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
-    body: msgspec.json.Decoder(body, strict=True) for body in (GenerateBody, CompletionBody, ChatBody)
-}
-T = TypeVar("T")
+BodyT = TypeVar("BodyT")
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """POST /inference/v1/generate."""
+
+    model: str
+    token_ids: list[TokenId]
+    sampling_params: SamplingFields
+    content_parts: Any = None
+    features: Any = None
+    stream: bool | None = None
+
+
+class ChatBody(SamplingFields, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    model: str
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    stream: bool | None = None
+
+
+class TokenLogprob(msgspec.Struct, gc=False):
+    """`token` is `token_id:<id>`: renderers' client checks it."""
+
+    token: str
+    logprob: float
+
+
+_GENERATE_DECODER = msgspec.json.Decoder(GenerateBody)
+_CHAT_DECODER = msgspec.json.Decoder(ChatBody)
 
 
 class HttpServer:
@@ -67,12 +97,11 @@ class HttpServer:
         app.add_routes(
             [
                 web.post("/inference/v1/generate", self._answering(self._generate)),
-                web.post("/v1/completions", self._answering(self._complete)),
                 web.post("/v1/chat/completions", self._answering(self._chat_complete)),
-                web.get("/v1/models", self._answering(self._models)),
+                web.get("/v1/models", self._answering(self._get_models)),
                 web.get("/health", self._get_health),
                 web.get("/metrics", self._answering(self._get_metrics)),
-                web.route("*", "/{path:.*}", self._answering(self._unknown)),
+                web.route("*", "/{path:.*}", self._answering(self._refuse_path)),
             ]
         )
         runner = self._runner = web.AppRunner(
@@ -102,84 +131,53 @@ class HttpServer:
 
     # -- routes --------------------------------------------------------------------------------------------------
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await _decoded(request, GenerateBody)
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await _decoded(request, _GENERATE_DECODER)
         self._generator.check_model(body.model)
         if body.content_parts or body.features:
             raise RequestError("content_parts and features are for images: this model reads text only")
-        if body.stream:
-            raise RequestError("stream is true: /inference/v1/generate answers in one piece; send stream=false")
+        _check_no_stream(request, body.stream)
         request_id, answer = await self._generator.generate(_session(request), body.token_ids, body.sampling_params)
-        return web.Response(body=http_bodies.generate_reply(request_id, answer), headers=_JSON)
+        return _reply(_generate_reply(request_id, answer))
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body = await _decoded(request, CompletionBody)
-        self._generator.check_model(body.model)
-        prompt = one_prompt(body)
-        if body.echo or body.stream:
-            raise RequestError("echo and stream are not supported by /v1/completions: leave them out")
-        request_id, answer = await self._generator.generate(_session(request), prompt, body)
-        ids = answer.token_ids.tolist()
-        text = await self._chat.text(ids)
-        tokens = [] if body.logprobs is None else await self._chat.texts(ids)
-        reply = http_bodies.completion_reply(
-            request_id, body.model, len(prompt), answer, text, tokens, logprobs=body.logprobs is not None
-        )
-        return web.Response(body=http_bodies.encode(reply), headers=_JSON)
-
-    async def _chat_complete(self, request: web.Request) -> web.StreamResponse:
-        body = await _decoded(request, ChatBody)
+    async def _chat_complete(self, request: web.Request) -> web.Response:
+        body = await _decoded(request, _CHAT_DECODER)
         self._generator.check_model(body.model)
         _check_chat(body)
+        _check_no_stream(request, body.stream)
         tools = None if body.tool_choice == "none" else body.tools or None
         prompt, stop_ids = await self._chat.render(body.messages, tools)
         body.stop_token_ids = [*(body.stop_token_ids or []), *stop_ids]
         request_id, answer = await self._generator.generate(
             _session(request), prompt, body, max_tokens=body.max_completion_tokens
         )
-        ids = answer.token_ids.tolist()
-        message, finish_reason = await self._chat.parse(ids, prompt, tools, answer.finish_reason)
-        tokens = await self._chat.texts(ids) if body.logprobs else None
-        reply = http_bodies.chat_reply(request_id, body.model, len(prompt), answer, message, finish_reason, tokens)
-        if not body.stream:
-            return web.Response(body=http_bodies.encode(reply), headers=_JSON)
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await stream.prepare(request)
-        for chunk in http_bodies.chat_chunks(reply):
-            await stream.write(chunk)
-        await stream.write_eof()
-        return stream
+        message, finish_reason = await self._chat.parse(answer.token_ids.tolist(), prompt, tools, answer.finish_reason)
+        return _reply(_chat_reply(request_id, body.model, len(prompt), answer, message, finish_reason))
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        del request
+    async def _get_models(self, _: web.Request) -> web.Response:
         limits = self._generator.limits
         card = {"object": "model", "created": 0, "owned_by": "composer-prime", "max_model_len": limits.max_context}
-        cards = [{"id": name, **card} for name in limits.names]
-        return web.Response(body=http_bodies.encode({"object": "list", "data": cards}), headers=_JSON)
+        return _reply({"object": "list", "data": [{"id": name, **card} for name in limits.names]})
 
-    async def _get_health(self, request: web.Request) -> web.StreamResponse:
-        del request
+    async def _get_health(self, _: web.Request) -> web.Response:
         status, body = self._health()
-        return web.Response(status=status, body=http_bodies.encode(body), headers=_JSON)
+        return _reply(body, status)
 
-    async def _get_metrics(self, request: web.Request) -> web.StreamResponse:
-        del request
-        return web.Response(body=http_bodies.encode(self._metrics()), headers=_JSON)
+    async def _get_metrics(self, _: web.Request) -> web.Response:
+        return _reply(self._metrics())
 
-    async def _unknown(self, request: web.Request) -> web.StreamResponse:
+    async def _refuse_path(self, request: web.Request) -> web.Response:
         raise RequestError(
             f"there is no {request.method} {request.path[:200]}: the routes are POST /inference/v1/generate, "
-            "/v1/completions, /v1/chat/completions and GET /v1/models, /health, /metrics",
+            "/v1/chat/completions and GET /v1/models, /health, /metrics",
             status=404,
             code="not_found",
         )
 
     # -- around every route --------------------------------------------------------------------------------------
 
-    def _answering(
-        self, handle: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def answer(request: web.Request) -> web.StreamResponse:
+    def _answering(self, handle: Handler) -> Handler:
+        async def answer(request: web.Request) -> web.Response:
             try:
                 self._authorize(request)
                 return await handle(request)
@@ -205,12 +203,7 @@ class HttpServer:
             )
 
 
-def _error(message: str, *, status: int, code: str, param: str | None = None) -> web.Response:
-    body = http_bodies.error_reply(message, status=status, code=code, param=param)
-    return web.Response(status=status, body=body, headers=_JSON)
-
-
-async def _decoded(request: web.Request, kind: type[T]) -> T:
+async def _decoded(request: web.Request, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
     """Return the request's body. Raises RequestError naming the field and what was expected there."""
     try:
         raw = await request.read()
@@ -219,7 +212,7 @@ async def _decoded(request: web.Request, kind: type[T]) -> T:
             f"the body is larger than {_MAX_BODY_BYTES} bytes: shorten the prompt", status=413, code="too_large"
         ) from error
     try:
-        return _DECODERS[kind].decode(raw)
+        return decoder.decode(raw)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RequestError(
             f"the body of {len(raw)} bytes is not a valid {request.path} request: {error}; it starts with {raw[:60]!r}"
@@ -227,7 +220,7 @@ async def _decoded(request: web.Request, kind: type[T]) -> T:
 
 
 def _session(request: web.Request) -> str | None:
-    session = request.headers.get("X-Session-ID") or request.headers.get("X-Rollout-Id")
+    session = request.headers.get("X-Session-ID")
     if session is not None and not (len(session) <= _MAX_SESSION_CHARACTERS and session.isprintable()):
         raise RequestError(
             f"X-Session-ID has {len(session)} characters, {session[:40]!a} first: send at most "
@@ -236,14 +229,71 @@ def _session(request: web.Request) -> str | None:
     return session
 
 
+def _check_no_stream(request: web.Request, stream: bool | None) -> None:
+    # Nodes answer when a turn is complete, so there is nothing to send earlier.
+    if stream:
+        raise RequestError(f"stream is true: {request.path} answers in one piece; send stream=false", param="stream")
+
+
 def _check_chat(body: ChatBody) -> None:
     if body.tool_choice not in (None, "auto", "none"):
         raise RequestError(f"tool_choice is {body.tool_choice!r}: send 'auto' or 'none'", param="tool_choice")
-    if body.top_logprobs:
-        raise RequestError(
-            f"top_logprobs is {body.top_logprobs}: only the sampled token's logprob is kept; leave it out",
-            param="top_logprobs",
-        )
+    for name in ("logprobs", "top_logprobs"):
+        if value := getattr(body, name):
+            raise RequestError(
+                f"{name} is {value}: chat replies have no logprobs; leave it out, or use /inference/v1/generate",
+                param=name,
+            )
     kind = (body.response_format or {}).get("type", "text")
     if kind != "text":
         raise RequestError(f"response_format has type {kind!r}: only 'text' is supported", param="response_format")
+
+
+# -- replies -------------------------------------------------------------------------------------------------------
+
+
+def _reply(body: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(body), headers={"Content-Type": "application/json"})
+
+
+def _error(message: str, *, status: int, code: str, param: str | None = None) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return _reply({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
+
+
+def _generate_reply(request_id: str, answer: NodeAnswer) -> dict[str, Any]:
+    """Return the body of vLLM's /inference/v1/generate, with the version spans added."""
+    ids = answer.token_ids.tolist()
+    content = [TokenLogprob(f"token_id:{i}", value) for i, value in zip(ids, answer.logprobs.tolist(), strict=True)]
+    choice = {
+        "index": 0,
+        "token_ids": ids,
+        "finish_reason": answer.finish_reason,
+        "logprobs": {"content": content},
+        "weight_versions": [
+            {"version": str(span.version), "start": span.start, "end": span.end} for span in answer.version_spans
+        ],
+    }
+    return {"request_id": request_id, "choices": [choice], "version_spans": answer.version_spans}
+
+
+def _chat_reply(
+    request_id: str, model: str, num_prompt: int, answer: NodeAnswer, message: dict[str, Any], finish_reason: str
+) -> dict[str, Any]:
+    """Return the body of OpenAI's chat completion; `token_ids` and `version_spans` are additions."""
+    token_ids = answer.token_ids.tolist()
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason, "token_ids": token_ids, "logprobs": None}
+    return {
+        "id": f"chatcmpl-{request_id}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": len(token_ids),
+            "total_tokens": num_prompt + len(token_ids),
+            "prompt_tokens_details": {"cached_tokens": answer.prompt_cached},
+        },
+        "version_spans": answer.version_spans,
+    }

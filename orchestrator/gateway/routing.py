@@ -27,8 +27,7 @@ from typing import Any
 from composer_prime.errors import DeadlineError, EngineError, RequestError, WireError
 from composer_prime.wire.node import CancelGenerate, Generate, Generated, GenerateFailed, Sampling, ToNode
 from orchestrator.event_loop import Notifier
-from orchestrator.gateway.node_answer import NodeAnswer, check_answer
-from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, Nodes
+from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, NodeAnswer, Nodes, check_answer
 
 logger = logging.getLogger(__name__)
 

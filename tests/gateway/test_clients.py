@@ -43,19 +43,19 @@ def saying(node: PeerNode, text: str):
     return ids
 
 
-async def test_the_openai_client_chats_with_tools_and_logprobs(open_gateway, node_keys):
-    """An ordinary OpenAI client gets text, tool calls, logprobs and usage; streaming works as well."""
+async def test_the_openai_client_chats_with_tools(open_gateway, node_keys):
+    """An ordinary OpenAI client gets text, tool calls and usage."""
     from openai import AsyncOpenAI
 
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "n0") as node:
         client = AsyncOpenAI(base_url=gateway.http_url + "/v1", api_key="EMPTY")
         ids = saying(node, "The answer is 4.")
         plain = await client.chat.completions.create(
-            model="policy", messages=MESSAGES, max_tokens=200, logprobs=True, temperature=0.5, seed=1
+            model="policy", messages=MESSAGES, max_tokens=200, temperature=0.5, seed=1
         )
         choice = plain.choices[0]
         assert (choice.message.content, choice.finish_reason) == ("The answer is 4.", "stop")
-        assert [entry.logprob for entry in choice.logprobs.content] == [-0.25] * len(ids)
+        assert choice.token_ids == ids
         assert plain.usage.completion_tokens == len(ids)
         assert plain.usage.prompt_tokens == len(ints(node.generates[0].prompt_ids))
         assert node.generates[0].sampling.temperature == 0.5
@@ -66,16 +66,6 @@ async def test_the_openai_client_chats_with_tools_and_logprobs(open_gateway, nod
         assert (called.choices[0].finish_reason, call.function.name) == ("tool_calls", "add")
         assert call.function.arguments == '{"a": 2, "b": 2}'
 
-        stream = await client.chat.completions.create(
-            model="policy", messages=MESSAGES, tools=TOOLS, max_tokens=200, stream=True
-        )
-        chunks = [chunk async for chunk in stream]
-        assert chunks[0].choices[0].delta.tool_calls[0].function.name == "add"
-        assert chunks[-1].choices[0].finish_reason == "tool_calls"
-
-        text = await client.completions.create(model="policy", prompt=[5, 6, 7], max_tokens=200, logprobs=0)
-        assert text.choices[0].text.startswith("<tool_call>")
-        assert len(text.choices[0].logprobs.tokens) == len(text.choices[0].logprobs.token_logprobs)
         assert "policy" in [model.id async for model in client.models.list()]
         await client.close()
 

@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from node_peer import PeerNode
 
-GENERATE, CHAT, TEXT = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
+GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
 CHAT_BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-TEXT_BODY = {"model": "policy", "prompt": [5, 6]}
 
 
 def changed(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -44,11 +43,6 @@ WRONG = [
     (GENERATE, generate_body(5, stop=[""]), 400, "stop"),
     (GENERATE, changed(generate_body(5), content_parts=[{"type": "image_url"}]), 400, "images"),
     (GENERATE, changed(generate_body(5), stream=True), 400, "stream"),
-    (TEXT, changed(TEXT_BODY, prompt="text"), 400, "token ids"),
-    (TEXT, changed(TEXT_BODY, prompt=["text"]), 400, "token ids"),
-    (TEXT, changed(TEXT_BODY, prompt=[[1], [2]]), 400, "2 prompts"),
-    (TEXT, changed(TEXT_BODY, prompt=[]), 400, "empty"),
-    (TEXT, changed(TEXT_BODY, echo=True), 400, "echo"),
     (CHAT, changed(CHAT_BODY, messages=[]), 400, "messages"),
     (CHAT, changed(CHAT_BODY, messages="hi"), 400, "messages"),
     (CHAT, changed(CHAT_BODY, messages=[{"content": "x"}]), 400, "role"),
@@ -58,6 +52,8 @@ WRONG = [
     (CHAT, changed(CHAT_BODY, tools=[{"nonsense": 1}]), None, ""),
     (CHAT, changed(CHAT_BODY, tool_choice="required"), 400, "tool_choice"),
     (CHAT, changed(CHAT_BODY, top_logprobs=3), 400, "top_logprobs"),
+    (CHAT, changed(CHAT_BODY, logprobs=True), 400, "logprobs"),
+    (CHAT, changed(CHAT_BODY, stream=True), 400, "stream"),
     (CHAT, changed(CHAT_BODY, response_format={"type": "json_object"}), 400, "json_object"),
     (CHAT, changed(CHAT_BODY, messages=[{"role": "user", "content": "word " * 2000}]), 400, "context length (512)"),
     ("/v2/nothing", {}, 404, "/v2/nothing"),
@@ -85,7 +81,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-FIELDS = ["model", "token_ids", "sampling_params", "messages", "prompt", "tools", "stop", "seed", "temperature", "n"]
+FIELDS = ["model", "token_ids", "sampling_params", "messages", "tools", "stop", "seed", "temperature", "n"]
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -95,7 +91,7 @@ FIELDS = ["model", "token_ids", "sampling_params", "messages", "prompt", "tools"
     | st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6).map(
         lambda body: json.dumps({"model": "policy", "max_tokens": 4} | body).encode()
     ),
-    path=st.sampled_from([GENERATE, CHAT, TEXT]),
+    path=st.sampled_from([GENERATE, CHAT]),
 )
 def test_no_body_gets_a_5xx(fuzzed, raw, path):
     """Random bytes, random JSON and random values of the real fields."""
