@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich import box
@@ -17,8 +18,19 @@ from rich.table import Table
 from composer_prime.config.diloco import CodecConfig, wrong_schedule
 from composer_prime.errors import ConfigError
 from composer_prime.stats.plot import line_chart, save
-from diloco.simulate.fleet import Fleet, deadline_warning, goodput, heal_warning
-from diloco.simulate.joint_run import ENCODE_NS, WAYS, JointRun, Net, best, forecast_link, pipe, seconds, traffic
+from diloco.simulate.joint_run import (
+    ENCODE_NS,
+    WAYS,
+    Fleet,
+    JointRun,
+    Net,
+    deadline_warning,
+    forecast_link,
+    goodput,
+    heal_warning,
+    pipe,
+    seconds,
+)
 from diloco.simulate.utilization import (
     IntervalShares,
     Pipe,
@@ -93,7 +105,6 @@ def simulate(words: argparse.Namespace) -> int:
         for table, sentence in (
             required_table(workload, schemes, runs[0]),
             peers_table(runs, nets, fleet, words.heal_timeout_s),
-            traffic_table(runs),
         ):
             console.print(table)
             console.print(f"{sentence}\n")
@@ -130,19 +141,14 @@ def _check(words: argparse.Namespace) -> None:
 def _plot(path: Path, workload: Workload, schemes: Sequence[Scheme], own: JointRun) -> None:
     """Draw utilization against bandwidth."""
     bandwidths = grid(-3, 3, 121)
-
-    def label(name: str, workload: Workload, scheme: Scheme) -> str:
-        return f"{name}: {three_digits(bytes_per_step(workload, scheme) / 1e6)} MB"
-
+    rows = [(scheme.name, workload, scheme, lambda gbit: Pipe(gbit_s=gbit)) for scheme in schemes]
+    rows.append((f"{own.scheme.name}, relayed", own.workload, own.scheme, own.relay))
     series = {
-        label(scheme.name, workload, scheme): [
-            (gbit, utilization(workload, scheme, Pipe(gbit_s=gbit))) for gbit in bandwidths
+        f"{name}: {three_digits(bytes_per_step(work, scheme) / 1e6)} MB": [
+            (gbit, utilization(work, scheme, pipe_at(gbit))) for gbit in bandwidths
         ]
-        for scheme in schemes
+        for name, work, scheme, pipe_at in rows
     }
-    series[label(f"{own.scheme.name}, relayed", own.workload, own.scheme)] = [
-        (gbit, utilization(own.workload, own.scheme, pipe("relay", own.net(gbit)))) for gbit in bandwidths
-    ]
     title = f"{own.parameters:.3g} parameters, {own.step_s:g} s a step, {own.peers} peers; MB: sent by each a step"
     save(line_chart(title, "Gbit/s", series), path)
 
@@ -158,24 +164,16 @@ def required_table(workload: Workload, schemes: Sequence[Scheme], own: JointRun)
     table = _table("Gbit/s that each peer's link needs for a compute utilization of")
     for head in ("scheme", *(f"{target:.0%}" for target in TARGETS), "MB a step"):
         table.add_column(head, justify="left" if head == "scheme" else "right")
-    for scheme in schemes:
-        required = [required_gbit(workload, scheme, target, _GRID) for target in TARGETS]
-        _add_required(table, scheme.name, required, bytes_per_step(workload, scheme))
-    required = [
-        required_gbit(own.workload, own.scheme, target, _GRID, lambda gbit: pipe("relay", own.net(gbit)))
-        for target in TARGETS
-    ]
     name = f"{own.scheme.name}, {own.peers} peers"
-    _add_required(table, name, required, bytes_per_step(own.workload, own.scheme))
+    rows = [(scheme.name, workload, scheme, lambda gbit: Pipe(gbit_s=gbit)) for scheme in schemes]
+    for label, work, scheme, pipe_at in [*rows, (name, own.workload, own.scheme, own.relay)]:
+        required = [required_gbit(work, scheme, target, _GRID, pipe_at) for target in TARGETS]
+        cells = (OUT_OF_REACH if gbit is None else three_digits(gbit) for gbit in required)
+        table.add_row(label, *cells, three_digits(bytes_per_step(work, scheme) / 1e6))
     if None not in required:
         return table, ""
-    shares = IntervalShares.of(own.workload, own.scheme, pipe("relay", own.net(_GRID[-1])))
+    shares = IntervalShares.of(own.workload, own.scheme, own.relay(_GRID[-1]))
     return table, f"{OUT_OF_REACH}: out of reach of any link. On the widest, {name}: {shares.text()}"
-
-
-def _add_required(table: Table, name: str, required: Sequence[float | None], sent_bytes: float) -> None:
-    cells = (OUT_OF_REACH if gbit is None else three_digits(gbit) for gbit in required)
-    table.add_row(name, *cells, three_digits(sent_bytes / 1e6))
 
 
 def peers_table(
@@ -190,8 +188,17 @@ def peers_table(
     for head in ("peers", "way", "sync, s", "waits, s", "utilization", "goodput", "dominates"):
         table.add_column(head, justify="left" if head in ("way", "dominates") else "right")
     for run, its_net in zip(runs, nets, strict=True):
-        for row in _ways(run, its_net, fleet):
-            table.add_row(*row)
+        bits, interval_s = run.size * run.scheme.bits, run.every / run.fragments * run.step_s
+        sync_s = {way: seconds(way, its_net, bits) for way in WAYS}
+        for way in WAYS:
+            path = pipe(way, its_net)
+            share = utilization(run.workload, run.scheme, path)
+            kept = goodput(replace(fleet, peers=run.peers), share, interval_s, forecast_link(run, its_net).heal_s)
+            table.add_row(
+                str(run.peers), f"{way} *" if sync_s[way] == min(sync_s.values()) else way, three_digits(sync_s[way]),
+                three_digits(exposed_s(run.workload, run.scheme, path)), f"{share:.1%}", f"{kept:.1%}",
+                IntervalShares.of(run.workload, run.scheme, path).dominant,
+            )  # fmt: skip
         table.add_section()
     forecast = forecast_link(first, net)
     warnings = (
@@ -203,38 +210,6 @@ def peers_table(
         f"relay is what runs here; with {first.peers} peers, "
         f"{IntervalShares.of(first.workload, first.scheme, pipe('relay', net)).text()}"
         + "".join(f"\nWarning: {warning}" for warning in warnings if warning)
-    )
-
-
-def _ways(run: JointRun, net: Net, fleet: Fleet) -> list[list[str]]:
-    bits = run.size * run.scheme.bits
-    interval_s, heal_s = run.every / run.fragments * run.step_s, forecast_link(run, net).heal_s
-    quickest, rows = best(net, bits), []
-    for way in WAYS:
-        path = pipe(way, net)
-        share = utilization(run.workload, run.scheme, path)
-        rows.append([
-            str(run.peers), f"{way} *" if way == quickest else way, three_digits(seconds(way, net, bits)),
-            three_digits(exposed_s(run.workload, run.scheme, path)), f"{share:.1%}",
-            f"{goodput(fleet.of(run.peers), share, interval_s, heal_s):.1%}",
-            IntervalShares.of(run.workload, run.scheme, path).dominant,
-        ])  # fmt: skip
-    return rows
-
-
-def traffic_table(runs: Sequence[JointRun]) -> tuple[Table, str]:
-    """Return one row for each number of peers: megabytes an inner step on each peer's link and the rendezvous'."""
-    table = _table("MB an inner step, through the relay and by the other ways")
-    for head in ("peers", "sent", "received", "rendezvous", "mesh", "hierarchical", "ring"):
-        table.add_column(head, justify="right")
-    for run in runs:
-        delta, relay = bytes_per_step(run.workload, run.scheme), traffic("relay", run.peers)
-        others = (traffic(way, run.peers).received for way in WAYS if way != "relay")
-        counts = (relay.sent, relay.received, relay.relayed, *others)
-        table.add_row(str(run.peers), *(three_digits(count * delta / 1e6) for count in counts))
-    return table, (
-        "sent, received: by each peer through the relay; rendezvous: in and out of its link, N * N deltas; mesh, "
-        "hierarchical (a leader), ring: received by a peer, and sent as much."
     )
 
 

@@ -13,8 +13,7 @@ from composer_prime.errors import ComposerError
 from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.plan.footprint import ModelShape, trained_parameters
 from composer_prime.run.run_dir import RunDir
-from diloco.simulate.fleet import deadline_warning, heal_warning
-from diloco.simulate.joint_run import JointRun, codec_bits, forecast_link
+from diloco.simulate.joint_run import JointRun, codec_bits, deadline_warning, forecast_link, heal_warning
 
 LINKS_MBIT = (1000.0, 100.0)
 """Of each peer and of the rendezvous, where the configuration names none."""

@@ -126,41 +126,6 @@ def seconds(way: str, net: Net, bits: float) -> float:
     return path.moving_s(bits) + path.hops * path.latency_s + path.round_s + path.busy_s
 
 
-def best(net: Net, bits: float) -> str:
-    """Return the quickest way."""
-    return min(WAYS, key=lambda way: seconds(way, net, bits))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Counted in deltas of one peer."""
-
-    sent: float
-    """By each peer; in a hierarchy by a leader, which sends most."""
-    received: float
-    """Likewise."""
-    relayed: float = 0.0
-    """Into the rendezvous and out of it."""
-
-
-def traffic(way: str, peers: int) -> Traffic:
-    """Return how many deltas each link carries in one synchronization. Raises ValueError for an unknown way."""
-    match way:
-        case "relay":
-            return Traffic(sent=1, received=peers - 1, relayed=peers + peers * (peers - 1))
-        case "mesh":
-            return Traffic(sent=peers - 1, received=peers - 1)
-        case "hierarchical":
-            group = group_size(peers)
-            each = group - 1 + math.ceil(peers / group) - 1
-            return Traffic(sent=each, received=each)
-        case "ring":
-            each = 2 * (peers - 1) / peers
-            return Traffic(sent=each, received=each)
-        case _:
-            raise ValueError(f"no way of reducing is called {way!r}")
-
-
 # -- this package's own run --------------------------------------------------------------------------------------
 
 
@@ -219,6 +184,10 @@ class JointRun:
             decode_s=decode_s, handling_s=relayed_bytes * RELAY_NS * 1e-9, round_s=ROUND_S,
         )  # fmt: skip
 
+    def relay(self, gbit: float) -> Pipe:
+        """Return what a delta passes through where every link, without latency, has so many Gbit/s."""
+        return pipe("relay", self.net(gbit))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkForecast:
@@ -228,8 +197,6 @@ class LinkForecast:
     """From the start of encoding to the installed outcome."""
     send_s: float
     """From the start of encoding until the delta is at the rendezvous, with no other traffic on the links."""
-    hidden_step_s: float
-    """Inner steps of at least this many seconds hide a transfer; infinite without delay."""
     exposed_s: float
     """What a synchronization costs training."""
     codec_s: float
@@ -251,15 +218,80 @@ def codec_bits(codec: CodecConfig) -> float:
 def forecast_link(run: JointRun, net: Net) -> LinkForecast:
     """Return what `net` gives `run`."""
     path, bits = pipe("relay", net), run.size * run.scheme.bits
-    sync_s = seconds("relay", net, bits)
     up_gbit = min(path.gbit_s, net.relay_gbit_s or path.gbit_s)
     return LinkForecast(
-        sync_s=sync_s,
+        sync_s=seconds("relay", net, bits),
         send_s=net.encode_s + bits / (up_gbit * 1e9) + net.latency_s,
-        hidden_step_s=(sync_s - path.busy_s) / run.delay if run.delay else float("inf"),
         exposed_s=exposed_s(run.workload, run.scheme, path),
         codec_s=path.busy_s,
         utilization=utilization(run.workload, run.scheme, path),
         sent_bytes=bits / 8,
         heal_s=2 * run.parameters * run.state_bits * FRAMING / (up_gbit * 1e9),
     )
+
+
+def deadline_warning(send_s: float, deadline_s: float, key: str) -> str:
+    """Return a warning for a delta that takes longer to bring than the deadline, which `key` sets; empty for others.
+
+    The deadline runs from the first whole delta, so equal peers that start together have all the time they need. A peer
+    that starts when another has brought its own is too late.
+    """
+    if send_s <= deadline_s:
+        return ""
+    return (
+        f"encoding and sending a delta takes {send_s:.3g} s, more than {key} = {deadline_s:g}: a peer that begins when "
+        f"another's delta is there comes too late for the round; set {key} above {send_s:.3g}, or send fewer bits"
+    )
+
+
+def heal_warning(heal_s: float, timeout_s: float, key: str) -> str:
+    """Return a warning for a state that takes longer to a joining peer than `key` allows; empty for others."""
+    if heal_s <= timeout_s:
+        return ""
+    return (
+        f"the state takes {math.ceil(heal_s)} s to a joining peer, up to the rendezvous and then down, more than {key} "
+        f"= {timeout_s:g}: no peer that needs it could join; set {key} well above that, or widen the links"
+    )
+
+
+# -- uneven and failing peers ------------------------------------------------------------------------------------
+#
+# How much of the fleet's compute ends up in the model, as expected values. A fast peer waits for slower ones until the
+# round's deadline; a slow one sends what it has by then. A peer that fails is gone until it is back and has received
+# the state; the rest goes on after one beat timeout.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    peers: int
+    """2 or more."""
+    slowest: float = 1.0
+    """The slowest peer's step time over the fastest's; the others lie evenly between."""
+    deadline_s: float = 120.0
+    """diloco.round_deadline_s."""
+    mtbf_h: float | None = None
+    """Mean time between failures of one peer; None never fails."""
+    restart_s: float = 300.0
+    """Until a failed peer's process is back."""
+    beat_timeout_s: float = 10.0
+
+
+def waiting_share(fleet: Fleet, interval_s: float) -> float:
+    """Return the share of its time that a peer waits for slower ones, mean over peers; `interval_s`: the fastest's."""
+    end_s = min(interval_s * fleet.slowest, interval_s + fleet.deadline_s)
+    slower_s = interval_s * (fleet.slowest - 1) / (fleet.peers - 1)
+    waits_s = [max(0.0, end_s - interval_s - index * slower_s) for index in range(fleet.peers)]
+    return sum(waits_s) / fleet.peers / end_s
+
+
+def availability(fleet: Fleet, heal_s: float) -> float:
+    """Return the share of the time that a peer trains."""
+    if fleet.mtbf_h is None:
+        return 1.0
+    down_s = fleet.restart_s + heal_s + (fleet.peers - 1) * fleet.beat_timeout_s
+    return 1 / (1 + down_s / (fleet.mtbf_h * 3600))
+
+
+def goodput(fleet: Fleet, utilization: float, interval_s: float, heal_s: float) -> float:
+    """Return the share of the fleet's compute that trains the model, 0..1."""
+    return utilization * (1 - waiting_share(fleet, interval_s)) * availability(fleet, heal_s)
