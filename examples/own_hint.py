@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.hints.error_turn import ErrorTurn
-from orchestrator.hints.templates import Templates
+from orchestrator.hints.generate import ErrorTurn, Templates
 
 TEMPLATES = Path(__file__).with_name("own_hint.toml")
 ANSWERS = [

@@ -20,9 +20,8 @@ from infra.tiny_models.pairs import Conversation, advance, begin, message_of, re
 from infra.tiny_models.play import complete, draw_episodes
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 from orchestrator.environments.toolsmith.tools import is_error
-from orchestrator.hints.error_turn import ErrorTurn
+from orchestrator.hints.generate import ErrorTurn, Templates
 from orchestrator.hints.placement import HintPlacer
-from orchestrator.hints.templates import Templates
 
 PLACEMENTS = ("message_end", "user", "system")
 TEMPLATES = Templates.load()

@@ -1,7 +1,7 @@
 """The targets of the SDPO loss: detect turns that went wrong, write a hint, and place it before the turn.
 
-    group ended --> detect.py (rules, judge)                             --> ErrorTurns
-                --> generate.py, templates.py (layers, tried in order)   --> the hint's text
+    group ended --> detect.py (rules, judge)                  --> ErrorTurns
+                --> generate.py (layers, tried in order)      --> the hint's text
                 --> placement.py (the sample's own ids, the hint's between two of them) --> HintedTurn
                 --> Sample.distillations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -13,9 +13,7 @@ import msgspec
 
 from composer_prime.errors import EndpointError
 from orchestrator.hints.endpoint import ChatEndpoint
-from orchestrator.hints.error_turn import ErrorTurn
-from orchestrator.hints.generate import transcript
-from orchestrator.hints.templates import OTHER, Templates, json_type
+from orchestrator.hints.generate import OTHER, ErrorTurn, Templates, json_type, transcript
 from orchestrator.rollouts.groups import FinishedRollout, answers
 from orchestrator.workers.protocol import ToolCall
 
@@ -32,20 +30,20 @@ _JUDGE_PROMPT = (
 _OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 _REASON_CHARS = 300
 
+Detector = Callable[[FinishedRollout], Awaitable[list[ErrorTurn]]]
+"""Finds turns that went wrong, at most one error a turn. Raises EndpointError where it asks a model."""
+
 
 class RuleDetector:
     """Finds failed calls, exceptions and failed tests in tools' answers, and calls that break their schema."""
 
-    name = "rules"
-
-    def __init__(self, templates: Templates, detect: Collection[str], threads: Executor) -> None:
-        """`detect`: as orchestrator.hints.detect. The work is done in `threads`."""
+    def __init__(self, templates: Templates, detect: Collection[str]) -> None:
+        """`detect`: as orchestrator.hints.detect."""
         self._templates = templates
         self._detect = set(detect)
-        self._threads = threads
 
-    async def find(self, rollout: FinishedRollout) -> list[ErrorTurn]:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.error_turns, rollout)
+    async def find(self, threads: Executor, rollout: FinishedRollout) -> list[ErrorTurn]:
+        return await asyncio.get_running_loop().run_in_executor(threads, self.error_turns, rollout)
 
     def error_turns(self, rollout: FinishedRollout) -> list[ErrorTurn]:
         """Return the first error of each turn, in the order of the turns."""
@@ -88,7 +86,7 @@ class RuleDetector:
         reward = rollout.task_reward
         if "failed" not in self._detect or index != last or reward is None or reward > 0:
             return None
-        return _error(rollout, index, FAILED, "The task was not solved.", None)
+        return _error(rollout, index, FAILED, "The task was not solved.")
 
 
 class _Flag(msgspec.Struct, frozen=True):
@@ -100,35 +98,24 @@ class _Verdict(msgspec.Struct, frozen=True):
     turns: list[_Flag]
 
 
-class JudgeDetector:
-    """Asks a model to flag wasteful turns and bad style, which no rule sees."""
+async def judged_turns(endpoint: ChatEndpoint, rollout: FinishedRollout) -> list[ErrorTurn]:
+    """Ask a model to flag wasteful turns and bad style, which no rule sees.
 
-    name = "judge"
-
-    def __init__(self, endpoint: ChatEndpoint) -> None:
-        self._endpoint = endpoint
-
-    async def find(self, rollout: FinishedRollout) -> list[ErrorTurn]:
-        """Return the flagged turns. Raises EndpointError, also for an answer that is not the requested JSON."""
-        position_of = {turn.turn: index for index, turn in enumerate(rollout.turns) if turn.turn is not None}
-        if not position_of:
-            return []
-        messages = [
-            {"role": "system", "content": _JUDGE_PROMPT},
-            {"role": "user", "content": transcript(rollout.turns, numbered=True)},
-        ]
-        verdict = _verdict(await self._endpoint.ask(messages, check=_verdict))
-        return [
-            ErrorTurn(
-                message=position_of[flag.turn],
-                turn=flag.turn,
-                kind=JUDGED,
-                text=flag.reason[:_REASON_CHARS],
-                tools=tools_of(rollout, position_of[flag.turn]),
-            )
-            for flag in {flag.turn: flag for flag in verdict.turns}.values()
-            if flag.turn in position_of and flag.reason.strip()
-        ]
+    Raises EndpointError, also for an answer that is not the requested JSON.
+    """
+    position_of = {turn.turn: index for index, turn in enumerate(rollout.turns) if turn.turn is not None}
+    if not position_of:
+        return []
+    messages = [
+        {"role": "system", "content": _JUDGE_PROMPT},
+        {"role": "user", "content": transcript(rollout.turns, numbered=True)},
+    ]
+    verdict = _verdict(await endpoint.ask(messages, check=_verdict))
+    return [
+        _error(rollout, position_of[flag.turn], JUDGED, flag.reason[:_REASON_CHARS])
+        for flag in {flag.turn: flag for flag in verdict.turns}.values()
+        if flag.turn in position_of and flag.reason.strip()
+    ]
 
 
 def _verdict(text: str) -> _Verdict:
@@ -139,7 +126,7 @@ def _verdict(text: str) -> _Verdict:
         raise EndpointError(f"the judge's answer is not the JSON it was asked for ({error}): {text[:120]!r}") from None
 
 
-def _error(rollout: FinishedRollout, index: int, kind: str, text: str, tool: str | None) -> ErrorTurn:
+def _error(rollout: FinishedRollout, index: int, kind: str, text: str, tool: str | None = None) -> ErrorTurn:
     return ErrorTurn(
         message=index, turn=rollout.turns[index].turn, kind=kind, text=text, tool=tool, tools=tools_of(rollout, index)
     )

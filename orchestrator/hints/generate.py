@@ -1,17 +1,39 @@
-"""The layers that write a hint, besides templates: the raw error, a model, the policy itself, a successful sibling."""
+"""Write the text of a hint for an error turn: from templates, the error itself, a model, the policy, or a sibling.
+
+templates.toml documents the format of templates: patterns that name an error, and hints with fields.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import random
+import string
+import tomllib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
 
+import msgspec
+import regex
+
+from composer_prime.errors import ConfigError
 from orchestrator.hints.endpoint import ChatEndpoint
-from orchestrator.hints.error_turn import HintRequest
-from orchestrator.hints.templates import excerpt
 from orchestrator.rollouts.groups import FinishedRollout, answers, derive_seed, messages_before
 from orchestrator.workers.protocol import MessageRecord
 
+logger = logging.getLogger(__name__)
+
+OTHER = "tool_error"
+"""The kind of an error that matches no pattern."""
+_HEAD, _TAIL = 2_000, 6_000
+_SEARCH_S = 0.25
+"""Longest search of one pattern in one answer, in seconds."""
+_FIELDS = {"tool_names", "tool", "arguments", "schema", "error"}
 _MESSAGE_CHARS = 1_500
 _TOTAL_CHARS = 12_000
 _WRITE = (
@@ -24,61 +46,214 @@ _ERROR_CHARS = 400
 _POOL = 256
 
 
-class RawError:
-    """Quotes the tool's error."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorTurn:
+    """An assistant turn that went wrong."""
 
-    name = "raw_error"
+    message: int
+    """Its position in the rollout's `turns`."""
+    turn: int
+    """Its number in TurnSpan."""
+    kind: str
+    """tool_not_found, bad_json, argument_name, argument_type, test_failure, exception, tool_error, failed, judged, or
+    a kind of the user's templates."""
+    text: str
+    """Describes the error: the tool's answer, the broken rule of the schema, or the judge's reason."""
+    tool: str | None = None
+    """The tool that was called."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """The tools on offer, as OpenAI function definitions; empty where unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HintRequest:
+    error: ErrorTurn
+    rollout: FinishedRollout
+    siblings: Sequence[FinishedRollout] = ()
+    """The other rollouts of the group."""
+
+
+HintLayer = Callable[[HintRequest], Awaitable[str | None]]
+"""Writes the text of a hint, or returns None. Raises EndpointError where it asks a model."""
+
+
+# -- templates -----------------------------------------------------------------------------------------------------
+
+
+class HintTemplate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One [[template]] of a file."""
+
+    kind: str
+    hint: string.Template
+    pattern: regex.Pattern | None = None
+    detects: Literal["exception", "test_failure"] | None = None
+    """The setting of orchestrator.hints.detect under which the pattern alone makes an answer an error."""
+
+    def __post_init__(self) -> None:
+        if not self.hint.is_valid():
+            raise ValueError(f"hint {self.hint.template!r} has a lone $; write $$ for a dollar sign")
+        if self.detects and self.pattern is None:
+            raise ValueError(f"detects is {self.detects!r}: set it together with a pattern")
+        fields = _FIELDS | set(self.pattern.groupindex if self.pattern else ())
+        unknown = sorted(set(self.hint.get_identifiers()) - fields)
+        if unknown:
+            raise ValueError(f"hint uses {unknown}, which is no field; there are {', '.join(sorted(fields))}")
+
+    def search(self, text: str) -> regex.Match[str] | None:
+        """Return the pattern's match, or None, also where the search takes longer than a quarter of a second.
+
+        `re` would hold the interpreter, and with it the event loop, for as long as a pattern backtracks.
+        """
+        if self.pattern is None:
+            return None
+        try:
+            return self.pattern.search(text, timeout=_SEARCH_S, concurrent=True)
+        except TimeoutError:
+            logger.warning(
+                "hint template of kind %r: searching %d characters for %r took more than %g s and was given up; bound "
+                "its repetitions", self.kind, len(text), self.pattern.pattern, _SEARCH_S,
+            )  # fmt: skip
+            return None
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    template: list[HintTemplate]
+
+
+class Templates:
+    """All templates, in the order in which they are tried. `hint` is the layer `template`."""
+
+    def __init__(self, templates: list[HintTemplate]) -> None:
+        self._templates = templates
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds that templates name, and the kind of all other errors."""
+        return {OTHER, *(template.kind for template in self._templates)}
+
+    @classmethod
+    def load(cls, extra: Path | None = None) -> Templates:
+        """Load the user's file `extra`, then the shipped templates. Raises ConfigError."""
+        shipped = resources.files("orchestrator.hints").joinpath("templates.toml").read_text()
+        users = []
+        if extra is not None:
+            try:
+                users = _parse(extra.expanduser().read_text(), str(extra))
+            except (OSError, UnicodeDecodeError) as error:
+                message = f"orchestrator.hints.templates_file is {extra}, which cannot be read: {error}"
+                raise ConfigError(message) from None
+        return cls(users + _parse(shipped, "orchestrator/hints/templates.toml"))
+
+    def kind_of(self, text: str) -> str:
+        """Return the kind of error that `text` reports."""
+        part = excerpt(text)
+        return next((template.kind for template in self._templates if template.search(part)), OTHER)
+
+    def detected(self, text: str, allowed: set[str]) -> str | None:
+        """Return the kind of error in an answer that the environment does not call an error, or None."""
+        part = excerpt(text)
+        detecting = (template for template in self._templates if template.detects in allowed)
+        return next((template.kind for template in detecting if template.search(part)), None)
 
     async def hint(self, request: HintRequest) -> str | None:
-        error = " ".join(excerpt(request.error.text).split())
-        return f"Reminder: The next step can lead to this error: {cut(error, _ERROR_CHARS)}" if error else None
+        return await asyncio.to_thread(self.fill, request.error)
+
+    def fill(self, error: ErrorTurn) -> str | None:
+        """Return the hint of the first template of the error's kind that can be filled in."""
+        part, fields = excerpt(error.text), _fields(error)
+        for template in self._templates:
+            if template.kind != error.kind:
+                continue
+            match = template.search(part)
+            if template.pattern and match is None:
+                continue
+            named = {key: value.strip() for key, value in match.groupdict("").items()} if match else {}
+            try:
+                return template.hint.substitute({key: value for key, value in (fields | named).items() if value})
+            except KeyError:
+                continue
+        return None
 
 
-class ModelHint:
-    """Asks a model, which reads the conversation, the turn and the error."""
-
-    name = "llm"
-
-    def __init__(self, endpoint: ChatEndpoint) -> None:
-        self._endpoint = endpoint
-
-    async def hint(self, request: HintRequest) -> str | None:
-        turns, position = request.rollout.turns, request.error.message
-        conversation = transcript(messages_before(turns, position))
-        turn = message_text(turns[position])
-        error = f"What went wrong ({request.error.kind}):\n{request.error.text[:1000]}"
-        content = f"{conversation}\n\nThe turn:\n{turn}\n\n{error}"
-        text = await self._endpoint.ask([{"role": "system", "content": _WRITE}, {"role": "user", "content": content}])
-        return _one_paragraph(text)
+def _parse(text: str, origin: str) -> list[HintTemplate]:
+    try:
+        return msgspec.convert(tomllib.loads(text), _File, dec_hook=_compiled).template
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{origin} is no file of hint templates: {error}") from None
 
 
-class Introspection:
-    """Asks the policy, through the run's own gateway, what it should have kept in mind."""
-
-    name = "introspection"
-
-    def __init__(self, endpoint: ChatEndpoint) -> None:
-        self._endpoint = endpoint
-
-    async def hint(self, request: HintRequest) -> str | None:
-        turns, position = request.rollout.turns, request.error.message
-        conversation = {"role": "user", "content": transcript([*messages_before(turns, position), turns[position]])}
-        question = {"role": "user", "content": _INTROSPECT.format(error=request.error.text[:1000])}
-        # The policy changes from step to step, so its answers are not shared between rollouts.
-        variant = f"{request.rollout.rollout_id}/{request.error.turn}"
-        return _one_paragraph(await self._endpoint.ask([conversation, question], variant=variant))
+def _compiled(kind: type, value: Any) -> string.Template | regex.Pattern:
+    text = msgspec.convert(value, str)
+    if kind is string.Template:
+        return string.Template(text)
+    try:
+        return regex.compile(text)
+    except regex.error as error:
+        raise ValueError(f"pattern {text!r} is no regular expression: {error}") from None
 
 
-class SiblingDemonstration:
-    """Shows the calls of the group's best rollout, where its reward is above this one's."""
+def excerpt(text: str) -> str:
+    """Return beginning and end of a long answer: errors stand there, and searching stays cheap."""
+    return text if len(text) <= _HEAD + _TAIL else text[:_HEAD] + "\n" + text[-_TAIL:]
 
-    name = "sibling"
 
-    async def hint(self, request: HintRequest) -> str | None:
-        reward = max(request.rollout.task_reward or 0.0, 0.0)
-        better = [sibling for sibling in request.siblings if (sibling.task_reward or 0.0) > reward]
-        best = max(better, key=lambda sibling: (sibling.task_reward, -sibling.sibling), default=None)
-        return None if best is None else f"Reminder: This worked before: {_steps(best)}"
+def _fields(error: ErrorTurn) -> dict[str, str]:
+    """Return the value of each of _FIELDS, "" where there is none."""
+    functions = [tool.get("function", {}) for tool in error.tools]
+    called = next((function for function in functions if function.get("name") == error.tool), None)
+    parameters = (called or {}).get("parameters") or {}
+    properties = parameters.get("properties") or {}
+    return {
+        "tool_names": ", ".join(str(function.get("name")) for function in functions),
+        "tool": error.tool or "",
+        "arguments": ", ".join(f"{name} ({json_type(rule)})" for name, rule in properties.items()),
+        "schema": json.dumps(parameters) if parameters else "",
+        "error": next((line.strip() for line in error.text.splitlines() if line.strip()), "")[:300],
+    }
+
+
+def json_type(rule: Any) -> str:
+    """Return the type in a property's schema, in words."""
+    kind = rule.get("type") if isinstance(rule, dict) else None
+    return " or ".join(map(str, kind)) if isinstance(kind, list) else str(kind or "any")
+
+
+# -- other layers --------------------------------------------------------------------------------------------------
+
+
+async def raw_error(request: HintRequest) -> str | None:
+    """Quote the tool's error."""
+    error = " ".join(excerpt(request.error.text).split())
+    return f"Reminder: The next step can lead to this error: {cut(error, _ERROR_CHARS)}" if error else None
+
+
+async def model_hint(endpoint: ChatEndpoint, request: HintRequest) -> str | None:
+    """Ask a model, which reads the conversation, the turn and the error."""
+    turns, position = request.rollout.turns, request.error.message
+    conversation = transcript(messages_before(turns, position))
+    error = f"What went wrong ({request.error.kind}):\n{request.error.text[:1000]}"
+    content = f"{conversation}\n\nThe turn:\n{_message_text(turns[position])}\n\n{error}"
+    return _one_paragraph(
+        await endpoint.ask([{"role": "system", "content": _WRITE}, {"role": "user", "content": content}])
+    )
+
+
+async def introspection(endpoint: ChatEndpoint, request: HintRequest) -> str | None:
+    """Ask the policy, through the run's own gateway, what it should have kept in mind."""
+    turns, position = request.rollout.turns, request.error.message
+    conversation = {"role": "user", "content": transcript([*messages_before(turns, position), turns[position]])}
+    question = {"role": "user", "content": _INTROSPECT.format(error=request.error.text[:1000])}
+    # The policy changes from step to step, so its answers are not shared between rollouts.
+    variant = f"{request.rollout.rollout_id}/{request.error.turn}"
+    return _one_paragraph(await endpoint.ask([conversation, question], variant=variant))
+
+
+async def sibling_demonstration(request: HintRequest) -> str | None:
+    """Show the calls of the group's best rollout, where its reward is above this one's."""
+    reward = max(request.rollout.task_reward or 0.0, 0.0)
+    better = [sibling for sibling in request.siblings if (sibling.task_reward or 0.0) > reward]
+    best = max(better, key=lambda sibling: (sibling.task_reward, -sibling.sibling), default=None)
+    return None if best is None else f"Reminder: This worked before: {_steps(best)}"
 
 
 def _steps(rollout: FinishedRollout) -> str:
@@ -118,26 +293,26 @@ class WrongHints:
         return random.Random(seed).choice(others) if others else None
 
 
+# -- texts ---------------------------------------------------------------------------------------------------------
+
+
 def _one_paragraph(text: str) -> str | None:
     return " ".join(text.split()) or None
 
 
 def transcript(turns: Sequence[MessageRecord], *, numbered: bool = False) -> str:
     """Return one paragraph a message, without the middle of long messages and of a long conversation."""
-    return without_middle("\n\n".join(message_text(turn, numbered) for turn in turns), _TOTAL_CHARS)
+    return _without_middle("\n\n".join(_message_text(turn, numbered) for turn in turns), _TOTAL_CHARS)
 
 
-def message_text(turn: MessageRecord, numbered: bool = False) -> str:
+def _message_text(turn: MessageRecord, numbered: bool = False) -> str:
     """Return role, text and calls of a message; with `numbered` also the turn number of a sampled one."""
     number = f" turn {turn.turn}" if numbered and turn.turn is not None else ""
-    lines = [f"[{turn.role}{number}]"]
-    lines += [without_middle(turn.text.strip(), _MESSAGE_CHARS)] if turn.text.strip() else []
-    lines += [without_middle(f"calls {call.name} {call.arguments}", _MESSAGE_CHARS) for call in turn.tool_calls]
-    return "\n".join(lines)
+    parts = [turn.text.strip(), *(f"calls {call.name} {call.arguments}" for call in turn.tool_calls)]
+    return "\n".join([f"[{turn.role}{number}]", *(_without_middle(part, _MESSAGE_CHARS) for part in parts if part)])
 
 
-def without_middle(text: str, limit: int) -> str:
-    """Return `text`, without its middle where it is longer than `limit` characters."""
+def _without_middle(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     half = (limit - 5) // 2

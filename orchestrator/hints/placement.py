@@ -13,9 +13,7 @@ The result is a HintedTurn: hinted context, then the turn's own ids. Everything 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +21,7 @@ import numpy as np
 from composer_prime.errors import ConfigError, EmptyMaskError
 from composer_prime.wire.types import HintedTurn, Sample, TurnSpan, ints, pack_ints
 from orchestrator.chat_template import RENDER_ERRORS
-from orchestrator.hints.error_turn import ErrorTurn
+from orchestrator.hints.generate import ErrorTurn
 
 Placement = Literal["message_end", "user", "system"]
 
@@ -43,15 +41,6 @@ _CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 _SLACK = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Closing:
-    """The text after a message's content, up to where the assistant's turn begins."""
-
-    text: str
-    space: str
-    """White space at its beginning."""
-
-
 class HintPlacer:
     """Puts hints into contexts. Not thread-safe, because renderers are not."""
 
@@ -65,6 +54,7 @@ class HintPlacer:
         """The last ids of each ending: most contexts end in the same ones, and decoding is slow."""
         self._opening = self._find_opening()
         self._closings = {role: self._closing(role) for role in _CONVERSATIONS}
+        """By role: the text after a message's content, up to where the assistant's turn begins; None: not found."""
         context = np.array(self._render(_CONVERSATIONS["user"], opening=True), np.int32)
         if self.hinted(context, "user", "probe") is None:
             raise ConfigError(_no_place(placement, "the end of a user message cannot be found in its rendering"))
@@ -80,18 +70,19 @@ class HintPlacer:
         at = self._find(context_ids, self._opening)
         return None if at is None else _inserted(context_ids, at, self._message_ids(hint))
 
-    def _at_message_end(self, context_ids: np.ndarray, closing: _Closing | None, hint: str) -> np.ndarray | None:
+    def _at_message_end(self, context_ids: np.ndarray, closing: str | None, hint: str) -> np.ndarray | None:
         if closing is None:
             return None
-        at = self._find(context_ids, closing.text)
+        at = self._find(context_ids, closing)
         if at is not None:
             return _inserted(context_ids, at, self._encode("\n" + hint))
         # The content's last token may have swallowed the white space of the closing: then the hint goes after it.
-        rest = closing.text[len(closing.space) :]
-        at = self._find(context_ids, rest) if closing.space else None
-        if at is None or not self._decode(context_ids[max(0, at - _SLACK) : at]).endswith(closing.space):
+        rest = closing.lstrip()
+        space = closing[: len(closing) - len(rest)]
+        at = self._find(context_ids, rest) if space else None
+        if at is None or not self._decode(context_ids[max(0, at - _SLACK) : at]).endswith(space):
             return None
-        return _inserted(context_ids, at, self._encode(hint + closing.space))
+        return _inserted(context_ids, at, self._encode(hint + space))
 
     def _find(self, ids: np.ndarray, ending: str) -> int | None:
         """Return where the tail of `ids` begins whose text is exactly `ending`."""
@@ -124,15 +115,13 @@ class HintPlacer:
             raise ConfigError(_no_place(self._placement, "the assistant's turn has no opening of its own"))
         return self._decode(opened[len(without) :])
 
-    def _closing(self, role: str) -> _Closing | None:
+    def _closing(self, role: str) -> str | None:
         try:
             text = self._decode(self._render(_CONVERSATIONS[role], opening=True))
         except RENDER_ERRORS:
             return None
         _, mark, closing = text.rpartition(_MARK)
-        if not mark or not closing.endswith(self._opening):
-            return None
-        return _Closing(text=closing, space=re.match(r"\s*", closing)[0])
+        return closing if mark and closing.endswith(self._opening) else None
 
     def _message_ids(self, hint: str) -> list[int]:
         """Return the ids of a message with the hint, after another message. Raises ConfigError."""
@@ -178,16 +167,6 @@ def _no_place(placement: str, reason: str) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DocumentLimits:
-    """Limits of a teacher document, in tokens."""
-
-    max_context: int
-    """model.max_context, the policy's context."""
-    row_tokens: int
-    """trainer.micro_batch_tokens: a sample and its teacher documents share one row."""
-
-
 def span_of(samples: Sequence[Sample], turn: int) -> tuple[Sample, TurnSpan] | None:
     """Return the sample in which turn number `turn` is trained, and where."""
     spans = ((sample, span) for sample in samples for span in sample.turns)
@@ -215,11 +194,11 @@ def hinted_turn(sample: Sample, span: TurnSpan, hinted_ids: np.ndarray, error: E
 
 def place_hint(
     sample: Sample, span: TurnSpan, *, placer: HintPlacer, role: str, hint: str, error: ErrorTurn, weight: float,
-    limits: DocumentLimits,
+    max_context: int, row_tokens: int,
 ) -> HintedTurn | str:  # fmt: skip
-    """Return the hinted turn, or why there is none: no_place, too_long (for the context) or row_full.
+    """Return the hinted turn, or why there is none: no_place, too_long (for `max_context`) or row_full.
 
-    Raises EmptyMaskError.
+    row_full: a sample and its teacher documents share one row of `row_tokens`. Raises EmptyMaskError.
     """
     context_ids = ints(sample.input_ids)[: span.start]
     hinted_ids = placer.hinted(context_ids, role, hint)
@@ -227,9 +206,9 @@ def place_hint(
         return "no_place"
     hinted = hinted_turn(sample, span, hinted_ids, error, weight)
     length = len(ints(hinted.teacher_ids))
-    if length > limits.max_context:
+    if length > max_context:
         return "too_long"
     others = sum(len(ints(other.teacher_ids)) for other in sample.distillations)
-    if sample.num_tokens + others + length > limits.row_tokens:
+    if sample.num_tokens + others + length > row_tokens:
         return "row_full"
     return hinted

@@ -11,9 +11,10 @@ one thread, models are asked over HTTP. A turn is hinted at most once.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -26,12 +27,21 @@ from composer_prime.config.hints import EndpointConfig, HintsConfig
 from composer_prime.errors import BudgetError, ComposerError, ConfigError, EmptyMaskError
 from composer_prime.run.costs import CostLedger
 from composer_prime.wire.types import HintedTurn, Sample
-from orchestrator.hints.detect import FAILED, JUDGED, SCHEMA_KINDS, JudgeDetector, RuleDetector
+from orchestrator.hints.detect import FAILED, JUDGED, SCHEMA_KINDS, Detector, RuleDetector, judged_turns
 from orchestrator.hints.endpoint import ChatEndpoint
-from orchestrator.hints.error_turn import ErrorDetector, ErrorTurn, HintGenerator, HintRequest
-from orchestrator.hints.generate import Introspection, ModelHint, RawError, SiblingDemonstration, WrongHints, cut
-from orchestrator.hints.placement import DocumentLimits, HintPlacer, place_hint, span_of
-from orchestrator.hints.templates import Templates
+from orchestrator.hints.generate import (
+    ErrorTurn,
+    HintLayer,
+    HintRequest,
+    Templates,
+    WrongHints,
+    cut,
+    introspection,
+    model_hint,
+    raw_error,
+    sibling_demonstration,
+)
+from orchestrator.hints.placement import HintPlacer, place_hint, span_of
 from orchestrator.rollouts.groups import FinishedRollout
 from orchestrator.workers.protocol import MessageRecord
 
@@ -83,25 +93,28 @@ class HintStage:
         self,
         config: HintsConfig,
         *,
-        detectors: Sequence[ErrorDetector],
-        layers: Sequence[HintGenerator],
+        detectors: Mapping[str, Detector],
+        layers: Mapping[str, HintLayer],
         wrong: WrongHints | None,
         placer: HintPlacer,
-        limits: DocumentLimits,
+        max_context: int,
+        row_tokens: int,
         threads: ThreadPoolExecutor,
         endpoints: Sequence[ChatEndpoint] = (),
         distil: bool = True,
     ) -> None:
         """`wrong`: the control arm that replaces hints. `threads`: one thread, the renderer's.
 
-        `distil`: when False, hints are logged, but nothing learns from them.
+        `max_context`, `row_tokens`: limits of `place_hint`. `distil`: when False, hints are logged, but nothing learns
+        from them.
         """
         self._config = config
         self._detectors = detectors
         self._layers = layers
         self._wrong = wrong
         self._placer = placer
-        self._limits = limits
+        self._max_context = max_context
+        self._row_tokens = row_tokens
         self._threads = threads
         self._endpoints = endpoints
         self._distil = distil
@@ -161,11 +174,11 @@ class HintStage:
     async def _find_errors(self, work: _HintedRollout) -> list[ErrorTurn]:
         """Return the errors in the order of their turns. Of two detectors that name one turn, the first one counts."""
         error_of_turn: dict[int, ErrorTurn] = {}
-        for detector in self._detectors:
+        for name, find in self._detectors.items():
             try:
-                errors = await detector.find(work.rollout)
+                errors = await find(work.rollout)
             except Exception as error:
-                self._count_failure(work, f"failed/{detector.name}", error)
+                self._count_failure(work, f"failed/{name}", error)
                 continue
             for error in errors:
                 if _trained(work.rollout, error):
@@ -198,14 +211,14 @@ class HintStage:
 
     async def _right_hint(self, work: _HintedRollout, request: HintRequest) -> str | None:
         """Return the hint of the first layer that has one."""
-        for layer in self._layers:
+        for name, write in self._layers.items():
             try:
-                hint = await layer.hint(request)
+                hint = await write(request)
             except Exception as error:
-                self._count_failure(work, f"failed/{layer.name}", error)
+                self._count_failure(work, f"failed/{name}", error)
                 continue
             if hint is not None and hint.strip():
-                work.counts[f"layer/{layer.name}"] += 1
+                work.counts[f"layer/{name}"] += 1
                 return cut(hint.strip(), self._config.max_hint_chars)
         return None
 
@@ -226,7 +239,8 @@ class HintStage:
             hint=hint,
             error=error,
             weight=self._config.weights.get(error.kind, 1.0),
-            limits=self._limits,
+            max_context=self._max_context,
+            row_tokens=self._row_tokens,
         )
         self._num_placed += not isinstance(hinted, str)
         return hinted
@@ -282,15 +296,26 @@ def build_hints(
     placer = HintPlacer(renderer, read_tokenizer(str(chat_folder)), hints.placement)
     threads = ThreadPoolExecutor(1, thread_name_prefix="hints")
     endpoints = _endpoints(hints, gateway_url, gateway_token, run_root)
-    detectors: list[ErrorDetector] = [RuleDetector(templates, hints.detect, threads)]
-    detectors += [JudgeDetector(endpoints["judge"])] if "judge" in endpoints else []
+    detectors: dict[str, Detector] = {"rules": functools.partial(RuleDetector(templates, hints.detect).find, threads)}
+    layers: dict[str, HintLayer] = {
+        "template": templates.hint,
+        "raw_error": raw_error,
+        "sibling": sibling_demonstration,
+    }
+    if "judge" in endpoints:
+        detectors["judge"] = functools.partial(judged_turns, endpoints["judge"])
+    if "llm" in endpoints:
+        layers["llm"] = functools.partial(model_hint, endpoints["llm"])
+    if "introspection" in endpoints:
+        layers["introspection"] = functools.partial(introspection, endpoints["introspection"])
     return HintStage(
         hints,
         detectors=detectors,
-        layers=[_layer(name, templates, endpoints) for name in hints.layers],
+        layers={name: layers[name] for name in hints.layers},
         wrong=None if hints.control == "none" else WrongHints(hints.control, config.run.seed),
         placer=placer,
-        limits=DocumentLimits(max_context=config.model.max_context, row_tokens=config.trainer.micro_batch_tokens),
+        max_context=config.model.max_context,
+        row_tokens=config.trainer.micro_batch_tokens,
         threads=threads,
         endpoints=list(endpoints.values()),
         distil=distil,
@@ -328,17 +353,3 @@ def _endpoints(
         )
         endpoints["introspection"] = ChatEndpoint(policy, name="orchestrator.hints.introspection", key=gateway_token)
     return endpoints
-
-
-def _layer(name: str, templates: Templates, endpoints: dict[str, ChatEndpoint]) -> HintGenerator:
-    match name:
-        case "template":
-            return templates
-        case "raw_error":
-            return RawError()
-        case "llm":
-            return ModelHint(endpoints["llm"])
-        case "introspection":
-            return Introspection(endpoints["introspection"])
-        case _:
-            return SiblingDemonstration()

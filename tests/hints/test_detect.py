@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import msgspec
 import pytest
 from rollouts_made import TOOLS, Step, call, play
@@ -12,19 +10,17 @@ from composer_prime.errors import ConfigError
 from orchestrator.environments.toolsmith.episode import generate
 from orchestrator.environments.toolsmith.tools import run_call
 from orchestrator.hints.detect import RuleDetector, violation
-from orchestrator.hints.error_turn import ErrorTurn
-from orchestrator.hints.templates import Templates
+from orchestrator.hints.generate import ErrorTurn, Templates
 from orchestrator.rollouts.groups import answers, failed_turns, messages_before, turn_error_rate
 from orchestrator.workers.protocol import MessageRecord, ToolCall
 
 ALL = ["tool_error", "exception", "test_failure", "schema"]
 TEMPLATES = Templates.load()
-THREADS = ThreadPoolExecutor(1)
 GOOD = Step(call("add", '{"a": 1, "b": 2}'), "3", calls=[("add", '{"a": 1, "b": 2}')])
 
 
 def errors(steps: list[Step], detect=ALL, **options) -> list[ErrorTurn]:
-    return RuleDetector(TEMPLATES, detect, THREADS).error_turns(play("tiny", "Add.", steps, **options).rollout)
+    return RuleDetector(TEMPLATES, detect).error_turns(play("tiny", "Add.", steps, **options).rollout)
 
 
 def test_the_turn_before_the_error_is_the_one_that_went_wrong():
@@ -134,9 +130,9 @@ def test_the_last_turn_of_a_failed_rollout_is_wrong_where_that_is_asked_for():
     spent = msgspec.structs.replace(
         play("tiny", "q", [GOOD, Step("9")], reward=-0.5).rollout, parts={"correct": 1.0, "behaviour/effort": -1.5}
     )
-    assert RuleDetector(TEMPLATES, ["failed"], THREADS).error_turns(spent) == []
+    assert RuleDetector(TEMPLATES, ["failed"]).error_turns(spent) == []
     done = msgspec.structs.replace(spent, reward=0.3, parts={"correct": 0.0, "behaviour/short": 0.3})
-    assert len(RuleDetector(TEMPLATES, ["failed"], THREADS).error_turns(done)) == 1
+    assert len(RuleDetector(TEMPLATES, ["failed"]).error_turns(done)) == 1
     [found] = errors([Step("x", "Tool not found: x", error=True)], ["failed", "tool_error"])
     assert found.kind == "tool_not_found"
 
@@ -178,7 +174,7 @@ def test_a_users_templates_come_first(tmp_path):
         "hint = 'Mind the rule $rule; it costs $$1'\n"
     )
     templates = Templates.load(file)
-    [found] = RuleDetector(templates, ALL, THREADS).error_turns(
+    [found] = RuleDetector(templates, ALL).error_turns(
         play("tiny", "Add.", [Step("x", "ok\nlint: line too long"), Step("3")]).rollout
     )
     assert found.kind == "lint"

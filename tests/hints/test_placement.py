@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 from composer_prime.errors import ConfigError, EmptyMaskError
 from composer_prime.wire.types import TurnSpan, ints
-from orchestrator.hints.error_turn import ErrorTurn
-from orchestrator.hints.placement import DocumentLimits, HintPlacer, hinted_turn, place_hint, span_of
+from orchestrator.hints.generate import ErrorTurn
+from orchestrator.hints.placement import HintPlacer, hinted_turn, place_hint, span_of
 
 PLACEMENTS = ("message_end", "user", "system")
 HINT = "Reminder: Available tools are: add, minus"
-ROOMY = DocumentLimits(max_context=10_000, row_tokens=20_000)
+ROOMY = dict(max_context=10_000, row_tokens=20_000)
 
 
 def placer(name: str, placement: str) -> HintPlacer:
@@ -106,7 +106,7 @@ def test_thinking_before_the_turn_stays_and_thinking_in_the_turn_is_distilled():
     played = play("qwen3", "Add.", [wrong, wrong])
     sample, span = span_of(played.samples, 1)
     at_end = placer("qwen3", "message_end")
-    made = place_hint(sample, span, placer=at_end, role="tool", hint=HINT, error=error(1), weight=2.0, limits=ROOMY)
+    made = place_hint(sample, span, placer=at_end, role="tool", hint=HINT, error=error(1), weight=2.0, **ROOMY)
     text = chat("qwen3")[1].decode(ints(made.teacher_ids))
     assert text.count("plus or add?") == 2
     assert text.count(HINT) == 1 and f"{HINT}\n</tool_response>" in text
@@ -199,11 +199,11 @@ def test_what_does_not_fit_is_said_not_cut():
     played = play("tiny", "Add 1 and 2.", [Step("3")])
     sample, span = span_of(played.samples, 0)
 
-    def placed(limits: DocumentLimits):
+    def placed(limits: dict[str, int]):
         return place_hint(sample, span, placer=placer("tiny", "user"), role="user", hint=HINT, error=error(),
-                          weight=1.0, limits=limits)  # fmt: skip
+                          weight=1.0, **limits)  # fmt: skip
 
     length = len(ints(placed(ROOMY).teacher_ids))
-    assert placed(DocumentLimits(max_context=length - 1, row_tokens=20_000)) == "too_long"
-    assert placed(DocumentLimits(max_context=length, row_tokens=length + sample.num_tokens - 1)) == "row_full"
-    assert not isinstance(placed(DocumentLimits(max_context=length, row_tokens=length + sample.num_tokens)), str)
+    assert placed(dict(max_context=length - 1, row_tokens=20_000)) == "too_long"
+    assert placed(dict(max_context=length, row_tokens=length + sample.num_tokens - 1)) == "row_full"
+    assert not isinstance(placed(dict(max_context=length, row_tokens=length + sample.num_tokens)), str)

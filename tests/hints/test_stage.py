@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,12 +18,18 @@ from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import ConfigError, EmptyMaskError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import Sample, flags, floats, ints
-from orchestrator.hints.detect import JudgeDetector, RuleDetector
+from orchestrator.hints.detect import RuleDetector, judged_turns
 from orchestrator.hints.endpoint import ChatEndpoint
-from orchestrator.hints.generate import Introspection, ModelHint, RawError, SiblingDemonstration, WrongHints
-from orchestrator.hints.placement import DocumentLimits, HintPlacer
+from orchestrator.hints.generate import (
+    Templates,
+    WrongHints,
+    introspection,
+    model_hint,
+    raw_error,
+    sibling_demonstration,
+)
+from orchestrator.hints.placement import HintPlacer
 from orchestrator.hints.stage import HintStage, check_kinds
-from orchestrator.hints.templates import Templates
 from orchestrator.rollouts.group_scoring import score_group
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.rollouts.rollout_log import rollout_line
@@ -37,16 +44,16 @@ TOOL_HINT = "Reminder: Available tools are: add, minus"
 ARGUMENT_HINT = "Reminder: The arguments of add are: a (integer), b (integer)"
 
 
-def stage(config: HintsConfig | None = None, *, limits: DocumentLimits | None = None, **parts: Any) -> HintStage:
+def stage(config: HintsConfig | None = None, *, limits: dict[str, int] | None = None, **parts: Any) -> HintStage:
     threads = ThreadPoolExecutor(1)
     config = config or HintsConfig()
-    rules = RuleDetector(TEMPLATES, config.detect, threads)
+    rules = partial(RuleDetector(TEMPLATES, config.detect).find, threads)
     values = {
-        "detectors": [rules, *parts.pop("more_detectors", [])],
-        "layers": [TEMPLATES],
+        "detectors": {"rules": rules, **parts.pop("more_detectors", {})},
+        "layers": {"template": TEMPLATES.hint},
         "wrong": None,
         "placer": HintPlacer(*chat("tiny"), config.placement),
-        "limits": limits or DocumentLimits(max_context=384, row_tokens=4096),
+        **(limits or {"max_context": 384, "row_tokens": 4096}),
         "threads": threads,
     }
     return HintStage(config, **(values | parts))
@@ -112,8 +119,8 @@ def test_switched_off_it_only_looks():
     [
         ("cut", [Step("x" * 3, "Tool not found: x", error=True, finish="length"), LAST], {}, None),
         ("no_hint", [Step("x", "the disk is on fire", error=True), LAST], {}, None),
-        ("too_long", [WRONG, LAST], {}, DocumentLimits(max_context=10, row_tokens=4096)),
-        ("row_full", [WRONG, LAST], {}, DocumentLimits(max_context=384, row_tokens=60)),
+        ("too_long", [WRONG, LAST], {}, dict(max_context=10, row_tokens=4096)),
+        ("row_full", [WRONG, LAST], {}, dict(max_context=384, row_tokens=60)),
         ("max_turns", [WRONG, WRONG, LAST], {"max_turns": 1}, None),
     ],
 )
@@ -203,7 +210,9 @@ def _without_turns(sample: Sample) -> Sample:
 def test_the_first_layer_that_has_a_hint_wins():
     # No template for a burning disk, so the raw error speaks; for a missing tool the template does.
     burning = Step("x", "the disk\nis on fire", error=True)
-    [done] = attached(stage(layers=[TEMPLATES, RawError()]), play("tiny", "Add.", [burning, WRONG, LAST]))
+    [done] = attached(
+        stage(layers={"template": TEMPLATES.hint, "raw_error": raw_error}), play("tiny", "Add.", [burning, WRONG, LAST])
+    )
     hints = [turn.hint for turn in done.rollout.turns if turn.hint]
     assert hints == ["Reminder: The next step can lead to this error: the disk is on fire", TOOL_HINT]
     assert (done.rollout.hints["layer/raw_error"], done.rollout.hints["layer/template"]) == (1, 1)
@@ -213,7 +222,7 @@ def test_a_successful_sibling_shows_how():
     # The group's best rollout, its good calls and its answer; a rollout that did as well gets none.
     good = play("tiny", "Add.", [WRONG, GOOD, LAST], rollout_id="g000003-1", reward=1.0)
     bad = play("tiny", "Add.", [WRONG, Step("9")])
-    done = attached(stage(layers=[SiblingDemonstration()]), bad, good)
+    done = attached(stage(layers={"sibling": sibling_demonstration}), bad, good)
     assert done[0].rollout.turns[1].hint == 'Reminder: This worked before: add {"a": 1, "b": 2}; then 3'
     assert done[1].rollout.hints["skipped/no_hint"] == 1
 
@@ -226,7 +235,7 @@ def test_the_best_sibling_is_the_one_that_solved_the_task():
     idler = msgspec.structs.replace(lazy.rollout, parts={"correct": 0.0, "behaviour/short": 0.1})
     bad = play("tiny", "Add.", [WRONG, Step("9")])
     others = [PlayedRollout(solver, solved.samples, []), PlayedRollout(idler, lazy.samples, [])]
-    done = attached(stage(layers=[SiblingDemonstration()]), bad, *others)
+    done = attached(stage(layers={"sibling": sibling_demonstration}), bad, *others)
     assert done[0].rollout.turns[1].hint == 'Reminder: This worked before: add {"a": 1, "b": 2}; then 3'
 
 
@@ -265,7 +274,9 @@ async def _with_peer(mode: str, build, answer=lambda body: "use add", **settings
 
 def test_a_model_writes_the_hint_from_conversation_turn_and_error():
     rollout, samples, peer = asyncio.run(
-        _with_peer("answer", lambda e: stage(layers=[ModelHint(e)], endpoints=[e]), lambda body: " use\n add ")
+        _with_peer(
+            "answer", lambda e: stage(layers={"llm": partial(model_hint, e)}, endpoints=[e]), lambda body: " use\n add "
+        )
     )
     assert rollout.turns[1].hint == "use add" and samples[0].distillations
     asked = peer.bodies[0]["messages"][1]["content"]
@@ -273,7 +284,9 @@ def test_a_model_writes_the_hint_from_conversation_turn_and_error():
 
 
 def test_the_policy_is_asked_what_it_should_have_known():
-    rollout, _, peer = asyncio.run(_with_peer("answer", lambda e: stage(layers=[Introspection(e)], endpoints=[e])))
+    rollout, _, peer = asyncio.run(
+        _with_peer("answer", lambda e: stage(layers={"introspection": partial(introspection, e)}, endpoints=[e]))
+    )
     assert rollout.turns[1].hint == "use add"
     assert "Your last turn went wrong: Tool not found: plus" in peer.bodies[0]["messages"][-1]["content"]
 
@@ -289,7 +302,7 @@ def test_the_policy_is_asked_what_it_should_have_known():
 )
 def test_a_bad_hint_writer_costs_its_hint_only(mode, settings, count):
     # The next layer is tried, and the rollout keeps its sample. The peer answers from the same event loop.
-    build = lambda e: stage(layers=[ModelHint(e), TEMPLATES], endpoints=[e])
+    build = lambda e: stage(layers={"llm": partial(model_hint, e), "template": TEMPLATES.hint}, endpoints=[e])
     rollout, samples, _ = asyncio.run(_with_peer(mode, build, **settings))
     assert rollout.hints[count] == 1 and rollout.hints["layer/template"] == 1
     assert rollout.turns[1].hint == TOOL_HINT and samples[0].distillations
@@ -298,7 +311,7 @@ def test_a_bad_hint_writer_costs_its_hint_only(mode, settings, count):
 
 def test_a_group_waits_for_its_hints_so_long_and_no_longer():
     # A writer is silent past the stage's own limit, not its own: the turn is late, and the rollout goes on.
-    build = lambda e: stage(HintsConfig(timeout_s=0.3), layers=[ModelHint(e)], endpoints=[e])
+    build = lambda e: stage(HintsConfig(timeout_s=0.3), layers={"llm": partial(model_hint, e)}, endpoints=[e])
     rollout, samples, _ = asyncio.run(_with_peer("silent", build, timeout_s=30.0))
     assert rollout.hints["skipped/late"] == 1 and not samples[0].distillations
     assert rollout.turns[1].error == "tool_not_found" and rollout.turns[1].hint is None
@@ -309,7 +322,7 @@ def test_a_judge_flags_what_no_rule_sees():
     verdict = '```json\n{"turns": [{"turn": 1, "reason": "Answer at once."}, {"turn": 77, "reason": "x"}]}\n```'
 
     def build(endpoint):
-        return stage(more_detectors=[JudgeDetector(endpoint)], endpoints=[endpoint])
+        return stage(more_detectors={"judge": partial(judged_turns, endpoint)}, endpoints=[endpoint])
 
     rollout, samples, peer = asyncio.run(_with_peer("answer", build, lambda body: verdict))
     assert [made.error for made in samples[0].distillations] == ["tool_not_found", "judged"]
@@ -321,7 +334,7 @@ def test_a_judge_flags_what_no_rule_sees():
 def test_a_bad_judge_leaves_the_rules_their_turns(mode):
     # "answer" here is prose where JSON was asked for.
     def build(endpoint):
-        return stage(more_detectors=[JudgeDetector(endpoint)], endpoints=[endpoint])
+        return stage(more_detectors={"judge": partial(judged_turns, endpoint)}, endpoints=[endpoint])
 
     rollout, samples, _ = asyncio.run(_with_peer(mode, build, timeout_s=0.3))
     assert rollout.hints["failed/judge"] == 1 and rollout.hints["hinted"] == 1
