@@ -20,11 +20,11 @@ from composer_prime.stats import plot
 from composer_prime.traces.overwrite_guard import check_own
 from composer_prime.traces.pairs import Pair, PairFile, PairState, check_binding, gate_file, read_gate
 from composer_prime.traces.replay.actions.canonical import RULES
-from composer_prime.traces.replay.density import Density, Margins, base_margins, fleiss_kappa, measure
+from composer_prime.traces.replay.density import Density, Margins, base_margins, measure
 from composer_prime.traces.replay.density_report import density_chart, main, report_lines
 from composer_prime.traces.replay.records import ReplayRecords, StateRecord, VoteRecord, votes_beside
 from composer_prime.traces.replay.running_gate import RunningGate
-from orchestrator.preferences.mixer import ReleasedPairs
+from orchestrator.preferences import ReleasedPairs
 from tests.verdicts import release
 
 
@@ -50,17 +50,6 @@ def pair(trace: str, number: int) -> Pair:
     return Pair(trace=trace, state=asked, chosen=sides[0], rejected=sides[1], epsilon=1 / 6)
 
 
-# Fleiss (1971): the worked example that textbooks print, 10 subjects, 14 raters, 5 categories: kappa 0.210.
-def test_fleiss_kappa_of_the_published_example() -> None:
-    table = [
-        [0, 0, 0, 0, 14], [0, 2, 6, 4, 2], [0, 0, 3, 5, 6], [0, 3, 9, 2, 0], [2, 2, 8, 1, 1],
-        [7, 7, 0, 0, 0], [3, 2, 6, 3, 0], [2, 5, 3, 2, 2], [6, 5, 2, 1, 0], [0, 2, 2, 3, 7],
-    ]  # fmt: skip
-    assert fleiss_kappa(table) == pytest.approx(0.210, abs=5e-4)
-    assert fleiss_kappa([[2, 0], [0, 3]]) == 1
-    assert fleiss_kappa([[1, 0]]) is None and fleiss_kappa([[3, 0], [2, 0]]) is None
-
-
 def margins(real: list[float], cross_step: list[float], traces: int = 8) -> Margins:
     return Margins(real=real, cross_step=cross_step, traces=[f"t{index % traces}" for index in range(len(real))])
 
@@ -72,7 +61,6 @@ def test_the_figures_of_a_replay() -> None:
     assert (density.traces, density.states, density.pairs) == (2, 4, 3)
     assert density.pairs_a_trace == 1.5 and density.usd_a_trace == pytest.approx(0.6)
     assert density.agreement == {("gpt", "qwen"): (2, 4), ("glm", "gpt"): (1, 2), ("glm", "qwen"): (0, 2)}
-    assert density.kappa == pytest.approx(fleiss_kappa([[0, 2], [2, 1], [2, 0], [0, 3]]))
     assert [reason.split(",")[0] for reason in density.failures] == [
         "1.50 pairs a trace",
         "the base margins were not measured",
@@ -164,7 +152,7 @@ def test_the_verdict_holds_the_weight_at_zero(tmp_path: Path, capsys: pytest.Cap
     file.refresh()
     assert measured.verdicts[0].digest in found and file.digest(3) in found and "composer pairs report" in found
     wrong = {(tmp_path / "none.jsonl",): "does not exist", (tmp_path,): "is a folder"}
-    wrong |= {(pairs, "--base", tmp_path / "model"): "there is no folder", (pairs, "--margin-pairs", "3"): "from 10 on"}
+    wrong[pairs, "--base", tmp_path / "model"] = "there is no folder"
     wrong |= {(pairs, "--min-pairs", word): "not a number above 0" for word in ("nan", "0", "many")}
     wrong |= {(pairs, option, value): f"'{value}' is not a number above 0" for option, value in WRONG_NUMBERS}
     for words, told in wrong.items():

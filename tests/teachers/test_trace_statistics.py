@@ -12,8 +12,6 @@ from composer_prime.traces.replay.density import (
     FEWEST_TRACES,
     MAX_P,
     Margins,
-    fleiss_kappa,
-    kappa_interval,
     sign_flip_p,
     smallest_p,
 )
@@ -81,16 +79,3 @@ def test_intervals_draw_traces() -> None:
     assert bootstrap_interval(repeated, clusters=["a"] * 200) is None
     uneven = bootstrap_interval([1.0, 1.0, 1.0, 5.0], clusters=["a", "a", "a", "b"])
     assert uneven == (1.0, 5.0)
-
-
-# Kappa of a draw of whole traces, as fleiss_kappa itself counts it.
-def test_the_interval_of_kappa() -> None:
-    rng = np.random.default_rng(4)
-    counts = [[int(agreeing), 3 - int(agreeing)] for agreeing in rng.integers(0, 4, 40)]
-    traces = [str(index // 4) for index in range(40)]
-    found = kappa_interval([*counts, [1, 0]], [*traces, "lone"], resamples=300)
-    drawn = np.random.default_rng(0).integers(0, 10, size=(300, 10))
-    # np.unique orders the ten traces by name, which is their order.
-    kappas = [fleiss_kappa([row for trace in draw for row in counts[4 * trace : 4 * trace + 4]]) for draw in drawn]
-    assert found == pytest.approx(tuple(np.quantile(np.array(kappas, dtype=float), [0.025, 0.975])))
-    assert kappa_interval(counts, ["a"] * 40) is None and kappa_interval([[3, 0], [2, 0]], ["a", "b"]) is None

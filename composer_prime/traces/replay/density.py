@@ -18,6 +18,7 @@ own.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +31,7 @@ import numpy as np
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError, TeacherError
 from composer_prime.stats.intervals import bootstrap_interval
-from composer_prime.traces.pairs import Pair
+from composer_prime.traces.pairs import Pair, Verdict
 from composer_prime.traces.replay.kill_switch import percentile
 from composer_prime.traces.replay.local_models import Scorer
 from composer_prime.traces.replay.records import StateRecord, latest
@@ -63,9 +64,6 @@ class Density:
     pairs_interval: Interval
     outcomes: Mapping[str, int]
     dropped: Mapping[str, int]
-    kappa: float | None
-    """Of "agrees with the student" between teachers."""
-    kappa_interval: Interval
     agreement: Mapping[tuple[str, str], tuple[int, int]]
     """(states where both families gave the same action, states where both voted), by pair of families."""
     usd_a_trace: float
@@ -89,6 +87,18 @@ class Density:
     def passed(self) -> bool:
         return not self.failures
 
+    def verdict(self, first: int, last: int, digest: str, votes: int) -> Verdict:
+        """Return the verdict on the pairs `first` to `last` - 1, which `digest` names."""
+        return Verdict(
+            first=first,
+            last=last,
+            digest=digest,
+            passed=self.passed,
+            reasons=self.failures,
+            min_pairs_a_trace=self.min_pairs,
+            votes=votes,
+        )
+
 
 def measure(
     records: Sequence[StateRecord],
@@ -107,7 +117,7 @@ def measure(
     traces = _traces(records) or list(pair_counts)
     # Superseded records count too: a state may be refused today that was asked about before.
     judged = _traces(record for record in records if record.outcome != "refused") if records else traces
-    asked = _traces(record for record in records if _was_asked(record))
+    asked = _traces(each for each in records if each.votes or each.failed_calls or each.cost_usd or each.price_usd)
     paid, price = defaultdict[str, float](float), defaultdict[str, float](float)
     for record in records:
         paid[record.trace] += record.cost_usd
@@ -117,7 +127,6 @@ def measure(
     timed = [(record.trace, value) for record in records if (value := max(record.seconds, record.vote_s)) > 0]
     seconds = [value for _, value in timed]
     pairs_by_trace = [float(pair_counts.get(trace, 0)) for trace in judged]
-    agreeing = [_agreeing(record) for record in records]
     # A state that was tried twice was paid for twice, and decided once.
     costs = [max(paid[trace], price[trace]) for trace in asked]
     density = Density(
@@ -130,8 +139,6 @@ def measure(
         pairs_interval=bootstrap_interval(pairs_by_trace),
         outcomes=Counter(record.outcome for record in records),
         dropped=sum((Counter(record.dropped) for record in records), Counter()),
-        kappa=fleiss_kappa(agreeing),
-        kappa_interval=kappa_interval(agreeing, [record.trace for record in records]),
         agreement=_families(records),
         usd_a_trace=_mean(costs),
         usd_interval=bootstrap_interval(costs),
@@ -146,11 +153,6 @@ def measure(
     )
     density.failures.extend(_missed(density))
     return density
-
-
-def _was_asked(record: StateRecord) -> bool:
-    """Return whether a call was made, though it gave no vote, or an answer from the cache was used."""
-    return bool(record.votes or record.failed_calls) or max(record.cost_usd, record.price_usd) > 0
 
 
 def _traces(records: Iterable[StateRecord]) -> list[str]:
@@ -183,12 +185,6 @@ def _missed(density: Density) -> list[str]:
     return missed
 
 
-def _agreeing(record: StateRecord) -> list[int]:
-    """Return [votes that agree with the student, votes that do not]."""
-    agreeing = sum(vote.agrees for vote in record.votes)
-    return [agreeing, len(record.votes) - agreeing]
-
-
 def _families(records: Sequence[StateRecord]) -> dict[tuple[str, str], tuple[int, int]]:
     """Return (same action, both voted) in states, by pair of families."""
     counts: dict[tuple[str, str], tuple[int, int]] = {}
@@ -198,10 +194,6 @@ def _families(records: Sequence[StateRecord]) -> dict[tuple[str, str], tuple[int
             same, both = counts.get((first, second), (0, 0))
             counts[first, second] = (same + (one.form == other.form), both + 1)
     return dict(sorted(counts.items()))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return fmean(values) if values else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +216,10 @@ class Margins:
         return sign_flip_p(differences, self.traces)
 
 
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0
+
+
 async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400, seed: int = 0) -> Margins:
     """Return the margins of at most `most` pairs, drawn at random. Pairs that the base cannot read are left out.
 
@@ -233,23 +229,20 @@ async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400
     drawn = rng.sample(pairs, min(most, len(pairs)))
     places = asyncio.Semaphore(_SCORES_AT_ONCE)
 
-    async def score(pair: Pair, answer: Message) -> float | None:
+    async def score(pair: Pair, answer: Message) -> float:
         async with places:
             try:
                 return await scorer.logprob_per_token(pair.state.messages, pair.state.tools, answer)
             except TeacherError:
-                return None
+                return math.nan
 
     async def margins(pair: Pair) -> tuple[float, float, str] | None:
-        others = [other for other in drawn if _place(other) != _place(pair)]
+        others = [other for other in drawn if (other.trace, other.state.state_id) != (pair.trace, pair.state.state_id)]
         if not others:
             return None
-        stranger = rng.choice(others).rejected
-        scores = await asyncio.gather(score(pair, pair.chosen), score(pair, pair.rejected), score(pair, stranger))
-        chosen, rejected, cross = scores
-        if chosen is None or rejected is None or cross is None:
-            return None
-        return chosen - rejected, chosen - cross, pair.trace
+        answers = pair.chosen, pair.rejected, rng.choice(others).rejected
+        chosen, rejected, cross = await asyncio.gather(*(score(pair, answer) for answer in answers))
+        return None if math.isnan(chosen + rejected + cross) else (chosen - rejected, chosen - cross, pair.trace)
 
     scored = [each for each in await asyncio.gather(*map(margins, drawn)) if each is not None]
     if len(scored) < 10:
@@ -261,47 +254,6 @@ async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400
     return Margins(real=real, cross_step=cross_step, traces=traces)
 
 
-def _place(pair: Pair) -> tuple[str, str]:
-    return pair.trace, pair.state.state_id
-
-
-def fleiss_kappa(counts: Sequence[Sequence[int]]) -> float | None:
-    """Return the agreement beyond chance (Fleiss 1971), with any number of votes a subject.
-
-    `counts` [subjects, categories]: votes for each category. Subjects with one vote say nothing about agreement and
-    are left out. None where nothing is left, or all votes fall into one category (chance alone agrees fully).
-    """
-    terms = _kappa_terms(counts)
-    kappa = float(_kappa(terms.sum(axis=0))) if len(terms) else np.nan
-    return None if np.isnan(kappa) else kappa
-
-
-def kappa_interval(
-    counts: Sequence[Sequence[int]],
-    clusters: Sequence[str],
-    *,
-    level: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> Interval:
-    """Return the percentile bootstrap interval of `fleiss_kappa`, drawing whole clusters; `clusters` has one a subject.
-
-    None for fewer than two clusters with a subject of two votes, or where kappa is not defined.
-    """
-    terms = _kappa_terms(counts)
-    subjects = [cluster for cluster, row in zip(clusters, counts, strict=True) if sum(row) >= 2]
-    if len(set(subjects)) < 2:
-        return None
-    sums = _by_cluster(terms, subjects)
-    drawn = np.random.default_rng(seed).integers(0, len(sums), size=(resamples, len(sums)))
-    kappas = _kappa(sums[drawn].sum(axis=1))
-    kappas = kappas[~np.isnan(kappas)]
-    if not len(kappas):
-        return None
-    low, high = np.quantile(kappas, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
-
-
 def sign_flip_p(values: Sequence[float], clusters: Sequence[str], *, resamples: int = 9_999, seed: int = 0) -> float:
     """Return the two-sided p of "the signs of a cluster's values could be exchanged", by the mean of all `values`.
 
@@ -310,7 +262,8 @@ def sign_flip_p(values: Sequence[float], clusters: Sequence[str], *, resamples: 
     85:1013). All flips are counted out where there are at most `resamples`; else so many are drawn, and the p is
     (1 + those at least as extreme) / (1 + resamples), so never 0 (Phipson and Smyth 2010). Not below `smallest_p`.
     """
-    sums = _by_cluster(np.asarray(values, dtype=np.float64)[:, None], clusters)[:, 0]
+    _, places = np.unique(np.asarray(clusters), return_inverse=True)
+    sums = np.bincount(places, weights=np.asarray(values, dtype=np.float64))
     least = abs(sums.sum()) - 1e-12 * np.abs(sums).sum()
     # Exchanging all signs at once changes no two-sided statistic: the first may stay.
     others = len(sums) - 1
@@ -327,29 +280,3 @@ def sign_flip_p(values: Sequence[float], clusters: Sequence[str], *, resamples: 
 def smallest_p(clusters: int) -> float:
     """Return what `sign_flip_p` can reach: of the 2^n flips, two are as extreme as the strongest."""
     return min(2.0 ** (1 - clusters), 1.0)
-
-
-def _kappa_terms(counts: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return [subjects with two votes or more, 2 + categories]: agreement, 1, and the votes for each category."""
-    table = np.asarray([row for row in counts if sum(row) >= 2], dtype=np.float64)
-    if not len(table):
-        return table
-    votes = table.sum(axis=1)
-    agreement = ((table**2).sum(axis=1) - votes) / (votes * (votes - 1))
-    return np.column_stack([agreement, np.ones(len(table)), table])
-
-
-def _kappa(sums: np.ndarray) -> np.ndarray:
-    """Return kappa of summed terms [..., 2 + categories]; nan where chance alone agrees fully."""
-    shares = sums[..., 2:] / sums[..., 2:].sum(axis=-1, keepdims=True)
-    expected = (shares**2).sum(axis=-1)
-    beyond_chance = np.where(expected < 1, 1 - expected, np.nan)
-    return (sums[..., 0] / sums[..., 1] - expected) / beyond_chance
-
-
-def _by_cluster(rows: np.ndarray, clusters: Sequence[str]) -> np.ndarray:
-    """Return [clusters, columns]: the sums of each cluster's rows."""
-    names, places = np.unique(np.asarray(clusters), return_inverse=True)
-    sums = np.zeros((len(names), rows.shape[1]))
-    np.add.at(sums, places, rows)
-    return sums

@@ -20,7 +20,7 @@ from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import resolve_model
 from composer_prime.stats import plot
 from composer_prime.traces.overwrite_guard import check_own
-from composer_prime.traces.pairs import Gate, Pair, PairFile, Verdict, gate_file, read_gate, resolve_pairs, write_gate
+from composer_prime.traces.pairs import Gate, Pair, PairFile, gate_file, read_gate, resolve_pairs, write_gate
 from composer_prime.traces.replay.density import (
     MAX_S_A_STEP,
     MAX_USD_A_TRACE,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MISSED = 1
-_FEWEST_MARGINS = 10
 _BINS = 24
 _COLORS = {"real": "#1b7837", "flipped": "#b2182b", "cross-step": "#4575b4"}
 
@@ -60,21 +59,12 @@ def pairs_parser() -> argparse.ArgumentParser:
     parser.add_argument("pairs", type=Path, help="pairs.jsonl of a replay or a run, or tiny")
     parser.add_argument("--base", help="model folder, tiny or smollm2: the frozen base that measures margins")
     parser.add_argument(
-        "--margin-pairs", type=_margin_pairs, default=400, help="pairs to measure margins of (default 400)"
-    )
-    parser.add_argument(
         "--min-pairs", type=_above_zero, help=f"pairs a trace that are wanted (as last time, or {MIN_PAIRS_A_TRACE:g})"
     )
     parser.add_argument("--chart", type=Path, help="SVG or PNG to draw (PAIRS.svg by default; extra plot)")
     parser.add_argument("--timeout-s", type=_above_zero, default=300.0, help="for loading the base, and for each score")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the base")
     return parser
-
-
-def _margin_pairs(word: str) -> int:
-    if not word.isdecimal() or int(word) < _FEWEST_MARGINS:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from {_FEWEST_MARGINS} on")
-    return int(word)
 
 
 def _above_zero(word: str) -> float:
@@ -141,28 +131,19 @@ def _verdict(pairs: Path, digest: str, density: Density, votes: int) -> str:
     before = read_gate(pairs)
     if density.margins is None and before is not None and before.passed:
         return f"{gate_file(pairs)}, as it was: without --base nothing was measured that could replace it"
-    verdict = Verdict(
-        first=0,
-        last=density.pairs,
-        digest=digest,
-        passed=density.passed,
-        reasons=density.failures,
-        min_pairs_a_trace=density.min_pairs,
-        votes=votes,
-    )
     try:
         with only_writer(pairs):
-            write_gate(pairs, Gate(verdicts=[verdict]))
+            write_gate(pairs, Gate(verdicts=[density.verdict(0, density.pairs, digest, votes)]))
     except ConfigError as error:
         return f"not written: {error}"
-    return f"{gate_file(pairs)} (digest {verdict.digest})"
+    return f"{gate_file(pairs)} (digest {digest})"
 
 
 async def _margins(options: argparse.Namespace, pairs: Sequence[Pair]) -> Margins:
     async with local_models([options.base], threads=options.threads, start_timeout_s=options.timeout_s) as url:
         scorer = ServedScorer(url, options.base, options.timeout_s)
         try:
-            return await base_margins(scorer, pairs, most=options.margin_pairs)
+            return await base_margins(scorer, pairs)
         finally:
             await scorer.close()
 
@@ -184,7 +165,6 @@ def report_lines(density: Density) -> list[str]:
 
 def _of_votes(density: Density) -> list[str]:
     outcomes = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in density.outcomes.items())
-    kappa = "-" if density.kappa is None else f"{density.kappa:.3f}{_interval(density.kappa_interval, '.3f')}"
     time = f"{density.s_a_step:.2f} s a step{_interval(density.s_interval, '.2f')}, p95 {density.s_p95:.2f} s"
     return [
         f"states      {density.states} in {density.traces} traces: {outcomes}",
@@ -193,8 +173,6 @@ def _of_votes(density: Density) -> list[str]:
         f"cost        ${density.usd_a_trace:.4f} a trace{_interval(density.usd_interval, '.4f')} as first asked; "
         f"${density.paid_usd:.4f} was paid now for all",
         f"time        {f'{time}, as first asked' if density.s_p95 else 'not recorded'}",
-        f"agreement   Fleiss kappa {kappa} on whether the student is right; where voting was sequential, third votes "
-        "are missing on states that were settled, so kappa is of what was asked",
         *(
             f"families    {one} and {other}: same action in {same} of {both} states ({same / both:.0%})"
             for (one, other), (same, both) in density.agreement.items()

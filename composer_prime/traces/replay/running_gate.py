@@ -17,13 +17,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 
 from composer_prime.config.teachers import MIN_WINDOW_PAIRS, GateConfig
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
-from composer_prime.traces.pairs import Gate, Pair, PairFile, Verdict, check_binding, read_gate, write_gate
-from composer_prime.traces.replay.density import FEWEST_TRACES, Density, Margins, base_margins, measure
+from composer_prime.traces.pairs import Gate, PairFile, check_binding, read_gate, write_gate
+from composer_prime.traces.replay.density import FEWEST_TRACES, Density, base_margins, measure
 from composer_prime.traces.replay.local_models import Scorer
 from composer_prime.traces.replay.records import ReplayRecords, StateRecord, latest
 
@@ -78,7 +77,7 @@ class RunningGate:
             return
         async with self._measuring:
             while self._measurable(self._config.window_pairs):
-                await self._measure(self.gate.measured, self._pairs, self._votes)
+                await self._measure()
 
     async def measure_rest(self) -> None:
         """Measure what is left once no more states come, or log that it is too little for a verdict.
@@ -88,7 +87,7 @@ class RunningGate:
         async with self._measuring:
             first, last = self.gate.measured, self._pairs
             if self._measurable(MIN_WINDOW_PAIRS):
-                await self._measure(first, last, self._votes)
+                await self._measure()
             elif last > first:
                 logger.warning(
                     "density gate, pairs %d to %d of %s: a verdict needs %d pairs of %d traces, so these are not "
@@ -103,49 +102,29 @@ class RunningGate:
     def _measurable(self, pairs: int) -> bool:
         return self._pairs - self.gate.measured >= pairs and len(self._giving) >= FEWEST_TRACES
 
-    async def _measure(self, first: int, last: int, votes: int) -> None:
+    async def _measure(self) -> None:
+        first, last, votes = self.gate.measured, self._pairs, self._votes
         traces, self._in_window, self._giving = self._in_window, set(), set()
         records = [record for trace in traces for record in self._by_trace[trace]]
-        by_trace = Counter({trace: sum(len(each.pairs) for each in self._decided(trace)) for trace in traces})
-        pairs = await asyncio.to_thread(self._read, first, last)
-        margins, unmeasured = await self._margins(pairs)
+        by_trace = Counter[str]()
+        for record in latest(records).values():  # a state that was replayed again gave its pairs once
+            by_trace[record.trace] += len(record.pairs)
+        await asyncio.to_thread(self._file.refresh)
+        pairs = await asyncio.to_thread(lambda: [self._file.read(index) for index in range(first, last)])
+        margins, unmeasured = None, None
+        try:
+            margins = None if self._scorer is None else await base_margins(self._scorer, pairs)
+        except ConfigError as error:
+            unmeasured = str(error)
         density = measure(records, pairs, margins, min_pairs=self._config.min_pairs_a_trace, by_trace=by_trace)
         if unmeasured is not None:
             density.failures.append(unmeasured)
-        verdict = Verdict(
-            first=first,
-            last=last,
-            digest=await asyncio.to_thread(self._file.digest, last, first),
-            passed=density.passed,
-            reasons=density.failures,
-            min_pairs_a_trace=self._config.min_pairs_a_trace,
-            votes=votes,
-        )
+        verdict = density.verdict(first, last, await asyncio.to_thread(self._file.digest, last, first), votes)
         self.gate = Gate(verdicts=[*self.gate.verdicts, verdict])
         await asyncio.to_thread(write_gate, self._file.path, self.gate)
-        self._keep_only(traces | self._in_window)
+        needed = traces | self._in_window  # by the next window
+        self._by_trace = defaultdict(list, {trace: self._by_trace[trace] for trace in needed})
         _log(self.gate, density)
-
-    def _read(self, first: int, last: int) -> list[Pair]:
-        self._file.refresh()
-        return [self._file.read(index) for index in range(first, last)]
-
-    async def _margins(self, pairs: list[Pair]) -> tuple[Margins | None, str | None]:
-        """Return (base margins, why there are none where the base was asked)."""
-        if self._scorer is None:
-            return None, None
-        try:
-            return await base_margins(self._scorer, pairs), None
-        except ConfigError as error:
-            return None, str(error)
-
-    def _decided(self, trace: str) -> Iterable[StateRecord]:
-        """Return the last record of each state of the trace: one that was replayed again gave its pairs once."""
-        return latest(self._by_trace[trace]).values()
-
-    def _keep_only(self, traces: set[str]) -> None:
-        """Drop the records that the next window does not need."""
-        self._by_trace = defaultdict(list, {trace: self._by_trace[trace] for trace in traces})
 
 
 def _log(gate: Gate, density: Density) -> None:
