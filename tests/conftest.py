@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import settings
 
 _PROCESS_EVENTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system"}
 _MAY_START_PROCESSES = ("process", "slow", "vllm", "gpu")
 _unit_test: str | None = None
+
+# Every run draws the same examples, and no example has a time limit. `--hypothesis-profile random` draws anew.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("random", deadline=None, print_blob=True)
+settings.load_profile("same")
 
 
 def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
@@ -29,3 +37,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
         return (yield)
     finally:
         _unit_test = None
+
+
+@pytest.fixture(autouse=True)
+def _same_draws() -> None:
+    """Seed the generators that a test may use without a seed of its own."""
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_prime.llm.tagged_text import split_thinking
+from composer_prime.llm.reply import split_thinking
 
 
 # Blocks, blocks whose first tag stands in the prompt, answers that were cut, and tags that are only spoken of.
@@ -39,12 +37,9 @@ def test_every_letter_is_kept(text: str) -> None:
     assert (thought + seen).count("a") == text.count("a")
 
 
-# Repeated tags take linear time: four times the text at most ten times as long.
+# Repeated tags take linear time: quadratic work on this length would take far more than a minute.
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("unit", ["<think>", "</think>", "<think></think>", "</think> ", "`<think>`", "<think>\n"])
-def test_repeated_tags_take_linear_time(unit: str) -> None:
-    def seconds(times: int) -> float:
-        start = time.process_time()
-        split_thinking(unit * times + "x")
-        return time.process_time() - start
-
-    assert seconds(20_000) < max(10 * seconds(5_000), 0.2)
+def test_many_tags_end(unit: str) -> None:
+    seen, thought = split_thinking(unit * 200_000 + "x")
+    assert "x" in seen + thought

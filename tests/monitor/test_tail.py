@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -146,18 +147,20 @@ def test_failing_tracker_is_switched_off_with_one_warning():
 
 
 class Hanging(Broken):
+    released = threading.Event()
+
     def log(self, step: int, numbers: dict[str, float]) -> None:
-        time.sleep(60)
+        self.released.wait()
 
 
 def test_hanging_tracker_does_not_hold_the_end_up():
-    # close() comes back after its deadline and says so.
+    # close() comes back while the tracker still hangs, and says so.
     warnings: list[str] = []
     feeder = Feeder("hanging", Hanging, warnings.append)
     feeder.put(1, {"a": 1.0})
-    begun = time.monotonic()
     feeder.close(0.3)
-    assert time.monotonic() - begun < 3 and "did not finish" in warnings[0]
+    assert "did not finish" in warnings[0]
+    Hanging.released.set()
 
 
 @pytest.mark.parametrize("name", ["trackio", "wandb", "tensorboard"])

@@ -70,7 +70,7 @@ def open_run(run_dir: RunDir) -> OpenRun:
         intervals = Intervals(tick_s=0.05, report_s=report_s, poll_s=0.3, farewell_s=0.3)
         pipeline = Pipeline(config, run_dir, RUN_ID, MODEL, make_pool=lambda source, spec: pool, intervals=intervals)
         task = asyncio.create_task(pipeline.run())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not run_dir.endpoints.exists():
                 assert not task.done(), task.exception()
                 await asyncio.sleep(0.01)

@@ -73,7 +73,7 @@ async def test_every_evaluation_plays_the_same_tasks_with_the_same_seeds(open_ru
         for step in (1, 2, 3):
             await trainer.train(step, work_s=0.3)
         await trainer.checkpoint(3)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await run.task
     asked = [request for request in pool.requests if request.taskset == EVAL]
     by_step = {}

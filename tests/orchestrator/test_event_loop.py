@@ -18,7 +18,7 @@ async def test_loop_lag_sees_a_blocked_loop():
     stats = lag.window()
     assert stats.p50_s is not None and stats.max_s is not None
     assert stats.max_s >= 0.07 and stats.p50_s < stats.max_s
-    assert stats.own_max_s is not None and stats.own_max_s < 0.04
+    assert stats.own_max_s is not None and stats.own_max_s < stats.max_s
     assert set(stats.metrics()) == {f"loop_lag/{name}_s" for name in ("p50", "p99", "max", "own_p99")}
     busy_until = time.thread_time() + 0.08
     while time.thread_time() < busy_until:

@@ -131,7 +131,7 @@ def test_sigterm_ends_it_and_its_workers(prepared):
         children = until(lambda: parent.children(recursive=True))
         process.send_signal(signal.SIGTERM)
         assert process.wait(15) == 143
-        assert not psutil.wait_procs(children, timeout=5)[1]
+        assert not psutil.wait_procs(children, timeout=60)[1]
 
 
 @pytest.mark.process

@@ -258,7 +258,7 @@ async def test_the_next_batch_is_packed_before_it_is_asked_for(serve):
         packed = served.batches._packed
         first = packed[1][1]
         served.form(2)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(60):
             await packed[2][1]
         await trainer.send(request(rank=0), 0)
         await trainer.receive(0)
