@@ -67,7 +67,7 @@ def ours(hidden: Tensor, weight: Tensor, targets: Tensor, _: Tensor) -> Tensor:
 
 
 def dense_jsd(hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Tensor) -> Tensor:
-    from composer_prime.channels.divergence import divergence
+    from composer_prime.channels.sdpo import divergence
 
     with torch.no_grad():
         other = teacher @ weight.T
@@ -81,7 +81,7 @@ def trl_jsd(hidden: Tensor, weight: Tensor, _: Tensor, teacher: Tensor) -> Tenso
 
 
 def ours_jsd(hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Tensor) -> Tensor:
-    from composer_prime.channels.divergence import divergence
+    from composer_prime.channels.sdpo import divergence
     from trainer.head.fused import Head, TeacherMixture, TeacherPart, token_statistics
 
     part = TeacherPart(share=1.0, hidden_DH=teacher, head=Head(weight_VH=weight.detach()))

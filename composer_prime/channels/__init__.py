@@ -1,8 +1,7 @@
 """The loss: the sum of three terms, each a pure function of tensors and configuration.
 
-Read total.py first (the sum), then policy.py (corrections.py and kl.py are its parts), sdpo.py (divergence.py is what
-the head computes for it) and replay_dpo.py. `make_po_config` builds the policy loss's configuration for an objective by
-name.
+Read total.py first (the sum), then policy.py, sdpo.py and replay_dpo.py. `make_po_config` builds the policy loss's
+configuration for an objective by name.
 """
 
 from composer_prime.config.policy import make_po_config

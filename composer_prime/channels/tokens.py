@@ -37,13 +37,6 @@ class PolicyTokens:
     """float [T]: a factor of each token's whole loss; None for 1."""
 
 
-def lengths_of(sequence_T: Tensor, sequences: int, dtype: torch.dtype) -> Tensor:
-    """Return the number of tokens of each sequence, [sequences] in `dtype`."""
-    return torch.zeros(sequences, dtype=dtype, device=sequence_T.device).index_add(
-        0, sequence_T, torch.ones_like(sequence_T, dtype=dtype)
-    )
-
-
 def sum_by(values_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
     """Return each sequence's sum, [sequences]; differentiable."""
     zeros = torch.zeros(sequences, dtype=values_T.dtype, device=values_T.device)
@@ -52,7 +45,7 @@ def sum_by(values_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
 
 def mean_by(values_T: Tensor, sequence_T: Tensor, sequences: int) -> Tensor:
     """Return each sequence's mean, [sequences]; 0 for a sequence without a token; differentiable."""
-    lengths = lengths_of(sequence_T, sequences, values_T.dtype)
+    lengths = sum_by(torch.ones_like(values_T), sequence_T, sequences)
     return sum_by(values_T, sequence_T, sequences) / lengths.clamp(min=1)
 
 

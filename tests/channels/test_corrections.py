@@ -11,8 +11,7 @@ from test_policy import as_trl_names_it, same
 from trl_oracle import trl_loss
 
 from composer_prime.channels import make_po_config
-from composer_prime.channels.kl import estimate
-from composer_prime.channels.policy import policy_loss
+from composer_prime.channels.policy import estimate, policy_loss
 from composer_prime.channels.tokens import PolicyTokens
 from composer_prime.errors import ConfigError
 from composer_prime.wire.types import StepTotals

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl_oracle import loss_utils
 
-from composer_prime.channels.divergence import divergence, entropy, generalized_jsd
+from composer_prime.channels.sdpo import divergence, entropy, generalized_jsd
 from composer_prime.config.channels import SdpoConfig
 
 BETAS = (0.0, 0.3, 0.5, 0.7, 1.0)

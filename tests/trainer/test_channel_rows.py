@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from small_runs import VOCABULARY, make_samples, row_of, rows_of
 from torch import Tensor
 
-from composer_prime.channels.divergence import divergence
 from composer_prime.channels.replay_dpo import PairTokens
-from composer_prime.channels.sdpo import SdpoTokens
+from composer_prime.channels.sdpo import SdpoTokens, divergence
 from composer_prime.channels.tokens import PolicyTokens
 from composer_prime.channels.total import ChannelInputs, total_loss
 from composer_prime.config.channels import ChannelsConfig

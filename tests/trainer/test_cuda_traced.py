@@ -9,7 +9,7 @@ from hinted_runs import make_hinted, make_pairs, three_channels
 from small_runs import VOCABULARY, rows_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from composer_prime.channels.divergence import divergence
+from composer_prime.channels.sdpo import divergence
 from composer_prime.packing.pack import totals
 from trainer.head.fused import TeacherMixture, TeacherPart
 from trainer.model.attention import PACKED

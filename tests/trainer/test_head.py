@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_prime.channels.divergence import divergence
+from composer_prime.channels.sdpo import divergence
 from composer_prime.config.channels import SdpoConfig
 from composer_prime.errors import ConfigError
 from trainer.head import fused

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_prime.channels.divergence import divergence
+from composer_prime.channels.sdpo import divergence
 from composer_prime.config.channels import AVERAGES, ChannelsConfig, weight_sets
 from trainer.data.rows import PackedRow
 from trainer.head.fused import TeacherMixture, TeacherPart
