@@ -48,7 +48,7 @@ from orchestrator.event_loop import Notifier
 from orchestrator.gateway import Gateway
 from orchestrator.gateway.gateway import TOKEN_VARIABLE
 from orchestrator.hints.stage import HintStage, build_hints
-from orchestrator.preferences.mixer import build_mixer
+from orchestrator.preferences import build_mixer
 from orchestrator.rollouts.behavior import build_behavior
 from orchestrator.rollouts.dispatch import Dispatcher
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner

@@ -27,8 +27,7 @@ from orchestrator.batching.buffer import Buffer, free_slots, oldest_accepted
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Journal, Started
 from orchestrator.durability.resume import OrchestratorState, ResumedRun, formed_batches, load_state, save_state
 from orchestrator.event_loop import Notifier
-from orchestrator.preferences.mixer import PairMixer
-from orchestrator.preferences.order import PairCursor
+from orchestrator.preferences import PairCursor, PairMixer
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.dispatch import Dispatcher
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome, GroupPlan

@@ -32,7 +32,7 @@ import msgspec
 
 from composer_prime.errors import CheckpointError
 from composer_prime.wire.types import Preference
-from orchestrator.preferences.order import PairCursor
+from orchestrator.preferences import PairCursor
 from orchestrator.rollouts.groups import FinishedGroup, GroupPlan
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from composer_prime.run.run_dir import RunDir, write_atomic
 from orchestrator.batching.batches import Batch
 from orchestrator.batching.buffer import Versions
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Started
-from orchestrator.preferences.order import PairCursor
+from orchestrator.preferences import PairCursor
 from orchestrator.rollouts.groups import FinishedGroup, GroupPlan
 from orchestrator.tasks.sources import Sources
 

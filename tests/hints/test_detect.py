@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from rollouts_made import TOOLS, Step, call, play
 
 from composer_prime.errors import ConfigError
 from orchestrator.environments.toolsmith.episode import generate
@@ -13,6 +12,7 @@ from orchestrator.hints.detect import RuleDetector, violation
 from orchestrator.hints.generate import ErrorTurn, Templates
 from orchestrator.rollouts.groups import answers, failed_turns, messages_before, turn_error_rate
 from orchestrator.workers.protocol import MessageRecord, ToolCall
+from tests.rollouts_made import TOOLS, Step, call, play
 
 ALL = ["tool_error", "exception", "test_failure", "schema"]
 TEMPLATES = Templates.load()

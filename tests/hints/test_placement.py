@@ -6,10 +6,8 @@ import itertools
 
 import numpy as np
 import pytest
-from chat_models import NAMES, chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollouts_made import TOOLS, Step, call, play
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,6 +15,8 @@ from composer_prime.errors import ConfigError, EmptyMaskError
 from composer_prime.wire.types import TurnSpan, ints
 from orchestrator.hints.generate import ErrorTurn
 from orchestrator.hints.placement import HintPlacer, hinted_turn, place_hint, span_of
+from tests.chat_models import NAMES, chat
+from tests.rollouts_made import TOOLS, Step, call, play
 
 PLACEMENTS = ("message_end", "user", "system")
 HINT = "Reminder: Available tools are: add, minus"

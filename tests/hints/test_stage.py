@@ -9,9 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from chat_models import chat
 from endpoint_peer import chat_peer
-from rollouts_made import PLAN, TOOLS, PlayedRollout, Step, call, play
 
 from composer_prime.config.hints import HintsConfig
 from composer_prime.config.orchestrator import OrchestratorConfig
@@ -34,6 +32,8 @@ from orchestrator.rollouts.group_scoring import score_group
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.rollouts.rollout_log import rollout_line
 from orchestrator.workers.protocol import SessionRecord
+from tests.chat_models import chat
+from tests.rollouts_made import PLAN, TOOLS, PlayedRollout, Step, call, play
 
 WRONG = Step(call("plus", "{}"), "Tool not found: plus", error=True, calls=[("plus", "{}")])
 OTHER = Step(call("add", '{"a": 1}'), "Missing argument: b", error=True, calls=[("add", '{"a": 1}')])

@@ -17,7 +17,7 @@ from orchestrator.batching.buffer import Buffer
 from orchestrator.chat_renderer import build_renderer
 from orchestrator.durability.journal import Finished, Formed, Started
 from orchestrator.durability.resume import OrchestratorState, resume
-from orchestrator.preferences.order import PairCursor
+from orchestrator.preferences import PairCursor
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.tasks.sources import Sources
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, RunRollout, SessionRecord, ToolCall

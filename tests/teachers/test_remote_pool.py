@@ -16,7 +16,7 @@ from composer_prime.traces.pairs import TINY_PAIRS, Pair, PairFile, read_gate
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.records import read_pairs
 from composer_prime.traces.state import Message, TraceState, write_state
-from orchestrator.preferences.mixer import ReleasedPairs
+from orchestrator.preferences import ReleasedPairs
 
 STATES, WINDOW = 44, 32
 """What is left after the window is too little for a verdict of its own."""

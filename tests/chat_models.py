@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.chat_renderer import build_renderer, read_tokenizer
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 TINY = ROOT / "composer_prime/assets/tiny/policy"
 _SMOLLM2_TEMPLATE = ROOT / "composer_prime/integrations/smollm2_chat_template.jinja"
 _QWEN_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from rollouts_made import PLAN, Step, play
 
 from orchestrator.rollouts.samples import compile_rollout, numbered_turns
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, SessionRecord
+from tests.rollouts_made import PLAN, Step, play
 
 
 def test_turns_of_two_agents_are_numbered_through():

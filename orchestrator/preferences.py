@@ -10,6 +10,7 @@ that is served again has the same pairs, and a resumed run continues where it st
 from __future__ import annotations
 
 import logging
+import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,9 +24,22 @@ from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.traces.pairs import Gate, Pair, PairFile, check_binding, gate_file, read_gate, resolve_pairs
 from composer_prime.wire.types import Preference, pack_ints
 from orchestrator.chat_template import RENDER_ERRORS
-from orchestrator.preferences.order import PairCursor, PairOrder
+from orchestrator.rollouts.groups import derive_seed
 
 logger = logging.getLogger(__name__)
+
+
+class PairCursor(msgspec.Struct, frozen=True, kw_only=True):
+    """A position in a pass. Pairs that the file gained since the pass began wait for the next one."""
+
+    number: int = 0
+    """Pass, from 0."""
+    position: int = 0
+    """Pairs of the pass that were drawn."""
+    known: int = 0
+    """Pairs that the file held when the pass began."""
+    digest: str = ""
+    """Digest of those pairs' lines; a resumed run's file must begin with the same lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +152,41 @@ class PairMixer:
         }
 
 
+class PairOrder:
+    """Which pair comes next: each pass over the file in its own order, from a cursor that a checkpoint can hold."""
+
+    def __init__(self, seed: int) -> None:
+        self.cursor = PairCursor()
+        self._seed = seed
+        self._pass: list[int] = []
+
+    def seek(self, cursor: PairCursor, available: int) -> None:
+        """Continue from `cursor`. Raises CheckpointError when the file lost pairs since."""
+        if cursor.known > available:
+            raise CheckpointError(
+                f"the checkpoint's pass over the pairs file had {cursor.known} pairs, the file has {available}: give "
+                "the run the file it was started with (it may have grown since)"
+            )
+        self.cursor = cursor
+        self._shuffle()
+
+    def next(self, available: int) -> int | None:
+        """Return the next pair's number; None while the file holds none. `available`: pairs in the file now."""
+        if self.cursor.position == self.cursor.known:
+            if not available:
+                return None
+            number = self.cursor.number + (self.cursor.known > 0)
+            self.cursor = PairCursor(number=number, known=available)
+            self._shuffle()
+        index = self._pass[self.cursor.position]
+        self.cursor = msgspec.structs.replace(self.cursor, position=self.cursor.position + 1)
+        return index
+
+    def _shuffle(self) -> None:
+        self._pass = list(range(self.cursor.known))
+        random.Random(derive_seed(self._seed, "pairs", self.cursor.number)).shuffle(self._pass)
+
+
 class ReleasedPairs:
     """Which pairs of a growing file the density gate released (composer_prime/traces/pairs.py). Not thread-safe."""
 
@@ -176,25 +225,17 @@ class ReleasedPairs:
         return any(verdict.first <= index < verdict.last and verdict.passed for verdict in self._gate.verdicts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairLimits:
-    """What a pair must fit into, in tokens."""
-
-    max_context: int
-    """model.max_context: each side."""
-    row_tokens: int
-    """trainer.micro_batch_tokens: both sides share one row."""
-    max_epsilon: float
-    """Largest probability of a wrong label."""
-
-
 class PairTokenizer:
     """Turns a pair's messages into the token ids that the policy would see and write. Not thread-safe."""
 
-    def __init__(self, renderer: Any, limits: PairLimits) -> None:
-        """`renderer`: the one that rollouts are rendered with."""
+    def __init__(self, renderer: Any, *, max_context: int, row_tokens: int, max_epsilon: float) -> None:
+        """`renderer`: the one that rollouts are rendered with. `max_context`: longest side, in tokens. `row_tokens`:
+        both sides share one row. `max_epsilon`: largest probability of a wrong label.
+        """
         self._renderer = renderer
-        self._limits = limits
+        self._max_context = max_context
+        self._row_tokens = row_tokens
+        self._max_epsilon = max_epsilon
         self._stops = set(renderer.get_stop_token_ids())
 
     def preference(self, pair: Pair) -> Preference | str:
@@ -206,7 +247,7 @@ class PairTokenizer:
         """
         if pair.truncated:
             return "truncated"
-        if pair.epsilon > self._limits.max_epsilon:
+        if pair.epsilon > self._max_epsilon:
             return "doubtful"
         try:
             context = self._render(pair.state.messages, pair, opening=True)
@@ -221,9 +262,9 @@ class PairTokenizer:
         chosen, rejected = (side[:end] for side, end in zip(sides, ends, strict=True))
         if chosen == rejected:
             return "same"
-        if max(len(chosen), len(rejected)) > self._limits.max_context:
+        if max(len(chosen), len(rejected)) > self._max_context:
             return "too_long"
-        if len(chosen) + len(rejected) > self._limits.row_tokens:
+        if len(chosen) + len(rejected) > self._row_tokens:
             return "row_full"
         return Preference(
             pair_id=pair.pair_id,
@@ -259,14 +300,15 @@ def build_mixer(config: Config, chat_folder: Path, run_root: Path) -> PairMixer 
     from orchestrator.chat_renderer import build_renderer
 
     _, renderer = build_renderer(str(chat_folder), config.model.renderer)
-    limits = PairLimits(
+    tokenizer = PairTokenizer(
+        renderer,
         max_context=config.model.max_context,
         row_tokens=config.trainer.micro_batch_tokens,
         max_epsilon=preferences.max_epsilon,
     )
     return PairMixer(
         PairFile(path),
-        PairTokenizer(renderer, limits),
+        tokenizer,
         per_step=preferences.pairs_per_step,
         seed=config.run.seed,
         active=lambda step: config.channels.replay_dpo.weight_at(step) > 0,

@@ -8,20 +8,19 @@ from typing import Any
 
 import msgspec
 import pytest
-from chat_models import chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollouts_made import TOOLS
 
 from composer_prime.errors import CheckpointError, ConfigError
 from composer_prime.packing.pack import pack
 from composer_prime.traces.pairs import Pair, PairFile, PairState, gate_file, read_gate, resolve_pairs
 from composer_prime.wire.types import Preference, ints
-from orchestrator.preferences.mixer import PairLimits, PairMixer, PairTokenizer
-from orchestrator.preferences.order import PairCursor, PairOrder
+from orchestrator.preferences import PairCursor, PairMixer, PairOrder, PairTokenizer
+from tests.chat_models import chat
+from tests.rollouts_made import TOOLS
 from tests.verdicts import release
 
-ROOMY = PairLimits(max_context=384, row_tokens=4096, max_epsilon=0.5)
+ROOMY = dict(max_context=384, row_tokens=4096, max_epsilon=0.5)
 
 
 def says(text: str, **more: Any) -> dict[str, Any]:
@@ -47,8 +46,8 @@ def write(path: Path, pairs: list[Pair], *, more: bytes = b"") -> Path:
     return release(path)
 
 
-def mixer(path: Path, *, per_step: int = 4, seed: int = 0, limits: PairLimits = ROOMY) -> PairMixer:
-    return PairMixer(PairFile(path), PairTokenizer(chat("tiny")[0], limits), per_step=per_step, seed=seed)
+def mixer(path: Path, *, per_step: int = 4, seed: int = 0, limits: dict[str, Any] = ROOMY) -> PairMixer:
+    return PairMixer(PairFile(path), PairTokenizer(chat("tiny")[0], **limits), per_step=per_step, seed=seed)
 
 
 def ids(drawn: list[Preference]) -> list[str]:
@@ -62,7 +61,7 @@ def ids(drawn: list[Preference]) -> list[str]:
 def test_both_sides_are_what_a_rollout_would_hold(model):
     # The common context is a rollout's prompt, token by token; each answer ends with the token that ends a turn.
     renderer, tokenizer = chat(model)
-    made = PairTokenizer(renderer, PairLimits(max_context=2000, row_tokens=4096, max_epsilon=0.5)).preference(pair())
+    made = PairTokenizer(renderer, max_context=2000, row_tokens=4096, max_epsilon=0.5).preference(pair())
     assert isinstance(made, Preference)
     prompt = list(renderer.render_ids(pair().state.messages, tools=TOOLS, add_generation_prompt=True))
     chosen, rejected = ints(made.chosen_ids).tolist(), ints(made.rejected_ids).tolist()
@@ -78,16 +77,16 @@ def test_both_sides_are_what_a_rollout_would_hold(model):
     ("reason", "changes", "limits"),
     [
         ("truncated", {"truncated": True}, ROOMY),
-        ("doubtful", {"epsilon": 0.375}, PairLimits(max_context=384, row_tokens=4096, max_epsilon=0.2)),
+        ("doubtful", {"epsilon": 0.375}, dict(max_context=384, row_tokens=4096, max_epsilon=0.2)),
         ("same", {"rejected": calls("add")}, ROOMY),
         ("unrenderable", {"chosen": {"content": "no role"}}, ROOMY),
         ("context_differs", {"chosen": {"role": "user", "content": "hi"}}, ROOMY),
-        ("too_long", {}, PairLimits(max_context=20, row_tokens=4096, max_epsilon=0.5)),
-        ("row_full", {}, PairLimits(max_context=384, row_tokens=80, max_epsilon=0.5)),
+        ("too_long", {}, dict(max_context=20, row_tokens=4096, max_epsilon=0.5)),
+        ("row_full", {}, dict(max_context=384, row_tokens=80, max_epsilon=0.5)),
     ],
 )
 def test_a_pair_that_cannot_be_trained_is_refused_with_its_reason(reason, changes, limits):
-    assert PairTokenizer(chat("tiny")[0], limits).preference(pair(**changes)) == reason
+    assert PairTokenizer(chat("tiny")[0], **limits).preference(pair(**changes)) == reason
 
 
 # -- order -----------------------------------------------------------------------------------------------------------
@@ -189,7 +188,7 @@ def test_a_file_that_disappears_is_named_with_the_remedy(tmp_path, drawn_before)
     path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(5)])
     file = PairFile(path)
     file.refresh()
-    mixing = PairMixer(file, PairTokenizer(chat("tiny")[0], ROOMY), per_step=2, seed=0)
+    mixing = PairMixer(file, PairTokenizer(chat("tiny")[0], **ROOMY), per_step=2, seed=0)
     for step in range(drawn_before):
         mixing.draw(step)
     path.unlink()
@@ -201,7 +200,7 @@ def test_a_file_that_disappears_is_named_with_the_remedy(tmp_path, drawn_before)
 
 def test_steps_without_weight_draw_nothing(tmp_path):
     path = write(tmp_path / "pairs.jsonl", [pair(n) for n in range(4)])
-    tokenizer = PairTokenizer(chat("tiny")[0], ROOMY)
+    tokenizer = PairTokenizer(chat("tiny")[0], **ROOMY)
     mixing = PairMixer(PairFile(path), tokenizer, per_step=2, seed=0, active=lambda step: step > 5)
     before = mixing.draw(5)
     assert before.preferences == [] and before.cursor == PairCursor()
@@ -254,7 +253,7 @@ def test_the_shipped_pairs_can_all_be_trained():
     # Real votes of the tiny teachers: every pair fits configs/a3.toml's context, none is refused, labels are doubted.
     path = resolve_pairs(Path("tiny"), Path())
     assert path.stat().st_size < 1_000_000
-    file, tokenizer = PairFile(path), PairTokenizer(chat("tiny")[0], ROOMY)
+    file, tokenizer = PairFile(path), PairTokenizer(chat("tiny")[0], **ROOMY)
     made = [tokenizer.preference(file.read(index)) for index in range(file.refresh())]
     assert len(made) >= 300 and all(isinstance(each, Preference) for each in made)
     assert {each.epsilon for each in made} == {0.125, 0.375}

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-from chat_models import chat
 
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import Sample, VersionSpan
@@ -15,6 +14,7 @@ from orchestrator.rollouts.groups import FinishedRollout, GroupPlan
 from orchestrator.rollouts.rollout import RolloutResult, finished_rollout
 from orchestrator.rollouts.samples import compile_rollout, numbered_turns
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, SessionRecord, ToolCall
+from tests.chat_models import chat
 
 ADD = {
     "type": "function",
