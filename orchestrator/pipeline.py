@@ -37,24 +37,24 @@ from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.run.weights import WeightStore
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.wire.sockets import bind_router
-from composer_prime.wire.step import StepDone
+from composer_prime.wire.types import StepDone
 from orchestrator.batching.batches import build_batches
 from orchestrator.batching.scheduler import BatchScheduler
 from orchestrator.chat_template import chat_folder
-from orchestrator.durability.journal import Entry, Journal
+from orchestrator.durability.journal import Journal
 from orchestrator.durability.resume import load_state, resume
 from orchestrator.evals import Evaluator
 from orchestrator.event_loop import Notifier
 from orchestrator.gateway import Gateway
 from orchestrator.gateway.gateway import TOKEN_VARIABLE
-from orchestrator.hints.stage import HintStage, build_hints
+from orchestrator.hints.stage import build_hints
 from orchestrator.preferences import build_mixer
 from orchestrator.rollouts.behavior import build_behavior
 from orchestrator.rollouts.dispatch import Dispatcher
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
 from orchestrator.step_server import POLL_S, StepServer
 from orchestrator.tasks.sources import WHOLE, Sources, eval_sources, source_spec
-from orchestrator.watchdog import RunCompletion, RunWatchdog, StartupStatus
+from orchestrator.watchdog import RunCompletion, RunWatchdog, describe_startup
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL, SourceSpec
 
@@ -117,7 +117,6 @@ class Pipeline:
         self.model_dir = chat_folder(model_dir, config.model.chat_template, run_dir.root)
         self.gateway = Gateway(config, self.keys, run_id, self.store, model_dir=self.model_dir)
         self.pools = {source.name: self._pool(source, make_pool) for source in config.orchestrator.source}
-        self.startup = StartupStatus(config=config, gateway=self.gateway, pools=self.pools)
         self.replay: OnlineReplay | None = None
         """None unless teachers replay traces during training."""
         if config.teachers.online:
@@ -196,7 +195,12 @@ class Pipeline:
         num_tasks = {name: pool.num_tasks() for name, pool in self.pools.items()}
         shard = (config.diloco and config.diloco.task_shard) or WHOLE
         sources = Sources(config.orchestrator, seed=config.run.seed, num_tasks=num_tasks, shard=shard)
-        journal, entries = await asyncio.to_thread(self._open_journal)
+        if self.state is None:
+            journal, entries = await asyncio.to_thread(Journal.create, self.run_dir.journal), []
+        else:
+            journal, entries = await asyncio.to_thread(
+                Journal.resume, self.run_dir.journal, min_seq=self.state.journal_seq
+            )
         stack.push_async_callback(journal.close)
         training = await self._build_training(stack, sources, journal, server)
         if self.state is not None:
@@ -259,11 +263,6 @@ class Pipeline:
             log_dir=self.run_dir.root / "logs",
         )
 
-    def _open_journal(self) -> tuple[Journal, list[Entry]]:
-        if self.state is None:
-            return Journal.create(self.run_dir.journal), []
-        return Journal.resume(self.run_dir.journal, min_seq=self.state.journal_seq)
-
     async def _build_training(
         self, stack: AsyncExitStack, sources: Sources, journal: Journal, server: StepServer
     ) -> Training:
@@ -303,7 +302,7 @@ class Pipeline:
         )
         watchdog = RunWatchdog(
             config=config,
-            startup=self.startup,
+            gateway=self.gateway,
             completion=self.completion,
             batches=self.batches,
             scheduler=scheduler,
@@ -318,7 +317,19 @@ class Pipeline:
         self, stack: AsyncExitStack, runner: RolloutRunner, requests: RequestFactory
     ) -> Dispatcher:
         config, orchestrator = self.config, self.config.orchestrator
-        hints = await self._build_hints()
+        wants_hints: Callable[[], bool] = lambda: True
+        distil = config.channels.sdpo.weight > 0
+        if distil:
+            wants_hints = lambda: self.batches.sdpo_ahead(orchestrator.max_staleness, config.run.max_steps)
+        hints = await asyncio.to_thread(  # Its tokenizer takes a while to load.
+            build_hints,
+            config,
+            chat_folder=self.model_dir,
+            gateway_url=f"{self.gateway.http_url}/v1",
+            gateway_token=os.environ.get(TOKEN_VARIABLE),
+            run_root=self.run_dir.root,
+            distil=distil,
+        )
         if hints is not None:
             stack.push_async_callback(hints.close)
         dispatcher = Dispatcher(
@@ -330,25 +341,10 @@ class Pipeline:
             on_error=self.fail,
             behavior=await asyncio.to_thread(build_behavior, orchestrator.behaviour, self.model_dir),
             hints=hints,
-            wants_hints=self._wants_hints if config.channels.sdpo.weight > 0 else lambda: True,
+            wants_hints=wants_hints,
         )
         stack.push_async_callback(dispatcher.close)
         return dispatcher
-
-    async def _build_hints(self) -> HintStage | None:
-        """Its tokenizer loads in a thread."""
-        return await asyncio.to_thread(
-            build_hints,
-            self.config,
-            chat_folder=self.model_dir,
-            gateway_url=f"{self.gateway.http_url}/v1",
-            gateway_token=os.environ.get(TOKEN_VARIABLE),
-            run_root=self.run_dir.root,
-            distil=self.config.channels.sdpo.weight > 0,
-        )
-
-    def _wants_hints(self) -> bool:
-        return self.batches.sdpo_ahead(self.config.orchestrator.max_staleness, self.config.run.max_steps)
 
     # -- loops ---------------------------------------------------------------------------------------------------
 
@@ -356,14 +352,11 @@ class Pipeline:
         while True:
             training.permits.grant()
             await training.scheduler.advance()
-            self._require_version(training.scheduler.oldest_version)
+            # Nodes whose weights no future batch accepts get no work until they have caught up.
+            oldest, router = training.scheduler.oldest_version, self.gateway.router
+            if router.oldest_version != min(oldest, router.newest_version):
+                self.gateway.require_version(oldest)
             await self.changed.wait(self.intervals.tick_s)
-
-    def _require_version(self, oldest: int) -> None:
-        """Give nodes whose weights no future batch accepts no more work until they have caught up."""
-        router = self.gateway.router
-        if router.oldest_version != min(oldest, router.newest_version):
-            self.gateway.require_version(oldest)
 
     async def _report(self, server: StepServer) -> None:
         """Log a line every few seconds, and at once when the environments are loaded; until cancelled."""
@@ -375,25 +368,24 @@ class Pipeline:
                 await asyncio.wait({self._loaded}, timeout=self.intervals.report_s)
 
     def _log_status(self, server: StepServer) -> None:
-        training = self.training
         figures: dict[str, float | str | None] = {
-            "waiting_for": self._waiting_for() or "",
+            **self.gateway.metrics(),
             "step_server/garbage": server.garbage,
             "step_server/refused": server.refused,
             "workers/restarts": sum(pool.restarts for pool in self.pools.values()),
         }
-        figures |= training.watchdog.metrics() if training is not None else {}
-        self.metrics.log(self.batches.trained, {**self.gateway.metrics(), **figures})
-
-    def _waiting_for(self) -> str | None:
         if self.training is not None:
-            return self.training.watchdog.waiting_for()
-        return f"the environments: {self.startup.waiting_for()}"
+            watchdog = self.training.watchdog
+            figures |= watchdog.metrics() | {"waiting_for": watchdog.waiting_for() or ""}
+        else:
+            startup = describe_startup(self.config, self.gateway, self.pools)
+            figures["waiting_for"] = f"the environments: {startup}"
+        self.metrics.log(self.batches.trained, figures)
 
     def _waiting_for_batch(self, step: int) -> str:
         if self.training is not None:
             return self.training.watchdog.waiting_for_batch(step)
-        return f"batch {step}: {self.startup.waiting_for()}"
+        return f"batch {step}: {describe_startup(self.config, self.gateway, self.pools)}"
 
     async def _finished(self, watchdog: RunWatchdog) -> None:
         while not watchdog.finished:

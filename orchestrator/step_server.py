@@ -1,4 +1,4 @@
-"""The trainer's door: one ROUTER socket (CURVE) that answers composer_prime/wire/step.py.
+"""The trainer's door: one ROUTER socket (CURVE) that answers composer_prime/wire/types.py.
 
     rank --StepRequest--> poll task: batch there?  yes -> StepReply (packed once, in a thread)
                                                    no  -> waits at most POLL_S -> BatchNotReady{waiting_for}
@@ -21,7 +21,7 @@ import zmq
 
 from composer_prime.errors import ComposerError, WireError
 from composer_prime.wire.sockets import SecureServer
-from composer_prime.wire.step import (
+from composer_prime.wire.types import (
     BatchNotReady,
     CheckpointRequest,
     CheckpointSaved,

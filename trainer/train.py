@@ -31,7 +31,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.ledger import append_rewind, append_step
 from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, read_run_id
-from composer_prime.wire.step import RunFinished, StepReply
+from composer_prime.wire.types import RunFinished, StepReply
 from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
 from trainer.data.rows import PackedRow, RowOptions, documents_of, unpack

@@ -25,8 +25,7 @@ import msgspec
 from composer_prime.config import Config
 from composer_prime.errors import RunMismatchError
 from composer_prime.packing.pack import model_flops, pack, totals
-from composer_prime.wire.step import StepReply
-from composer_prime.wire.types import Preference, Sample
+from composer_prime.wire.types import Preference, Sample, StepReply
 from orchestrator.batching.buffer import Versions, last_batch
 from orchestrator.rollouts.groups import BEHAVIOR_PART, FinishedGroup, FinishedRollout, GroupOutcome, turn_error_rate
 

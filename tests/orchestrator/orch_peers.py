@@ -1,6 +1,6 @@
 """The orchestrator's neighbours for tests: a node and a trainer on real sockets, and workers with scripted rollouts.
 
-The node is a DEALER of wire/node.py that makes tokens up from the prompt; the trainer is a DEALER of wire/step.py that
+The node is a DEALER of wire/node.py that makes tokens up from the prompt; the trainer is a DEALER of wire/types.py that
 checks every micro-batch; the pool calls the real gateway over HTTP, turn by turn, as an environment worker does.
 """
 
@@ -36,7 +36,7 @@ from composer_prime.wire.node import (
     ToNode,
 )
 from composer_prime.wire.sockets import dealer
-from composer_prime.wire.step import (
+from composer_prime.wire.types import (
     BatchNotReady,
     CheckpointRequest,
     CheckpointSaved,
@@ -47,8 +47,12 @@ from composer_prime.wire.step import (
     StepReply,
     StepRequest,
     ToTrainer,
+    VersionSpan,
+    ints,
+    pack_floats,
+    pack_ints,
+    verify_batch,
 )
-from composer_prime.wire.types import VersionSpan, ints, pack_floats, pack_ints, verify_batch
 from orchestrator.workers.protocol import EVAL, MessageRecord, RolloutFailure, RolloutReply, RunRollout
 
 MODEL = Path(__file__).parents[2] / "composer_prime" / "assets" / "tiny" / "policy"

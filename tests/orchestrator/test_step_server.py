@@ -16,7 +16,7 @@ from orch_peers import RUN_ID, PeerTrainer
 from composer_prime.errors import CheckpointError, PortInUseError, RunMismatchError
 from composer_prime.run.keys import ClientKeys, RunKeys
 from composer_prime.wire.sockets import SecureServer, bind_router, dealer
-from composer_prime.wire.step import (
+from composer_prime.wire.types import (
     BatchNotReady,
     CheckpointRequest,
     RunFinished,

@@ -18,19 +18,20 @@ from composer_prime.packing.pack import pack, totals
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, read_run_id, write_atomic
 from composer_prime.wire.sockets import bind_router
-from composer_prime.wire.step import (
+from composer_prime.wire.types import (
     BatchNotReady,
     CheckpointRequest,
     CheckpointSaved,
     FromTrainer,
+    Preference,
     RunFinished,
+    Sample,
     StepDone,
     StepNoted,
     StepRefused,
     StepReply,
     StepRequest,
 )
-from composer_prime.wire.types import Preference, Sample
 
 
 class StepPeer:

@@ -16,8 +16,7 @@ from step_peer import StepPeer
 
 from composer_prime.run.ledger import effective
 from composer_prime.run.weights import WeightStore
-from composer_prime.wire.step import RunFinished
-from composer_prime.wire.types import pack_floats
+from composer_prime.wire.types import RunFinished, pack_floats
 
 pytestmark = pytest.mark.process
 

@@ -12,7 +12,7 @@ from step_peer import StepPeer
 
 from composer_prime.errors import ComposerError, DeadlineError
 from composer_prime.run.keys import RunKeys
-from composer_prime.wire.step import StepRefused
+from composer_prime.wire.types import StepRefused
 from trainer.data import step_client
 from trainer.data.step_client import RankInfo, StepClient, find_endpoint, next_batch
 

@@ -1,4 +1,4 @@
-"""A rank's side of the step protocol (composer_prime/wire/step.py), and how the ranks agree on what they received.
+"""A rank's side of the step protocol (composer_prime/wire/types.py), and how the ranks agree on what they received.
 
     rank --StepRequest--> orchestrator --BatchNotReady--> rank asks again ...       until StepReply or RunFinished
     all ranks: gather one word list each -> all have the batch, or all stop         no rank enters the step alone
@@ -26,11 +26,12 @@ import zmq
 from composer_prime.errors import ComposerError, DeadlineError, RoleFailedError, RunMismatchError, WireError
 from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.sockets import dealer
-from composer_prime.wire.step import (
+from composer_prime.wire.types import (
     BatchNotReady,
     CheckpointRequest,
     CheckpointSaved,
     FromTrainer,
+    MicroBatch,
     RunFinished,
     StepDone,
     StepNoted,
@@ -38,8 +39,9 @@ from composer_prime.wire.step import (
     StepReply,
     StepRequest,
     ToTrainer,
+    flags,
+    verify_batch,
 )
-from composer_prime.wire.types import MicroBatch, flags, verify_batch
 from trainer.world import World, gather_texts, gather_words
 
 REPEAT_S, LONGEST_REPEAT_S = 5.0, 80.0
