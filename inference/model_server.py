@@ -31,7 +31,7 @@ from aiohttp import web
 
 from composer_prime.config.inference import InferenceConfig, LocalEngineConfig
 from composer_prime.errors import BadRequestError, ComposerError, EngineError
-from composer_prime.llm.tagged_text import TOOL_CALL, read_tool_call
+from composer_prime.llm.reply import TOOL_CALL, read_tool_call
 from composer_prime.model_source import resolve_model
 from composer_prime.run.process import end_with_parent
 from composer_prime.wire.node import Sampling

@@ -33,7 +33,7 @@ from renderers.configs import CustomRendererConfig, DefaultRendererConfig
 from renderers.default import DefaultRenderer, _decode_tool_call_arguments
 
 from composer_prime.errors import ConfigError, ModelNotFoundError
-from composer_prime.llm.tagged_text import TOOL_CALL, read_tool_call
+from composer_prime.llm.reply import TOOL_CALL, read_tool_call
 
 logger = logging.getLogger(__name__)
 

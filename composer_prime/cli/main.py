@@ -13,42 +13,15 @@ from composer_prime.console import exit_on_version_flag, fail, until_the_reader_
 from composer_prime.errors import ComposerError
 
 COMMANDS = {
-    "plan": (
-        "composer_prime.cli.plan_command",
-        "check a configuration and describe a run of it (@ file.toml ...)",
-    ),
-    "eval": (
-        "composer_prime.cli.eval_command",
-        "score one model, or compare two, on a configuration's held-out tasks",
-    ),
-    "report": (
-        "composer_prime.cli.report_command",
-        "reward curve, evaluations, time, hints, pairs, rounds of a joint run, of one or several runs",
-    ),
-    "ladder": (
-        "composer_prime.cli.ladder_command",
-        "several arms and seeds side by side at equal steps, with intervals over seeds",
-    ),
-    "rollouts": (
-        "composer_prime.cli.rollouts_command",
-        "look at rollouts: list, filter, show one",
-    ),
-    "ingest": (
-        "composer_prime.traces.ingest.command",
-        "read real agent sessions into states.jsonl (PATHS... -o states.jsonl)",
-    ),
-    "replay": (
-        "composer_prime.traces.replay.command",
-        "let teachers vote on recorded states, and write preference pairs",
-    ),
-    "pairs": (
-        "composer_prime.cli.pairs_command",
-        "measure preference pairs: density, agreement, margins, cost (report PAIRS.jsonl)",
-    ),
-    "doctor": (
-        "composer_prime.cli.doctor_command",
-        "check this machine: Python, torch, GPUs, engines, memory, ports, disk",
-    ),
+    "plan": ("composer_prime.cli.plan_command", "check a configuration and describe a run of it (@ file.toml ...)"),
+    "eval": ("composer_prime.cli.eval_command", "score one model, or compare two, on held-out tasks (@ file.toml ...)"),
+    "report": ("composer_prime.cli.report_command", "how runs went: rewards, time, hints, pairs, joint rounds"),
+    "ladder": ("composer_prime.cli.ladder_command", "several arms and seeds side by side at equal steps"),
+    "rollouts": ("composer_prime.cli.rollouts_command", "look at rollouts: list, filter, show one"),
+    "ingest": ("composer_prime.traces.ingest.command", "read real agent sessions (PATHS... -o states.jsonl)"),
+    "replay": ("composer_prime.traces.replay.command", "let teachers vote on states, and write preference pairs"),
+    "pairs report": ("composer_prime.traces.replay.density_report", "measure pairs: density, agreement, margins, cost"),
+    "doctor": ("composer_prime.cli.doctor_command", "check this machine: Python, torch, GPUs, memory, ports, disk"),
 }
 """Each command's module, which has main(words), and its line in the help."""
 
@@ -59,7 +32,7 @@ def main() -> int:
 
 def composer_usage() -> str:
     lines = ["usage: composer COMMAND [arguments]   (composer COMMAND --help says more)", ""]
-    return "\n".join(lines + [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()])
+    return "\n".join(lines + [f"  {name:<13} {text}" for name, (_, text) in COMMANDS.items()])
 
 
 def _main() -> int:
@@ -68,9 +41,10 @@ def _main() -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(composer_usage())
         return 0
-    name, *arguments = words
+    length = 2 if " ".join(words[:2]) in COMMANDS else 1
+    name, arguments = " ".join(words[:length]), words[length:]
     if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         suggestion = f"; did you mean {nearest[0]!r}?" if nearest else ""
         fail(ComposerError(f"unknown command {name!r}{suggestion}\n\n{composer_usage()}"))
     module = importlib.import_module(COMMANDS[name][0])

@@ -1,18 +1,28 @@
-"""What a call costs."""
+"""What a call costs, and the forecast of a whole replay, beside which `composer report` shows the real cost."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from decimal import Decimal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer_prime.config.teachers import TeacherConfig
+import msgspec
+
+from composer_prime.config import Config
+from composer_prime.config.teachers import TeacherConfig, TeachersConfig
 from composer_prime.errors import ConfigError
+from composer_prime.llm.families import UNKNOWN, family_named, family_of
 
 if TYPE_CHECKING:
     from genai_prices.types import ModelPrice, TieredPrices
 
 PER_MILLION = 1e-6
+BYTES_PER_TOKEN = 4.0
+"""A mean for English and code. Budgets reserve with fewer (teachers.budget.bytes_per_token)."""
+ANSWER_SHARE = 0.25
+"""Mean length of an answer, as a share of max_tokens."""
+SAMPLE_LINES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +87,121 @@ def _dearest(price: Decimal | TieredPrices | None) -> float:
         return 0.0
     steps = [price] if isinstance(price, Decimal) else [price.base, *(tier.price for tier in price.tiers)]
     return float(max(steps) / 10**6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostForecast:
+    """USD of a whole replay, from the lengths and families of a sample of its states."""
+
+    states: int
+    state_usd: float
+    """Two votes on one state, from the cheapest two families that may judge it, with answers of mean length."""
+    low_usd: float
+    """`state_usd` for each state."""
+    high_usd: float
+    """Votes of all voters on each state, the dearest that may judge it, with answers of max_tokens. At most the cap."""
+
+    def text(self) -> str:
+        return f"${self.low_usd:,.2f} to ${self.high_usd:,.2f} for {self.states:,} states"
+
+
+class _Line(msgspec.Struct):
+    source_family: str = UNKNOWN
+
+
+def forecast_cost(config: Config, states_file: Path | None = None) -> CostForecast | None:
+    """Forecast the replay of a states file (teachers.states by default); None without a file or without teachers.
+
+    Raises ConfigError for an unknown price or an unreadable file.
+    """
+    teachers = config.teachers
+    path = states_file or teachers.states
+    if path is None or not teachers.teacher:
+        return None
+    states, lines = _sampled(path)
+    priced = [(teacher, price_of(teacher)) for teacher in teachers.teacher]
+    costs = [_state_usd(teachers, priced, _family(line, teachers), len(line) / BYTES_PER_TOKEN) for line in lines]
+    low, high = (sum(each) / len(lines) for each in zip(*costs, strict=True)) if lines else (0.0, 0.0)
+    cap = teachers.budget.usd_per_run
+    return CostForecast(states=states, state_usd=low, low_usd=min(states * low, cap), high_usd=min(states * high, cap))
+
+
+def cost_with_cap(config: Config, forecast: CostForecast | None) -> str:
+    """Return one line: the probable cost of a replay, and its cap. Raises ConfigError for an unknown price."""
+    budget = config.teachers.budget
+    free = all(price_of(teacher).bound_usd(1, 1) == 0 for teacher in config.teachers.teacher)
+    if free:
+        return f"cost forecast: nothing: all are local; never more than ${budget.usd_per_run:g}"
+    cost = forecast.text() if forecast else _cost_of_rollouts(config)
+    return (
+        f"cost forecast: {cost}; never more than ${budget.usd_per_run:g} while no call is charged more than "
+        f"{budget.overcharge_factor:g} times its bound"
+    )
+
+
+def _cost_of_rollouts(config: Config) -> str:
+    """Return the cost of one turn of every trained rollout.
+
+    The number of turns is not known, nor is the number of dropped groups, whose rollouts are replayed too.
+    """
+    teachers, orchestrator = config.teachers, config.orchestrator
+    if not teachers.online:
+        return "grows with the states"
+    family = _or_assumed(family_of(config.model.path), teachers)
+    context = config.model.max_context
+    rollouts = config.run.max_steps * orchestrator.groups_per_step * orchestrator.group_size
+    priced = [(teacher, price_of(teacher)) for teacher in teachers.teacher]
+    _, state_usd = _state_usd(teachers, priced, family, context)
+    if not state_usd:
+        return (
+            f"nothing: rollouts are of family {family!r} (model.path = {config.model.path}), which leaves no two "
+            "families to judge them"
+        )
+    votes = min(teachers.voters, sum(teacher.known_family != family for teacher in teachers.teacher))
+    return (
+        f"about ${rollouts * state_usd:,.2f} for each turn of the trained rollouts (dropped groups add theirs): "
+        f"{rollouts:,} rollouts, prompts of "
+        f"model.max_context = {context:,} tokens, {votes} votes of the dearest, answers of "
+        f"teachers.max_tokens = {teachers.max_tokens:,}"
+    )
+
+
+def _state_usd(
+    teachers: TeachersConfig, priced: list[tuple[TeacherConfig, Price]], family: str, prompt_tokens: float
+) -> tuple[float, float]:
+    """Return the (low, high) cost of one state; zeros where the state will be refused."""
+    allowed = [(teacher.known_family, price) for teacher, price in priced if teacher.known_family != family]
+    cheapest: dict[str, float] = {}
+    for teacher_family, price in allowed:
+        usd = price.cost_usd(int(prompt_tokens), int(ANSWER_SHARE * teachers.max_tokens))
+        cheapest[teacher_family] = min(usd, cheapest.get(teacher_family, usd))
+    if family == UNKNOWN or len(cheapest) < 2:
+        return 0.0, 0.0
+    full = sorted((price.cost_usd(int(prompt_tokens), teachers.max_tokens) for _, price in allowed), reverse=True)
+    return sum(sorted(cheapest.values())[:2]), sum(full[: teachers.voters])
+
+
+def _family(line: bytes, teachers: TeachersConfig) -> str:
+    """Return the family that wrote a state; UNKNOWN also for a line that is no state."""
+    try:
+        family = family_named(msgspec.json.decode(line, type=_Line).source_family)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return UNKNOWN
+    return _or_assumed(family, teachers)
+
+
+def _or_assumed(family: str, teachers: TeachersConfig) -> str:
+    return (teachers.assume_family or UNKNOWN) if family == UNKNOWN else family
+
+
+def _sampled(path: Path) -> tuple[int, list[bytes]]:
+    """Return (states, some lines). For a large file the number is estimated from its size and first lines."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            lines = [line for line, _ in zip(file, range(SAMPLE_LINES), strict=False)]
+    except OSError as error:
+        raise ConfigError(f"the states file {path} cannot be read ({error}): make it with `composer ingest`") from None
+    if len(lines) < SAMPLE_LINES:
+        return len(lines), lines
+    return round(size * len(lines) / sum(map(len, lines))), lines

@@ -12,10 +12,9 @@ from composer_prime.config import Config
 from composer_prime.config.teachers import VoiConfig
 from composer_prime.console import bulleted, gib, pluralize
 from composer_prime.errors import ConfigError, LedgerError
-from composer_prime.plan.cost_forecast import CostForecast, cost_with_cap, forecast_cost
+from composer_prime.llm.prices import CostForecast, cost_with_cap, forecast_cost
 from composer_prime.plan.footprint import ModelShape, Need, disk_bytes, node_need, orchestrator_need, rank_need
-from composer_prime.plan.machine import Machine, free_bytes, this_machine
-from composer_prime.plan.placement import uses_cuda
+from composer_prime.plan.machine import Machine, free_bytes, this_machine, uses_cuda
 from composer_prime.plan.preflight import Findings, check_start, setting_notes
 from composer_prime.run.check_run_dir import Starter, folder_state
 from composer_prime.run.costs import spent

@@ -17,8 +17,7 @@ from composer_prime.config.channels import SIMPO_TEMPERATURE
 from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInstalledError
 from composer_prime.model_source import block_of, count_parts, model_ready, resolve_model, tensor_shapes
 from composer_prime.plan.footprint import ModelShape
-from composer_prime.plan.machine import check_address, check_port, module_file
-from composer_prime.plan.placement import Placement, place_processes, uses_cuda
+from composer_prime.plan.machine import Placement, check_address, check_port, module_file, place_processes, uses_cuda
 from composer_prime.run.check_run_dir import Starter, check_run_folder
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.pairs import refusal, resolve_pairs

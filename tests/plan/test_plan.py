@@ -16,8 +16,7 @@ from composer_prime.config.load import dump, resolve
 from composer_prime.console import GIB
 from composer_prime.model_source import resolve_model
 from composer_prime.plan.footprint import ModelShape
-from composer_prime.plan.machine import Machine, module_file
-from composer_prime.plan.placement import place_processes
+from composer_prime.plan.machine import Machine, module_file, place_processes
 from composer_prime.plan.plan import build_plan
 from composer_prime.plan.preflight import check_start
 

@@ -13,8 +13,8 @@ from loopback import Endpoint, run_config, serving, state
 from composer_prime.cli import report_command as report_channels
 from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.errors import ConfigError, DeadlineError
+from composer_prime.llm.prices import forecast_cost
 from composer_prime.monitor.metrics_file import MetricsFile
-from composer_prime.plan.cost_forecast import forecast_cost
 from composer_prime.plan.plan import build_plan
 from composer_prime.run.costs import read_costs
 from composer_prime.run.run_dir import RunDir

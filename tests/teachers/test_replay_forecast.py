@@ -9,7 +9,7 @@ import pytest
 from loopback import Endpoint, run_config, serving, state
 
 from composer_prime.config import Config
-from composer_prime.plan.cost_forecast import cost_with_cap, forecast_cost
+from composer_prime.llm.prices import cost_with_cap, forecast_cost
 from composer_prime.traces.replay.command import Arguments, replay, replay_summary
 from composer_prime.traces.state import write_state
 

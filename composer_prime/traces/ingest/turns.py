@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from composer_prime.llm.families import family_of
-from composer_prime.llm.tagged_text import split_thinking
+from composer_prime.llm.reply import split_thinking
 from composer_prime.traces.ingest.masking.masker import Masker
 from composer_prime.traces.ingest.reading import Limits
 from composer_prime.traces.ingest.tally import Recent, Tally

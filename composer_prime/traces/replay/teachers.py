@@ -17,11 +17,9 @@ from composer_prime.llm.budget import Budget
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import ChatAnswer, ChatClient, ChatRequest, Endpoint, NoAnswerError
 from composer_prime.llm.families import UNKNOWN, family_named
-from composer_prime.llm.prices import Price, price_of
-from composer_prime.llm.reply import ROUNDING, reply_text
-from composer_prime.llm.tagged_text import split_thinking
+from composer_prime.llm.prices import ANSWER_SHARE, BYTES_PER_TOKEN, Price, price_of
+from composer_prime.llm.reply import ROUNDING, reply_text, split_thinking
 from composer_prime.model_source import resolve_model
-from composer_prime.plan.cost_forecast import ANSWER_SHARE, BYTES_PER_TOKEN
 from composer_prime.traces.replay.local_models import weights_mark
 from composer_prime.traces.state import Message, TraceState
 

@@ -25,7 +25,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.errors import MODEL_TRANSPORT_ERROR_EXIT_CODE, HarnessError
 from verifiers.v1.runtimes import ProgramResult
 
-from composer_prime.llm.tagged_text import TOOL_CALL_OR_REST
+from composer_prime.llm.reply import TOOL_CALL_OR_REST
 
 INVALID_CALL = "Invalid JSON in tool call"
 _CONTEXT_FULL = re.compile(r"context length|context window|max_model_len", re.IGNORECASE)
