@@ -18,8 +18,6 @@ from typing import Any
 
 from composer_prime.errors import ConfigError
 
-_BASE = "base"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
@@ -44,30 +42,23 @@ class Layer:
 
 
 def read_layers(words: list[str]) -> tuple[list[Layer], list[str]]:
-    """Return the layers of all files in `words`, the strongest last, and the other words.
+    """Return the layers of all `@ FILE` in `words`, the strongest last, and the other words.
 
-    `@ FILE` is a layer of the whole configuration, `--section @ FILE` one of a section; those of sections come last.
     The blank after an @ may be left out. Raises ConfigError for a file that cannot be read.
     """
-    whole: list[Layer] = []
-    of_sections: list[Layer] = []
+    layers: list[Layer] = []
     rest: list[str] = []
     queue = list(words)
     while queue:
-        word, section = queue.pop(0), ""
-        if word.startswith("--") and "=" not in word and queue and queue[0].startswith("@"):
-            section, word = word[2:].replace("-", "_"), queue.pop(0)
+        word = queue.pop(0)
         if not word.startswith("@"):
             rest.append(word)
             continue
         name = word[1:] or (queue.pop(0) if queue else "")
         if not name or name.startswith("--"):
             raise ConfigError("@ must be followed by a configuration file: @ configs/a1.toml")
-        if section:
-            of_sections.append(Layer(origin=name, values=_nested(section.split("."), read_table_file(name))))
-        else:
-            whole += read_with_bases(name)
-    return [*whole, *of_sections], rest
+        layers += read_with_bases(name)
+    return layers, rest
 
 
 def read_with_bases(name: str, *, readers: tuple[str, ...] = ()) -> list[Layer]:
@@ -77,7 +68,7 @@ def read_with_bases(name: str, *, readers: tuple[str, ...] = ()) -> list[Layer]:
     """
     values = read_table_file(name)
     chain = (*readers, name)
-    base = values.pop(_BASE, None)
+    base = values.pop("base", None)
     if base is None:
         return [Layer(origin=name, values=values)]
     if not isinstance(base, str):
@@ -136,12 +127,6 @@ def _files_near(path: Path) -> str:
         return f" (nor does the folder {folder}; the current folder is {Path.cwd()})"
     names = sorted(str(neighbor) for neighbor in folder.glob("*.toml"))
     return f"; there is {', '.join(names[:6])}" if names else ""
-
-
-def _nested(keys: list[str], values: dict[str, Any]) -> dict[str, Any]:
-    for key in reversed(keys):
-        values = {key: values}
-    return values
 
 
 def _merge_into(merged: dict[str, Any], values: dict[str, Any]) -> None:

@@ -1,11 +1,7 @@
 """Sentences about what is wrong with a configuration: the key, its value, the file that set it, what is expected.
 
-For a key that does not exist, and for a value where a section belongs, they suggest what was probably meant. In this
-order, keys of the same section first:
-
-1. a key that takes the word as its value: `diloco.codec.int4` is `diloco.codec.type`
-2. a key that papers call by this symbol: `diloco.tau` is `diloco.delay`
-3. a key with nearly this name; then keys of this name in other sections; then a nearly equal path
+For a key that does not exist they suggest one of nearly this name in its section, else one of this name elsewhere, else
+one with a nearly equal path.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import itertools
 import re
 import types
 from collections.abc import Sequence
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -24,18 +20,6 @@ from composer_prime.config.layers import Layer
 from composer_prime.config.root import Config, DisagreementError
 
 Location = tuple[str | int, ...]
-
-_SYMBOLS = {
-    "diloco.h": ("sync_every",),
-    "diloco.p": ("fragments",),
-    "diloco.tau": ("delay",),
-    "diloco.alpha": ("mixing",),
-    "channels.sdpo.alpha": ("weight",),
-    "channels.replay_dpo.beta": ("weight", "temperature"),
-    "orchestrator.g": ("group_size",),
-    "teachers.n": ("voters",),
-}
-"""Keys by the symbols that papers use for them, in lower case."""
 
 
 def describe_problems(error: ValidationError, layers: Sequence[Layer]) -> list[str]:
@@ -85,8 +69,8 @@ def _wrong_flag(word: str, following: str) -> str | None:
     value = value if equals else following
     if not value or value == "None" or value.startswith(("{", "--")):
         return None
-    suggestion = _suggest_for_section(location, value, "--")
-    return None if suggestion is None else f"--{name} {value}: {suggestion}"
+    remedy = _name_keys_of_section(location, "--")
+    return f"--{name} {value}: {remedy}" if remedy else None
 
 
 def _flag_location(flag: str) -> tuple[str, ...]:
@@ -105,8 +89,8 @@ def _sentence(location: Location, problems: list[Any], layers: Sequence[Layer]) 
         return first["msg"].removeprefix("Value error, ")
     value = repr(first["input"])
     shown = value if len(value) <= 80 else value[:77] + "..."
-    if first["type"] == "model_type" and (suggestion := _suggest_for_section(location, first["input"])):
-        return f"{key} = {shown}{origin}: {suggestion}"
+    if first["type"] == "model_type" and (remedy := _name_keys_of_section(location)):
+        return f"{key} = {shown}{origin}: {remedy}"
     expected = " or ".join(dict.fromkeys(_expected(problem["msg"]) for problem in problems))
     return f"{key} = {shown}{origin}: expected {expected}{_suggest_choice(first)}"
 
@@ -130,14 +114,8 @@ def _suggest_key(location: Location, dash: str = "") -> str:
     """Return `; did you mean a.b?`, else the keys that its section has. `dash`: what stands before a key."""
     *parents, name = _names(location) or [""]
     section = _section_at(location[:-1])
-    if section is not None:
-        in_section = lambda key: dash + _dotted((*location[:-1], key))
-        if chosen := _key_with_choice(section, name):
-            return _did_you_mean(_assignment(in_section(chosen), name, dash))
-        if keys := _SYMBOLS.get(_dotted([*parents, name]).lower()):
-            return _did_you_mean(*map(in_section, keys))
-        if nearest := difflib.get_close_matches(name, list(section.model_fields), n=1, cutoff=0.6):
-            return _did_you_mean(in_section(nearest[0]))
+    if section is not None and (nearest := difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.6)):
+        return f"; did you mean {dash}{_dotted((*location[:-1], *nearest))}?"
     parent, path = _dotted(parents), _dotted([*parents, name])
     keys = [key for key in _key_types() if not path.startswith(f"{key}.")]
     same_name = [key for key in keys if key.rpartition(".")[2] == name]
@@ -145,38 +123,19 @@ def _suggest_key(location: Location, dash: str = "") -> str:
     if section is None and not candidates:
         candidates = difflib.get_close_matches(path, keys, n=1, cutoff=0.6)
     if candidates:
-        return _did_you_mean(*(dash + key for key in candidates[:3]))
+        return f"; did you mean {' or '.join(dash + key for key in candidates[:3])}?"
     if section is None:
         return ""
     return f"; keys of {f'[{parent}]' if parent else 'the file'}: {', '.join(section.model_fields)}"
 
 
-def _suggest_for_section(location: Location, value: object, dash: str = "") -> str | None:
-    """Suggest the key that `value` belongs to, where `location` names a section; None where it names none."""
+def _name_keys_of_section(location: Location, dash: str = "") -> str | None:
+    """Return what belongs where `location` names a section and a value was given; None where it names no section."""
     section = _section_at(location)
     if section is None:
         return None
-    key = dash + _dotted(location)
-    if chosen := _key_with_choice(section, value):
-        return "a section, not a value" + _did_you_mean(_assignment(f"{key}.{chosen}", value, dash))
-    return f"a section, not a value: set {key}.KEY, where KEY is one of {', '.join(section.model_fields)}"
-
-
-def _key_with_choice(section: type[BaseModel], word: object) -> str | None:
-    """Return the key whose fixed choices include `word`."""
-    for name, field in section.model_fields.items():
-        literals = [member for member in _members(field.annotation) if get_origin(member) is Literal]
-        if any(word in get_args(literal) for literal in literals):
-            return name
-    return None
-
-
-def _assignment(key: str, value: object, dash: str) -> str:
-    return f"{key} {value}" if dash else f"{key} = {value!r}"
-
-
-def _did_you_mean(*keys: str) -> str:
-    return f"; did you mean {' or '.join(keys)}?"
+    keys = ", ".join(section.model_fields)
+    return f"a section, not a value: set {dash}{_dotted(location)}.KEY, where KEY is one of {keys}"
 
 
 # The tree of keys, read from the types of `Config`.
