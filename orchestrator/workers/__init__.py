@@ -1,7 +1,6 @@
 """Environment workers: verifiers environments in processes of their own.
 
-    pool      a source's workers: dispatch, restart with backoff, cancellation
-    child     the orchestrator's handle on one such process
+    pool      a source's workers: dispatch, restart with backoff, cancellation, and the handle on each process
     protocol  the messages between pool and worker, as length-prefixed msgpack over a socket pair
     worker    the process: one source's environments, many concurrent rollouts on one event loop
 
