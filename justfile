@@ -2,11 +2,11 @@
 
 # install everything that development needs
 setup:
-    uv sync
+    uv sync --group dev
 
 # the fast tests; pass further arguments to pytest
 test *ARGUMENTS:
-    uv run pytest {{ARGUMENTS}}
+    uv run --group dev pytest {{ARGUMENTS}}
 
 # ruff, import contracts, structure, types
 lint:
@@ -14,8 +14,8 @@ lint:
 
 # format the code in place
 format:
-    uv run ruff check --fix .
-    uv run ruff format .
+    uv run --group dev ruff check --fix .
+    uv run --group dev ruff format .
 
 # build the documentation into build/site
 docs:
