@@ -26,7 +26,7 @@ from composer_prime.model_source import resolve_model
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import HintedTurn, Sample, VersionSpan, pack_flags, pack_floats, pack_ints
 from trainer import world as worlds
-from trainer.data.rows import Documents, RowOptions, documents_of, unpack
+from trainer.data.rows import Documents, documents_of, unpack
 from trainer.data.teacher_cost import ReadCost, teachers_in_row
 from trainer.model.build import build_policy
 from trainer.model.policy import Policy
@@ -93,8 +93,7 @@ def measure(bench: Bench, context: int, turn: int, repeats: int) -> None:
 
 def one_step(bench: Bench, found: Documents, samples: list[Sample], in_row: bool) -> float:
     """Processor seconds."""
-    options = RowOptions(device=bench.device, share=True, distil=True)
-    row = unpack(found, options, teacher_in_row=in_row)
+    row = unpack(found, bench.device, share=True, distil=True, teacher_in_row=in_row)
     bench.policy.zero_grad()
     begun = time.process_time()
     (auxiliary,) = bench.teacher.prepare([row], 1)

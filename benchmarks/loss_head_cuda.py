@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from composer_prime.plan.footprint import CHUNK_LOGITS
-from trainer.head.choose_kernels import choose_kernels
 from trainer.head.fused import Head, token_statistics
-from trainer.head.kernels import GradientInputs, LogitKernels, TorchLogitKernels
+from trainer.head.kernels import GradientInputs, LogitKernels, TorchLogitKernels, choose_kernels
 
 DEVICE = torch.device("cuda")
 CHECKED = 64

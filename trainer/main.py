@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from composer_prime.config.load import CommandLine, parse_command_line
+from composer_prime.config.load import parse_command_line
 from composer_prime.console import (
     EXIT_USAGE,
     columns,
@@ -26,31 +26,27 @@ def main() -> int:
 def _main() -> int:
     exit_on_version_flag(sys.argv[1:])
     command = parse_command_line(sys.argv[1:])
+    config = command.config
     try:
-        return _run(command)
+        from composer_prime.plan.plan import build_plan
+
+        plan = build_plan(config)
+        if command.dry_run:
+            from diloco.simulate.forecast import link_rows
+
+            print(plan.with_rows(link_rows(config)).text(columns()))
+            return EXIT_USAGE if plan.problems else 0
+        if plan.problems:
+            raise ConfigError(f"the run cannot start: {what_is_wrong(plan.problems)}")
+        for note in plan.notes if not config.run.resume else []:
+            print(f"note: {note}", file=sys.stderr)
+        from composer_prime.model_source import resolve_model
+        from trainer.launcher.launch import launch
+
+        resolve_model(config.model.path)
+        return launch(config)
     except ConfigError as error:
         fail(error)
-
-
-def _run(command: CommandLine) -> int:
-    """Raises ConfigError."""
-    from composer_prime.plan.plan import build_plan
-
-    plan = build_plan(command.config)
-    if command.dry_run:
-        from diloco.simulate.forecast import link_rows
-
-        print(plan.with_rows(link_rows(command.config)).text(columns()))
-        return EXIT_USAGE if plan.problems else 0
-    if plan.problems:
-        raise ConfigError(f"the run cannot start: {what_is_wrong(plan.problems)}")
-    for note in plan.notes if not command.config.run.resume else []:
-        print(f"note: {note}", file=sys.stderr)
-    from composer_prime.model_source import resolve_model
-    from trainer.launcher.launch import launch
-
-    resolve_model(command.config.model.path)
-    return launch(command.config)
 
 
 if __name__ == "__main__":

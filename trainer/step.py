@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -62,59 +62,38 @@ def train_step(
     before anything is changed.
     """
     started = time.monotonic()
-    sums = _accumulate(policy, rows, auxiliary or [AuxiliaryLogprobs() for _ in rows], totals, settings, step)
+    losses: list[Tensor] = []
+    not_finite: list[Tensor] = []
+    sums: dict[str, Tensor] = {}
+    for index, (row, of_row) in enumerate(zip(rows, auxiliary or [None] * len(rows), strict=True)):
+        policy.set_requires_gradient_sync(settings.reduce_each or index == len(rows) - 1)
+        parts, bad = loss_of(policy, row, totals, settings, step=step, auxiliary=of_row)
+        parts.total.backward()
+        losses.append(parts.total.detach())
+        not_finite.append(bad)
+        for name, value in parts.sums.items():
+            sums[name] = sums[name] + value if name in sums else value.double()
     norm = optimizer.grad_norm()
-    values = _reduce(sums.metrics, norm)
-    if not (math.isfinite(values["grad_norm"]) and math.isfinite(values["loss/total"])):
+    stacked = torch.stack(list(sums.values()))
+    dist.all_reduce(stacked)
+    *summed, grad_norm = torch.cat([stacked, norm.double().reshape(1)]).tolist()
+    values = dict(zip(sums, summed, strict=True))
+    if not (math.isfinite(grad_norm) and math.isfinite(values["loss/total"])):
         optimizer.zero_grad()
-        raise NonFiniteError(_blame(step, rows, sums, values["grad_norm"]))
+        raise NonFiniteError(_blame(step, rows, losses, not_finite, grad_norm))
     computed = time.monotonic()
     lr = optimizer.step(ratio, norm)
-    metrics = channel_metrics({name: value for name, value in values.items() if name != "grad_norm"})
     return (
         {"sdpo/turns": 0.0, "dpo/pairs": 0.0}
-        | metrics
+        | channel_metrics(values)
         | {
             "tokens/trained": values["policy/tokens"],
-            "optim/grad_norm": values["grad_norm"],
+            "optim/grad_norm": grad_norm,
             "optim/lr": lr,
             "time/forward_backward_s": computed - started,
             "time/optimizer_s": time.monotonic() - computed,
         }
     )
-
-
-@dataclass(slots=True)
-class _RowSums:
-    """Results of the rows, still on the device."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    """Each row's share of the loss."""
-    not_finite: list[Tensor] = field(default_factory=list)
-    """For each row, how many statistics of each document are NaN or infinite."""
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Metric sums of this rank."""
-
-
-def _accumulate(
-    policy: Policy,
-    rows: Sequence[PackedRow],
-    auxiliary: Sequence[AuxiliaryLogprobs],
-    totals: StepTotals,
-    settings: LossSettings,
-    step: int,
-) -> _RowSums:
-    """Run forward and backward of each row; the gradients then lie in the parameters."""
-    sums = _RowSums()
-    for index, (row, of_row) in enumerate(zip(rows, auxiliary, strict=True)):
-        policy.set_requires_gradient_sync(settings.reduce_each or index == len(rows) - 1)
-        parts, not_finite = loss_of(policy, row, totals, settings, step=step, auxiliary=of_row)
-        parts.total.backward()
-        sums.losses.append(parts.total.detach())
-        sums.not_finite.append(not_finite)
-        for name, value in parts.sums.items():
-            sums.metrics[name] = sums.metrics[name] + value if name in sums.metrics else value.double()
-    return sums
 
 
 def loss_of(
@@ -142,12 +121,13 @@ def channel_inputs(
     row: PackedRow, statistics: TokenStatistics, auxiliary: AuxiliaryLogprobs, channels: ChannelsConfig
 ) -> ChannelInputs:
     """Return the inputs of the loss terms that are on; one without tokens in this row is empty but has a gradient."""
+    chosen = slice(None) if row.policy_T is None else row.policy_T
     return ChannelInputs(
         policy=PolicyTokens(
-            logprobs_T=_picked(statistics.logprobs_R, row.policy_T),
+            logprobs_T=statistics.logprobs_R[chosen],
             sampler_logprobs_T=row.sampler_logprobs_T,
             advantages_T=row.advantages_T,
-            entropy_T=_picked(statistics.entropy_R, row.policy_T),
+            entropy_T=statistics.entropy_R[chosen],
             sequence_T=row.sequence_T,
             sequences=row.sequences,
             reference_logprobs_T=auxiliary.reference_logprobs_T,
@@ -155,10 +135,6 @@ def channel_inputs(
         sdpo=_sdpo_tokens(row, statistics) if channels.sdpo.weight > 0 else None,
         replay_dpo=None if row.pairs is None else _pair_tokens(row.pairs, statistics, auxiliary.reference_S),
     )
-
-
-def _picked(values_R: Tensor, rows: Tensor | None) -> Tensor:
-    return values_R if rows is None else values_R[rows]
 
 
 def _sdpo_tokens(row: PackedRow, statistics: TokenStatistics) -> SdpoTokens:
@@ -176,7 +152,7 @@ def _sdpo_tokens(row: PackedRow, statistics: TokenStatistics) -> SdpoTokens:
 
 
 def _pair_tokens(pairs: PairsRow, statistics: TokenStatistics, reference_S: Tensor | None) -> PairTokens:
-    sums_S = sum_by(statistics.logprobs_R[pairs.answer_A], pairs.side_A, 2 * pairs.pairs)
+    sums_S = sum_by(statistics.logprobs_R[pairs.answer_A], pairs.side_A, len(pairs.length_S))
     return PairTokens(
         chosen_logprobs_P=sums_S[0::2],
         rejected_logprobs_P=sums_S[1::2],
@@ -188,30 +164,23 @@ def _pair_tokens(pairs: PairsRow, statistics: TokenStatistics, reference_S: Tens
     )
 
 
-def _reduce(metrics: dict[str, Tensor], norm: Tensor) -> dict[str, float]:
-    """Sum over ranks and bring the sums and the norm to the host: one collective, one read."""
-    stacked = torch.stack(list(metrics.values()))
-    dist.all_reduce(stacked)
-    values = torch.cat([stacked, norm.double().reshape(1)]).tolist()
-    return dict(zip([*metrics, "grad_norm"], values, strict=True))
+def _blame(
+    step: int, rows: Sequence[PackedRow], losses: list[Tensor], not_finite: list[Tensor], grad_norm: float
+) -> str:
+    """Name the micro-batches that are not finite. A collective; every rank gets the same text.
 
-
-def _blame(step: int, rows: Sequence[PackedRow], sums: _RowSums, norm: float) -> str:
-    """Name the micro-batches that are not finite. A collective; every rank gets the same text."""
-    bad = [index for index, loss in enumerate(torch.stack(sums.losses).tolist()) if not math.isfinite(loss)]
-    text = "; ".join(
-        f"micro-batch {index} of rank {dist.get_rank()} ({_culprits(rows[index], sums.not_finite[index])})"
-        for index in bad
-    )
-    texts = [text for text in gather_texts(text) if text]
+    Each is named by the samples and pairs whose logits are not finite, or by all its samples where every logit is.
+    """
+    found = []
+    for index, loss in enumerate(torch.stack(losses).tolist()):
+        if not math.isfinite(loss):
+            bad = not_finite[index].tolist()
+            names = dict.fromkeys(name for name, count in zip(rows[index].names, bad, strict=True) if count)
+            culprits = f"logits of {', '.join(names)}" if names else f"samples {', '.join(rows[index].sample_ids)}"
+            found.append(f"micro-batch {index} of rank {dist.get_rank()} ({culprits})")
+    texts = [text for text in gather_texts("; ".join(found)) if text]
     culprits = "loss of " + "; ".join(texts) if texts else "gradient, although every micro-batch's loss is finite"
     return (
-        f"step {step}: NaN or infinity in the {culprits} (gradient norm {norm}). The parameters are unchanged; lower "
-        "trainer.optim.lr or look at these samples, then continue with --resume"
+        f"step {step}: NaN or infinity in the {culprits} (gradient norm {grad_norm}). The parameters are unchanged; "
+        "lower trainer.optim.lr or look at these samples, then continue with --resume"
     )
-
-
-def _culprits(row: PackedRow, not_finite: Tensor) -> str:
-    """Name the samples and pairs whose logits are not finite; all of the row's where every logit is."""
-    names = dict.fromkeys(name for name, count in zip(row.names, not_finite.tolist(), strict=True) if count)
-    return f"logits of {', '.join(names)}" if names else f"samples {', '.join(row.sample_ids)}"

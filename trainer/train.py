@@ -16,7 +16,6 @@ import logging
 import resource
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -34,58 +33,88 @@ from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.wire.types import RunFinished, StepReply
 from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
-from trainer.data.rows import PackedRow, RowOptions, documents_of, unpack
+from trainer.data.rows import PackedRow, documents_of, unpack
 from trainer.data.step_client import RankInfo, StepClient, Stopped, find_endpoint, next_batch
 from trainer.data.teacher_cost import ReadCost, teachers_in_row
 from trainer.model.build import build_policy
-from trainer.model.policy import Policy
-from trainer.optim import Optimizer, build_optimizer, rate
+from trainer.optim import build_optimizer, rate
 from trainer.step import LossSettings, train_step
 from trainer.teacher.reference import ReferenceLogprobs
 from trainer.teacher.self_teacher import SelfTeacher
 from trainer.weights.checkpoint import Checkpoints
 from trainer.weights.publish import Publisher, export
-from trainer.world import LEAVE_S, StopSignal, World
+from trainer.world import LEAVE_S, StopSignal
 
 logger = logging.getLogger("trainer")
 
 
-@dataclass(kw_only=True)
 class Trainer:
-    """One rank of a run. `build_trainer` makes it."""
+    """One rank of a run."""
 
-    config: Config
-    run_dir: RunDir
-    run_id: str
-    folder: Path
-    """The model's."""
-    world: World
-    policy: Policy
-    optimizer: Optimizer
-    outer: StreamingDiLoCo | None
-    """The loop across clusters; None when this cluster trains alone."""
-    teacher: SelfTeacher
-    read_cost: ReadCost
-    row_options: RowOptions
-    settings: LossSettings
-    publisher: Publisher
-    checkpoints: Checkpoints
-    metrics: MetricsFile
-    stop: StopSignal
-    _saved: int = field(default=0, init=False)
-    """Step of the newest checkpoint; a run's start needs none."""
+    def __init__(self, run_dir: RunDir, config: Config, stop: StopSignal) -> None:
+        """Join the other ranks, load the model and build the parts. A collective.
+
+        Raises ConfigError, ModelNotFoundError or another ComposerError when a part cannot be built.
+        """
+        channels, trainer = config.channels, config.trainer
+        self.config = config
+        self.run_dir = run_dir
+        self.stop = stop
+        self.run_id = read_run_id(run_dir)
+        self.model_folder = resolve_model(config.model.path)
+        self.world = worlds.join(trainer)
+        self.policy = build_policy(config, self.model_folder, self.world)
+        scores_pairs = weight_sets(channels).scores_pairs
+        reference = ReferenceLogprobs(run_dir.reference, self.model_folder, self.world) if scores_pairs else None
+        self.teacher = SelfTeacher(self.policy, channels, reference)
+        self.optimizer = build_optimizer(self.policy, trainer.optim)
+        self.outer = self._build_outer()
+        self.read_cost = ReadCost.of(self.policy.lm.config, trainer)
+        reduce_each = trainer.reduce_each_micro_batch
+        self.settings = LossSettings(
+            channels=channels,
+            max_length=max_completion_length(channels, config.model.max_context),
+            reduce_each=self.world.device.type == "cuda" if reduce_each is None else reduce_each,
+        )
+        self.publisher = Publisher(config, run_dir, self.run_id, self.model_folder, self.world, self.outer)
+        self.checkpoints = Checkpoints(
+            run_dir=run_dir,
+            world=self.world,
+            policy=self.policy,
+            optimizer=self.optimizer,
+            teacher=self.teacher,
+            outer=self.outer,
+            keep=trainer.checkpoint.keep,
+        )
+        self.metrics = MetricsFile(run_dir.metrics, "trainer")
+        self._saved = 0
+        """Step of the newest checkpoint; a run's start needs none."""
 
     def run(self) -> None:
         """Train every step that the orchestrator has a batch for, then write final/."""
         start = self._saved = self._restore()
-        client = self._connect()
-        try:
-            with self.outer or contextlib.nullcontext():
-                self._report_start(client, start)
-                last = self._train(client, start)
-                self._finish(client, start, last)
-        finally:
-            client.close()
+        with contextlib.closing(self._connect()) as client, self.outer or contextlib.nullcontext():
+            self.publisher.publish(self.policy, start)
+            if self.world.first:
+                client.done(start, self.publisher.version, [])
+            last = self._train(client, start)
+            self._finish(client, start, last)
+
+    def _build_outer(self) -> StreamingDiLoCo | None:
+        """Return the loop across clusters; None when this cluster trains alone."""
+        if self.config.diloco is None:
+            return None
+        lora = self.config.trainer.lora
+        agreed = {"trainer.lora.rank": str(lora.rank), "trainer.lora.alpha": str(lora.alpha)} if lora else {}
+        return StreamingDiLoCo(
+            self.policy.named_parameters(),
+            self.optimizer.parts[-1],
+            self.config.diloco,
+            agreed=agreed,
+            should_stop=self.stop.is_requested,
+            on_catch_up=self.teacher.catch_up,
+            on_state_replaced=self.teacher.start_anew,
+        )
 
     def _restore(self) -> int:
         """Return the step to continue from: 0, or that of the newest complete checkpoint, whose state is then in place.
@@ -115,12 +144,6 @@ class Trainer:
             silence_timeout_s=trainer.orchestrator_timeout_s,
         )
         return StepClient(endpoint, RunKeys(self.run_dir.keys).client("trainer"), rank, self.stop.is_requested)
-
-    def _report_start(self, client: StepClient, start: int) -> None:
-        """Publish the version of `start`, then tell the orchestrator that it is in the store."""
-        self.publisher.publish(self.policy, start)
-        if self.world.first:
-            client.done(start, self.publisher.version, [])
 
     def _train(self, client: StepClient, start: int) -> int:
         """Take steps after `start` and return the last one."""
@@ -175,18 +198,21 @@ class Trainer:
         })  # fmt: skip
 
     def _rows(self, reply: StepReply) -> list[PackedRow]:
-        lora = self.config.trainer.lora
+        channels, lora = self.config.channels, self.config.trainer.lora
+        share = self.policy.shares_prefixes
         documents = [documents_of(batch, self.policy.vocabulary) for batch in reply.micro_batches]
-        in_row = teachers_in_row(
-            documents,
-            self.config.channels,
-            self.read_cost,
-            share=self.policy.shares_prefixes,
-            dropout=lora is not None and lora.dropout > 0,
-        )
+        dropout = lora is not None and lora.dropout > 0
+        in_row = teachers_in_row(documents, channels, self.read_cost, share=share, dropout=dropout)
         return [
-            unpack(of_batch, self.row_options, teacher_in_row=flag)
-            for of_batch, flag in zip(documents, in_row, strict=True)
+            unpack(
+                of_batch,
+                self.world.device,
+                share=share,
+                distil=channels.sdpo.weight > 0,
+                prefer=channels.replay_dpo.weight > 0,
+                teacher_in_row=teacher_in_row,
+            )
+            for of_batch, teacher_in_row in zip(documents, in_row, strict=True)
         ]
 
     def _report_step(self, client: StepClient, step: int, rows: list[PackedRow]) -> None:
@@ -234,79 +260,9 @@ class Trainer:
             if self.world.first:
                 self.metrics.log(last, final_metrics)
         with self.outer.global_values() if self.outer else contextlib.nullcontext():
-            export(self.policy, self.config, self.folder, self.run_dir.final, self.world, self.publisher.dtype)
+            export(self.policy, self.config, self.model_folder, self.run_dir.final, self.world, self.publisher.dtype)
         if last > start and last not in self.run_dir.complete_checkpoints():
             self.checkpoints.save(last, client)
-
-
-def build_trainer(run_dir: RunDir, config: Config, stop: StopSignal) -> Trainer:
-    """Join the other ranks, load the model and build the parts. A collective.
-
-    Raises ConfigError, ModelNotFoundError or another ComposerError when a part cannot be built.
-    """
-    channels, trainer = config.channels, config.trainer
-    run_id, folder = read_run_id(run_dir), resolve_model(config.model.path)
-    world = worlds.join(trainer)
-    policy = build_policy(config, folder, world)
-    scores_pairs = weight_sets(channels).scores_pairs
-    reference = ReferenceLogprobs(run_dir.reference, folder, world) if scores_pairs else None
-    teacher = SelfTeacher(policy, channels, reference)
-    optimizer = build_optimizer(policy, trainer.optim)
-    outer = _build_outer(config, policy, optimizer, teacher, stop)
-    reduce_each = trainer.reduce_each_micro_batch
-    return Trainer(
-        config=config,
-        run_dir=run_dir,
-        run_id=run_id,
-        folder=folder,
-        world=world,
-        policy=policy,
-        optimizer=optimizer,
-        outer=outer,
-        teacher=teacher,
-        read_cost=ReadCost.of(policy.lm.config, trainer),
-        row_options=RowOptions(
-            device=world.device,
-            share=policy.shares_prefixes,
-            distil=channels.sdpo.weight > 0,
-            prefer=channels.replay_dpo.weight > 0,
-        ),
-        settings=LossSettings(
-            channels=channels,
-            max_length=max_completion_length(channels, config.model.max_context),
-            reduce_each=world.device.type == "cuda" if reduce_each is None else reduce_each,
-        ),
-        publisher=Publisher(config, run_dir, run_id, folder, world, outer),
-        checkpoints=Checkpoints(
-            run_dir=run_dir,
-            world=world,
-            policy=policy,
-            optimizer=optimizer,
-            teacher=teacher,
-            outer=outer,
-            keep=trainer.checkpoint.keep,
-        ),
-        metrics=MetricsFile(run_dir.metrics, "trainer"),
-        stop=stop,
-    )
-
-
-def _build_outer(
-    config: Config, policy: Policy, optimizer: Optimizer, teacher: SelfTeacher, stop: StopSignal
-) -> StreamingDiLoCo | None:
-    if config.diloco is None:
-        return None
-    lora = config.trainer.lora
-    agreed = {"trainer.lora.rank": str(lora.rank), "trainer.lora.alpha": str(lora.alpha)} if lora else {}
-    return StreamingDiLoCo(
-        policy.named_parameters(),
-        optimizer.parts[-1],
-        config.diloco,
-        agreed=agreed,
-        should_stop=stop.is_requested,
-        on_catch_up=teacher.catch_up,
-        on_state_replaced=teacher.start_anew,
-    )
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -326,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     end_with_parent()  # after StopSignal: its threads must not receive the signals
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stdout)
     try:
-        build_trainer(run_dir, load.read_config(run_dir.config), stop).run()
+        Trainer(run_dir, load.read_config(run_dir.config), stop).run()
     except Stopped:
         return stop.exit_code
     except ComposerError as error:

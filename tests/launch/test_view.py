@@ -18,8 +18,7 @@ from composer_prime.console import clock
 from composer_prime.monitor.progress import RunProgress
 from composer_prime.run.run_dir import RunDir
 from trainer.launcher.prepare import Prepared
-from trainer.launcher.summary import run_summary
-from trainer.launcher.view import PlainView, channels_text, eval_text, panel_rows, round_text, step_line
+from trainer.launcher.view import PlainView, channels_text, eval_text, panel_rows, round_text, run_summary, step_line
 
 CONFIG = {
     "run": {"name": "one", "max_steps": 4},

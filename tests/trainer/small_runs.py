@@ -14,7 +14,7 @@ from composer_prime.config import Config, load
 from composer_prime.packing.pack import pack
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.wire.types import MicroBatch, Sample, VersionSpan, pack_flags, pack_floats, pack_ints
-from trainer.data.rows import PackedRow, RowOptions, documents_of, unpack
+from trainer.data.rows import PackedRow, documents_of, unpack
 
 VOCABULARY = 96
 
@@ -55,11 +55,8 @@ def rows_of(samples, device: torch.device, budget: int = 4096, pairs=(), **optio
     return [row_of(batch, device, **options) for batch in batches]
 
 
-def row_of(
-    batch: MicroBatch, device: torch.device, vocabulary: int = VOCABULARY, teacher_in_row: bool = False, **options
-) -> PackedRow:
-    documents = documents_of(batch, vocabulary)
-    return unpack(documents, RowOptions(device=device, **options), teacher_in_row=teacher_in_row)
+def row_of(batch: MicroBatch, device: torch.device, vocabulary: int = VOCABULARY, **options) -> PackedRow:
+    return unpack(documents_of(batch, vocabulary), device, **options)
 
 
 def make_config(folder: Path, output: Path, **sections: dict[str, Any]) -> Config:

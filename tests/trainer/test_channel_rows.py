@@ -107,7 +107,7 @@ REFERENCES = torch.linspace(-40, -20, 6)
 def auxiliary_of(policy: Policy, row, pairs) -> AuxiliaryLogprobs:
     """Live teacher, in the row or apart from it, and made-up reference values for the row's pairs."""
     order = {f"pair {pair.pair_id}": index for index, pair in enumerate(pairs)}
-    names = row.names[len(row.names) - 2 * row.pairs.pairs :]
+    names = row.names[len(row.names) - len(row.pairs.documents) :]
     sides = [REFERENCES[2 * order[name] + place % 2] for place, name in enumerate(names)]
     teacher = None
     if row.turns:

@@ -291,12 +291,12 @@ def test_an_adapted_output_layer_trains_its_adapters():
     # Low-rank adapters on the output layer: values and adapter gradients equal those of peft's own forward pass; with
     # the adapters scaled to nothing the layer is the base.
     from composer_prime.config.trainer import LoraConfig
-    from trainer.model.lora import inject
+    from trainer.model.build import inject_adapters
     from trainer.teacher.self_teacher import adapters_off
 
     torch.manual_seed(0)
     lm = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, tie_word_embeddings=False))
-    inject(lm, LoraConfig(rank=2, alpha=4, target_modules=["lm_head"]))
+    inject_adapters(lm, LoraConfig(rank=2, alpha=4, target_modules=["lm_head"]))
     layer = lm.get_output_embeddings()
     layer.lora_B["default"].weight.data.normal_()
     hidden, targets = torch.randn(7, 32), torch.randint(0, 96, (7,))

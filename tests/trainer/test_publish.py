@@ -57,7 +57,7 @@ def test_a_killed_trainer_s_partial_files_are_removed_at_the_next_start(make_run
     assert subprocess.run(command).returncode == -9
     [left] = (run.dir.weights / "chunks").iterdir()
     assert left.name.endswith(".partial")
-    Publisher(run.config, run.dir, "run", model_folder, world)
+    Publisher(run.config, run.dir, "run", model_folder, world, None)
     assert list((run.dir.weights / "chunks").iterdir()) == []
 
 
@@ -74,7 +74,7 @@ def test_a_published_version_is_the_policy(make_run, model_folder, world, dtype,
     # gives the canary's logprobs to 1e-5; they differ from the start model's. Adapters are merged.
     run = make_run(inference={"dtype": dtype}, trainer={"lora": lora, "optim": {"lr": 1e-2}})
     policy = train_once(run, model_folder, world)
-    size = Publisher(run.config, run.dir, "run", model_folder, world).publish(policy, 3)
+    size = Publisher(run.config, run.dir, "run", model_folder, world, None).publish(policy, 3)
     manifest, tensors = published(run, 3)
     start = load_file(model_folder / "model.safetensors")
     assert tensors.keys() == start.keys() == manifest.tensors.keys() and manifest.dtype == dtype and size > 0
@@ -95,7 +95,7 @@ def test_old_versions_are_pruned_and_a_rewind_drops_later_ones(make_run, model_f
     # Only the newest `keep` versions stay, with their chunks; after rewind(4) nothing later is left.
     run = make_run(trainer={"weights": {"keep": 2}})
     policy = build_policy(run.config, model_folder, world)
-    publisher = Publisher(run.config, run.dir, "run", model_folder, world)
+    publisher = Publisher(run.config, run.dir, "run", model_folder, world, None)
     for version in range(3, 7):
         publisher.publish(policy, version)
     store = WeightStore(run.dir.weights)
@@ -109,7 +109,7 @@ def test_a_store_that_cannot_be_written_is_a_clear_error(make_run, model_folder,
     # weights/ is a file: the error names version, path and remedy.
     run = make_run()
     policy = build_policy(run.config, model_folder, world)
-    publisher = Publisher(run.config, run.dir, "run", model_folder, world)
+    publisher = Publisher(run.config, run.dir, "run", model_folder, world, None)
     run.dir.weights.write_text("in the way")
     with pytest.raises(WeightError, match=r"policy version 1 .* cannot be written to .*weights.*free some space"):
         publisher.publish(policy, 1)

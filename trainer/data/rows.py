@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from composer_prime.errors import NonFiniteError, RunMismatchError
-from composer_prime.packing.micro_batch import check_same_turn
-from composer_prime.packing.prefixes import PrefixLayout, Tree, joined, prefix_layout
+from composer_prime.packing.pack import check_same_turn
+from composer_prime.packing.prefixes import Tree, joined, prefix_layout
 from composer_prime.wire.types import MicroBatch, PairInRow, flags, floats, ints
 
 
@@ -101,32 +101,28 @@ class PairsRow:
     answer_starts: tuple[int, ...]
     """Where the answer begins in each side."""
 
-    @property
-    def pairs(self) -> int:
-        return len(self.documents) // 2
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowOptions:
-    """How micro-batches become rows on this run."""
-
-    device: torch.device
-    share: bool = False
-    """Merge the common beginnings of documents."""
-    distil: bool = False
-    """SDPO is on."""
-    prefer: bool = False
-    """Replay-DPO is on."""
-
-
-def unpack(documents: Documents, options: RowOptions, *, teacher_in_row: bool = False) -> PackedRow:
+def unpack(
+    documents: Documents,
+    device: torch.device,
+    *,
+    share: bool = False,
+    distil: bool = False,
+    prefer: bool = False,
+    teacher_in_row: bool = False,
+) -> PackedRow:
     """Make the tensors of a checked micro-batch. Documents of a loss term that is off are not read.
 
+    `share` merges the common beginnings of documents. `distil`: SDPO is on. `prefer`: replay-DPO is on.
     `teacher_in_row`: the row's forward pass reads the teacher's documents too (a live teacher only).
     """
-    batch, put = documents.batch, partial(_tensor, device=options.device)
-    turns, pairs = batch.turns if options.distil else [], batch.pairs if options.prefer else []
-    positions, layout = _layout(documents, options, teacher_in_row and options.distil)
+    batch, put = documents.batch, partial(_tensor, device=device)
+    turns, pairs = batch.turns if distil else [], batch.pairs if prefer else []
+    teachers_read = documents.teachers() if distil and teacher_in_row else ()
+    sides_read = documents.sides() if prefer else ()
+    read = [*range(documents.samples), *teachers_read, *sides_read] or [0]  # it may hold only terms that are off
+    layout = prefix_layout([documents.tokens(document) for document in read], share=share)
+    positions = joined(np.arange(*documents.starts[document : document + 2]) for document in read)
     computed_N = np.full(len(documents.ids_N), -1, dtype=np.int64)
     computed_N[positions] = layout.where
     computed = positions[layout.kept]
@@ -140,13 +136,14 @@ def unpack(documents: Documents, options: RowOptions, *, teacher_in_row: bool = 
     head_row_N[wanted] = np.arange(len(wanted))
     document_R = documents.of(wanted)
     turn_D = np.repeat(np.arange(len(turns)), np.array([turn.count for turn in turns], dtype=np.int64))
+    temperatures = np.asarray(batch.temperatures, dtype=np.float32)
     return PackedRow(
         input_ids=put(documents.ids_N[computed], torch.int64)[None],
         position_ids=put(ints(batch.position_ids)[computed], torch.int64)[None],
         trees=layout.trees,
         source_R=put(computed_N[wanted - 1], torch.int64),
         targets_R=put(documents.ids_N[wanted], torch.int64),
-        temperature_R=_temperatures(batch, document_R, put),
+        temperature_R=None if (temperatures == 1.0).all() else put(temperatures[document_R], torch.float32),
         document_R=put(document_R, torch.int64),
         policy_T=None if len(wanted) == len(trained) and not len(hinted) else put(head_row_N[trained], torch.int64),
         sampler_logprobs_T=put(floats(batch.logprobs)[trained], torch.float32),
@@ -157,9 +154,9 @@ def unpack(documents: Documents, options: RowOptions, *, teacher_in_row: bool = 
         weight_D=put(np.array([turn.weight for turn in turns])[turn_D], torch.float32),
         turn_D=put(turn_D, torch.int64),
         turns=len(turns),
-        teacher_source_D=put(computed_N[taught - 1], torch.int64) if options.distil and teacher_in_row else None,
-        teacher_reading=_teacher_reading(documents, options) if options.distil and not teacher_in_row else None,
-        pairs=_pairs_row(documents, head_row_N[answers], put) if options.prefer else None,
+        teacher_source_D=put(computed_N[taught - 1], torch.int64) if distil and teacher_in_row else None,
+        teacher_reading=_teacher_reading(documents, device, share) if distil and not teacher_in_row else None,
+        pairs=_pairs_row(documents, head_row_N[answers], put) if prefer else None,
         names=tuple(documents.name(index) for index in range(len(batch.lengths))),
         packed_tokens=len(documents.ids_N),
         sample_ids=list(batch.sample_ids),
@@ -190,31 +187,13 @@ def _tensor(values: np.ndarray, dtype: torch.dtype, *, device: torch.device) -> 
     return torch.from_numpy(np.array(values)).to(device=device, dtype=dtype, non_blocking=True)
 
 
-def _layout(documents: Documents, options: RowOptions, teacher_in_row: bool) -> tuple[np.ndarray, PrefixLayout]:
-    """Lay out the documents that the row's forward pass reads: their positions, and how those are computed."""
-    read = [
-        *range(documents.samples),
-        *(documents.teachers() if teacher_in_row else ()),
-        *(documents.sides() if options.prefer else ()),
-    ] or [0]  # the row may hold nothing but documents of terms that are off
-    layout = prefix_layout([documents.tokens(document) for document in read], share=options.share)
-    return joined(np.arange(*documents.starts[document : document + 2]) for document in read), layout
-
-
-def _temperatures(batch: MicroBatch, document_R: np.ndarray, put: partial[Tensor]) -> Tensor | None:
-    if all(temperature == 1.0 for temperature in batch.temperatures):
-        return None
-    return put(np.asarray(batch.temperatures, dtype=np.float32)[document_R], torch.float32)
-
-
-def _teacher_reading(documents: Documents, options: RowOptions) -> Reading:
-    """Read the teacher documents in a pass of their own."""
+def _teacher_reading(documents: Documents, device: torch.device, share: bool) -> Reading:
     teachers = [documents.tokens(document) for document in documents.teachers()]
     wanted = [
         np.arange(len(teacher) - turn.count, len(teacher))
         for teacher, turn in zip(teachers, documents.batch.turns, strict=True)
     ]
-    return reading_of(teachers, wanted, options.device, share=options.share)
+    return reading_of(teachers, wanted, device, share=share)
 
 
 def _pairs_row(documents: Documents, answer_A: np.ndarray, put: partial[Tensor]) -> PairsRow:

@@ -73,13 +73,16 @@ def next_batch(client: StepClient, world: World, step: int, versions: tuple[int,
     any rank was stopped.
     """
     reply: StepReply | RunFinished | None = None
-    error: BaseException | None = None
+    error: ComposerError | None = None
     try:
         reply = client.batch(step, versions)
-    except (ComposerError, Stopped) as caught:
-        error = caught
+        status = _READY if isinstance(reply, StepReply) else _FINISHED
+    except Stopped:
+        status = _STOPPED
+    except ComposerError as caught:
+        status, error = _FAILED, caught
     batches = reply.micro_batches if isinstance(reply, StepReply) else []
-    table = gather_words([_status(reply, error), len(batches), *_counts(batches)])
+    table = gather_words([status, len(batches), *_counts(batches)])
     _raise_together(table, error, step)
     if isinstance(reply, StepReply) and all(row[0] == _READY for row in table):
         _check_table(table, reply, step)
@@ -89,19 +92,11 @@ def next_batch(client: StepClient, world: World, step: int, versions: tuple[int,
     return RunFinished(reason="the orchestrator ended the run while the ranks were asking", failed=False)
 
 
-def _status(reply: StepReply | RunFinished | None, error: BaseException | None) -> int:
-    if isinstance(error, Stopped):
-        return _STOPPED
-    if error is not None:
-        return _FAILED
-    return _READY if isinstance(reply, StepReply) else _FINISHED
-
-
-def _raise_together(table: list[list[int]], error: BaseException | None, step: int) -> None:
+def _raise_together(table: list[list[int]], error: ComposerError | None, step: int) -> None:
     statuses = [row[0] for row in table]
     if _FAILED in statuses:
         texts = gather_texts("" if error is None else str(error))
-        if isinstance(error, ComposerError):
+        if error is not None:
             raise error
         failures = [f"rank {rank}: {texts[rank]}" for rank, status in enumerate(statuses) if status == _FAILED]
         raise RoleFailedError(f"step {step} cannot begin, other ranks failed: {'; '.join(failures)}")

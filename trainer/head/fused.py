@@ -29,8 +29,7 @@ from transformers import PreTrainedModel
 
 from composer_prime.errors import ConfigError
 from composer_prime.plan.footprint import CHUNK_LOGITS
-from trainer.head.choose_kernels import choose_kernels
-from trainer.head.kernels import GradientInputs, LogitKernels, wide
+from trainer.head.kernels import GradientInputs, LogitKernels, choose_kernels, wide
 
 BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits (elements) of a block, by device."""
@@ -251,21 +250,35 @@ class _FusedHead(torch.autograd.Function):
         hidden_RH, weight_VH, bias_V, log_sum_R, entropy_R = ctx.saved_tensors
         job, dtype = ctx.job, log_sum_R.dtype
         logprob_grad_R, entropy_grad_R, divergence_grad_D, _ = gradients
-        outputs = _OutputGradients(
-            logprob_grad_R=torch.zeros_like(log_sum_R) if logprob_grad_R is None else logprob_grad_R,
-            entropy_grad_R=entropy_grad_R,
-            divergence_grad_D=divergence_grad_D,
-            entropy_R=entropy_R,
-            log_sum_R=log_sum_R,
-        )
+        if logprob_grad_R is None:
+            logprob_grad_R = torch.zeros_like(log_sum_R)
         logits = _Logits(job, dtype, hidden_RH, weight_VH)
         hidden_grad = torch.empty_like(hidden_RH, dtype=dtype)
         weight_grad = torch.zeros_like(weight_VH, dtype=dtype) if ctx.needs_input_grad[1] else None
         bias_grad = torch.zeros_like(bias_V, dtype=dtype) if ctx.needs_input_grad[2] else None
         for index, chunk in enumerate(job.chunks()):
-            student_CV, teacher_CV = _logits_again(job, logits, index, chunk, bias_V)
+            if job.keeps_logits:
+                kept_CV, teacher_CV = job.kept_logits[index]
+                student_CV = kept_CV.clone()
+            else:
+                student_CV, teacher_CV = logits.student(chunk, bias_V), logits.teacher(chunk)
             for block, rows in job.blocks(chunk):
-                _to_gradient(job, outputs, student_CV[block], None if teacher_CV is None else teacher_CV[block], rows)
+                divergence_grad_BV = None
+                if teacher_CV is not None and divergence_grad_D is not None:
+                    coming_B = divergence_grad_D[job.teacher_rows(rows)]
+                    divergence_grad_BV = _divergence_gradient(job, student_CV[block], teacher_CV[block], rows, coming_B)
+                inputs = GradientInputs(
+                    targets_B=job.targets_R[rows],
+                    temperature_B=job.temperature(rows),
+                    log_sum_B=log_sum_R[rows],
+                    entropy_B=entropy_R[rows],
+                    logprob_grad_B=logprob_grad_R[rows],
+                    entropy_grad_B=None if entropy_grad_R is None else entropy_grad_R[rows],
+                    divergence_grad_BV=divergence_grad_BV,
+                    scale=job.head.scale,
+                    cap=job.head.cap,
+                )
+                job.kernels.gradient(student_CV[block], inputs)
             _multiply(student_CV, logits.weight_VH, hidden_grad[chunk])
             if weight_grad is not None:
                 _multiply(student_CV.t(), logits.hidden_RH[chunk], weight_grad, add=True)
@@ -279,50 +292,11 @@ class _FusedHead(torch.autograd.Function):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OutputGradients:
-    """Gradients of the outputs, and the row statistics of the forward pass."""
-
-    logprob_grad_R: Tensor
-    entropy_grad_R: Tensor | None
-    divergence_grad_D: Tensor | None
-    entropy_R: Tensor
-    log_sum_R: Tensor
-
-
-def _logits_again(
-    job: _Job, logits: _Logits, index: int, chunk: slice, bias_V: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return a chunk's logits for the backward pass: a copy of the kept ones, or made again."""
-    if not job.keeps_logits:
-        return logits.student(chunk, bias_V), logits.teacher(chunk)
-    student_CV, teacher_CV = job.kept_logits[index]
-    return student_CV.clone(), teacher_CV
-
-
-def _to_gradient(
-    job: _Job, outputs: _OutputGradients, logits_BV: Tensor, teacher_BV: Tensor | None, rows: slice
-) -> None:
-    """Turn a block's logits into the gradient of h W^T + b, in place; autograd finds the divergence's part."""
-    divergence_grad_BV = None
-    if teacher_BV is not None and outputs.divergence_grad_D is not None:
-        leaf = job.cooled(logits_BV, rows, copy=True).requires_grad_()
-        with torch.enable_grad():
-            divergence_B = job.teacher.divergence(leaf, job.cooled(teacher_BV, rows), job.targets_R[rows])
-        grad_B = outputs.divergence_grad_D[job.teacher_rows(rows)]
-        (divergence_grad_BV,) = torch.autograd.grad(divergence_B, leaf, grad_B)
-    inputs = GradientInputs(
-        targets_B=job.targets_R[rows],
-        temperature_B=job.temperature(rows),
-        log_sum_B=outputs.log_sum_R[rows],
-        entropy_B=outputs.entropy_R[rows],
-        logprob_grad_B=outputs.logprob_grad_R[rows],
-        entropy_grad_B=None if outputs.entropy_grad_R is None else outputs.entropy_grad_R[rows],
-        divergence_grad_BV=divergence_grad_BV,
-        scale=job.head.scale,
-        cap=job.head.cap,
-    )
-    job.kernels.gradient(logits_BV, inputs)
+def _divergence_gradient(job: _Job, student_BV: Tensor, teacher_BV: Tensor, rows: slice, coming_B: Tensor) -> Tensor:
+    leaf = job.cooled(student_BV, rows, copy=True).requires_grad_()
+    with torch.enable_grad():
+        divergence_B = job.teacher.divergence(leaf, job.cooled(teacher_BV, rows), job.targets_R[rows])
+    return torch.autograd.grad(divergence_B, leaf, coming_B)[0]
 
 
 class _Logits:
@@ -334,7 +308,8 @@ class _Logits:
         self.hidden_RH = _operand(hidden_RH, dtype)
         self.weight_VH = _operand(weight_VH, dtype)
         self._memory: dict[str, Tensor] = {}
-        self._teacher_weights: dict[int, Tensor] = {}
+        parts = job.teacher.parts if job.teacher else ()
+        self._teacher_weights = [_operand(part.head.weight_VH.detach(), dtype) for part in parts]
 
     def student(self, chunk: slice, bias_V: Tensor | None) -> Tensor:
         """Return [C, V], scaled and capped, at temperature 1."""
@@ -346,18 +321,12 @@ class _Logits:
             return None
         mixed_CV, *others = [
             self._make(f"teacher {index}", _operand(part.hidden_DH[self._job.teacher_rows(chunk)], self._dtype),
-                       self._teacher_weight(index), part.head.bias_V, part.head).mul_(part.share)
+                       self._teacher_weights[index], part.head.bias_V, part.head).mul_(part.share)
             for index, part in enumerate(self._job.teacher.parts)
         ]  # fmt: skip
         for other_CV in others:
             mixed_CV += other_CV
         return mixed_CV
-
-    def _teacher_weight(self, index: int) -> Tensor:
-        if index not in self._teacher_weights:
-            weight_VH = self._job.teacher.parts[index].head.weight_VH.detach()
-            self._teacher_weights[index] = _operand(weight_VH, self._dtype)
-        return self._teacher_weights[index]
 
     def _make(self, name: str, hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, head: Head) -> Tensor:
         out = self._room(name, len(hidden_CH), len(weight_VH))

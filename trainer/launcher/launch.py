@@ -28,9 +28,8 @@ from composer_prime.run.costs import CostLedger
 from composer_prime.run.process import OrphanGuard
 from composer_prime.run.run_dir import RunDir
 from trainer.launcher.prepare import Prepared, prepare
-from trainer.launcher.summary import run_summary
 from trainer.launcher.supervise import RoleCommand, Supervisor, role_commands
-from trainer.launcher.view import View, build_view
+from trainer.launcher.view import View, build_view, run_summary
 
 FAILED = 1
 TICK_S = 0.1
@@ -72,9 +71,7 @@ def launch(config: Config, commands: Commands | None = None) -> int:
             on_event=monitor.view.event,
         )
         failure = _run(monitor, supervisor, signals)
-    status = signals.status if signals.count else 0
-    if failure is not None:
-        status = FAILED
+    status = signals.status if failure is None else FAILED
     _write_costs(monitor, supervisor)
     monitor.close()
     if failure is not None:
@@ -217,14 +214,10 @@ class _Signals:
 
     def __init__(self) -> None:
         self.count = 0
-        self._number: int = signal.SIGINT
+        self.status = 0
+        """Exit status as a shell reports it: 130 for Ctrl-C; 0 before a signal."""
         self._last_s = 0.0
         self._handlers_before: dict[int, Any] = {}
-
-    @property
-    def status(self) -> int:
-        """The exit status as a shell reports it: 130 for Ctrl-C."""
-        return 128 + self._number
 
     def __enter__(self) -> _Signals:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -242,6 +235,6 @@ class _Signals:
         if self.count and now_s - self._last_s < SAME_PRESS_S:
             return
         if self.count == 0:
-            self._number = number
+            self.status = 128 + number
         self.count += 1
         self._last_s = now_s

@@ -11,7 +11,6 @@ import fcntl
 import os
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
 from composer_prime.config import Config, load
@@ -43,7 +42,6 @@ def prepare(config: Config) -> Prepared:
     """Make the run directory ready. Raises ConfigError when it cannot be used as configured."""
     run_dir = RunDir(config.run_directory.absolute())
     changes = check_run_folder(run_dir, config)
-    _make(run_dir.root)
     lock = _lock(run_dir)
     notes: list[str] = []
     start_step = 0
@@ -57,25 +55,22 @@ def prepare(config: Config) -> Prepared:
         _keys(run_dir, config)
         write_atomic(run_dir.config, load.dump(config).encode())
         create_run_id(run_dir, config.run.name)
-        _endpoints(run_dir, config)
+        run_dir.endpoints.unlink(missing_ok=True)  # it names a dead orchestrator
+        if config.orchestrator.address is not None:
+            write_atomic(run_dir.endpoints, b'{"step": "%s"}\n' % config.orchestrator.address.encode())
     except OSError as error:
         raise ConfigError(f"cannot write to the run directory {run_dir.root}: {error.strerror}") from None
     return Prepared(run_dir=run_dir, config=config, start_step=start_step, notes=tuple(notes), lock=lock)
 
 
-def _make(root: Path) -> None:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"the run directory {root} cannot be made: {error.strerror}; set run.output_dir") from None
-
-
 def _lock(run_dir: RunDir) -> IO[bytes]:
-    path = run_dir.root / ".launcher.lock"
     try:
-        file = path.open("a+b")
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+        file = (run_dir.root / ".launcher.lock").open("a+b")
     except OSError as error:
-        raise ConfigError(f"cannot write to the run directory {run_dir.root}: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot write to the run directory {run_dir.root}: {error.strerror}; set run.output_dir"
+        ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -94,18 +89,13 @@ def _resume(run_dir: RunDir, changes: list[str]) -> tuple[int, list[str]]:
     """Return the step to continue from and what changed since. Empties the directory when nothing was saved yet."""
     steps = run_dir.complete_checkpoints()
     if steps:
-        _drop_later_evaluations(run_dir, steps[-1])
+        for evaluated, path in rollout_files(run_dir, "eval").items():
+            if evaluated > steps[-1]:  # these steps are trained again
+                path.unlink()
         return steps[-1], [f"resuming after step {steps[-1]}", *changes]
     _empty(run_dir, keep=_KEPT_ON_RESTART)
     kept = "keys, logs and what was paid for"
     return 0, [f"no complete checkpoint yet: starting over from step 0 ({kept} are kept)", *changes]
-
-
-def _drop_later_evaluations(run_dir: RunDir, step: int) -> None:
-    """Delete evaluations of steps after the checkpoint: these steps are trained again."""
-    for evaluated, path in rollout_files(run_dir, "eval").items():
-        if evaluated > step:
-            path.unlink()
 
 
 def _empty(run_dir: RunDir, *, keep: set[str]) -> None:
@@ -130,10 +120,3 @@ def _keys(run_dir: RunDir, config: Config) -> None:
             "copy run_id, keys/trainer.token and keys/signing.ed25519 from the orchestrator's run directory (the "
             "other keys stay there)"
         )
-
-
-def _endpoints(run_dir: RunDir, config: Config) -> None:
-    """Remove a stale endpoints.json, which names a dead orchestrator. Write that of a remote orchestrator."""
-    run_dir.endpoints.unlink(missing_ok=True)
-    if config.orchestrator.address is not None:
-        write_atomic(run_dir.endpoints, b'{"step": "%s"}\n' % config.orchestrator.address.encode())

@@ -165,21 +165,13 @@ class RoleProcess:
     def running(self) -> bool:
         return self.code is None
 
-    def poll(self) -> bool:
-        """Look whether the process runs; note its end."""
+    def poll(self, *, wait: bool = False) -> bool:
+        """Look whether the process runs, or wait for its end. Note the end."""
         if self.code is None:
-            self._note_end(self.process.poll())
+            self.code = self.process.wait() if wait else self.process.poll()
+            if self.code is not None:
+                self.lived_s += time.monotonic() - self.started
         return self.running
-
-    def reap(self) -> None:
-        """Wait for the end of a killed process."""
-        if self.code is None:
-            self._note_end(self.process.wait())
-
-    def _note_end(self, code: int | None) -> None:
-        self.code = code
-        if code is not None:
-            self.lived_s += time.monotonic() - self.started
 
 
 @dataclass(slots=True, kw_only=True)
@@ -264,7 +256,7 @@ class Supervisor:
             time.sleep(0.02)
         for child in group:
             signal_session(child.process.pid, signal.SIGKILL)
-            child.reap()
+            child.poll(wait=True)
 
     def _can_save(self) -> bool:
         """Whether everything that a checkpoint needs is alive. Otherwise ranks would wait for it in vain."""
@@ -298,7 +290,13 @@ class Supervisor:
         if child.role.kind == "node" and child.code == EXIT_USAGE:
             raise RoleFailedError(self._report([child]))
         if child.restarts >= self.max_restarts:
-            self._give_up(child)
+            nodes = [other for other in self.children if other.role.kind == "node"]
+            if child in nodes and not any(node.running or node.restart_at is not None for node in nodes):
+                raise RoleFailedError(
+                    f"{child.role.name} died {child.restarts + 1} times and no other node is left "
+                    f"(inference.max_restarts is {self.max_restarts})\n{self._report([child])}"
+                )
+            self.on_event(f"{child.role.name} {exit_text(child.code)}; given up after {child.restarts} restarts")
             return
         pause_s = backoff_s(child.restarts, first_s=self.backoff_s, longest_s=math.inf)
         child.restarts += 1
@@ -307,16 +305,6 @@ class Supervisor:
             f"{child.role.name} {exit_text(child.code)}; starting it again in {pause_s:g} s "
             f"({child.restarts} of {self.max_restarts})"
         )
-
-    def _give_up(self, child: RoleProcess) -> None:
-        """Raises RoleFailedError when it was the last node."""
-        nodes = [other for other in self.children if other.role.kind == "node"]
-        if child in nodes and not any(node.running or node.restart_at is not None for node in nodes):
-            raise RoleFailedError(
-                f"{child.role.name} died {child.restarts + 1} times and no other node is left "
-                f"(inference.max_restarts is {self.max_restarts})\n{self._report([child])}"
-            )
-        self.on_event(f"{child.role.name} {exit_text(child.code)}; given up after {child.restarts} restarts")
 
     def _report(self, failed: list[RoleProcess]) -> str:
         parts = []

@@ -1,15 +1,23 @@
-"""What the launcher shows: a live panel on a terminal, elsewhere one line per step. The state is RunProgress."""
+"""What the launcher shows: a live panel on a terminal, elsewhere one line per step; in the end a summary.
+
+The state is RunProgress.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections import deque
+from statistics import fmean
 from typing import Protocol
 
 from composer_prime.config import Config
 from composer_prime.console import clock, gib, pluralize, silence
-from composer_prime.monitor.progress import RoundProgress, RunProgress, StepProgress, sparkline
+from composer_prime.monitor.progress import RoundProgress, RunProgress, StepProgress, ends, sparkline
+from composer_prime.monitor.rollouts import eval_scores
+from composer_prime.run.run_dir import RunDir
+from composer_prime.stats.intervals import difference_interval, mean_interval
+from trainer.launcher.prepare import Prepared
 
 
 def step_line(step: StepProgress, max_steps: int) -> str:
@@ -147,8 +155,7 @@ class LiveView:
         self._live = Live(auto_refresh=False, transient=False)
         self._live.start()
 
-    def begin(self, progress: RunProgress) -> None:
-        """Nothing to do: the panel shows the whole run."""
+    def begin(self, progress: RunProgress) -> None: ...
 
     def event(self, text: str) -> None:
         self._events.append(f"{time.strftime('%H:%M:%S')} {text}")
@@ -194,10 +201,11 @@ def panel_rows(
         rows += [("channels", text)] if (text := channels_text(last)) else []
         rows += [("joint run", round_text(last.joint))] if last.joint is not None else []
     if memory_bytes:
-        rows.append(("memory", f"{gib(memory_bytes)} in all processes{_peaks(progress)}"))
+        peaks = "".join(f", {role} peak {gib(int(peak))}" for role, peak in sorted(progress.peak_bytes.items()))
+        rows.append(("memory", f"{gib(memory_bytes)} in all processes{peaks}"))
     now = time.time()
     for role, waiting in progress.waiting.items():
-        rows.append((f"{role}", f"waits {now - waiting.since:.0f} s for {waiting.what}"))
+        rows.append((role, f"waits {now - waiting.since:.0f} s for {waiting.what}"))
     return rows
 
 
@@ -213,10 +221,6 @@ def _progress_text(config: Config, progress: RunProgress, started: float) -> str
     return f"step {done}/{total} {'━' * filled}{'─' * (30 - filled)} {elapsed}{left}"
 
 
-def _peaks(progress: RunProgress) -> str:
-    return "".join(f", {role} peak {gib(int(peak))}" for role, peak in sorted(progress.peak_bytes.items()))
-
-
 def eval_text(figures: dict[str, float]) -> str:
     """Describe one evaluation: the figures that have an interval, and how many rollouts failed."""
     main_names = [name for name in figures if f"{name}_low" in figures] or [name for name in figures if "mean" in name]
@@ -227,3 +231,65 @@ def eval_text(figures: dict[str, float]) -> str:
         parts.append(f"{name} {figures[name]:.3f}{spread}")
     parts += [f"{name} {count:.0f}" for name, count in figures.items() if name.endswith("/failed") and count]
     return ", ".join(parts)
+
+
+def run_summary(prepared: Prepared, progress: RunProgress, status: int, peak_bytes: int) -> str:
+    """Return the launcher's last lines: results, where the files are, and the next commands.
+
+    Figures that the run did not produce are left out.
+    """
+    config, run_dir = prepared.config, prepared.run_dir
+    taken = progress.last.step if progress.last else prepared.start_step
+    state = "finished" if status == 0 else "was interrupted" if status >= 128 else "failed"
+    length = f" after {taken} of {config.run.max_steps} steps" if config.run.max_steps else " (evaluation only)"
+    lines = ["", f"{config.run.name} {state}{length}", *_rewards(progress), *_evaluations(prepared, progress)]
+    if peak_bytes:
+        lines.append(f"  memory      {gib(peak_bytes)} at most, all processes together")
+    if run_dir.final.is_dir() and status == 0 and config.run.max_steps:
+        lines.append(f"  model       {run_dir.final} (Hugging Face format)")
+    if progress.ended is not None and status == 0:
+        lines.append(f"  joint model {progress.ended.text}")
+    lines += [f"  everything  {run_dir.root}", "", "next:"]
+    if status != 0 and config.run.max_steps:
+        lines.append(f"  the same command with --resume   {_resume_text(run_dir, taken)}")
+    where = config.run_directory
+    return "\n".join([*lines, f"  uv run composer report {where}", f"  uv run composer rollouts {where}"])
+
+
+def _rewards(progress: RunProgress) -> list[str]:
+    rewards = progress.rewards()
+    first, last = ends(rewards)
+    if not first:
+        return [f"  reward      {rewards[0]:.3f}"] if rewards else []
+    return [
+        f"  reward      first {pluralize(len(first), 'step')} {fmean(first):.3f}, "
+        f"last {pluralize(len(last), 'step')} {fmean(last):.3f}  {sparkline(rewards)}"
+    ]
+
+
+def _evaluations(prepared: Prepared, progress: RunProgress) -> list[str]:
+    """Return held-out scores before and after, with 95 % intervals over tasks."""
+    scored = {step: scores for step, scores in eval_scores(prepared.run_dir).items() if scores}
+    if not scored:
+        shown = sorted(progress.evals.items())
+        return [f"  eval        after step {step}: {eval_text(figures)}" for step, figures in shown]
+    first, last = min(scored), max(scored)
+    before = mean_interval(scored[first])
+    lines = [f"  eval        after step {first}: {before.text()} over {before.count} held-out tasks"]
+    if last != first:
+        lines.append(f"              after step {last}: {mean_interval(scored[last]).text()}")
+        if scored[first].keys() & scored[last].keys():
+            change = difference_interval(scored[first], scored[last])
+            lines.append(f"              change {change.text(sign=True)}, paired by task")
+    return lines
+
+
+def _resume_text(run_dir: RunDir, taken: int) -> str:
+    """Say where a resume would start; `taken` is the last step that was trained."""
+    saved = (run_dir.complete_checkpoints() or [None])[-1]
+    if saved is None:
+        return "start over: " + (
+            f"no checkpoint holds the {pluralize(taken, 'step')} taken" if taken else "nothing was trained yet"
+        )
+    again = f"; {pluralize(taken - saved, 'step')} after it must be taken again" if taken > saved else ""
+    return f"go on after step {saved}{again}"

@@ -20,24 +20,21 @@ import numpy as np
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from composer_prime.config import Config
+from composer_prime.config.trainer import LoraConfig
 from composer_prime.errors import ConfigError, ModelNotFoundError
 from trainer.data.rows import reading_of
-from trainer.head.choose_kernels import check_kernels
+from trainer.head.kernels import check_kernels
 from trainer.model.attention import PACKED, attention_name
 from trainer.model.policy import FORWARD_METHODS, Policy
 from trainer.world import World
 
+ADAPTER = "default"
 PROBE_LENGTHS = (7, 12)
 PROBE_TOLERANCE = 1e-3
 """Nats."""
@@ -107,19 +104,37 @@ def _log_dropout(folder: Path, name: str, value: float) -> None:
 
 
 def _adapt(lm: PreTrainedModel, config: Config) -> None:
-    if config.trainer.lora is not None:
-        from trainer.model.lora import inject  # peft takes seconds to import
+    if config.trainer.lora is None:
+        return
+    seed = config.run.seed
+    if config.diloco is not None:  # the same first values for all peers, whose run.seed differs
+        seed = int.from_bytes(hashlib.blake2b(config.diloco.run.encode(), digest_size=7).digest())
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs for good
+        inject_adapters(lm, config.trainer.lora)
 
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(_adapter_seed(config))  # torch.manual_seed would reseed GPUs for good
-            inject(lm, config.trainer.lora)
 
+def inject_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
+    """Replace the target modules of `lm` by adapted ones; only the adapters still require gradients.
 
-def _adapter_seed(config: Config) -> int:
-    """Seed the adapters' first values: in a joint run the same for all peers, whose run.seed differs."""
-    if config.diloco is None:
-        return config.run.seed
-    return int.from_bytes(hashlib.blake2b(config.diloco.run.encode(), digest_size=7).digest())
+    Raises ConfigError when no module matches.
+    """
+    import peft  # it takes seconds to import
+
+    peft_config = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=config.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        peft.inject_adapter_in_model(peft_config, lm, ADAPTER, low_cpu_mem_usage=next(lm.parameters()).is_meta)
+    except ValueError as error:
+        raise ConfigError(
+            f"trainer.lora.target_modules {config.target_modules!r} cannot be adapted: {error}; name modules of the "
+            "model, or use 'all-linear'"
+        ) from None
 
 
 def blocks(lm: PreTrainedModel) -> list[nn.Module]:

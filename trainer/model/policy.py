@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from composer_prime.config.trainer import HeadKernels
 from trainer.data.rows import PackedRow, Reading
-from trainer.head.choose_kernels import choose_kernels
 from trainer.head.fused import Head, TeacherMixture, TokenStatistics, head_of, token_statistics
-from trainer.head.kernels import LogitKernels
+from trainer.head.kernels import LogitKernels, choose_kernels
 from trainer.model.attention import PACKED, packing_arguments
 
 FORWARD_METHODS = ("states", "scores", "head")

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +41,7 @@ class ReferenceLogprobs:
         lines = gather_texts(text)[0].splitlines()
         self._values = _parse(lines)
         if world.first and len(lines) > len(self._values):
-            self._save(lambda: write_atomic(path, _lines(self._values).encode()))
+            self._save(self._values, anew=True)
 
     def missing(self, rows: list[PairsRow | None]) -> list[bool]:
         """Return for each row whether any rank lacks a side. A collective; ranks bring equally many rows."""
@@ -59,17 +58,16 @@ class ReferenceLogprobs:
             sums_S = _answer_logprobs(policy, pairs, self._world.device)
             computed |= dict(zip(self._keys(pairs), sums_S.tolist(), strict=True))
         new = {key: value for key, value in computed.items() if key not in self._values}
-        lines = [line for text in gather_texts(_lines(new)) for line in text.splitlines()]
-        of_all_ranks = _parse(lines)
-        if len(of_all_ranks) < len({json.loads(line)["key"] for line in lines}):
+        entries = [json.loads(line) for text in gather_texts(_lines(new)) for line in text.splitlines()]
+        of_all_ranks = {entry["key"]: entry["logprob"] for entry in entries}
+        if not all(map(math.isfinite, of_all_ranks.values())):
             raise NonFiniteError(
                 "the frozen base gives NaN or infinity as the log-probability of an answer in a preference pair; "
                 "nothing was trained: look at model.path and the pairs"
             )
-        fresh = {key: value for key, value in of_all_ranks.items() if key not in self._values}
-        self._values |= fresh
-        if self._world.first and fresh:
-            self._save(lambda: _append(self._path, _lines(fresh)))
+        self._values |= of_all_ranks
+        if self._world.first and of_all_ranks:
+            self._save(of_all_ranks, anew=False)
 
     def of(self, pairs: PairsRow) -> Tensor:
         """Return the answers' sums, float32 [2 P], in the order of the sides."""
@@ -87,9 +85,14 @@ class ReferenceLogprobs:
         digest.update(np.ascontiguousarray(ids, dtype="<i4").tobytes())
         return digest.hexdigest()
 
-    def _save(self, write: Callable[[], None]) -> None:
+    def _save(self, values: dict[str, float], *, anew: bool) -> None:
         try:
-            write()
+            if anew:
+                write_atomic(self._path, _lines(values).encode())
+                return
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(_lines(values))
         except OSError as error:  # a later run computes the values again
             logger.warning("reference log-probabilities cannot be saved to %s: %s", self._path, error)
 
@@ -99,8 +102,7 @@ def model_hash(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in [folder / "config.json", *weight_files(folder)]:
         with path.open("rb") as file:
-            while piece := file.read(16 << 20):
-                digest.update(piece)
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
 
@@ -113,12 +115,6 @@ def _answer_logprobs(policy: Policy, pairs: PairsRow | None, device: torch.devic
     scores = policy.scores(reading_of(documents, wanted, device, share=policy.shares_prefixes), targets)
     sides = torch.from_numpy(np.repeat(np.arange(len(answers)), np.array([len(a) for a in answers], dtype=np.int64)))
     return torch.zeros(len(answers), dtype=torch.float64).index_add(0, sides, scores.double().cpu())
-
-
-def _append(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(text)
 
 
 def _lines(values: dict[str, float]) -> str:

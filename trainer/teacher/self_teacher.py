@@ -75,13 +75,15 @@ class SelfTeacher:
                 partial(adapters_off, policy) if policy.adapted else WeightSnapshot(policy).swapped_in
             )
 
+    @torch.no_grad()
     def prepare(self, rows: Sequence[PackedRow], step: int) -> list[AuxiliaryLogprobs]:
         """Read what `rows` need under every set of weights that is not the policy's. A collective."""
         results = [AuxiliaryLogprobs() for _ in rows]
         taught = self._taught(rows)
         uncached = self._cache.missing([row.pairs for row in rows]) if self._cache else []
         other_parts: dict[int, TeacherPart] = {}
-        with _reading(self._policy):
+        self._policy.eval()  # no dropout
+        try:
             for name, swapped_in in self._swaps.items():
                 is_reference = name == self._sets.reference
                 is_teacher = name == self._sets.teacher and any(taught)
@@ -97,6 +99,8 @@ class SelfTeacher:
                         pairs = [row.pairs for row, missing in zip(rows, uncached, strict=True) if missing]
                         self._cache.compute(self._policy, pairs)
             policy_states = self._states(rows, taught) if self._policy_share > 0 else {}
+        finally:
+            self._policy.train()
         for index, (row, result) in enumerate(zip(rows, results, strict=True)):
             if row.turns > 0:
                 result.teacher = self._mixture(other_parts.get(index), policy_states.get(index), step)
@@ -236,14 +240,3 @@ def _local(tensor: Tensor) -> Tensor:
     """Return this rank's part, sharing its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@contextmanager
-def _reading(policy: Policy) -> Iterator[None]:
-    """Compute without gradients and dropout inside the block."""
-    policy.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        policy.train()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import Canary, Manifest, WeightStore, open_signed, sign
 from diloco.streaming import StreamingDiLoCo
-from trainer.model.build import empty_model
+from trainer.model.build import ADAPTER, empty_model
 from trainer.model.policy import Policy
 from trainer.world import World
 
@@ -47,19 +48,14 @@ class Publisher:
     """
 
     def __init__(
-        self,
-        config: Config,
-        run_dir: RunDir,
-        run_id: str,
-        folder: Path,
-        world: World,
-        outer: StreamingDiLoCo | None = None,
+        self, config: Config, run_dir: RunDir, run_id: str, folder: Path, world: World, outer: StreamingDiLoCo | None
     ) -> None:
         self._config = config
         self._run_id = run_id
         self._world = world
         self._outer = outer
-        self.dtype = publication_dtype(config.inference.dtype, world.compute_dtype)
+        dtype = config.inference.dtype
+        self.dtype = world.compute_dtype if dtype == "auto" else getattr(torch, dtype)
         self.version = -1
         """The version published last."""
         self._highest_version = -1
@@ -80,7 +76,7 @@ class Publisher:
         if version == self.version:
             return 0
         if version < self.version:  # took over the state of a peer that is further behind
-            self._rewind(version)
+            self.rewind(step)
         self.version, self._highest_version = version, max(version, self._highest_version)
         with self._outer.global_values(swept=True) if self._outer else contextlib.nullcontext():
             tensors = whole_tensors(policy, self._world, self.dtype)
@@ -88,7 +84,8 @@ class Publisher:
 
     def rewind(self, step: int) -> None:
         """Drop the versions after that of `step`: they belong to steps that a resume takes again."""
-        self._rewind(self._version_of(step))
+        if self._world.first:
+            self._store.rewind(self._version_of(step))
 
     def accepted_versions(self, step: int) -> tuple[int, int]:
         """Return the oldest and newest version that the batch of `step` may hold tokens of.
@@ -102,10 +99,6 @@ class Publisher:
 
     def _version_of(self, step: int) -> int:
         return self._outer.sweep if self._outer else step
-
-    def _rewind(self, version: int) -> None:
-        if self._world.first:
-            self._store.rewind(version)
 
     def _write(self, tensors: dict[str, Tensor], version: int) -> int:
         # some architectures are stored unfused, under other names than their parameters have
@@ -135,11 +128,6 @@ class Publisher:
         return size
 
 
-def publication_dtype(inference_dtype: str, compute_dtype: torch.dtype) -> torch.dtype:
-    """Return the type of published weights: that of the nodes when it is set, else the trainer's compute type."""
-    return compute_dtype if inference_dtype == "auto" else getattr(torch, inference_dtype)
-
-
 @torch.no_grad()
 def whole_tensors(policy: Policy, world: World, dtype: torch.dtype) -> dict[str, Tensor] | None:
     """Return on rank 0 every parameter of the plain model on the CPU in `dtype`, on other ranks None.
@@ -160,11 +148,17 @@ def whole_tensors(policy: Policy, world: World, dtype: torch.dtype) -> dict[str,
 
 
 def _plain_parameters(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters under their Hugging Face names: W + (alpha / rank) B A where adapted."""
     if not policy.adapted:
-        return policy.lm.named_parameters()
-    from trainer.model.lora import merged_parameters  # peft takes seconds to import
+        yield from policy.lm.named_parameters()
+        return
+    from peft.tuners.lora import LoraLayer  # peft takes seconds to import
 
-    return merged_parameters(policy.lm)
+    layers = {f"{name}.weight": module for name, module in policy.lm.named_modules() if isinstance(module, LoraLayer)}
+    for name, parameter in policy.lm.named_parameters():
+        if not re.search(r"\.lora_\w+\.", name):
+            plain = name.replace(".base_layer.", ".")
+            yield plain, parameter + layers[plain].get_delta_weight(ADAPTER) if plain in layers else parameter
 
 
 def plain_model(config: Config, folder: Path) -> PreTrainedModel:
@@ -268,8 +262,9 @@ def _prompt_ids(folder: Path, vocabulary: int) -> list[int]:
 def export(policy: Policy, config: Config, folder: Path, target: Path, world: World, dtype: torch.dtype) -> None:
     """Write final/, a folder that AutoModelForCausalLM.from_pretrained loads, to `target`, replacing it whole.
 
-    Everything but weights and config.json is copied from the model folder. A collective; rank 0 writes. Raises
-    CheckpointError when `target` cannot be written.
+    Everything but weights and config.json is copied from the model folder (tokenizer, generation settings, license); a
+    configured chat template takes precedence. A collective; rank 0 writes. Raises CheckpointError when `target` cannot
+    be written.
     """
     tensors = whole_tensors(policy, world, dtype)
     if tensors is None:
@@ -277,8 +272,16 @@ def export(policy: Policy, config: Config, folder: Path, target: Path, world: Wo
     partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        _save(tensors, config, folder, partial, dtype)
-        _copy_rest(config, folder, partial)
+        lm = plain_model(config, folder)
+        lm.load_state_dict(tensors, strict=False, assign=True)
+        lm.tie_weights()
+        lm.config.dtype = dtype
+        lm.save_pretrained(partial)
+        for path in sorted(folder.iterdir()):
+            if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHT_FILES):
+                shutil.copyfile(path, partial / path.name)
+        if config.model.chat_template is not None:
+            shutil.copyfile(config.model.chat_template, partial / "chat_template.jinja")
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     except Exception as error:  # safetensors has its own type for a full disk
@@ -286,20 +289,3 @@ def export(policy: Policy, config: Config, folder: Path, target: Path, world: Wo
         raise CheckpointError(
             f"the final model cannot be written to {target}: {error}; free some space, then continue with --resume"
         ) from error
-
-
-def _save(tensors: dict[str, Tensor], config: Config, folder: Path, target: Path, dtype: torch.dtype) -> None:
-    lm = plain_model(config, folder)
-    lm.load_state_dict(tensors, strict=False, assign=True)
-    lm.tie_weights()
-    lm.config.dtype = dtype
-    lm.save_pretrained(target)
-
-
-def _copy_rest(config: Config, folder: Path, target: Path) -> None:
-    """Copy tokenizer, generation settings, chat template and license; a configured template takes precedence."""
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHT_FILES):
-            shutil.copyfile(path, target / path.name)
-    if config.model.chat_template is not None:
-        shutil.copyfile(config.model.chat_template, target / "chat_template.jinja")
