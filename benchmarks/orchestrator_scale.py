@@ -136,8 +136,7 @@ async def measure(gateway: Gateway, driver: Driver, load: Load, delay_s: float) 
     latencies = np.array(await driver.play(gateway, load))
     cpu, wall = time.process_time() - cpu, time.monotonic() - wall
     lag.stop()
-    stats = lag.window()
-    lags = {name: getattr(stats, name) or 0.0 for name in ("p50_s", "p99_s", "max_s", "own_p99_s", "own_max_s")}
+    lags = lag.window()
     added = np.percentile(latencies - delay_s, [50, 99])
     return Result(
         concurrent=load.concurrent,

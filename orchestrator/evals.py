@@ -41,15 +41,8 @@ from orchestrator.workers.protocol import RolloutFailure
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class TaskResult:
-    """The rollouts of one held-out task."""
-
-    rollouts: list[FinishedRollout] = field(default_factory=list)
-
-    @property
-    def rewards(self) -> list[float]:
-        return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
+TaskRollouts = list[FinishedRollout]
+"""The rollouts of one held-out task."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -148,22 +141,17 @@ class Evaluator:
         by_source = [self._evaluate_source(source, step, counts[source.name]) for source in self.sources]
         results = dict(zip(counts, await asyncio.gather(*by_source), strict=True))
         await asyncio.to_thread(_write, self.run_dir.eval_rollouts(step), step, results)
-        self._report_failures(step, results)
+        rollouts = [rollout for tasks in results.values() for task in tasks for rollout in task]
+        if failures := [rollout.failure for rollout in rollouts if rollout.failure is not None]:
+            logger.warning(
+                "evaluation of step %d: %d of %d rollouts have no reward after at most %d tries, the first for %s: %s",
+                step, len(failures), len(rollouts), self.config.max_retries + 1, failures[0].kind, failures[0].message,
+            )  # fmt: skip
         figures = {"time/eval_s": time.monotonic() - start}
         for source, tasks in results.items():
             figures |= eval_summary(source, tasks, self.config.eval)
         await asyncio.to_thread(self.metrics.log, step, figures)
         logger.info("evaluation of step %d: %s", step, {name: round(value, 4) for name, value in figures.items()})
-
-    def _report_failures(self, step: int, results: dict[str, list[TaskResult]]) -> None:
-        rollouts = [rollout for tasks in results.values() for task in tasks for rollout in task.rollouts]
-        failed = [rollout for rollout in rollouts if rollout.failure is not None]
-        if failed:
-            logger.warning(
-                "evaluation of step %d: %d of %d rollouts have no reward after at most %d tries, the first for %s: %s",
-                step, len(failed), len(rollouts), self.config.max_retries + 1, failed[0].failure.kind,
-                failed[0].failure.message,
-            )  # fmt: skip
 
     def _count(self, source: SourceConfig) -> int:
         available = self.num_tasks[source.name]
@@ -181,17 +169,17 @@ class Evaluator:
                 )
             await self.changed.wait(0.1)
 
-    async def _evaluate_source(self, source: SourceConfig, step: int, count: int) -> list[TaskResult]:
-        results = [TaskResult() for _ in range(count)]
+    async def _evaluate_source(self, source: SourceConfig, step: int, count: int) -> list[TaskRollouts]:
+        results: list[TaskRollouts] = [[] for _ in range(count)]
         async with asyncio.TaskGroup() as group:
             for task_index, result in enumerate(results):
                 for sample in range(self.config.eval.samples):
                     group.create_task(self._run_rollout(source.name, step, task_index, sample, result))
-        for result in results:
-            result.rollouts.sort(key=lambda rollout: rollout.sibling)
+        for rollouts in results:
+            rollouts.sort(key=lambda rollout: rollout.sibling)
         return results
 
-    async def _run_rollout(self, source: str, step: int, task_index: int, sample: int, task: TaskResult) -> None:
+    async def _run_rollout(self, source: str, step: int, task_index: int, sample: int, task: TaskRollouts) -> None:
         """Add one rollout to `task`: the first good try, or the last failed one."""
         earlier: list[RolloutFailure] = []
         for attempt in range(self.config.max_retries + 1):
@@ -205,15 +193,16 @@ class Evaluator:
                 break
             earlier.append(failure)
             await asyncio.sleep(retry_pause_s(attempt))
-        task.rollouts.append(rollout)
+        task.append(rollout)
         self._done_rollouts += 1
 
 
-def eval_summary(source: str, tasks: list[TaskResult], config: EvalConfig) -> dict[str, float]:
+def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> dict[str, float]:
     """Return eval/<source>/…: means over tasks with 95 % intervals. What was not measured is absent."""
     name = f"eval/{source}"
-    scored = [task.rewards for task in tasks if task.rewards]
-    rollouts = [rollout for task in tasks for rollout in task.rollouts]
+    by_task = [[rollout.reward for rollout in task if rollout.reward is not None] for task in tasks]
+    scored = [rewards for rewards in by_task if rewards]
+    rollouts = [rollout for task in tasks for rollout in task]
     figures: dict[str, float] = {f"{name}/tasks": len(scored), f"{name}/rollouts": sum(map(len, scored))}
     figures[f"{name}/failed"] = sum(rollout.failure is not None for rollout in rollouts)
     if scored:
@@ -226,8 +215,7 @@ def eval_summary(source: str, tasks: list[TaskResult], config: EvalConfig) -> di
         ]
         if chances:
             figures |= _estimate(f"{name}/pass@{k}", chances)
-    by_task = [turn_error_rate(task.rollouts) for task in tasks]
-    if rates := [rate for rate in by_task if rate is not None]:
+    if rates := [rate for task in tasks if (rate := turn_error_rate(task)) is not None]:
         figures |= _estimate(f"{name}/turn_error_rate", rates)
     versions = [(rollout.version_min, rollout.version_max) for rollout in rollouts if rollout.version_min is not None]
     if versions:
@@ -242,13 +230,13 @@ def _estimate(name: str, values: list[float]) -> dict[str, float]:
     return {name: fmean(values)} | ({f"{name}_low": interval[0], f"{name}_high": interval[1]} if interval else {})
 
 
-def _write(path: Path, step: int, results: dict[str, list[TaskResult]]) -> None:
+def _write(path: Path, step: int, results: dict[str, list[TaskRollouts]]) -> None:
     rollout_log.write(
         path,
         (
             rollout_log.rollout_line(step, source, rollout, "evaluated")
             for source, tasks in results.items()
             for task in tasks
-            for rollout in task.rollouts
+            for rollout in task
         ),
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -58,28 +57,6 @@ class Notifier:
         return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LagStats:
-    """The lags of one window, in seconds; None where there is no sample."""
-
-    samples: int
-    p50_s: float | None
-    p99_s: float | None
-    max_s: float | None
-    own_p99_s: float | None
-    own_max_s: float | None
-
-    def metrics(self) -> dict[str, float]:
-        """Return the figures under the names of metrics.jsonl and /metrics."""
-        figures = {
-            "loop_lag/p50_s": self.p50_s,
-            "loop_lag/p99_s": self.p99_s,
-            "loop_lag/max_s": self.max_s,
-            "loop_lag/own_p99_s": self.own_p99_s,
-        }
-        return {name: round(value, 6) for name, value in figures.items() if value is not None}
-
-
 class LoopLag:
     """Measures the running loop between `start` and `stop`."""
 
@@ -92,33 +69,42 @@ class LoopLag:
         self._cpu_s = 0.0
 
     def start(self) -> None:
-        self._schedule(asyncio.get_running_loop())
+        self._schedule()
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def window(self, *, reset: bool = True) -> LagStats:
-        """Return the lags since the last reset: at most the first 16384 (five minutes), and always the largest."""
+    def window(self, *, reset: bool = True) -> dict[str, float]:
+        """Return p50_s, p99_s, max_s, own_p99_s and own_max_s since the last reset; nothing without a sample.
+
+        They cover at most the first 16384 samples (five minutes), and always the largest.
+        """
         samples = np.array(self._samples, dtype=float).reshape(-1, 2)
         if reset:
             self._samples = []
         if not len(samples):
-            return LagStats(samples=0, p50_s=None, p99_s=None, max_s=None, own_p99_s=None, own_max_s=None)
+            return {}
         (p50, _), (p99, own_p99), (most, own_most) = np.percentile(samples, [50, 99, 100], axis=0).tolist()
-        return LagStats(samples=len(samples), p50_s=p50, p99_s=p99, max_s=most, own_p99_s=own_p99, own_max_s=own_most)
+        return {"p50_s": p50, "p99_s": p99, "max_s": most, "own_p99_s": own_p99, "own_max_s": own_most}
 
-    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+    def metrics(self, *, reset: bool = True) -> dict[str, float]:
+        """Return the window's figures under the names of metrics.jsonl and /metrics."""
+        window = self.window(reset=reset)
+        return {f"loop_lag/{name}": round(value, 6) for name, value in window.items() if name != "own_max_s"}
+
+    def _schedule(self) -> None:
+        loop = asyncio.get_running_loop()
         self._due = loop.time() + self._interval_s
         self._cpu_s = time.thread_time()
-        self._timer = loop.call_at(self._due, self._fire, loop)
+        self._timer = loop.call_at(self._due, self._fire)
 
-    def _fire(self, loop: asyncio.AbstractEventLoop) -> None:
-        lag = max(0.0, loop.time() - self._due)
+    def _fire(self) -> None:
+        lag = max(0.0, asyncio.get_running_loop().time() - self._due)
         sample = (lag, min(lag, time.thread_time() - self._cpu_s))
         if len(self._samples) < _MAX_SAMPLES:
             self._samples.append(sample)
         elif sample > self._samples[-1]:
             self._samples[-1] = sample
-        self._schedule(loop)
+        self._schedule()

@@ -1,9 +1,9 @@
 """What the run waits for, and since when: in words for people, and as deadlines.
 
-StartupStatus   until the environments are loaded
-RunCompletion      how far the run is from its end
-RunWatchdog     afterwards: what is waited for now, and the deadlines that no single wait owns
-                (a batch that does not fill, a trainer that falls silent)
+describe_startup, describe_nodes   until the environments are loaded
+RunCompletion                      how far the run is from its end
+RunWatchdog                        afterwards: what is waited for now, and the deadlines that no single wait owns
+                                   (a batch that does not fill, a trainer that falls silent)
 """
 
 from __future__ import annotations
@@ -27,29 +27,21 @@ from orchestrator.workers.pool import WorkerPool
 _WATCH_S = 0.25
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartupStatus:
-    """What a starting run waits for."""
+def describe_startup(config: Config, gateway: Gateway, pools: Mapping[str, WorkerPool]) -> str:
+    """Return what a starting run waits for. `pools`: environment workers by source."""
+    loading = [name for name, pool in pools.items() if not pool.pids]
+    part = f"the environment workers of {', '.join(loading)}" if loading else "tasks and tokenizers"
+    return f"{part} are loading; {describe_nodes(config, gateway)}"
 
-    config: Config
-    gateway: Gateway
-    pools: Mapping[str, WorkerPool]
-    """Environment workers by source."""
 
-    def waiting_for(self) -> str:
-        loading = [name for name, pool in self.pools.items() if not pool.pids]
-        if loading:
-            return f"the environment workers of {', '.join(loading)} are loading; {self.nodes()}"
-        return f"tasks and tokenizers are loading; {self.nodes()}"
-
-    def nodes(self) -> str:
-        """Say which nodes serve, or why none does."""
-        router = self.gateway.router
-        if serving := len(router.serving()):
-            return f"served by {pluralize(serving, 'node')}"
-        if self.config.inference.nodes and not list(router.nodes):
-            return "no inference node has connected yet: it loads its model first (logs/node-*.log)"
-        return f"no node serves: {router.why_no_node()}"
+def describe_nodes(config: Config, gateway: Gateway) -> str:
+    """Return how many nodes serve, or why none does."""
+    router = gateway.router
+    if serving := len(router.serving()):
+        return f"served by {pluralize(serving, 'node')}"
+    if config.inference.nodes and not list(router.nodes):
+        return "no inference node has connected yet: it loads its model first (logs/node-*.log)"
+    return f"no node serves: {router.why_no_node()}"
 
 
 class RunCompletion:
@@ -83,7 +75,7 @@ class RunCompletion:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunWatchdog:
     config: Config
-    startup: StartupStatus
+    gateway: Gateway
     completion: RunCompletion
     batches: Batches
     scheduler: BatchScheduler
@@ -100,7 +92,11 @@ class RunWatchdog:
 
     def waiting_for_batch(self, step: int) -> str:
         """Say why batch `step` is not there yet."""
-        reasons = [self.scheduler.waiting_for(step), self.startup.nodes(), self.evaluator.waiting_for()]
+        reasons = [
+            self.scheduler.waiting_for(step),
+            describe_nodes(self.config, self.gateway),
+            self.evaluator.waiting_for(),
+        ]
         return "; ".join(reason for reason in reasons if reason)
 
     def waiting_for(self) -> str | None:
@@ -110,7 +106,7 @@ class RunWatchdog:
         all_trained = self.completion.all_trained
         evaluation = self.evaluator.waiting_for()
         if evaluation is not None and (all_trained or self.evaluator.step == 0):  # Training waits for that of step 0.
-            return f"{evaluation}; {self.startup.nodes()}"
+            return f"{evaluation}; {describe_nodes(self.config, self.gateway)}"
         if self.batches.formed == self.batches.trained and not all_trained:
             return self.waiting_for_batch(self.batches.formed + 1)
         if not self.scheduler.dispatcher.in_flight and not (all_trained and self.completion.checkpoint_saved):

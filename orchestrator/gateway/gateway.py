@@ -255,7 +255,7 @@ class Gateway:
                 "chunk_requests_dropped": self._chunks.dropped,
             },
             "concurrency": {"limit": self.adaptive.limit(), "decreases": self.adaptive.decreases},
-            "loop_lag": self.lag.window(reset=False).metrics(),
+            "loop_lag": self.lag.metrics(reset=False),
         }
 
     def metrics(self) -> dict[str, float]:
@@ -280,7 +280,7 @@ class Gateway:
             "gateway/limit": self.adaptive.limit(),
             "gateway/records_bytes": self.records.num_bytes,
             **oldest,
-            **self.lag.window().metrics(),
+            **self.lag.metrics(),
         }
 
 

@@ -17,7 +17,7 @@ from orch_peers import PeerTrainer, ScriptedPool, draw, make_config
 from composer_prime.config.orchestrator import EvalConfig
 from composer_prime.errors import DeadlineError
 from composer_prime.stats.intervals import pass_at_k
-from orchestrator.evals import TaskResult, eval_summary
+from orchestrator.evals import eval_summary
 from orchestrator.workers.protocol import EVAL, RolloutFailure
 
 
@@ -39,9 +39,9 @@ def test_pass_at_k_refuses_impossible_counts():
 def test_failed_rollouts_are_left_out_and_counted():
     """A verifier that broke is not a wrong answer: two tasks are scored, one has no estimate at all."""
     tasks = [
-        TaskResult([rollout("a", 1.0, version_min=3, version_max=4), rollout("b", None, failure="env")]),
-        TaskResult([rollout("c", 0.0, version_min=4, version_max=5), rollout("d", 0.5, version_min=4, version_max=4)]),
-        TaskResult([rollout("e", None, failure="env")]),
+        [rollout("a", 1.0, version_min=3, version_max=4), rollout("b", None, failure="env")],
+        [rollout("c", 0.0, version_min=4, version_max=5), rollout("d", 0.5, version_min=4, version_max=4)],
+        [rollout("e", None, failure="env")],
     ]
     figures = eval_summary("s", tasks, EvalConfig(every_steps=1, samples=2, pass_k=[1, 2]))
     assert figures["eval/s/tasks"] == 2
@@ -54,7 +54,7 @@ def test_failed_rollouts_are_left_out_and_counted():
 
 def test_nothing_measured_means_no_figure():
     """All rollouts failed: no mean, rather than 0."""
-    figures = eval_summary("s", [TaskResult([rollout("e", None, failure="env")])], EvalConfig(every_steps=1))
+    figures = eval_summary("s", [[rollout("e", None, failure="env")]], EvalConfig(every_steps=1))
     assert "eval/s/reward_mean" not in figures
     assert figures["eval/s/failed"] == 1
 
