@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,14 +18,12 @@ class MetricsFile:
     """Appends lines `{"step", "time", "role", ...}` to one file that all roles of a run share.
 
     Each line is one O_APPEND write, so lines of several processes never mix. A disk that refuses the write does not
-    stop the run: the line is lost and counted.
+    stop the run: the line is lost.
     """
 
     def __init__(self, path: Path, role: str) -> None:
         self.path = path
         self.role = role
-        self.lost = 0
-        """Lines that the disk refused."""
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
@@ -33,14 +31,8 @@ class MetricsFile:
         line = {"step": step, "time": round(time.time(), 3), "role": self.role}
         line |= {name: _plain(value) for name, value in metrics.items() if value is not None}
         data = json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-        try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                os.write(descriptor, data)
-            finally:
-                os.close(descriptor)
-        except OSError:
-            self.lost += 1
+        with contextlib.suppress(OSError), self.path.open("ab", buffering=0) as file:
+            file.write(data)
 
 
 def _plain(value: Metric) -> Metric:
@@ -50,12 +42,10 @@ def _plain(value: Metric) -> Metric:
 
 
 class Tail:
-    """Reads what was appended since the last call. A torn last line waits for its end; broken lines are counted."""
+    """Reads what was appended since the last call. A torn last line waits for its end; broken ones are skipped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.broken = 0
-        """Lines that were not JSON objects."""
         self._offset = 0
         self._partial = b""
 
@@ -72,17 +62,15 @@ class Tail:
         except FileNotFoundError:
             return []
         *complete, self._partial = (self._partial + data).split(b"\n")
-        return [line for raw in complete if raw.strip() and (line := self._decode(raw)) is not None]
+        return [line for raw in complete if (line := _decode(raw)) is not None]
 
-    def _decode(self, raw: bytes) -> Line | None:
-        try:
-            line = json.loads(raw)
-        except ValueError:
-            line = None
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            self.broken += 1
-            return None
-        return line
+
+def _decode(raw: bytes) -> Line | None:
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
 
 def read_history(path: Path) -> list[Line]:

@@ -112,8 +112,6 @@ class RunProgress:
     """Figures of the evaluation after step N, without the prefix `eval/`."""
     waiting: dict[str, Waiting] = field(default_factory=dict)
     """By role."""
-    latest: dict[str, Line] = field(default_factory=dict)
-    """The newest value of each field, by role."""
     peak_bytes: dict[str, float] = field(default_factory=dict)
     """Largest memory/peak_bytes by role."""
     ended: Ending | None = None
@@ -138,7 +136,6 @@ class RunProgress:
 
     def _take(self, line: Line) -> StepProgress | None:
         role = str(line.get("role", "?"))
-        self.latest[role] = {**self.latest.get(role, {}), **line}
         self._update_waiting(role, line)
         self.ended = Ending.of(line) or self.ended
         peak = numeric_field(line, "memory/peak_bytes")

@@ -8,6 +8,7 @@ It only looks; whoever starts the run changes the folder.
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,11 +118,12 @@ def check_continuation(before: Config, now: Config) -> list[str]:
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     broken = []
     for key in BINDING:
-        broken += _differences(key, _without_free_keys(_value_at(old, key)), _without_free_keys(_value_at(new, key)))
+        old_value, new_value = (_without_free_keys(_value_at(tree, key)) for tree in (old, new))
+        broken += _lines(changed_settings(old_value, new_value, key))
     for key in NOT_LOWER:
         old_value, new_value = _value_at(old, key), _value_at(new, key)
         if new_value < old_value:
-            lines = _differences(key, old_value, new_value)
+            lines = _lines([(key, old_value, new_value)])
             broken += [f"{line} (batches formed under it must still fit)" for line in lines]
     if broken:
         listed = "\n".join(f"  {line}" for line in broken)
@@ -130,14 +132,11 @@ def check_continuation(before: Config, now: Config) -> list[str]:
             f"{listed}\n"
             f"set {'it' if len(broken) == 1 else 'them'} back, or start a new run under another run.name"
         )
-    return [f"changed {line}" for line in _differences("", old, new) if not line.startswith(_NOT_REPORTED)]
+    return [f"changed {line}" for line in _lines(changed_settings(old, new)) if not line.startswith(_NOT_REPORTED)]
 
 
 def _value_at(values: dict[str, Any], key: str) -> Any:
-    node: Any = values
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    return node
+    return reduce(lambda table, part: table.get(part) if isinstance(table, dict) else None, key.split("."), values)
 
 
 def _without_free_keys(value: Any) -> Any:
@@ -152,14 +151,19 @@ def _without_free_keys(value: Any) -> Any:
     ]
 
 
-def _differences(key: str, old: Any, new: Any) -> list[str]:
-    """Return `setting: was X, now Y` for each setting at or below `key` that is not the same."""
+def changed_settings(old: Any, new: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+    """Return (dotted name, old value, new value) of each setting at or below `name` that is not the same."""
     if old == new:
         return []
     if isinstance(old, dict) and isinstance(new, dict):
-        pairs = [(name, old.get(name), new.get(name)) for name in sorted(old.keys() | new.keys())]
+        pairs = [(key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())]
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        pairs = [(str(index), *both) for index, both in enumerate(zip(old, new, strict=True))]
+        pairs = [(str(index), before, after) for index, (before, after) in enumerate(zip(old, new, strict=True))]
     else:
-        return [f"{key}: was {old!r}, now {new!r}"]
-    return [line for name, *both in pairs for line in _differences(f"{key}.{name}" if key else name, *both)]
+        return [(name, old, new)]
+    prefix = f"{name}." if name else ""
+    return [change for key, before, after in pairs for change in changed_settings(before, after, prefix + key)]
+
+
+def _lines(changes: list[tuple[str, Any, Any]]) -> list[str]:
+    return [f"{name}: was {old!r}, now {new!r}" for name, old, new in changes]

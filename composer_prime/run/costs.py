@@ -14,7 +14,6 @@ Hints have their own budget; their calls do not count as spent by teachers.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import defaultdict
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.errors import LedgerError
+from composer_prime.run.run_dir import append_line
 
 
 @dataclass(slots=True)
@@ -52,14 +52,11 @@ class CostLedger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _end_torn_line(path)
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one line. Raises OSError."""
-        line = json.dumps({"kind": kind, "time": time.time(), **values}, separators=(",", ":")).encode() + b"\n"
-        with self.path.open("ab") as file:
-            file.write(line)
+        line = json.dumps({"kind": kind, "time": time.time(), **values}, separators=(",", ":"))
+        append_line(self.path, line.encode())
 
 
 def read_costs(path: Path) -> Iterator[dict[str, Any]]:
@@ -160,13 +157,3 @@ def _add(total: Spent, line: dict[str, Any], usd: float) -> None:
     total.calls += 1
     total.by_trace[str(line.get("trace"))] += usd
     total.by_teacher[str(line.get("teacher"))] += usd
-
-
-def _end_torn_line(path: Path) -> None:
-    """End a last line that a crash cut short, so that the next one starts a new line."""
-    if not path.is_file() or path.stat().st_size == 0:
-        return
-    with path.open("rb+") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")

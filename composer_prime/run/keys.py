@@ -65,12 +65,6 @@ def _write_secret(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def _pair(folder: Path, name: str) -> CurvePair:
-    public, secret = zmq.curve_keypair()
-    _write_secret(folder / f"{name}.curve", public + secret)
-    return CurvePair(public, secret)
-
-
 @dataclass(frozen=True, slots=True)
 class RunKeys:
     """The key files of one run directory."""
@@ -83,7 +77,7 @@ class RunKeys:
         keys = cls(folder)
         for name in ("server", "node", "trainer"):
             if not (folder / f"{name}.curve").exists():
-                _pair(folder, name)
+                _write_secret(folder / f"{name}.curve", b"".join(zmq.curve_keypair()))
         if not (folder / "signing.ed25519").exists():
             _write_secret(folder / "signing.ed25519", Ed25519PrivateKey.generate().private_bytes_raw())
         for name in ("node", "trainer"):

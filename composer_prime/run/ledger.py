@@ -9,10 +9,10 @@ The effective ledger is what remains. It must hold each sample once, and the ste
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from composer_prime.errors import CheckpointError
+from composer_prime.run.run_dir import append_line
 
 
 def append_step(path: Path, step: int, sample_ids: list[str]) -> None:
@@ -25,27 +25,7 @@ def append_rewind(path: Path, step: int) -> None:
 
 
 def _append(path: Path, entry: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torn = b"" if _ends_with_newline(path) else b"\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        line = torn + json.dumps(entry, separators=(",", ":")).encode() + b"\n"
-        while line:  # A nearly full disk may take a part first and refuse the rest.
-            line = line[os.write(descriptor, line) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _ends_with_newline(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) == 0:
-                return True
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) == b"\n"
-    except FileNotFoundError:
-        return True
+    append_line(path, json.dumps(entry, separators=(",", ":")).encode(), sync=True)
 
 
 def _parse(line: str) -> dict | None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
 
 from composer_prime.errors import CheckpointError, ConfigError
@@ -52,57 +51,42 @@ def write_atomic(path: Path, data: bytes | memoryview) -> None:
         raise
 
 
+def append_line(path: Path, line: bytes, *, sync: bool = False) -> None:
+    """Append `line` to `path`, below a last line that a crash cut short. `sync` waits for the disk. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        file.write(line + b"\n")
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+
+
 def remove_partials(folder: Path) -> None:
     """Delete what `write_atomic` left in `folder` when its process was killed. Nobody may be writing there now."""
     for path in folder.glob(f".*{_PARTIAL}"):
         path.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True, slots=True)
 class RunDir:
-    root: Path
+    """The paths of one run."""
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        return self.root / "ledger.jsonl"
-
-    @property
-    def journal(self) -> Path:
-        return self.root / "journal"
-
-    @property
-    def weights(self) -> Path:
-        return self.root / "weights"
-
-    @property
-    def keys(self) -> Path:
-        return self.root / "keys"
-
-    @property
-    def final(self) -> Path:
-        return self.root / "final"
-
-    @property
-    def reference(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.json"
+        self.metrics = root / "metrics.jsonl"
+        self.ledger = root / "ledger.jsonl"
+        self.journal = root / "journal"
+        self.weights = root / "weights"
+        self.keys = root / "keys"
+        self.final = root / "final"
+        self.reference = root / "reference" / "logprobs.jsonl"
         """Cached reference log-probabilities of preference pairs."""
-        return self.root / "reference" / "logprobs.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def endpoints(self) -> Path:
+        self.checkpoints = root / "checkpoints"
+        self.endpoints = root / "endpoints.json"
         """The addresses that roles bound, as JSON; processes on this machine find one another by it."""
-        return self.root / "endpoints.json"
 
     def log(self, role: str) -> Path:
         return self.root / "logs" / f"{role}.log"

@@ -7,7 +7,7 @@ by seed, because runs of one seed see the same tasks in the same order.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, stdev
@@ -16,12 +16,13 @@ from typing import Any
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.metrics_file import read_history
 from composer_prime.monitor.progress import numeric_field
+from composer_prime.run.check_run_dir import changed_settings
 from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import Interval
 
 Settings = dict[str, Any]
-_OF_ONE_RUN = ("run.", "monitor.")
-"""Settings that may differ within an arm: name, seed, length, output folder, trackers."""
+_OF_ONE_RUN = ("run", "monitor")
+"""Tables that may differ within an arm: name, seed, length, output folder, trackers."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class Arm:
 
 def load_run(run_dir: RunDir) -> Run:
     """Read the figures of one run. Raises ConfigError when it has no optimizer step yet."""
-    settings = dict(flatten(json.loads(run_dir.config.read_text())))
+    settings = json.loads(run_dir.config.read_text())
     training: dict[int, dict[str, float]] = {}
     evaluations: dict[int, dict[str, float]] = {}
     for line in read_history(run_dir.metrics):
@@ -64,7 +65,7 @@ def load_run(run_dir: RunDir) -> Run:
             evaluations[line["step"]] = held_out
     if not training:
         raise ConfigError(f"{run_dir.root} has no optimizer step yet")
-    seed = int(settings["run.seed"])
+    seed = int(settings["run"]["seed"])
     return Run(name=run_dir.root.name, seed=seed, settings=settings, training=training, evaluations=evaluations)
 
 
@@ -72,7 +73,7 @@ def group_into_arms(runs: Iterable[Run]) -> list[Arm]:
     """Group runs by configuration, in the given order. Raises ConfigError for two runs of one arm and seed."""
     arms: list[Arm] = []
     for run in runs:
-        settings = {name: value for name, value in run.settings.items() if not name.startswith(_OF_ONE_RUN)}
+        settings = {name: value for name, value in run.settings.items() if name not in _OF_ONE_RUN}
         arm = next((arm for arm in arms if arm.settings == settings), None)
         if arm is None:
             arms.append(arm := Arm(name=_arm_name(run), settings=settings))
@@ -87,34 +88,14 @@ def group_into_arms(runs: Iterable[Run]) -> list[Arm]:
 
 def differing(first: Arm, second: Arm) -> list[str]:
     """Return the settings that differ, as `name: value -> value`. A table that only one arm has is one entry."""
-    changes: dict[str, str] = {}
-    for name in dict.fromkeys([*first.settings, *second.settings]):
-        if first.settings.get(name) == second.settings.get(name):
-            continue
-        if name in first.settings and name in second.settings:
-            changes[name] = f"{first.settings[name]} -> {second.settings[name]}"
-        elif name in second.settings:
-            table = _table_without(name, first.settings)
-            changes[table] = f"unset -> {_table_text(second.settings, table)}"
-        else:
-            table = _table_without(name, second.settings)
-            changes[table] = f"{_table_text(first.settings, table)} -> unset"
-    return [f"{name}: {change}" for name, change in changes.items()]
+    changes = changed_settings(first.settings, second.settings)
+    return [f"{name}: {_value_text(old)} -> {_value_text(new)}" for name, old, new in changes]
 
 
-def _table_without(name: str, other: Settings) -> str:
-    """Return the outermost table around `name` without a setting in `other`; `name` itself if there is none."""
-    parts = name.split(".")
-    tables = (".".join(parts[:depth]) for depth in range(1, len(parts)))
-    return next((table for table in tables if not any(key.startswith(f"{table}.") for key in other)), name)
-
-
-def _table_text(settings: Settings, table: str) -> str:
-    """Return the value of `table`, or its settings that are not None, in the order of the file."""
-    if settings.get(table) is not None:
-        return str(settings[table])
-    inside = {name.removeprefix(f"{table}."): value for name, value in settings.items() if name.startswith(f"{table}.")}
-    return "{" + ", ".join(f"{name} = {value}" for name, value in inside.items() if value is not None) + "}"
+def _value_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return str({name: inside for name, inside in value.items() if inside is not None})
+    return "unset" if value is None else str(value)
 
 
 def windows(steps: int, count: int) -> list[range]:
@@ -151,17 +132,6 @@ def differences(base: Mapping[int, float | None], other: Mapping[int, float | No
     """Return other - base for every seed that has both."""
     pairs = {seed: (base.get(seed), value) for seed, value in other.items()}
     return {seed: value - start for seed, (start, value) in pairs.items() if start is not None and value is not None}
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield settings by dotted name. Entries of a list of tables go by their number; other lists are values."""
-    for name, value in tree.items():
-        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
-            value = {str(index): entry for index, entry in enumerate(value)}
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _arm_name(run: Run) -> str:

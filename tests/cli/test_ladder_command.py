@@ -9,7 +9,7 @@ import pytest
 
 from composer_prime.cli.ladder_command import ladder_table, main
 from composer_prime.errors import ConfigError
-from composer_prime.stats.ladder import Arm, differences, differing, flatten, over_seeds, windows
+from composer_prime.stats.ladder import Arm, differences, differing, over_seeds, windows
 
 
 def run_folder(root: Path, name: str, seed: int, weight: float, rewards: list[float]) -> str:
@@ -49,9 +49,9 @@ def test_differing_settings_are_grouped_by_table() -> None:
     plain = {"model": {"path": "tiny"}, "orchestrator": {"hints": None, "judge": None, "source": [source]}}
     hints = {"layers": ["template"], "judge": None, "llm": {"model": "big"}}
     hinted = {"model": {"path": "tiny"}, "orchestrator": {"hints": hints, "source": [source | {"weight": 2.0}]}}
-    first, second = (Arm(name=name, settings=dict(flatten(tree))) for name, tree in (("a1", plain), ("a2", hinted)))
+    first, second = Arm(name="a1", settings=plain), Arm(name="a2", settings=hinted)
     weight = "orchestrator.source.0.weight: "
-    added = "{layers = ['template'], llm.model = big}"
+    added = "{'layers': ['template'], 'llm': {'model': 'big'}}"
     assert sorted(differing(first, second)) == [f"orchestrator.hints: unset -> {added}", f"{weight}1.0 -> 2.0"]
     assert sorted(differing(second, first)) == [f"orchestrator.hints: {added} -> unset", f"{weight}2.0 -> 1.0"]
     assert differing(first, first) == []

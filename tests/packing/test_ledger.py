@@ -70,7 +70,5 @@ def test_metrics_lines_of_many_writers_never_mix(tmp_path):
 
 
 def test_a_disk_that_refuses_does_not_stop_the_run(tmp_path):
-    # The path is a folder, so no line can be written: the loss is counted, nothing is raised.
-    metrics = MetricsFile(tmp_path, "trainer")
-    metrics.log(1, {"loss/total": 1.0})
-    assert metrics.lost == 1
+    # The path is a folder, so no line can be written: nothing is raised.
+    MetricsFile(tmp_path, "trainer").log(1, {"loss/total": 1.0})
