@@ -1,11 +1,15 @@
-"""Formed batches: which groups each optimizer step trains, from formation until the trainer has taken the step.
+"""The staleness rule, finished groups that wait for a batch, and formed batches.
 
-A batch never changes once it is formed and journaled. Its micro-batches are packed and encoded once for each layout
-(world size, row length), in a thread, and kept for the ranks that ask later.
+The staleness rule:
 
-`batch_metrics` computes a batch's figures for the trainer's line in metrics.jsonl. Rewards are those of every rollout
-that ended since the batch before, filtered groups included. In those all siblings passed or all failed: a mean without
-them would hide both.
+    version v     weights after v optimizer steps; in a joint run ([diloco]) the global model after v full sweeps
+    batch N       is trained on the newest version after step N-1, call it n: a token of version v is n-v versions old;
+                  accepted: v >= n-max_staleness
+
+A rollout that starts while the nodes serve version V can therefore go into batches up to V+1+max_staleness. When a
+version covers several steps, the rollout can go into the batches of all these steps. `free_slots` lets exactly as many
+groups run as fit into the batches that accept them. With max_staleness 0, batch N holds groups that began on version
+N-1, and nothing starts between that batch's last group and the next version.
 """
 
 from __future__ import annotations
@@ -13,12 +17,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, pstdev
 
 import msgspec
 
@@ -26,10 +29,142 @@ from composer_prime.config import Config
 from composer_prime.errors import RunMismatchError
 from composer_prime.packing.pack import model_flops, pack, totals
 from composer_prime.wire.types import Preference, Sample, StepReply
-from orchestrator.batching.buffer import Versions, last_batch
-from orchestrator.rollouts.groups import BEHAVIOR_PART, FinishedGroup, FinishedRollout, GroupOutcome, turn_error_rate
+from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 
 logger = logging.getLogger(__name__)
+
+_SHARE_WINDOW = 64
+"""Scored groups that `filtered_share` looks back on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """The policy versions known once step `trained` is taken, and those planned."""
+
+    trained: int = 0
+    newest: int = 0
+    """Published version."""
+    since: int = 0
+    """The step that it was published after."""
+    period: int = 1
+    """Planned steps from one version to the next: 1, or diloco.sync_every."""
+
+    def after(self, step: int, version: int) -> Versions:
+        """Return the versions once `step` is taken and `version` is the newest."""
+        return replace(self, trained=step, newest=version, since=self.since if version == self.newest else step)
+
+    def at(self, step: int, saved: Versions | None) -> Versions:
+        """Return the versions of a checkpoint of `step`; `saved` is None where version = step."""
+        versions = saved or Versions(trained=step, newest=step, since=step)
+        return replace(versions, period=self.period)
+
+    def before(self, batch: int) -> int:
+        """Return the newest version when `batch` (from trained + 1) begins; an overdue version does not count."""
+        return self.newest + self._planned(batch - 1) - self._planned(self.trained)
+
+    def last_batch(self, version: int) -> int:
+        """Return the last batch that begins with `version` or an older one as the newest."""
+        periods = version - self.newest + self._planned(self.trained)
+        return self.since + (periods + 1) * self.period
+
+    def _planned(self, step: int) -> int:
+        return (step - self.since) // self.period
+
+
+EVERY_STEP = Versions()
+"""A run without [diloco]: version v after step v."""
+
+
+def oldest_accepted(step: int, max_staleness: int, versions: Versions = EVERY_STEP) -> int:
+    """Return the oldest policy version that batch `step` may hold."""
+    return max(0, versions.before(step) - max_staleness)
+
+
+def last_batch(version: int, max_staleness: int, max_steps: int, versions: Versions = EVERY_STEP) -> int:
+    """Return the last batch that a rollout begun on `version` may go into."""
+    return min(versions.last_batch(version + max_staleness), max_steps)
+
+
+def free_slots(
+    *,
+    version: int,
+    formed: int,
+    under_way: int,
+    groups_per_step: int,
+    max_staleness: int,
+    max_steps: int,
+    versions: Versions = EVERY_STEP,
+) -> int:
+    """Return how many more groups may start now, at least 0.
+
+    `version`: what the nodes serve. `formed`: the newest batch that has its groups. `under_way`: groups in flight or in
+    the buffer that are not part of a batch yet.
+    """
+    batches = last_batch(version, max_staleness, max_steps, versions) - formed
+    return max(0, batches * groups_per_step - under_way)
+
+
+class Buffer:
+    """Groups are taken in order of group number: data order depends on which groups are ready and on nothing else.
+
+    Groups that no future batch accepts are swept out. Groups without advantage are counted here. Those with hinted
+    turns (DISTILLED) wait for a batch to join; all others never enter.
+    """
+
+    def __init__(self) -> None:
+        self._ready: dict[int, FinishedGroup] = {}
+        self._recent: deque[bool] = deque(maxlen=_SHARE_WINDOW)
+
+    def __len__(self) -> int:
+        """Return the number of groups that a batch can be made of; DISTILLED groups do not count."""
+        return sum(group.outcome is GroupOutcome.READY for group in self._ready.values())
+
+    @property
+    def group_numbers(self) -> list[int]:
+        return sorted(self._ready)
+
+    def add(self, group: FinishedGroup) -> None:
+        """Take in a READY or DISTILLED group. Raises ValueError when its number is here already."""
+        number = group.plan.group
+        if number in self._ready:
+            raise ValueError(f"group {number} is in the buffer already")
+        self._ready[number] = group
+
+    def note(self, outcome: GroupOutcome) -> None:
+        """Count an ended group for `filtered_share`."""
+        if outcome in (GroupOutcome.READY, GroupOutcome.FILTERED, GroupOutcome.DISTILLED):
+            self._recent.append(outcome is not GroupOutcome.READY)
+
+    @property
+    def filtered_share(self) -> float | None:
+        """Share of the last 64 scored groups that were filtered out; None before the first."""
+        return sum(self._recent) / len(self._recent) if self._recent else None
+
+    def sweep(self, oldest: int) -> list[FinishedGroup]:
+        """Remove and return the groups that hold a token older than version `oldest`."""
+        stale = [group for group in self._ready.values() if group.version_min < oldest]
+        for group in stale:
+            del self._ready[group.plan.group]
+        return stale
+
+    def usable(self, oldest: int, newest: int, outcome: GroupOutcome = GroupOutcome.READY) -> list[int]:
+        """Return the numbers, ascending, of the groups whose tokens are all of versions `oldest` to `newest`."""
+        return [
+            number
+            for number, group in sorted(self._ready.items())
+            if group.outcome is outcome and oldest <= group.version_min and group.version_max <= newest
+        ]
+
+    def take(self, count: int, oldest: int, newest: int, *, with_distilled: bool = True) -> list[FinishedGroup] | None:
+        """Remove and return the `count` lowest-numbered usable groups; None while there are fewer.
+
+        With them go at most as many DISTILLED groups if `with_distilled`. All are in order of group number.
+        """
+        numbers = self.usable(oldest, newest)[:count]
+        if len(numbers) < count:
+            return None
+        numbers += self.usable(oldest, newest, GroupOutcome.DISTILLED)[: count if with_distilled else 0]
+        return [self._ready.pop(number) for number in sorted(numbers)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +196,12 @@ class BatchLayout:
 
 
 class Batches:
+    """Which groups each optimizer step trains, from formation until the trainer has taken the step.
+
+    A batch never changes once it is formed and journaled. Its micro-batches are packed and encoded once for each layout
+    (world size, row length), in a thread, and kept for the ranks that ask later.
+    """
+
     def __init__(
         self,
         run_id: str,
@@ -203,108 +344,3 @@ def _flops(model_dir: Path) -> tuple[float, float]:
     except KeyError as error:
         logger.warning("%s/config.json has no %s: packing balances tokens, not FLOPs", model_dir, error)
         return 1.0, 0.0
-
-
-def batch_metrics(version: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup]) -> dict[str, float]:
-    """Return the figures of a batch that is trained from policy version `version` on.
-
-    `groups` are trained, some perhaps for SDPO alone; `dropped` ended otherwise since the batch before.
-    """
-    scored = [*groups, *(group for group in dropped if group.outcome is GroupOutcome.FILTERED)]
-    everything = [*groups, *dropped]
-    rollouts = [rollout for group in scored for rollout in group.rollouts if rollout.failure is None]
-    metrics = _rewards(scored)
-    metrics |= _staleness(version, groups)
-    metrics |= _shapes(groups, rollouts)
-    metrics |= _tools(rollouts)
-    metrics |= _hints(rollout for group in everything for rollout in group.rollouts)
-    filtered = sum(group.outcome in (GroupOutcome.FILTERED, GroupOutcome.DISTILLED) for group in everything)
-    metrics["groups/filtered"] = float(filtered)
-    metrics["groups/distilled"] = float(sum(group.outcome is GroupOutcome.DISTILLED for group in groups))
-    metrics["groups/filtered_share"] = filtered / max(1, len(scored))
-    metrics["groups/stale"] = float(sum(group.outcome is GroupOutcome.STALE for group in dropped))
-    metrics["groups/failed"] = float(sum(group.outcome is GroupOutcome.FAILED for group in dropped))
-    return metrics | _failures(rollout for group in everything for rollout in group.rollouts)
-
-
-def _rewards(scored: Sequence[FinishedGroup]) -> dict[str, float]:
-    rewards = [reward for group in scored for reward in group.rewards]
-    metrics: dict[str, float] = {}
-    if rewards:
-        metrics |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
-        spreads = [pstdev(group.rewards) for group in scored if group.rewards]
-        metrics["reward/group_std"] = fmean(spreads)
-    by_source: dict[str, list[float]] = defaultdict(list)
-    parts: dict[str, list[float]] = defaultdict(list)
-    for group in scored:
-        by_source[group.plan.source] += group.rewards
-        for rollout in group.rollouts:
-            for name, value in rollout.parts.items() if rollout.failure is None else ():
-                parts[name].append(value)
-    if any(name.startswith(BEHAVIOR_PART) for name in parts):
-        metrics["reward/task_mean"] = fmean(reward for group in scored for reward in group.task_rewards)
-    metrics |= {f"reward/{source}/mean": fmean(values) for source, values in by_source.items() if values}
-    return metrics | {f"reward/part/{name}": fmean(values) for name, values in parts.items()}
-
-
-def _staleness(version: int, groups: Sequence[FinishedGroup]) -> dict[str, float]:
-    spans = [span for group in groups for sample in group.samples for span in sample.version_spans]
-    tokens = sum(span.end - span.start for span in spans)
-    if not tokens:
-        return {}
-    ages = sum((version - span.version) * (span.end - span.start) for span in spans)
-    return {
-        "policy/staleness_max": float(max(version - span.version for span in spans)),
-        "policy/staleness_mean": ages / tokens,
-    }
-
-
-def _shapes(groups: Sequence[FinishedGroup], rollouts: Sequence[FinishedRollout]) -> dict[str, float]:
-    samples = [sample for group in groups for sample in group.samples]
-    metrics = {
-        "batch/groups": float(sum(group.outcome is GroupOutcome.READY for group in groups)),
-        "batch/samples": float(len(samples)),
-        "batch/tokens": float(sum(sample.num_tokens for sample in samples)),
-    }
-    if rollouts:
-        turns = [sum(turn.role == "assistant" for turn in rollout.turns) for rollout in rollouts]
-        metrics["rollout/turns_mean"] = fmean(turns)
-        metrics["rollout/sampled_tokens_mean"] = fmean(rollout.sampled_tokens for rollout in rollouts)
-        metrics["rollout/truncated_share"] = fmean(rollout.truncated for rollout in rollouts)
-        walls_s = [rollout.wall_s for rollout in rollouts if rollout.wall_s is not None]
-        if walls_s:
-            metrics["rollout/wall_s_mean"] = fmean(walls_s)
-            metrics["rollout/wall_s_max"] = max(walls_s)
-    return metrics
-
-
-def _tools(rollouts: Sequence[FinishedRollout]) -> dict[str, float]:
-    """Return the share of tool messages and of assistant turns with an error, which hints should lower."""
-    metrics: dict[str, float] = {}
-    tool_messages = [turn for rollout in rollouts for turn in rollout.turns if turn.role == "tool"]
-    if tool_messages:
-        metrics["rollout/tool_error_rate"] = fmean(turn.error is not None for turn in tool_messages)
-    if (rate := turn_error_rate(rollouts)) is not None:
-        metrics["rollout/turn_error_rate"] = rate
-    return metrics
-
-
-def _hints(rollouts: Iterable[FinishedRollout]) -> dict[str, float]:
-    """Return hints/found, hints/hinted, hints/skipped/<reason>, hints/kind/<error>, hints/layer/<generator>."""
-    counts: Counter[str] = Counter()
-    for rollout in rollouts:
-        counts.update(rollout.hints)
-    if counts:
-        counts.update({"found": 0, "hinted": 0})
-    return {f"hints/{name}": float(count) for name, count in sorted(counts.items())}
-
-
-def _failures(rollouts: Iterable[FinishedRollout]) -> dict[str, float]:
-    """Count failed tries by kind, retried ones included."""
-    counts: dict[str, int] = defaultdict(int)
-    for rollout in rollouts:
-        for failure in [*rollout.failed_attempts, *([rollout.failure] if rollout.failure else [])]:
-            counts[failure.kind] += 1
-    return {"rollout/failed": float(sum(counts.values()))} | {
-        f"rollout/failed/{kind}": float(count) for kind, count in sorted(counts.items())
-    }

@@ -22,8 +22,8 @@ import msgspec
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import RolloutError, RunMismatchError
 from composer_prime.run.run_dir import RunDir
-from orchestrator.batching.batches import Batch, Batches, batch_metrics
-from orchestrator.batching.buffer import Buffer, free_slots, oldest_accepted
+from orchestrator.batching.batch_metrics import batch_metrics
+from orchestrator.batching.batches import Batch, Batches, Buffer, free_slots, oldest_accepted
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Journal, Started
 from orchestrator.durability.resume import OrchestratorState, ResumedRun, formed_batches, load_state, save_state
 from orchestrator.event_loop import Notifier

@@ -22,8 +22,7 @@ import msgspec
 
 from composer_prime.errors import CheckpointError
 from composer_prime.run.run_dir import RunDir, write_atomic
-from orchestrator.batching.batches import Batch
-from orchestrator.batching.buffer import Versions
+from orchestrator.batching.batches import Batch, Versions
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Started
 from orchestrator.preferences import PairCursor
 from orchestrator.rollouts.groups import FinishedGroup, GroupPlan

@@ -42,13 +42,11 @@ from orchestrator.hints.generate import (
     sibling_demonstration,
 )
 from orchestrator.hints.placement import HintPlacer, place_hint, span_of
-from orchestrator.rollouts.groups import FinishedRollout
+from orchestrator.rollouts.groups import CompiledRollout, FinishedRollout
 from orchestrator.workers.protocol import MessageRecord
 
 logger = logging.getLogger(__name__)
 
-CompiledRollout = tuple[FinishedRollout, list[Sample]]
-"""A rollout and its training samples."""
 _LOGGED_FIRST = 20
 _EMPTY_LIMIT = 32
 _POLICY_CALLS = 4

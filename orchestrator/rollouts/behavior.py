@@ -16,12 +16,11 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from composer_prime.config.orchestrator import AuxiliaryConfig, BehaviorConfig, EffortWeights
+from composer_prime.config.orchestrator import AuxiliaryConfig, BehaviorConfig
 from composer_prime.errors import ConfigError, RolloutError
 from orchestrator.rollouts.groups import BEHAVIOR_PART, answers, failed_turns
 from orchestrator.workers.protocol import RolloutReply
@@ -29,29 +28,6 @@ from orchestrator.workers.protocol import RolloutReply
 _LOG_WITHIN = 1e-9
 _MISSING_LIMIT = 8
 """Rollouts without a scalar that none ever had, before its name counts as misspelled."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """What a rollout spent, in tokens and counts."""
-
-    thinking_tokens: int = 0
-    tool_call_tokens: int = 0
-    tool_output_tokens: int = 0
-    final_message_tokens: int = 0
-    calls: int = 0
-    turns: int = 0
-
-    def weighted(self, weights: EffortWeights) -> float:
-        """Return x."""
-        return (
-            weights.thinking_tokens * self.thinking_tokens
-            + weights.tool_call_tokens * self.tool_call_tokens
-            + weights.tool_output_tokens * self.tool_output_tokens
-            + weights.final_message_tokens * self.final_message_tokens
-            + weights.calls * self.calls
-            + weights.turns * self.turns
-        )
 
 
 def effort_cost(x: float, *, k: float, q: float) -> float:
@@ -82,32 +58,31 @@ class BehaviorRewards:
             return reply
         config, parts = self._config, {}
         if config.penalty and (config.applies_to == "all" or reply.reward > 0):
-            x = self.effort(reply).weighted(config.effort)
+            spent, x = self.effort(reply), 0.0
+            for name, weight in config.effort:
+                x += weight * spent[name]
             parts[f"{BEHAVIOR_PART}effort"] = -config.penalty * effort_cost(x, k=config.k, q=config.q)
         for auxiliary in config.auxiliary:
             parts[BEHAVIOR_PART + auxiliary.name] = auxiliary.weight * self._scalar(reply, auxiliary)
         total = reply.reward + sum(parts.values())
         return msgspec.structs.replace(reply, reward=total, parts=reply.parts | parts)
 
-    def effort(self, reply: RolloutReply) -> Effort:
-        thinking = calling = final = output = calls = turns = 0
+    def effort(self, reply: RolloutReply) -> Counter[str]:
+        """Return what the rollout spent, in tokens and counts, by the names of EffortWeights."""
+        spent: Counter[str] = Counter()
         answers_at = answers(reply.turns)
         for index, turn in enumerate(reply.turns):
             tokens = turn.num_tokens or 0
             if turn.role == "tool":
-                output += tokens
-            if turn.role != "assistant":
-                continue
-            turns += 1
-            calls += max(len(turn.tool_calls), len(answers_at[index]))
-            thinking_tokens = min(tokens, self._reasoning_tokens(turn.reasoning))
-            thinking += thinking_tokens
-            if turn.tool_calls or answers_at[index]:
-                calling += tokens - thinking_tokens
-            else:
-                final += tokens - thinking_tokens
-        return Effort(thinking_tokens=thinking, tool_call_tokens=calling, tool_output_tokens=output,
-                      final_message_tokens=final, calls=calls, turns=turns)  # fmt: skip
+                spent["tool_output_tokens"] += tokens
+            elif turn.role == "assistant":
+                calls = max(len(turn.tool_calls), len(answers_at[index]))
+                thinking_tokens = min(tokens, self._reasoning_tokens(turn.reasoning))
+                spent["turns"] += 1
+                spent["calls"] += calls
+                spent["thinking_tokens"] += thinking_tokens
+                spent["tool_call_tokens" if calls else "final_message_tokens"] += tokens - thinking_tokens
+        return spent
 
     def _reasoning_tokens(self, text: str | None) -> int:
         if not text:

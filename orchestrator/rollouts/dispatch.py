@@ -6,6 +6,23 @@
 
 Groups never wait for one another. A sibling waits at most for a permit and for its rollout's deadline. An error that is
 not a rollout's own (workers gone for good) goes to `on_error` and ends the run.
+
+Advantages inside a group of sibling rollouts; channels.policy.advantage_scaling chooses, each objective has a default:
+
+    none  A_G = r_G - mean(r)                          Dr. GRPO, arXiv 2503.20783; Composer 2, 2603.24477
+    std   A_G = (r_G - mean(r)) / (std(r) + 1e-4)      GRPO, arXiv 2402.03300; std with Bessel's correction, as in TRL
+
+The life of a group without advantage whose error turns were hinted:
+
+    dispatch   hints.attach() adds hinted turns to its samples. Groups that are dropped whole get none, nor do groups
+               that can only join steps at which SDPO has no weight. All rewards equal, hints.filtered_groups ->
+               DISTILLED; it keeps the samples with hinted turns, their loss mask and advantages 0 (`sdpo_only`): no
+               part of the policy loss or of its denominators
+    scheduler  journaled as Finished, counted as filtered, put into the buffer
+    buffer     joins a batch of READY groups whose step has a weight for SDPO, at most as many as those; takes none of
+               their places and opens none for dispatch; older than any batch accepts -> swept out, FILTERED
+    batches    packed with the batch: teacher documents beside its rows; SDPO's denominator counts its turns
+    log        status "distilled"; batch_metrics: groups/distilled, and in groups/filtered
 """
 
 from __future__ import annotations
@@ -13,20 +30,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import msgspec
+import numpy as np
 
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.config.policy import AdvantageScaling
-from composer_prime.errors import RolloutError
+from composer_prime.errors import NonFiniteError, RolloutError
 from composer_prime.wire.types import Sample
 from orchestrator.hints.stage import HintStage
 from orchestrator.rollouts.behavior import BehaviorRewards
-from orchestrator.rollouts.group_scoring import score_group, worth_hinting
-from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome, GroupPlan
+from orchestrator.rollouts.groups import CompiledRollout, FinishedGroup, GroupOutcome, GroupPlan
 from orchestrator.rollouts.rollout import (
     Lane,
     RequestFactory,
@@ -36,20 +53,21 @@ from orchestrator.rollouts.rollout import (
     retry_pause_s,
     score_failure,
 )
-from orchestrator.rollouts.samples import compile_rollout, numbered_turns
+from orchestrator.rollouts.samples import compile_rollout, numbered_turns, sdpo_only, with_advantage
 from orchestrator.workers.protocol import RolloutFailure
 
 logger = logging.getLogger(__name__)
 
 _LOGGED_FIRST = 20
 _LOGGED_EVERY = 100
+_STD_FLOOR = 1e-4
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GroupInFlight:
     plan: GroupPlan
     task: asyncio.Task[None] | None = None
-    siblings: list[asyncio.Task[tuple[FinishedRollout, list[Sample]]]] = field(default_factory=list)
+    siblings: list[asyncio.Task[CompiledRollout]] = field(default_factory=list)
     version: int | None = None
     """Policy version that the nodes served when the first rollout began; None before that."""
     since: float = field(default_factory=time.monotonic)
@@ -151,7 +169,7 @@ class Dispatcher:
                 sibling.cancel()
             self.in_flight.pop(plan.group, None)
 
-    async def _finish(self, group: GroupInFlight, ended: list[tuple[FinishedRollout, list[Sample]]]) -> FinishedGroup:
+    async def _finish(self, group: GroupInFlight, ended: list[CompiledRollout]) -> FinishedGroup:
         """Add hints and advantages to the rollouts that ended."""
         if group.stale:
             rollouts = [rollout for rollout, _ in ended]
@@ -161,7 +179,7 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, score_group, group.plan, ended, self.config, self.scaling)
 
-    async def _sibling(self, group: GroupInFlight, sibling: int) -> tuple[FinishedRollout, list[Sample]]:
+    async def _sibling(self, group: GroupInFlight, sibling: int) -> CompiledRollout:
         """Return the sibling's first good try, or its last failed one."""
         earlier: list[RolloutFailure] = []
         for attempt in range(self.config.max_retries + 1):
@@ -184,7 +202,7 @@ class Dispatcher:
 
     async def _attempt(
         self, group: GroupInFlight, sibling: int, attempt: int, earlier: list[RolloutFailure]
-    ) -> tuple[FinishedRollout, list[Sample]]:
+    ) -> CompiledRollout:
         plan = group.plan
         request = self.requests.training(plan, sibling, attempt)
         has_begun = False
@@ -200,29 +218,97 @@ class Dispatcher:
             result = await self.runner.run(plan.source, request, lane=Lane.TRAIN, order=plan.group, on_begin=on_begin)
         finally:
             group.running -= has_begun
-        loop = asyncio.get_running_loop()
-        result, samples, failure = await loop.run_in_executor(self._threads, self._compile, plan, result)
+        loop, seed = asyncio.get_running_loop(), request.seed or 0
+        return await loop.run_in_executor(self._threads, self._compile, plan, result, sibling, seed, earlier)
+
+    def _compile(
+        self, plan: GroupPlan, result: RolloutResult, sibling: int, seed: int, earlier: list[RolloutFailure]
+    ) -> CompiledRollout:
+        """Return the rollout with its final reward and numbered turns, and its samples; none for a failed one."""
+        samples: list[Sample] = []
+        failure, kind = score_failure(result), "no_reward"
+        try:
+            if failure is None and self.behavior is not None:
+                result = replace(result, reply=self.behavior.add_to(result.reply))
+                failure = score_failure(result)
+            if failure is None:
+                kind = "tokens"
+                reply = msgspec.structs.replace(result.reply, turns=numbered_turns(result.reply, result.records))
+                samples = compile_rollout(plan, reply, result.records)
+                result = replace(result, reply=reply)
+        except RolloutError as error:
+            failure = RolloutFailure(kind=kind, message=str(error), retryable=True)
         rollout = finished_rollout(
-            result, sibling=sibling, seed=request.seed or 0, samples=samples, failure=failure, earlier=earlier
+            result, sibling=sibling, seed=seed, samples=samples, failure=failure, earlier=earlier
         )
         return rollout, samples
 
-    def _compile(
-        self, plan: GroupPlan, result: RolloutResult
-    ) -> tuple[RolloutResult, list[Sample], RolloutFailure | None]:
-        """Return the rollout with its final reward and numbered turns, its samples, or why it has none."""
-        failure = score_failure(result)
-        if failure is not None:
-            return result, [], failure
-        if self.behavior is not None:
-            try:
-                result = replace(result, reply=self.behavior.add_to(result.reply))
-            except RolloutError as error:
-                return result, [], RolloutFailure(kind="no_reward", message=str(error), retryable=True)
-            if (failure := score_failure(result)) is not None:
-                return result, [], failure
-        try:
-            reply = msgspec.structs.replace(result.reply, turns=numbered_turns(result.reply, result.records))
-            return replace(result, reply=reply), compile_rollout(plan, reply, result.records), None
-        except RolloutError as error:
-            return result, [], RolloutFailure(kind="tokens", message=str(error), retryable=True)
+
+# -- the end of a group: pure functions that run in a thread -------------------------------------------------------
+
+
+def score_group(
+    plan: GroupPlan, ended: list[CompiledRollout], config: OrchestratorConfig, scaling: AdvantageScaling
+) -> FinishedGroup:
+    """Return the group as READY with its samples, FAILED (too few finished), FILTERED or DISTILLED (no advantage).
+
+    A DISTILLED group keeps the samples with hinted turns, with mask 0 everywhere: the policy loss neither trains on
+    them nor counts them. With `config.train_truncated` off the same holds for rollouts that were cut short; their
+    rewards still count in the group's advantages.
+    """
+    scored = [(rollout, samples) for rollout, samples in ended if rollout.reward is not None]
+    failed = [rollout for rollout, _ in ended if rollout.reward is None]
+    if len(scored) < config.min_group:
+        return FinishedGroup(plan=plan, outcome=GroupOutcome.FAILED, rollouts=[rollout for rollout, _ in ended])
+    advantages_G = group_advantages([rollout.reward for rollout, _ in scored], scaling)
+    rollouts, samples = [], []
+    for (rollout, rollout_samples), advantage in zip(scored, advantages_G, strict=True):
+        rollouts.append(msgspec.structs.replace(rollout, advantage=advantage))
+        if rollout.truncated and not config.train_truncated:
+            samples += _hinted_only(rollout_samples)
+        else:
+            samples += [with_advantage(sample, advantage) for sample in rollout_samples]
+    rollouts = sorted(rollouts + failed, key=lambda rollout: rollout.sibling)
+    signal = has_signal(advantages_G) or not config.filter_zero_advantage
+    if signal and any(sample.num_trained for sample in samples):
+        return FinishedGroup(plan=plan, outcome=GroupOutcome.READY, rollouts=rollouts, samples=samples)
+    hinted = _hinted_only(samples) if config.hints is not None and config.hints.filtered_groups else []
+    outcome = GroupOutcome.DISTILLED if hinted else GroupOutcome.FILTERED
+    return FinishedGroup(plan=plan, outcome=outcome, rollouts=rollouts, samples=hinted)
+
+
+def worth_hinting(ended: list[CompiledRollout], config: OrchestratorConfig, scaling: AdvantageScaling) -> bool:
+    """Whether `score_group` keeps hinted samples of such a group, so that hints may be paid for."""
+    rewards = [rollout.reward for rollout, _ in ended if rollout.reward is not None]
+    if len(rewards) < config.min_group:
+        return False
+    always_kept = not config.filter_zero_advantage or (config.hints is not None and config.hints.filtered_groups)
+    return always_kept or has_signal(group_advantages(rewards, scaling))
+
+
+def group_advantages(rewards_G: Sequence[float], scaling: AdvantageScaling) -> list[float]:
+    """Return the advantage of each rollout of one group, [G]. A group of one has advantage 0.
+
+    Raises NonFiniteError when a reward is NaN or infinite: a failed verifier must be recorded as failed, not scored.
+    """
+    rewards = np.asarray(rewards_G, dtype=np.float64)
+    if not np.isfinite(rewards).all():
+        raise NonFiniteError(
+            f"a group has rewards {list(rewards_G)}: mark failed rollouts as failed, do not score them"
+        )
+    if rewards.size < 2 or rewards.min() == rewards.max():  # a mean of equal numbers may be off by a last bit
+        return [0.0] * rewards.size
+    centered = rewards - rewards.mean()
+    if scaling == "std":
+        centered = centered / (rewards.std(ddof=1) + _STD_FLOOR)
+    return centered.tolist()
+
+
+def has_signal(advantages_G: Sequence[float]) -> bool:
+    """Whether a group moves the policy: equal rewards give only zeros."""
+    return any(abs(value) > 1e-12 for value in advantages_G)
+
+
+def _hinted_only(samples: list[Sample]) -> list[Sample]:
+    """Return the samples with hinted turns, without a part in the policy loss."""
+    return [sdpo_only(sample) for sample in samples if sample.distillations]

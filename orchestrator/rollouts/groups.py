@@ -104,6 +104,10 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.reward is None else task_reward(self.reward, self.parts)
 
 
+CompiledRollout = tuple[FinishedRollout, list[Sample]]
+"""A rollout and its training samples."""
+
+
 class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group whose rollouts have all ended."""
 

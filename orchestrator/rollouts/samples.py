@@ -34,7 +34,7 @@ def compile_rollout(plan: GroupPlan, reply: RolloutReply, records: Sequence[Gene
     trainable = {session.session_id for session in reply.sessions if session.trainable}
     branches: list[Branch] = []
     num_turns = 0
-    for session, session_records in matched_records(reply, _by_session(records)).items():
+    for session, session_records in matched_records(reply, records).items():
         if session in trainable or not reply.sessions:
             branches += merge(session_records, first_turn=num_turns)
         num_turns += len(session_records)
@@ -184,7 +184,7 @@ def numbered_turns(reply: RolloutReply, records: Sequence[GenerationRecord]) -> 
     The turn number is the one in TurnSpan. Raises RolloutError as `compile_rollout` does.
     """
     turns, first = list(reply.turns), 0
-    by_session = matched_records(reply, _by_session(records))
+    by_session = matched_records(reply, records)
     names = dict(enumerate([session.session_id for session in reply.sessions] or list(by_session)))
     for session, session_records in by_session.items():
         sampled = [
@@ -207,21 +207,15 @@ def _surprisal(record: GenerationRecord) -> float | None:
     return round(max(mean, 0.0), 4) if np.isfinite(mean) else None
 
 
-def _by_session(records: Iterable[GenerationRecord]) -> dict[str, list[GenerationRecord]]:
-    by_session: dict[str, list[GenerationRecord]] = {}
-    for record in records:
-        by_session.setdefault(record.session, []).append(record)
-    return by_session
-
-
-def matched_records(
-    reply: RolloutReply, by_session: dict[str, list[GenerationRecord]]
-) -> dict[str, list[GenerationRecord]]:
+def matched_records(reply: RolloutReply, records: Iterable[GenerationRecord]) -> dict[str, list[GenerationRecord]]:
     """Return of each session the records that became turns of the rollout.
 
     A reply that was lost on its way to the worker is recorded and then asked for again. The rollout never saw it, so
     its tokens have no part in the reward. Raises RolloutError when records and the worker's turns cannot be matched.
     """
+    by_session: dict[str, list[GenerationRecord]] = {}
+    for record in records:
+        by_session.setdefault(record.session, []).append(record)
     if not reply.sessions or not reply.turns:
         return by_session
     turns_by_session: dict[str, list[MessageRecord]] = {session.session_id: [] for session in reply.sessions}
@@ -229,8 +223,8 @@ def matched_records(
         if turn.role == "assistant" and turn.call is not None and turn.session < len(reply.sessions):
             turns_by_session[reply.sessions[turn.session].session_id].append(turn)
     matched = {
-        session: _match_session(session, records, turns_by_session.get(session, []))
-        for session, records in by_session.items()
+        session: _match_session(session, session_records, turns_by_session.get(session, []))
+        for session, session_records in by_session.items()
     }
     missing = [session for session, turns in turns_by_session.items() if turns and session not in matched]
     if missing:

@@ -28,7 +28,7 @@ from orchestrator.hints.generate import (
 )
 from orchestrator.hints.placement import HintPlacer
 from orchestrator.hints.stage import HintStage, check_kinds
-from orchestrator.rollouts.group_scoring import score_group
+from orchestrator.rollouts.dispatch import score_group
 from orchestrator.rollouts.groups import FinishedGroup, GroupOutcome
 from orchestrator.rollouts.rollout_log import rollout_line
 from orchestrator.workers.protocol import SessionRecord

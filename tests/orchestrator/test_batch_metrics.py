@@ -8,7 +8,7 @@ import pytest
 from orch_groups import ended, ready
 
 from composer_prime.run.run_dir import RunDir
-from orchestrator.batching.batches import batch_metrics
+from orchestrator.batching.batch_metrics import batch_metrics
 from orchestrator.rollouts import rollout_log
 from orchestrator.rollouts.groups import GroupOutcome
 

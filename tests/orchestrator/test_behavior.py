@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from composer_prime.config.orchestrator import BehaviorConfig
 from composer_prime.errors import ConfigError, RolloutError
-from orchestrator.batching.batches import batch_metrics
-from orchestrator.rollouts.behavior import BehaviorRewards, Effort, effort_cost
+from orchestrator.batching.batch_metrics import batch_metrics
+from orchestrator.rollouts.behavior import BehaviorRewards, effort_cost
 from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome, GroupPlan, task_reward
 from orchestrator.workers.protocol import MessageRecord, RolloutReply, ToolCall
 
@@ -73,9 +73,10 @@ def behaviour(**settings) -> BehaviorRewards:
 
 def test_effort_is_counted_by_what_it_was_spent_on():
     # Four words of thinking; the rest of both calling turns (one of them broken); what tools said; the last message.
-    assert behaviour().effort(REPLY) == Effort(
-        thinking_tokens=4, tool_call_tokens=31, tool_output_tokens=19, final_message_tokens=3, calls=3, turns=3
-    )
+    assert behaviour().effort(REPLY) == {
+        "thinking_tokens": 4, "tool_call_tokens": 31, "tool_output_tokens": 19, "final_message_tokens": 3,
+        "calls": 3, "turns": 3,
+    }  # fmt: skip
 
 
 def test_parts_add_up_to_the_reward_and_can_be_told_apart():

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from orch_groups import ready
 
-from orchestrator.batching.buffer import Buffer
+from orchestrator.batching.batches import Buffer
 from orchestrator.event_loop import Notifier
 from orchestrator.rollouts.groups import GroupOutcome
 from orchestrator.rollouts.rollout import Lane, Permits

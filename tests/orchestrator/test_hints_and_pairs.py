@@ -12,8 +12,8 @@ from orch_peers import MODEL, PeerTrainer, ScriptedPool, make_config
 from composer_prime.config import Config
 from composer_prime.traces.pairs import Pair, PairState
 from composer_prime.wire.types import Preference, ints, pack_ints
-from orchestrator.batching.batches import batch_metrics
-from orchestrator.batching.buffer import Buffer
+from orchestrator.batching.batch_metrics import batch_metrics
+from orchestrator.batching.batches import Buffer
 from orchestrator.chat_renderer import build_renderer
 from orchestrator.durability.journal import Finished, Formed, Started
 from orchestrator.durability.resume import OrchestratorState, resume

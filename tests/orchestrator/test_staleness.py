@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.batching.buffer import Versions, free_slots, last_batch, oldest_accepted
+from orchestrator.batching.batches import Versions, free_slots, last_batch, oldest_accepted
 
 
 def room(version: int, formed: int, under_way: int, max_staleness: int, groups: int = 4, steps: int = 100) -> int:

@@ -1,0 +1,114 @@
+"""A batch's figures for the trainer's line in metrics.jsonl.
+
+Rewards are those of every rollout that ended since the batch before, filtered groups included. In those all siblings
+passed or all failed: a mean without them would hide both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import fmean, pstdev
+
+from orchestrator.rollouts.groups import BEHAVIOR_PART, FinishedGroup, FinishedRollout, GroupOutcome, turn_error_rate
+
+
+def batch_metrics(version: int, groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup]) -> dict[str, float]:
+    """Return the figures of a batch that is trained from policy version `version` on.
+
+    `groups` are trained, some perhaps for SDPO alone; `dropped` ended otherwise since the batch before.
+    """
+    scored = [*groups, *(group for group in dropped if group.outcome is GroupOutcome.FILTERED)]
+    everything = [*groups, *dropped]
+    rollouts = [rollout for group in scored for rollout in group.rollouts if rollout.failure is None]
+    filtered = sum(group.outcome in (GroupOutcome.FILTERED, GroupOutcome.DISTILLED) for group in everything)
+    lost = Counter(group.outcome for group in dropped)
+    return {
+        **_rewards(scored),
+        **_staleness(version, groups),
+        **_shapes(groups, rollouts),
+        **_hints(rollout for group in everything for rollout in group.rollouts),
+        "groups/filtered": float(filtered),
+        "groups/distilled": float(sum(group.outcome is GroupOutcome.DISTILLED for group in groups)),
+        "groups/filtered_share": filtered / max(1, len(scored)),
+        "groups/stale": float(lost[GroupOutcome.STALE]),
+        "groups/failed": float(lost[GroupOutcome.FAILED]),
+        **_failures(rollout for group in everything for rollout in group.rollouts),
+    }
+
+
+def _rewards(scored: Sequence[FinishedGroup]) -> dict[str, float]:
+    rewards = [reward for group in scored for reward in group.rewards]
+    metrics: dict[str, float] = {}
+    if rewards:
+        metrics |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
+        metrics["reward/group_std"] = fmean(pstdev(group.rewards) for group in scored if group.rewards)
+    by_source: dict[str, list[float]] = defaultdict(list)
+    parts: dict[str, list[float]] = defaultdict(list)
+    for group in scored:
+        by_source[group.plan.source] += group.rewards
+        for rollout in group.rollouts:
+            for name, value in rollout.parts.items() if rollout.failure is None else ():
+                parts[name].append(value)
+    if any(name.startswith(BEHAVIOR_PART) for name in parts):
+        metrics["reward/task_mean"] = fmean(reward for group in scored for reward in group.task_rewards)
+    metrics |= {f"reward/{source}/mean": fmean(values) for source, values in by_source.items() if values}
+    return metrics | {f"reward/part/{name}": fmean(values) for name, values in parts.items()}
+
+
+def _staleness(version: int, groups: Sequence[FinishedGroup]) -> dict[str, float]:
+    spans = [span for group in groups for sample in group.samples for span in sample.version_spans]
+    tokens = sum(span.end - span.start for span in spans)
+    if not tokens:
+        return {}
+    ages = sum((version - span.version) * (span.end - span.start) for span in spans)
+    return {
+        "policy/staleness_max": float(max(version - span.version for span in spans)),
+        "policy/staleness_mean": ages / tokens,
+    }
+
+
+def _shapes(groups: Sequence[FinishedGroup], rollouts: Sequence[FinishedRollout]) -> dict[str, float]:
+    samples = [sample for group in groups for sample in group.samples]
+    metrics = {
+        "batch/groups": float(sum(group.outcome is GroupOutcome.READY for group in groups)),
+        "batch/samples": float(len(samples)),
+        "batch/tokens": float(sum(sample.num_tokens for sample in samples)),
+    }
+    if rollouts:
+        turns = [sum(turn.role == "assistant" for turn in rollout.turns) for rollout in rollouts]
+        metrics["rollout/turns_mean"] = fmean(turns)
+        metrics["rollout/sampled_tokens_mean"] = fmean(rollout.sampled_tokens for rollout in rollouts)
+        metrics["rollout/truncated_share"] = fmean(rollout.truncated for rollout in rollouts)
+        walls_s = [rollout.wall_s for rollout in rollouts if rollout.wall_s is not None]
+        if walls_s:
+            metrics["rollout/wall_s_mean"] = fmean(walls_s)
+            metrics["rollout/wall_s_max"] = max(walls_s)
+    # Both error rates should fall with hints.
+    tool_messages = [turn for rollout in rollouts for turn in rollout.turns if turn.role == "tool"]
+    if tool_messages:
+        metrics["rollout/tool_error_rate"] = fmean(turn.error is not None for turn in tool_messages)
+    if (rate := turn_error_rate(rollouts)) is not None:
+        metrics["rollout/turn_error_rate"] = rate
+    return metrics
+
+
+def _hints(rollouts: Iterable[FinishedRollout]) -> dict[str, float]:
+    """Return hints/found, hints/hinted, hints/skipped/<reason>, hints/kind/<error>, hints/layer/<generator>."""
+    counts: Counter[str] = Counter()
+    for rollout in rollouts:
+        counts.update(rollout.hints)
+    if counts:
+        counts.update({"found": 0, "hinted": 0})
+    return {f"hints/{name}": float(count) for name, count in sorted(counts.items())}
+
+
+def _failures(rollouts: Iterable[FinishedRollout]) -> dict[str, float]:
+    """Count failed tries by kind, retried ones included."""
+    counts = Counter(
+        failure.kind
+        for rollout in rollouts
+        for failure in [*rollout.failed_attempts, *([rollout.failure] if rollout.failure else [])]
+    )
+    by_kind = {f"rollout/failed/{kind}": float(count) for kind, count in sorted(counts.items())}
+    return {"rollout/failed": float(counts.total()), **by_kind}
