@@ -14,83 +14,54 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from composer_prime.config import Config
 from composer_prime.errors import ConfigError
 
 Numbers = dict[str, float]
+Tracker = tuple[Callable[[int, Numbers], object], Callable[[], object]]
+"""How to log the figures of a step, and how to end."""
 QUEUE_LINES = 10_000
 
 
-class Tracker(Protocol):
-    """Where metrics go."""
-
-    def log(self, step: int, numbers: Numbers) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TrackioTracker:
-    """trackio: a local-first tracker; all data stay on this machine's disk."""
-
-    def __init__(self, config: Config, folder: Path) -> None:
-        trackio = _load("trackio")
-        self._run = trackio.init(
-            project=config.monitor.project, name=config.run.name, config=_flat(config.model_dump(mode="json"))
-        )
-
-    def log(self, step: int, numbers: Numbers) -> None:
-        self._run.log(numbers, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+def _trackio(config: Config, folder: Path) -> Tracker:
+    """Return trackio: a local-first tracker; all data stay on this machine's disk."""
+    run = _load("trackio").init(
+        project=config.monitor.project, name=config.run.name, config=config.model_dump(mode="json")
+    )
+    return lambda step, numbers: run.log(numbers, step=step), run.finish
 
 
-class WandbTracker:
-    """wandb, offline unless monitor.wandb_mode is online; files go below the run directory."""
-
-    def __init__(self, config: Config, folder: Path) -> None:
-        wandb = _load("wandb")
-        self._run = wandb.init(
-            project=config.monitor.project,
-            name=config.run.name,
-            dir=str(folder),
-            mode=config.monitor.wandb_mode,
-            config=config.model_dump(mode="json"),
-            settings=wandb.Settings(console="off", silent=True),
-        )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, numbers: Numbers) -> None:
-        self._run.log({**numbers, "step": step})
-
-    def close(self) -> None:
-        self._run.finish()
+def _wandb(config: Config, folder: Path) -> Tracker:
+    """Return wandb, offline unless monitor.wandb_mode is online; files go below the run directory."""
+    wandb = _load("wandb")
+    run = wandb.init(
+        project=config.monitor.project,
+        name=config.run.name,
+        dir=str(folder),
+        mode=config.monitor.wandb_mode,
+        config=config.model_dump(mode="json"),
+        settings=wandb.Settings(console="off", silent=True),
+    )
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return lambda step, numbers: run.log({**numbers, "step": step}), run.finish
 
 
-class TensorboardTracker:
-    """Event files below the run directory's tensorboard/; needs no TensorFlow."""
+def _tensorboard(config: Config, folder: Path) -> Tracker:
+    """Return a writer of event files below the run directory's tensorboard/; needs no TensorFlow."""
+    writer = _load("tensorboard.summary", extra="tensorboard").Writer(str(folder / "tensorboard"))
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        summary = _load("tensorboard.summary", extra="tensorboard")
-        self._writer = summary.Writer(str(folder / "tensorboard"))
-
-    def log(self, step: int, numbers: Numbers) -> None:
+    def log(step: int, numbers: Numbers) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
+    return log, writer.close
 
 
-_MAKERS: dict[str, Callable[[Config, Path], Tracker]] = {
-    "trackio": TrackioTracker,
-    "wandb": WandbTracker,
-    "tensorboard": TensorboardTracker,
-}
+_MAKERS = {"trackio": _trackio, "wandb": _wandb, "tensorboard": _tensorboard}
 
 
 class Feeder:
@@ -125,10 +96,10 @@ class Feeder:
 
     def _run(self) -> None:
         try:
-            tracker = self._make()
+            log, close = self._make()
             while (line := self._lines.get()) is not None:
-                tracker.log(*line)
-            tracker.close()
+                log(*line)
+            close()
         except Exception as error:
             self.failed = True
             self._warn(f"tracker {self.name} is switched off, training goes on: {type(error).__name__}: {error}")
@@ -161,14 +132,3 @@ def _load(module: str, extra: str | None = None) -> Any:
             f"{module} cannot be imported ({error}): run `uv sync --extra {extra or module}`, or remove "
             f"{extra or module!r} from monitor.trackers"
         ) from None
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return settings by dotted name; lists become text."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value if isinstance(value, str | int | float | bool) or value is None else str(value)
-    return flat

@@ -138,7 +138,8 @@ class Broken:
 def test_failing_tracker_is_switched_off_with_one_warning():
     # The caller never sees the exception; later lines are dropped.
     warnings: list[str] = []
-    feeder = Feeder("broken", Broken, warnings.append)
+    broken = Broken()
+    feeder = Feeder("broken", lambda: (broken.log, broken.close), warnings.append)
     for step in range(10):
         feeder.put(step, {"a": 1.0})
         time.sleep(0.01)
@@ -156,7 +157,8 @@ class Hanging(Broken):
 def test_hanging_tracker_does_not_hold_the_end_up():
     # close() comes back while the tracker still hangs, and says so.
     warnings: list[str] = []
-    feeder = Feeder("hanging", Hanging, warnings.append)
+    hanging = Hanging()
+    feeder = Feeder("hanging", lambda: (hanging.log, hanging.close), warnings.append)
     feeder.put(1, {"a": 1.0})
     feeder.close(0.3)
     assert "did not finish" in warnings[0]
