@@ -58,7 +58,7 @@ def run(mask):
     global records, states
     from composer_prime.traces.ingest.ingest import ingest
 from composer_prime.traces.ingest.trace_file import Options
-    from composer_prime.traces.ingest.tally import Tally
+    from composer_prime.traces.ingest.trace_file import Tally
     from composer_prime.traces import write_state
     tally = Tally()
     with open("/dev/null", "wb") as out:

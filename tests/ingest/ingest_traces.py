@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.traces.ingest.ingest import ingest
-from composer_prime.traces.ingest.tally import Tally
-from composer_prime.traces.ingest.trace_file import Options
+from composer_prime.traces.ingest.trace_file import Options, Tally
 from composer_prime.traces.state import TraceState
 
 

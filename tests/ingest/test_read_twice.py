@@ -14,7 +14,7 @@ from ingest_traces import SESSION, answer, lines, taken, use
 from composer_prime.errors import ConfigError
 from composer_prime.traces.ingest.command import find_files
 from composer_prime.traces.ingest.ingest import ingest
-from composer_prime.traces.ingest.tally import Tally
+from composer_prime.traces.ingest.trace_file import Tally
 
 
 def ingested(output: Path, **stdin: Any) -> subprocess.CompletedProcess[str]:

@@ -20,8 +20,7 @@ from composer_prime.llm.families import family_named
 from composer_prime.traces.ingest.formats import openhands
 from composer_prime.traces.ingest.ingest import FORMATS, ingest
 from composer_prime.traces.ingest.reading import FileStart, Limits
-from composer_prime.traces.ingest.tally import Recent, Tally
-from composer_prime.traces.ingest.trace_file import Options
+from composer_prime.traces.ingest.trace_file import Options, Recent, Tally
 from composer_prime.traces.overwrite_guard import check_own, lines_of, same_file
 from composer_prime.traces.state import write_state
 

@@ -19,8 +19,7 @@ from composer_prime.traces.ingest.formats import (
     swe_agent,
 )
 from composer_prime.traces.ingest.reading import FileStart, Limits, take_sample
-from composer_prime.traces.ingest.tally import Recent, Tally
-from composer_prime.traces.ingest.trace_file import Options, TraceFile, observed_tools
+from composer_prime.traces.ingest.trace_file import Options, Recent, Tally, TraceFile, observed_tools
 from composer_prime.traces.state import TraceState
 
 

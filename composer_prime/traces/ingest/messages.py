@@ -1,7 +1,7 @@
 """Turn a list of chat messages into states, for traces whose records are in the order in which the agent saw them.
 
     context() ──────────────┐
-    assistant(), again ... ─┴─> open turn ──> tool_result() ... ──> next assistant/context/close ──> TraceState
+    assistant(), again ... ─┴─> open turn ──> tool_result() ... ──> next assistant/context/close ──> TraceFile.drain()
                                                                      (the error that followed is known by then)
 
 Messages may have OpenAI's form, its older form, Anthropic's form, or a mixture:
@@ -15,50 +15,22 @@ record_tree.py handles traces whose records name their parent.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from composer_prime.errors import ComposerError
-from composer_prime.traces.ingest.reading import Bad, parse_json
-from composer_prime.traces.ingest.turns import NO_RESULT, Before, Call, StateMaker, Turn, digest_of, size_of, too_long
+from composer_prime.traces.ingest.reading import objects, parse_json, string, text_of
+from composer_prime.traces.ingest.trace_file import NO_RESULT, StateMaker, TraceFile
+from composer_prime.traces.ingest.turns import Call, Turn, digest_of, size_of, too_long
 from composer_prime.traces.state import Message, TraceState
 
 
-def text_of(content: Any) -> str:
-    """Return the text of a string, a block, or a list of either. Other content becomes a short mark such as [image]."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "\n".join(part for block in content if (part := text_of(block)))
-    if not isinstance(content, dict):
-        return ""
-    kind = content.get("type")
-    if kind in ("text", "input_text", "output_text") or (kind is None and "text" in content):
-        text = content.get("text")
-        return text if isinstance(text, str) else text_of(text) if isinstance(text, list) else ""
-    if kind in ("image", "image_url", "document", "input_image"):
-        return f"[{kind}]"
-    return text_of(content["content"]) if isinstance(content.get("content"), str | list) else ""
-
-
-def objects(value: Any) -> list[dict[str, Any]]:
-    """Return the objects in a list; an empty list for any other value."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-def string(value: Any) -> str | None:
-    """Return `value` if it is a string, else None."""
-    return value if isinstance(value, str) else None
-
-
 class TraceBuilder:
-    """The builder of one trace's states.
+    """The builder of one trace's states."""
 
-    Methods that may end a turn return its state: None when no turn ended or its state is passed over.
-    """
-
-    def __init__(self, maker: StateMaker) -> None:
-        self._maker, self.tools = maker, maker.tools
+    def __init__(self, file: TraceFile, trace_id: object, model: object = None) -> None:
+        """Without a `trace_id` the trace has the file's name. `model` is the one that the trace names."""
+        self._maker = StateMaker(file, trace_id, model)
+        self.tools = self._maker.tools
         self._messages: list[Message] = []
         self._prefixes: list[bytes] = []
         self._marks: list[set[str]] = []
@@ -66,13 +38,12 @@ class TraceBuilder:
         self._turn: Turn | None = None
         self._turn_marks: set[str] = set()
 
-    def context(self, role: str, text: str, *, mark: str | None = None, error: str | None = None) -> TraceState | None:
+    def context(self, role: str, text: str, *, mark: str | None = None, error: str | None = None) -> None:
         """Add a system or user message. `error`: the error of the turn before, in formats without tool results."""
-        if error is not None:
-            self.error(error)
-        state = self.close()
+        if error is not None and self._turn is not None:
+            self._turn.fail(error)
+        self.close()
         self._append(self._maker.message(role, text), {mark} if mark else set())
-        return state
 
     def assistant(
         self,
@@ -84,46 +55,40 @@ class TraceBuilder:
         mark: str | None = None,
         model: str | None = None,
         entropy: float | None = None,
-    ) -> TraceState | None:
+    ) -> None:
         """Start a turn, or extend the open turn when `key` is its key (one turn written as several records).
 
         `model` made this turn and those that follow, until another is named. None when the record names none.
         """
-        state = None
         if self._turn is None or key is None or key != self._turn.key:
-            state = self.close()
+            self.close()
             self._turn = self._maker.turn(key, model, entropy)
-        self._maker.origin.model = model or self._maker.origin.model
+        self._maker.model = model or self._maker.model
         self._turn.add(text, calls, reasoning)
         self._turn_marks |= {mark} if mark else set()
-        return state
 
-    def tool_result(self, call_id: str, text: str, *, error: str | None = None, mark: str | None = None) -> bool:
-        """Store the result of a call of the open turn. Return False when it made no such call or has its result."""
-        if self._turn is None or not self._turn.answer(call_id, text, error):
+    def tool_result(self, call_id: str | None, text: str, *, error: str | None = None, mark: str | None = None) -> bool:
+        """Store the result of a call of the open turn; without a `call_id`, of the first one that has none.
+
+        Return False when the turn made no such call or has its result.
+        """
+        if self._turn is None:
+            return False
+        if not self._turn.answer(self._turn.unanswered() if call_id is None else call_id, text, error):
             return False
         self._turn_marks |= {mark} if mark else set()
         return True
 
     def names_model(self, model: str) -> None:
         """Note the model that a record beside the turns names. A turn of two models is attributed to none."""
-        turn, self._maker.origin.model = self._turn, model
+        turn, self._maker.model = self._turn, model
         if turn is not None:
             turn.several_models = turn.several_models or turn.model not in (None, model)
             turn.model = turn.model or model
 
-    def unanswered(self) -> str | None:
-        """Return the id of the first call of the open turn that has no result yet."""
-        return self._turn.unanswered() if self._turn else None
-
-    def error(self, text: str) -> None:
-        """Record the error that the open turn led to. The first one is kept."""
-        if self._turn is not None:
-            self._turn.fail(text)
-
-    def forget(self, marks: Collection[str], summary: str, mark: str | None = None) -> TraceState | None:
+    def forget(self, marks: Collection[str], summary: str, mark: str | None = None) -> None:
         """Drop the messages of the records `marks`. Put `summary`, the record `mark`, after the leading prompt."""
-        state = self.close()
+        self.close()
         gone = set(marks)
         kept = [(m, k) for m, k in zip(self._messages, self._marks, strict=True) if not k or not k <= gone]
         first = next((index for index, (m, _) in enumerate(kept) if m["role"] not in ("system", "user")), len(kept))
@@ -133,20 +98,16 @@ class TraceBuilder:
         self._chars, self._overflow = 0, False
         for message, message_marks in _paired_messages(kept):
             self._append(message, message_marks)
-        return state
 
-    def close(self) -> TraceState | None:
-        """Close the open turn: return its state and make it context."""
+    def close(self) -> None:
+        """Close the open turn: make its state, and make it context."""
         turn, self._turn = self._turn, None
         marks, self._turn_marks = self._turn_marks, set()
-        if turn is None:
-            return None
-        missing = too_long(self._maker.limits) if self._overflow else None
-        before = Before(list(self._messages), self._prefixes[-1] if self._prefixes else b"", missing)
-        state, shown = self._maker.finish(turn, before)
-        for message in shown:
-            self._append(message, marks)
-        return state
+        if turn is not None:
+            missing = too_long(self._maker.limits) if self._overflow else None
+            digest = self._prefixes[-1] if self._prefixes else b""
+            for message in self._maker.finish(turn, list(self._messages), digest, missing):
+                self._append(message, marks)
 
     def _append(self, message: Message, marks: set[str]) -> None:
         if self._maker.unshown is not None:
@@ -189,51 +150,44 @@ _UNREAD = re.compile(r"[_-](?:use|call|result|output)$")
 """Endings of the types of blocks that hold a call or a result."""
 
 
-class Unreadable(ComposerError, ValueError):
-    """Messages that make no conversation. They are counted and never end an ingestion."""
+def feed(
+    file: TraceFile, builder: TraceBuilder, records: Iterable[Any], take: Callable[[TraceBuilder, Any], str | None]
+) -> Iterator[TraceState]:
+    """Yield the states of records, the last turn's included. `take` returns why it skips a record, if it does."""
+    for record in records:
+        reason = take(builder, record)
+        if reason is None:
+            file.tally.take()
+        else:
+            file.tally.skip(reason)
+        yield from file.drain()
+        del record
+    builder.close()
+    yield from file.drain()
 
 
-def check_messages(messages: list[Any]) -> None:
-    """Raise Unreadable with the reason when `feed` cannot process these messages."""
-    for message in messages:
-        _check(message)
+def take_message(builder: TraceBuilder, message: Any) -> str | None:
+    """Process one message, if it is readable."""
+    if why_unreadable(message) is not None:
+        return "unreadable message"
+    step(builder, message)
+    return None
 
 
-def feed(builder: TraceBuilder, messages: list[Any]) -> Iterator[TraceState]:
-    """Yield the states of checked messages, the last turn's included."""
-    for message in messages:
-        state = step(builder, message)
-        if state is not None:
-            yield state
-    state = builder.close()
-    if state is not None:
-        yield state
-
-
-def step(builder: TraceBuilder, message: dict[str, Any]) -> TraceState | None:
-    """Process one checked message. Return the state of the turn that it ends."""
+def step(builder: TraceBuilder, message: dict[str, Any]) -> None:
+    """Process one message that is known to be readable."""
     role = _role(message)
     if role in _AS_CONTEXT:
-        return _context(builder, message, _AS_CONTEXT[role])
-    if role in _AS_ASSISTANT:
-        return builder.assistant(text_of(_content(message)), calls_of(message), _reasoning(message))
-    if role in _AS_TOOL:
-        return _result(builder, message, text_of(_content(message)))
-    return None
+        _context(builder, message, _AS_CONTEXT[role])
+    elif role in _AS_ASSISTANT:
+        builder.assistant(text_of(_content(message)), calls_of(message), _reasoning(message))
+    elif role in _AS_TOOL:
+        _result(builder, message, text_of(_content(message)))
 
 
 def failure(text: str) -> str | None:
     """Return `text` if it reports that a command or tool failed, else None."""
     return text if _FAILED.search(text[:20_000]) else None
-
-
-def readable(message: Any) -> bool:
-    """Check whether `step` can process the message."""
-    try:
-        _check(message)
-    except Unreadable:
-        return False
-    return True
 
 
 def calls_of(message: dict[str, Any]) -> list[Call]:
@@ -249,49 +203,49 @@ def arguments_of(written: Any) -> dict[str, Any] | str:
     if not isinstance(written, str):
         return ""
     value = parse_json(written.encode("utf-8", "replace")) if written.strip() else {}
-    return value if isinstance(value, dict) and not isinstance(value, Bad) else written
+    return value if isinstance(value, dict) else written
 
 
-def _context(builder: TraceBuilder, message: dict[str, Any], role: str) -> TraceState | None:
+def _context(builder: TraceBuilder, message: dict[str, Any], role: str) -> None:
     """Add a message to the agent. Results among its blocks go to their calls; the rest is context."""
     content, results = _content(message), _blocks(message, "tool_result")
     paired = [block for block in results if _paired(builder, block)]
     text = text_of([block for block in content if block not in paired] if isinstance(content, list) else content)
-    if paired and not text.strip():
-        return None
-    return builder.context(role, text, error=failure(text) if role == "user" and not paired else None)
+    if text.strip() or not paired:
+        builder.context(role, text, error=failure(text) if role == "user" and not paired else None)
 
 
 def _paired(builder: TraceBuilder, block: dict[str, Any]) -> bool:
     text, call_id = text_of(block.get("content")), block.get("tool_use_id")
     error = (text or "error") if block.get("is_error") is True else failure(text)
-    return builder.tool_result(str(call_id) if call_id else builder.unanswered() or "", text, error=error)
+    return builder.tool_result(str(call_id) if call_id else None, text, error=error)
 
 
-def _result(builder: TraceBuilder, message: dict[str, Any], text: str) -> TraceState | None:
+def _result(builder: TraceBuilder, message: dict[str, Any], text: str) -> None:
     listed = message.get("tool_call_ids")
     call_id = message.get("tool_call_id") or (listed[0] if isinstance(listed, list) and listed else None)
     error = (text or "error") if message.get("is_error") is True or message.get("error") else failure(text)
-    if builder.tool_result(str(call_id) if call_id else builder.unanswered() or "", text, error=error):
-        return None
-    # No call matches, but the agent saw this text.
-    return builder.context("user", text, error=error)
+    if not builder.tool_result(str(call_id) if call_id else None, text, error=error):
+        # No call matches, but the agent saw this text.
+        builder.context("user", text, error=error)
 
 
-def _check(message: Any) -> None:
+def why_unreadable(message: Any) -> str | None:
+    """Return why `step` cannot process the message; None where it can."""
     if not isinstance(message, dict):
-        raise Unreadable("a message is not an object")
+        return "a message is not an object"
     role = _role(message)
     if role not in _AS_CONTEXT and role not in _AS_ASSISTANT and role not in _AS_TOOL and role not in _LEFT_OUT:
-        raise Unreadable("a message has an unknown role")
+        return "a message has an unknown role"
     content = _content(message)
     if not (content is None or isinstance(content, str | list)):
-        raise Unreadable("a message's content is neither text nor a list")
+        return "a message's content is neither text nor a list"
     if role in _AS_ASSISTANT and any(_call(written, 0) is None for written in _listed_calls(message)):
-        raise Unreadable("a message holds a call without a name")
+        return "a message holds a call without a name"
     expected = "tool_use" if role in _AS_ASSISTANT else "tool_result"
     if any(_UNREAD.search(str(block.get("type"))) for block in objects(content) if block.get("type") != expected):
-        raise Unreadable("a message holds a call or a result in an unknown form")
+        return "a message holds a call or a result in an unknown form"
+    return None
 
 
 def _listed_calls(message: dict[str, Any]) -> list[Any]:

@@ -1,4 +1,7 @@
-"""Read JSON values from files of any content in bounded memory, and sample a file's start to detect its format."""
+"""Read JSON values from files of any content in bounded memory, and sample a file's start to detect its format.
+
+Values come from strangers: `at`, `object_at`, `objects`, `string` and `text_of` take any value.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ MAX_DEPTH = 100
 """Nesting levels of a JSON value. A recursive walk takes a few frames of Python's stack a level."""
 MAX_VALUES = 500_000
 """Values in one record. An empty list takes 80 bytes of memory for 3 bytes of the file."""
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_STRING_OR_SEPARATOR = re.compile(rb'"(?:[^"\\]++|\\.)*+"|([,\[{])', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +96,8 @@ def parse_json(raw: bytes, torn: bool = False) -> Any:
 
 
 def _has_many_values(raw: bytes) -> bool:
-    """Check whether JSON text holds more than MAX_VALUES, by its commas and brackets outside of strings."""
-    count = done = 0
-    for string in _STRING.finditer(raw):
-        count += _signs(raw, done, string.start())
-        done = string.end()
-        if count > MAX_VALUES:
-            return True
-    return count + _signs(raw, done, len(raw)) > MAX_VALUES
-
-
-def _signs(raw: bytes, start: int, end: int) -> int:
-    return raw.count(b",", start, end) + raw.count(b"[", start, end) + raw.count(b"{", start, end)
+    separators = (match for match in _STRING_OR_SEPARATOR.finditer(raw) if match.lastindex)
+    return next(islice(separators, MAX_VALUES, None), None) is not None
 
 
 def _decoded(raw: bytes, torn: bool) -> Any:
@@ -152,6 +145,46 @@ def _without_surrogates(value: Any) -> Any:
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return None
     return value
+
+
+def at(value: Any, *keys: str) -> Any:
+    """Return the value at the end of `keys` in nested objects; None where one of them is missing."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def object_at(value: Any, *keys: str) -> dict[str, Any]:
+    """Return the object at the end of `keys`; an empty one where there is none."""
+    found = at(value, *keys)
+    return found if isinstance(found, dict) else {}
+
+
+def objects(value: Any) -> list[dict[str, Any]]:
+    """Return the objects in a list; an empty list for any other value."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def string(value: Any) -> str | None:
+    """Return `value` if it is a string, else None."""
+    return value if isinstance(value, str) else None
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a string, a block, or a list of either. Other content becomes a short mark such as [image]."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(part for block in content if (part := text_of(block)))
+    if not isinstance(content, dict):
+        return ""
+    kind = content.get("type")
+    if kind in ("text", "input_text", "output_text") or (kind is None and "text" in content):
+        text = content.get("text")
+        return text if isinstance(text, str) else text_of(text) if isinstance(text, list) else ""
+    if kind in ("image", "image_url", "document", "input_image"):
+        return f"[{kind}]"
+    return text_of(content["content"]) if isinstance(content.get("content"), str | list) else ""
 
 
 SAMPLE_RECORDS, SAMPLE_BYTES = 64, 4 << 20
@@ -204,10 +237,7 @@ def _one_document(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(SNIFF_BYTES)
         lone = b"\n" not in head.strip() and len(head) < SNIFF_BYTES
-    first = head.lstrip()[:1]
-    if first not in (b"[", b"{"):
-        return False
-    if path.suffix in (".jsonl", ".ndjson"):
+    if head.lstrip()[:1] not in (b"[", b"{") or path.suffix in (".jsonl", ".ndjson"):
         return False
     first_line = head.lstrip().split(b"\n", 1)[0].rstrip()
     return lone or path.suffix in (".json", ".traj") or not first_line.endswith((b"}", b"]"))

@@ -13,14 +13,14 @@ context.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from composer_prime.traces.ingest.reading import Limits
-from composer_prime.traces.ingest.turns import NO_RESULT, Before, Call, StateMaker, Turn, digest_of, size_of, too_long
-from composer_prime.traces.state import Message, TraceState
+from composer_prime.traces.ingest.trace_file import NO_RESULT, StateMaker
+from composer_prime.traces.ingest.turns import Call, Turn, digest_of, size_of, too_long
+from composer_prime.traces.state import Message
 
 MAX_RECORDS = 30_000
 """Records that are kept as possible parents."""
@@ -172,14 +172,14 @@ class RecordTree:
         self._hold(latest.newest, [result if message == waiting else message for message in latest.messages])
         return self._node(latest.newest)
 
-    def move(self, first: RecordNode, last: RecordNode, behind: RecordNode) -> Iterator[TraceState]:
+    def move(self, first: RecordNode, last: RecordNode, behind: RecordNode) -> None:
         """Move the nodes from `first` to `last` behind another node. Nothing moves when `first` is not above `last`."""
         walk, firsts = [last], set(first.versions())
         while walk[-1] not in firsts:
             if walk[-1].parent is None:
                 return
             walk.append(walk[-1].parent)
-        yield from self.close(last.nearest)
+        self.close(last.nearest)
         moved: dict[RecordNode, RecordNode] = {}
         for node in reversed(walk):
             copies: list[RecordNode] = []
@@ -201,8 +201,8 @@ class RecordTree:
                 self._nodes[record] = moved[node]
                 self._release(node)
 
-    def close(self, node: RecordNode | None) -> Iterator[TraceState]:
-        """Close a turn if it is open, and yield its state."""
+    def close(self, node: RecordNode | None) -> None:
+        """Close a turn if it is open, and make its state."""
         if node is None or node.turn is None:
             return
         turn, node.turn = node.turn, None
@@ -210,7 +210,7 @@ class RecordTree:
         if turn.key is not None and self._keys.get(turn.key) is node:
             del self._keys[turn.key]
         context, node.missing = self._walk(node)
-        state, shown = node.maker.finish(turn, Before(context.messages, context.digest, node.missing))
+        shown = node.maker.finish(turn, context.messages, context.digest, node.missing)
         node.chars = context.chars + sum(map(size_of, shown))
         if node.missing is None and node.chars > self._limits.context_chars:
             node.missing = too_long(self._limits)
@@ -223,19 +223,17 @@ class RecordTree:
             parent, node.parent = node.parent, None
             self._release(parent)
         self._release(node)
-        if state is not None:
-            yield state
 
-    def close_all(self) -> Iterator[TraceState]:
+    def close_all(self) -> None:
         for node in list(self._open):
-            yield from self.close(node)
+            self.close(node)
 
-    def trim(self) -> Iterator[TraceState]:
-        """Drop records while there are too many or they hold too much. Yield the states of their turns."""
+    def trim(self) -> None:
+        """Drop records while there are too many or they hold too much. Make the states of their turns."""
         most = CONTEXTS * self._limits.context_chars
         while len(self._nodes) > 1 and (len(self._nodes) > MAX_RECORDS or self._held > most):
             node = self._nodes.pop(next(iter(self._nodes)))
-            yield from self.close(node.nearest)
+            self.close(node.nearest)
             self._release(node)
 
     def _walk(self, turn: RecordNode) -> tuple[Context, str | None]:

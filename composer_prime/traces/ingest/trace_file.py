@@ -1,8 +1,18 @@
-"""A file of agent sessions as a format's reader sees it: its records, its traces, the makers of their states."""
+"""A file of agent sessions as a format's reader sees it: its records, their account, and the states made of its turns.
+
+    records, results, errors ─> Turn ─> StateMaker.finish(turn, what came before) ─> TraceFile.drain(), context
+
+What the formats share is here and in turns.py. A reader only decides what each record means. Messages are masked once,
+on entry, and the states of a trace share them.
+
+Records (a line, an event, a message of a document): seen = taken + skipped, by reason.
+Turns (of the assistant): turns = states + passed over, by reason.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,14 +20,87 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from composer_prime.llm.families import family_of
 from composer_prime.traces.ingest.masking.masker import Masker
-from composer_prime.traces.ingest.messages import TraceBuilder
 from composer_prime.traces.ingest.reading import Bad, Limits, lines
-from composer_prime.traces.ingest.tally import Recent, Tally
-from composer_prime.traces.ingest.turns import ObservedTools, Origin, StateMaker
-from composer_prime.traces.state import TraceState
+from composer_prime.traces.ingest.turns import MAX_TOOLS, Call, ObservedTools, OfferedTools, Turn, digest_of, size_of
+from composer_prime.traces.state import Message, TraceState
 
 NO_TRACE = "not a known trace format"
+NO_RESULT = "[no result was recorded]"
+GATHERING = "the tools of the file are still being gathered"
+ERROR_CHARS = 500
+MAX_REASONS = 200
+"""Distinct reasons that are counted. A hostile file must not fill the memory with reasons."""
+GENERATION = 250_000
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one file, or the sum over several files."""
+
+    taken: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    states: int = 0
+    passed_over: Counter[str] = field(default_factory=Counter)
+    masked: Counter[str] = field(default_factory=Counter)
+    """Secrets by kind. Each occurrence in a distinct message counts once."""
+    seen: int = 0
+    turns: int = 0
+    format: str | None = None
+    """The reader that read the file; None when no reader matched."""
+
+    def take(self) -> None:
+        """Count a record that a reader used."""
+        self.seen += 1
+        self.taken += 1
+
+    def skip(self, reason: str) -> None:
+        """Count a record that no state is made of."""
+        self.seen += 1
+        self.skipped[_bounded(self.skipped, reason)] += 1
+
+    def pass_over(self, reason: str) -> None:
+        """Count a turn that became no state."""
+        self.turns += 1
+        self.passed_over[_bounded(self.passed_over, reason)] += 1
+
+    def add(self, other: Tally) -> None:
+        """Add the counts of another file."""
+        for name in ("taken", "states", "seen", "turns"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("skipped", "passed_over", "masked"):
+            getattr(self, name).update(getattr(other, name))
+
+    @property
+    def balanced(self) -> bool:
+        """Check that every record and every turn is accounted for."""
+        return self.seen == self.taken + self.skipped.total() and self.turns == self.states + self.passed_over.total()
+
+
+def _bounded(counter: Counter[str], reason: str) -> str:
+    return reason if reason in counter or len(counter) < MAX_REASONS else "other reasons"
+
+
+class Recent:
+    """A set that forgets its older half once it holds twice `generation` keys. A file of any size fits."""
+
+    def __init__(self, generation: int = GENERATION) -> None:
+        self._generation = generation
+        self._new: set[bytes] = set()
+        self._old: set[bytes] = set()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._new or key in self._old
+
+    def add(self, key: bytes) -> bool:
+        """Add `key`. Return whether it is new."""
+        if key in self:
+            return False
+        if len(self._new) >= self._generation:
+            self._old, self._new = self._new, set()
+        self._new.add(key)
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +128,22 @@ class TraceFile:
     tally: Tally
     format: str
     fingerprints: Recent = field(default_factory=Recent)
+    """States seen so far. A copied state is passed over."""
     trace_ids: Recent = field(default_factory=Recent)
     progress: Callable[[int], None] | None = None
     tools: ObservedTools | list[dict[str, Any]] = field(default_factory=list)
-    """The tools that the file calls, or the collector that gathers them in the first pass."""
+    """The tools that the file calls. In the first pass, the collector that gathers them; then no state is made."""
     observed: ObservedTools | None = None
     """The tools of the whole file, once the first pass is done."""
     size: int = sys.maxsize
     """Bytes of a file of lines that are read. What is appended meanwhile is left for another ingestion."""
+    ready: list[TraceState] = field(default_factory=list)
+
+    def drain(self) -> list[TraceState]:
+        """Return the states that were made since. A reader yields them after each record."""
+        states = self.ready.copy()
+        self.ready.clear()
+        return states
 
     def records(self) -> Iterator[Any]:
         """Yield the values of a file of lines. `Bad` lines are skipped and counted here.
@@ -96,30 +187,13 @@ class TraceFile:
         for _ in self.records():
             self.tally.skip(NO_TRACE)
 
-    def builder(self, trace_id: object, model: object = None) -> TraceBuilder:
-        """Return a builder for a trace whose records are in the order in which the agent saw them."""
-        return TraceBuilder(self.maker(trace_id, model))
-
-    def maker(self, trace_id: object, model: object = None) -> StateMaker:
-        """Return the maker of a trace's states. A trace id that is taken gets a number."""
-        trace_name = (
-            str(trace_id)[:200] if isinstance(trace_id, str | int) and str(trace_id).strip() else self.path.stem
-        )
-        masker = Masker(self.tally.masked, self.options.mask)
-        # The name of a file need not be UTF-8.
-        trace_name = masker.text(trace_name.encode("utf-8", "replace").decode("utf-8"))
-        name, number = trace_name, 1
-        while not self.trace_ids.add(hashlib.blake2b(name.encode(), digest_size=8).digest()):
+    def unique_id(self, name: str) -> str:
+        """Return `name`, with a number where another trace has it."""
+        numbered, number = name, 1
+        while not self.trace_ids.add(hashlib.blake2b(numbered.encode(), digest_size=8).digest()):
             number += 1
-            name = f"{trace_name}~{number}"
-        origin = Origin(
-            trace_id=name,
-            format=self.format,
-            model=model if isinstance(model, str) and model else None,
-            assumed_model=self.options.model,
-            family=self.options.family,
-        )
-        return StateMaker(origin, self.tally, masker, self.options.limits, self.fingerprints, self.tools)
+            numbered = f"{name}~{number}"
+        return numbered
 
 
 def observed_tools(file: TraceFile, read: Callable[[TraceFile], Iterator[TraceState]]) -> ObservedTools:
@@ -139,3 +213,106 @@ def observed_tools(file: TraceFile, read: Callable[[TraceFile], Iterator[TraceSt
     for _ in read(first):
         pass
     return tools
+
+
+class StateMaker:
+    """The states of one trace."""
+
+    def __init__(self, file: TraceFile, trace_id: object, model: object = None) -> None:
+        """Without a `trace_id` the trace has the file's name. `model` is the one that the trace names."""
+        self._file, self.limits = file, file.options.limits
+        self._masker = Masker(file.tally.masked, file.options.mask)
+        named = isinstance(trace_id, str | int) and str(trace_id).strip()
+        name = str(trace_id)[:200] if named else file.path.stem
+        # The name of a file need not be UTF-8.
+        self._trace_id = file.unique_id(self._masker.text(name.encode("utf-8", "replace").decode("utf-8")))
+        self.model = model if isinstance(model, str) and model else None
+        """The model that the trace named last."""
+        called = None if isinstance(file.tools, ObservedTools) else file.tools
+        self.unshown = GATHERING if called is None else None
+        """Why no context is held; None when it is."""
+        self.tools = OfferedTools(called or [], self._masker.value)
+        self._steps = 0
+
+    def turn(self, key: str | None, model: str | None, entropy: float | None = None) -> Turn:
+        """Start the next turn. `model` made it and those that follow, until another model is named."""
+        self.model = model or self.model
+        self._steps += 1
+        return Turn(key, self.model, self._steps - 1, entropy=entropy)
+
+    def message(self, role: str, text: str) -> Message:
+        return {"role": role, "content": self._masked(text)}
+
+    def result(self, call_id: str, text: str) -> Message:
+        return {"role": "tool", "tool_call_id": call_id, "content": self._masked(text)}
+
+    def finish(self, turn: Turn, messages: list[Message], digest: bytes, missing: str | None) -> list[Message]:
+        """Make the turn's state, unless it is passed over. Return the messages that later contexts show of it.
+
+        `messages`: the context of the turn, which the state keeps, and its `digest`. `missing`: why it cannot be shown.
+        """
+        if isinstance(self._file.tools, ObservedTools):
+            self._file.tools.add(turn)
+            return []
+        action = self._action(turn)
+        reason = missing or self._passed_over(action, messages, digest)
+        if reason is not None:
+            self._file.tally.pass_over(reason)
+        else:
+            self._file.tally.turns += 1
+            self._file.tally.states += 1
+            self._file.ready.append(self._state(turn, action, messages))
+        shown = {name: value for name, value in action.items() if name != "reasoning_content"}
+        if not shown.get("content") and not shown.get("tool_calls"):
+            return []
+        results = [self.result(call.call_id, turn.results.get(call.call_id, NO_RESULT)) for call in turn.calls]
+        return [shown, *results]
+
+    def _action(self, turn: Turn) -> Message:
+        action: Message = {"role": "assistant", "content": self._masked("\n\n".join(turn.text)) or None}
+        if turn.calls:
+            action["tool_calls"] = [self._call(call) for call in turn.calls]
+        if turn.reasoning:
+            action["reasoning_content"] = self._masker.text("\n\n".join(turn.reasoning))
+        return action
+
+    def _masked(self, text: str) -> str:
+        """Mask a text. A text longer than any context is never shown and needs no masking."""
+        return text if len(text) > self.limits.context_chars else self._masker.text(text)
+
+    def _call(self, call: Call) -> dict[str, Any]:
+        masked = self._masker.value(call.arguments)
+        text = masked if isinstance(masked, str) else json.dumps(masked, ensure_ascii=False)
+        return {
+            "id": call.call_id,
+            "type": "function",
+            "function": {"name": self._masker.text(call.name), "arguments": text},
+        }
+
+    def _passed_over(self, action: Message, messages: list[Message], digest: bytes) -> str | None:
+        if size_of(action) > self.limits.context_chars:
+            return f"action over {self.limits.context_chars:,} characters"
+        if not action.get("content") and not action.get("tool_calls"):
+            return "no visible action (thinking only, or empty)"
+        if not messages:
+            return "nothing before it"
+        if any(self.tools.lacks(call["function"]["name"]) for call in action.get("tool_calls") or []):
+            return f"its tool is not among the first {MAX_TOOLS} of the file"
+        return None if self._file.fingerprints.add(digest_of(digest, action)) else "copy of an earlier state"
+
+    def _state(self, turn: Turn, action: Message, messages: list[Message]) -> TraceState:
+        options = self._file.options
+        model = None if turn.several_models else turn.model or options.model
+        return TraceState(
+            trace_id=self._trace_id,
+            state_id=f"{self._trace_id}/{turn.step:04d}",
+            step=turn.step,
+            messages=messages,
+            student_action=action,
+            source_model=model and self._masker.text(model),
+            source_family=options.family or family_of(model),
+            tools=self.tools.schemas,
+            error=None if turn.error is None else self._masker.text(turn.error[: 4 * ERROR_CHARS])[:ERROR_CHARS],
+            entropy=turn.entropy,
+            format=self._file.format,
+        )

@@ -26,8 +26,7 @@ from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.monitor.rollouts import rollout_files
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.ingest.ingest import ingest
-from composer_prime.traces.ingest.tally import Recent, Tally
-from composer_prime.traces.ingest.trace_file import Options
+from composer_prime.traces.ingest.trace_file import Options, Recent, Tally
 from composer_prime.traces.replay.records import votes_beside
 from composer_prime.traces.replay.replay import Replay, open_replay
 from composer_prime.traces.state import TraceState, read_states

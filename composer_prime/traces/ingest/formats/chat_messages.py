@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from composer_prime.traces.ingest.messages import Unreadable, check_messages, feed
+from composer_prime.traces.ingest.messages import TraceBuilder, step, why_unreadable
 from composer_prime.traces.ingest.reading import Bad, FileStart, parse_json
 from composer_prime.traces.ingest.trace_file import TraceFile
 from composer_prime.traces.state import TraceState
@@ -50,15 +50,18 @@ def _trace(file: TraceFile, record: Any, unnamed: str) -> Iterator[TraceState]:
         return
     named = record if isinstance(record, dict) else {}
     trace_id = next((named[key] for key in _IDS if named.get(key)), unnamed)
-    builder = file.builder(trace_id, next((named[key] for key in _MODELS if named.get(key)), None))
+    builder = TraceBuilder(file, trace_id, next((named[key] for key in _MODELS if named.get(key)), None))
     builder.tools.use_listed(named.get("tools"))
-    try:
-        check_messages(messages)
-    except Unreadable as error:
-        file.tally.skip(str(error))
+    reason = next(filter(None, map(why_unreadable, messages)), None)
+    if reason is not None:
+        file.tally.skip(reason)
         return
     file.tally.take()
-    yield from feed(builder, messages)
+    for message in messages:
+        step(builder, message)
+        yield from file.drain()
+    builder.close()
+    yield from file.drain()
 
 
 def _conversation(record: Any) -> list[Any] | None:

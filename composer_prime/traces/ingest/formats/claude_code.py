@@ -17,12 +17,10 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-from composer_prime.traces.ingest.messages import objects, string, text_of
-from composer_prime.traces.ingest.reading import FileStart
+from composer_prime.traces.ingest.reading import FileStart, object_at, objects, string, text_of
 from composer_prime.traces.ingest.record_tree import RecordNode, RecordTree
-from composer_prime.traces.ingest.tally import Recent
-from composer_prime.traces.ingest.trace_file import TraceFile
-from composer_prime.traces.ingest.turns import Call, StateMaker
+from composer_prime.traces.ingest.trace_file import Recent, StateMaker, TraceFile
+from composer_prime.traces.ingest.turns import Call
 from composer_prime.traces.state import Message, TraceState
 
 NAME, VERSION = "claude_code", 2
@@ -60,9 +58,11 @@ def matches(sample: FileStart) -> bool:
 def read(file: TraceFile) -> Iterator[TraceState]:
     session = _Session(file)
     for record in file.records():
-        yield from session.record(record)
+        session.record(record)
+        yield from file.drain()
         del record
-    yield from session.end()
+    session.tree.close_all()
+    yield from file.drain()
 
 
 class _Session:
@@ -70,7 +70,7 @@ class _Session:
 
     def __init__(self, file: TraceFile) -> None:
         self._file, self._tally = file, file.tally
-        self._tree = RecordTree(file.options.limits)
+        self.tree = RecordTree(file.options.limits)
         self._seen = Recent(SEEN)
         self._maker: StateMaker | None = None
         self._session: object = None
@@ -81,7 +81,7 @@ class _Session:
         self._kept: dict[str, Any] | None = None
         """What a compaction keeps, while its summary is still to come."""
 
-    def record(self, record: Any) -> Iterator[TraceState]:
+    def record(self, record: Any) -> None:
         if not isinstance(record, dict):
             self._tally.skip("not an object")
             return
@@ -91,52 +91,48 @@ class _Session:
         elif (uuid := _mark(record)) is not None and _key(record.get("sessionId"), uuid) in self._seen:
             self._tally.skip("repeated uuid")
         elif kind in ("user", "assistant"):
-            yield from self._spoken(kind, record)
+            self._spoken(kind, record)
         elif kind == "system":
-            yield from self._system(record)
-        elif kind == "attachment" and _queued(record):
-            yield from self._typed(record)
+            self._system(record)
+        elif kind == "attachment" and (prompt := _queued(record)):
+            self._note(record, self._parent(record) or self._begin(record), prompt, queued=True)
         else:
             self._aside(record, f"record type {kind}" if kind in _KNOWN_ASIDE else "unknown record type")
-        yield from self._tree.trim()
+        self.tree.trim()
 
-    def end(self) -> Iterator[TraceState]:
-        return self._tree.close_all()
-
-    def _spoken(self, kind: str, record: dict[str, Any]) -> Iterator[TraceState]:
+    def _spoken(self, kind: str, record: dict[str, Any]) -> None:
         reason, message = _unusable(kind, record), record.get("message")
         if reason is not None or not isinstance(message, dict):
             self._aside(record, reason or "message is not an object", read=reason == SYNTHETIC)
             return
-        parent = self._parent(record)
-        if parent is None:
-            yield from self._begin(record)
-            parent = self._root(record)
-        yield from self._assistant(record, message, parent) if kind == "assistant" else ()
-        if kind == "user":
+        parent = self._parent(record) or self._begin(record)
+        if kind == "assistant":
+            self._assistant(record, message, parent)
+        else:
             self._user(record, message, parent)
-            yield from self._keep(record)
+            self._keep(record)
 
     def _parent(self, record: dict[str, Any]) -> RecordNode | None:
         """Return the node that the record follows; None when it starts a trace."""
         link = string(record.get("parentUuid"))
-        node = None if link is None else self._tree.get(link)
+        node = None if link is None else self.tree.get(link)
         if node is None and (self._maker is None or record.get("sessionId") != self._session):
             return None
         if node is None:
             begins = self._is_lost(record) or (link is None and self._linked)
-            node = self._root(record) if begins else self._tree.tip
+            node = self._root(record) if begins else self.tree.tip
         self._linked = self._linked or link is not None
         self._session = record.get("sessionId")
         self._maker = node.maker if node else self._maker
         return node
 
-    def _begin(self, record: dict[str, Any]) -> Iterator[TraceState]:
+    def _begin(self, record: dict[str, Any]) -> RecordNode:
         """Start another trace, and close the turns of the one before."""
-        yield from self._tree.close_all()
+        self.tree.close_all()
         self._before, self._session = self._session, record.get("sessionId")
-        self._maker = self._file.maker(self._session)
+        self._maker = StateMaker(self._file, self._session)
         self._linked = string(record.get("parentUuid")) is not None
+        return self._root(record)
 
     def _root(self, record: dict[str, Any]) -> RecordNode:
         """Start a walk. What follows a dropped record has no context."""
@@ -148,7 +144,7 @@ class _Session:
         link, sessions = string(record.get("parentUuid")), (record.get("sessionId"), self._before)
         return (
             link is not None
-            and self._tree.get(link) is None
+            and self.tree.get(link) is None
             and any(_key(session, link) in self._seen for session in sessions)
         )
 
@@ -157,16 +153,16 @@ class _Session:
         uuid = _mark(record)
         if uuid is not None:
             self._seen.add(_key(record.get("sessionId"), uuid))
-        self._tree.place(uuid, node)
+        self.tree.place(uuid, node)
 
-    def _assistant(self, record: dict[str, Any], message: dict[str, Any], parent: RecordNode) -> Iterator[TraceState]:
+    def _assistant(self, record: dict[str, Any], message: dict[str, Any], parent: RecordNode) -> None:
         key, model = string(message.get("id")), string(message.get("model"))
-        node = self._tree.unfinished(parent, key)
+        node = self.tree.unfinished(parent, key)
         behind = parent if node is not None and parent.nearest is node else node
         if node is None or behind is None:
-            yield from self._tree.close(parent.nearest)
-            node = behind = self._tree.turn(parent, parent.maker.turn(key, model))
-        self._tree.extend(node, *_parts(message))
+            self.tree.close(parent.nearest)
+            node = behind = self.tree.turn(parent, parent.maker.turn(key, model))
+        self.tree.extend(node, *_parts(message))
         self._stands(record, behind)
         self._tally.take()
 
@@ -192,14 +188,7 @@ class _Session:
     def _result(self, parent: RecordNode, block: dict[str, Any]) -> RecordNode | None:
         text = text_of(block.get("content"))
         error = (text or "error") if block.get("is_error") is True else None
-        return self._tree.answer(parent, str(block.get("tool_use_id")), text, error)
-
-    def _typed(self, record: dict[str, Any]) -> Iterator[TraceState]:
-        parent = self._parent(record)
-        if parent is None:
-            yield from self._begin(record)
-            parent = self._root(record)
-        self._note(record, parent, _queued(record), queued=True)
+        return self.tree.answer(parent, str(block.get("tool_use_id")), text, error)
 
     def _note(
         self, record: dict[str, Any], parent: RecordNode, text: str, *, queued: bool, paired: bool = False
@@ -207,34 +196,32 @@ class _Session:
         """Add a text of the user. `paired`: the same record holds results of calls."""
         message = parent.maker.message("user", text)
         repeated = _is_said(parent, message, queued)
-        self._stands(record, parent if repeated else self._tree.note(parent, message, queued))
+        self._stands(record, parent if repeated else self.tree.note(parent, message, queued))
         if repeated and not paired:
             self._tally.skip("queued prompt that is there already")
         else:
             self._tally.take()
 
-    def _system(self, record: dict[str, Any]) -> Iterator[TraceState]:
+    def _system(self, record: dict[str, Any]) -> None:
         subtype = string(record.get("subtype"))
         label = subtype if subtype and len(subtype) <= 40 else "without subtype"
         if subtype == "compact_boundary" and self._maker is not None and record.get("sessionId") == self._session:
-            ended = self._tree.get(string(record.get("logicalParentUuid")) or "")
-            yield from self._tree.close(ended.nearest if ended else None)
+            ended = self.tree.get(string(record.get("logicalParentUuid")) or "")
+            self.tree.close(ended.nearest if ended else None)
             self._stands(record, RecordNode(self._maker))
-            metadata = record.get("compactMetadata")
-            kept = metadata.get("preservedSegment") if isinstance(metadata, dict) else None
-            self._kept = kept if isinstance(kept, dict) else {}
-            yield from self._keep(record)
+            self._kept = object_at(record, "compactMetadata", "preservedSegment")
+            self._keep(record)
             self._tally.skip(f"system record: {label}")
         else:
             self._aside(record, f"system record: {label}")
 
-    def _keep(self, record: dict[str, Any]) -> Iterator[TraceState]:
+    def _keep(self, record: dict[str, Any]) -> None:
         """Move the messages that a compaction keeps (`preservedSegment`) behind the record that it names."""
-        kept, tip = self._kept or {}, self._tree.tip
+        kept, tip = self._kept or {}, self.tree.tip
         if _mark(record) is not None and _mark(record) == kept.get("anchorUuid") and tip is not None:
-            first, last = (self._tree.get(str(kept.get(name))) for name in ("headUuid", "tailUuid"))
+            first, last = (self.tree.get(str(kept.get(name))) for name in ("headUuid", "tailUuid"))
             if first is not None and last is not None:
-                yield from self._tree.move(first, last, tip)
+                self.tree.move(first, last, tip)
         if record.get("isCompactSummary") is True:
             self._kept = None
 
@@ -244,7 +231,7 @@ class _Session:
         if parent is not None and read:
             self._stands(record, parent)
         elif parent is not None:
-            self._tree.place(_mark(record), parent)
+            self.tree.place(_mark(record), parent)
         self._tally.skip(reason)
 
 
@@ -280,8 +267,7 @@ def _parts(message: dict[str, Any]) -> tuple[str, list[Call], str]:
 
 def _queued(record: dict[str, Any]) -> str:
     """Return the prompt that was typed while the agent worked; an empty string for another attachment."""
-    value = record.get("attachment")
-    attachment = value if isinstance(value, dict) else {}
+    attachment = object_at(record, "attachment")
     return text_of(attachment.get("prompt")).strip() if attachment.get("type") == "queued_command" else ""
 
 

@@ -15,20 +15,18 @@ range, and its summary replaces the previous one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of, calls_of, objects, string, text_of
-from composer_prime.traces.ingest.reading import Bad, FileStart, document
+from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of, calls_of, feed
+from composer_prime.traces.ingest.reading import Bad, FileStart, at, document, object_at, objects, string, text_of
 from composer_prime.traces.ingest.trace_file import TraceFile
 from composer_prime.traces.ingest.turns import Call
 from composer_prime.traces.state import TraceState
 
-Taken = tuple[TraceState | None, str | None]
-"""(the state of a turn that ended, why the event was skipped or None)."""
 _ASIDE_V1 = {
     "ConversationStateUpdateEvent",
     "PauseEvent",
@@ -43,8 +41,8 @@ _ASIDE_V1 = {
 _RESULTS = {"ObservationEvent", "AgentErrorEvent", "UserRejectObservation"}
 
 
-def _take_v1(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
-    """Process one event."""
+def _take_v1(builder: TraceBuilder, event: dict[str, Any]) -> str | None:
+    """Process one event. Return why it is skipped; None when it is not."""
     kind = string(event.get("kind"))
     if kind == "ActionEvent":
         return _action(builder, event)
@@ -56,35 +54,31 @@ def _take_v1(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
         builder.tools.use_listed([_openai_tool(tool) for tool in objects(event.get("tools"))])
         # The sdk shows the static prompt first, then the part of this conversation.
         prompt = text_of([event.get("system_prompt"), event.get("dynamic_context")])
-        return builder.context("system", prompt, mark=_id(event)), None
+        return builder.context("system", prompt, mark=_id(event))
     if kind == "Condensation":
         listed = event.get("forgotten_event_ids")
         forgotten = [str(mark) for mark in listed] if isinstance(listed, list) else []
-        return builder.forget(forgotten, text_of(event.get("summary")), f"{_id(event)}-summary"), None
-    _note_model(builder, event)
-    return None, f"event {kind}" if kind in _ASIDE_V1 else "unknown event kind"
+        return builder.forget(forgotten, text_of(event.get("summary")), f"{_id(event)}-summary")
+    # No other event names the model.
+    model = string(at(event, "value", "usage_to_metrics", "default", "model_name"))
+    if model:
+        builder.names_model(model)
+    return f"event {kind}" if kind in _ASIDE_V1 else "unknown event kind"
 
 
-def _action(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
-    value = event.get("tool_call")
-    call = value if isinstance(value, dict) else {}
+def _action(builder: TraceBuilder, event: dict[str, Any]) -> str | None:
+    call = object_at(event, "tool_call")
     name = call.get("name") or event.get("tool_name")
     call_id = call.get("id") or event.get("tool_call_id")
     if not isinstance(name, str) or not isinstance(call_id, str):
-        return None, "action without a tool call"
-    state = builder.assistant(
-        text_of(event.get("thought")),
-        [Call(call_id=call_id, name=name, arguments=arguments_of(call.get("arguments")))],
-        _thoughts(event),
-        key=_key(event),
-        mark=_id(event),
-    )
-    return state, None
+        return "action without a tool call"
+    calls = [Call(call_id=call_id, name=name, arguments=arguments_of(call.get("arguments")))]
+    builder.assistant(text_of(event.get("thought")), calls, _thoughts(event), key=_key(event), mark=_id(event))
+    return None
 
 
-def _result(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
-    value = event.get("observation")
-    observation = value if isinstance(value, dict) else {}
+def _result(builder: TraceBuilder, event: dict[str, Any]) -> str | None:
+    observation = object_at(event, "observation")
     failed = event.get("error") or event.get("rejection_reason")
     text = text_of(observation.get("content") or observation.get("output")) or str(failed or "")
     exit_code = observation.get("exit_code")
@@ -92,19 +86,18 @@ def _result(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
     paired = builder.tool_result(
         str(event.get("tool_call_id")), text, error=(text or "error") if wrong else None, mark=_id(event)
     )
-    return None, None if paired else "result without its call"
+    return None if paired else "result without its call"
 
 
-def _message(builder: TraceBuilder, event: dict[str, Any]) -> Taken:
-    value = event.get("llm_message")
-    message = value if isinstance(value, dict) else {}
+def _message(builder: TraceBuilder, event: dict[str, Any]) -> str | None:
+    message = object_at(event, "llm_message")
     text = "\n\n".join(filter(None, [text_of(message.get("content")), text_of(event.get("extended_content"))]))
     if message.get("role") == "assistant" or event.get("source") == "agent":
         thoughts = _thoughts(message) or _thoughts(event)
-        return builder.assistant(text, (), thoughts, key=_key(event), mark=_id(event)), None
+        return builder.assistant(text, (), thoughts, key=_key(event), mark=_id(event))
     if message.get("role") in ("user", "system"):
-        return builder.context(message["role"], text, mark=_id(event)), None
-    return None, "message without a role"
+        return builder.context(message["role"], text, mark=_id(event))
+    return "message without a role"
 
 
 def _openai_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -115,8 +108,7 @@ def _openai_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """
     if "function" in tool:
         return tool
-    value = tool.get("mcp_tool")
-    mcp_tool = value if isinstance(value, dict) else {}
+    mcp_tool = object_at(tool, "mcp_tool")
     schema = (
         tool.get("parameters") or tool.get("input_schema") or mcp_tool.get("inputSchema") or tool.get("action_type")
     )
@@ -131,15 +123,6 @@ def _openai_tool(tool: dict[str, Any]) -> dict[str, Any]:
 def _thoughts(event: dict[str, Any]) -> str:
     blocks = [string(block.get("thinking")) or "" for block in objects(event.get("thinking_blocks"))]
     return string(event.get("reasoning_content")) or "\n\n".join(blocks)
-
-
-def _note_model(builder: TraceBuilder, event: dict[str, Any]) -> None:
-    """Note the model that a statistics event names. No other event names it."""
-    value: Any = event.get("value")
-    for key in ("usage_to_metrics", "default", "model_name"):
-        value = value.get(key) if isinstance(value, dict) else None
-    if isinstance(value, str) and value:
-        builder.names_model(value)
 
 
 def _id(event: dict[str, Any]) -> str | None:
@@ -163,8 +146,8 @@ class _ReaderV0:
         self._calls: dict[str, str] = {}
         self._ids: list[int] = []
 
-    def take(self, builder: TraceBuilder, event: dict[str, Any]) -> Taken:
-        """Process one event."""
+    def take(self, builder: TraceBuilder, event: dict[str, Any]) -> str | None:
+        """Process one event. Return why it is skipped; None when it is not."""
         if isinstance(event.get("id"), int):
             self._ids.append(event["id"])
         action, observation = event.get("action"), event.get("observation")
@@ -172,26 +155,25 @@ class _ReaderV0:
             return self._action(builder, event, action)
         if isinstance(observation, str) and observation:
             return self._observation(builder, event, observation)
-        return None, "event without action or observation"
+        return "event without action or observation"
 
-    def _action(self, builder: TraceBuilder, event: dict[str, Any], action: str) -> Taken:
-        value = event.get("args")
-        arguments = value if isinstance(value, dict) else {}
+    def _action(self, builder: TraceBuilder, event: dict[str, Any], action: str) -> str | None:
+        arguments = object_at(event, "args")
         text = text_of(arguments.get("content") or event.get("message"))
         if action in _ASIDE:
-            return None, f"event {action}"
+            return f"event {action}"
         if action == "condensation":
             return self._condensed(builder, arguments)
         if action == "system":
             builder.tools.use_listed(arguments.get("tools"))
-            return builder.context("system", text, mark=_mark(event)), None
+            return builder.context("system", text, mark=_mark(event))
         if event.get("source") == "user":
-            return builder.context("user", text, mark=_mark(event)), None
+            return builder.context("user", text, mark=_mark(event))
         if event.get("source") != "agent":
-            return None, "action of the environment"
+            return "action of the environment"
         return self._turn(builder, event, action, arguments, text)
 
-    def _condensed(self, builder: TraceBuilder, arguments: dict[str, Any]) -> Taken:
+    def _condensed(self, builder: TraceBuilder, arguments: dict[str, Any]) -> str | None:
         listed, summary = arguments.get("forgotten_event_ids"), text_of(arguments.get("summary"))
         first, last = arguments.get("forgotten_events_start_id"), arguments.get("forgotten_events_end_id")
         if isinstance(listed, list):
@@ -199,70 +181,57 @@ class _ReaderV0:
         elif isinstance(first, int) and isinstance(last, int):
             forgotten = [str(each) for each in self._ids if first <= each <= last]
         else:
-            return None, "condensation that names no events"
-        return builder.forget([*forgotten, _SUMMARY] if summary else forgotten, summary, _SUMMARY), None
+            return "condensation that names no events"
+        return builder.forget([*forgotten, _SUMMARY] if summary else forgotten, summary, _SUMMARY)
 
     def _turn(
         self, builder: TraceBuilder, event: dict[str, Any], action: str, arguments: dict[str, Any], text: str
-    ) -> Taken:
-        metadata, answer, response = _answer(event)
-        if answer is not None:
-            calls = calls_of(answer)
+    ) -> None:
+        metadata = object_at(event, "tool_call_metadata")
+        response = object_at(metadata, "model_response")
+        choices = objects(response.get("choices"))
+        answer = object_at(choices[0], "message") if choices else {}
+        if answer:
             self._calls[str(event.get("id"))] = str(metadata.get("tool_call_id"))
-            state = builder.assistant(
+            builder.assistant(
                 text_of(answer.get("content")),
-                calls,
+                calls_of(answer),
                 string(answer.get("reasoning_content")) or "",
                 key=string(response.get("id")),
                 mark=_mark(event),
                 model=string(response.get("model")),
             )
-            return state, None
-        if action == "message":
-            return builder.assistant(text, mark=_mark(event)), None
-        call_id = f"event_{event.get('id')}"
-        self._calls[str(event.get("id"))] = call_id
-        call_arguments = {name: value for name, value in arguments.items() if name not in _NOT_ARGUMENTS}
-        call = Call(call_id=call_id, name=action, arguments=call_arguments)
-        return builder.assistant(text_of(arguments.get("thought")), [call], mark=_mark(event)), None
+        elif action == "message":
+            builder.assistant(text, mark=_mark(event))
+        else:
+            call_id = f"event_{event.get('id')}"
+            self._calls[str(event.get("id"))] = call_id
+            call_arguments = {name: value for name, value in arguments.items() if name not in _NOT_ARGUMENTS}
+            call = Call(call_id=call_id, name=action, arguments=call_arguments)
+            builder.assistant(text_of(arguments.get("thought")), [call], mark=_mark(event))
 
-    def _observation(self, builder: TraceBuilder, event: dict[str, Any], observation: str) -> Taken:
+    def _observation(self, builder: TraceBuilder, event: dict[str, Any], observation: str) -> str | None:
         if observation in _ASIDE:
-            return None, f"event {observation}"
-        metadata = event.get("tool_call_metadata")
-        listed = metadata.get("tool_call_id") if isinstance(metadata, dict) else None
+            return f"event {observation}"
+        listed = at(event, "tool_call_metadata", "tool_call_id")
         call_id = str(listed or self._calls.get(str(event.get("cause"))) or "")
         text = text_of(event.get("content"))
         error = (text or observation) if observation == "error" or _exit_code(event) else None
         if builder.tool_result(call_id, text, error=error, mark=_mark(event)):
-            return None, None
+            return None
         if error is not None and event.get("source") != "user":
-            return builder.context("user", text, error=error, mark=_mark(event)), None
-        return None, "observation without its action"
+            return builder.context("user", text, error=error, mark=_mark(event))
+        return "observation without its action"
 
 
 def _mark(event: dict[str, Any]) -> str | None:
     return str(event["id"]) if isinstance(event.get("id"), int | str) else None
 
 
-def _answer(event: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
-    """Return (metadata, the model's message, its response). The message is None without function calling."""
-    metadata = event.get("tool_call_metadata")
-    response = metadata.get("model_response") if isinstance(metadata, dict) else None
-    choices = response.get("choices") if isinstance(response, dict) else None
-    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    message = first.get("message")
-    if not isinstance(metadata, dict) or not isinstance(response, dict) or not isinstance(message, dict):
-        return {}, None, {}
-    return metadata, message, response
-
-
 def _exit_code(event: dict[str, Any]) -> bool:
     """Check whether a command ended with an exit status other than 0."""
-    value = event.get("extras")
-    extras = value if isinstance(value, dict) else {}
-    metadata = extras.get("metadata")
-    code = extras.get("exit_code", metadata.get("exit_code") if isinstance(metadata, dict) else None)
+    extras = object_at(event, "extras")
+    code = extras.get("exit_code", at(extras, "metadata", "exit_code"))
     return isinstance(code, int) and not isinstance(code, bool) and code != 0
 
 
@@ -292,7 +261,7 @@ def read(file: TraceFile) -> Iterator[TraceState]:
     elif isinstance(value, dict):
         yield from _line(file, value)
     elif isinstance(value, list):
-        yield from _events(file, file.builder(file.path.stem), value)
+        yield from _events(file, TraceBuilder(file, file.path.stem), value)
     elif value is not None:
         file.unknown()
     else:
@@ -303,7 +272,7 @@ def _records(file: TraceFile) -> Iterator[TraceState]:
     """Read a file of lines: an output.jsonl, or the events of one trace."""
     kind, records = _peek(file.records())
     if kind != "output":
-        yield from _events(file, file.builder(file.path.stem), records)
+        yield from _events(file, TraceBuilder(file, file.path.stem), records)
         return
     for record in records:
         yield from file.trace(partial(_line, record=record))
@@ -311,21 +280,20 @@ def _records(file: TraceFile) -> Iterator[TraceState]:
 
 
 def _line(file: TraceFile, record: Any) -> Iterator[TraceState]:
-    history = _flat(record.get("history")) if isinstance(record, dict) else None
+    history = _flat(at(record, "history"))
     if not isinstance(record, dict) or not history:
         file.tally.skip("no history" if isinstance(record, dict) else "not an object")
         return
-    builder = file.builder(record.get("instance_id"), _model(record))
+    builder = TraceBuilder(file, record.get("instance_id"), _model(record))
     instruction = record.get("instruction")
-    if isinstance(instruction, str) and not any(_says_user(event) for event in history):
+    if isinstance(instruction, str) and not any(event.get("source") == "user" for event in objects(history)):
         builder.context("user", instruction)
     yield from _events(file, builder, history)
 
 
 def _folder(file: TraceFile) -> Iterator[TraceState]:
-    value = document(file.path / "base_state.json", file.options.limits)
-    state = value if isinstance(value, dict) else {}
-    builder = file.builder(state.get("id") or file.path.name, _model(state))
+    state = document(file.path / "base_state.json", file.options.limits)
+    builder = TraceBuilder(file, at(state, "id") or file.path.name, _model(state))
 
     def events() -> Iterator[Any]:
         for path in sorted((file.path / "events").glob("*.json")):
@@ -342,22 +310,10 @@ def _folder(file: TraceFile) -> Iterator[TraceState]:
 
 def _events(file: TraceFile, builder: TraceBuilder, events: Any) -> Iterator[TraceState]:
     kind, rest = _peek(iter(events))
-    take: Callable[[TraceBuilder, dict[str, Any]], Taken] = _take_v1 if kind == "v1" else _ReaderV0().take
-    for event in rest:
-        if not isinstance(event, dict):
-            file.tally.skip("not an object")
-            continue
-        state, skipped = take(builder, event)
-        if skipped is None:
-            file.tally.take()
-        else:
-            file.tally.skip(skipped)
-        if state is not None:
-            yield state
-        del event
-    state = builder.close()
-    if state is not None:
-        yield state
+    take = _take_v1 if kind == "v1" else _ReaderV0().take
+    return feed(
+        file, builder, rest, lambda builder, event: take(builder, event) if isinstance(event, dict) else "not an object"
+    )
 
 
 def _peek(records: Iterator[Any]) -> tuple[str | None, Iterator[Any]]:
@@ -369,13 +325,8 @@ def _peek(records: Iterator[Any]) -> tuple[str | None, Iterator[Any]]:
         kind = _kind(record)
         if kind:
             break
-    return kind, _rejoined(ahead, records)
-
-
-def _rejoined(ahead: deque[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    while ahead:
-        yield ahead.popleft()
-    yield from rest
+    drawn = (ahead.popleft() for _ in range(len(ahead)))
+    return kind, chain(drawn, records)
 
 
 def _kind(record: Any) -> str | None:
@@ -394,7 +345,7 @@ def _flat(history: Any) -> list[Any] | None:
 
 
 def _are_events(events: Any) -> bool:
-    first = [event for event in events[:16] if isinstance(event, dict)] if isinstance(events, list) else []
+    first = objects(events[:16]) if isinstance(events, list) else []
     return any(_is_v1(event) or _is_v0(event) for event in first)
 
 
@@ -407,19 +358,13 @@ def _is_v0(event: dict[str, Any]) -> bool:
     return named or (isinstance(event.get("observation"), str) and "content" in event)
 
 
-def _says_user(event: Any) -> bool:
-    return isinstance(event, dict) and event.get("source") == "user"
-
-
 def _is_folder(path: Path) -> bool:
     return (path / "base_state.json").is_file() and (path / "events").is_dir()
 
 
-def _model(record: dict[str, Any]) -> str | None:
+def _model(record: Any) -> str | None:
     for keys in (("metadata", "llm_config", "model"), ("agent", "llm", "model"), ("llm_config", "model")):
-        value: Any = record
-        for key in keys:
-            value = value.get(key) if isinstance(value, dict) else None
-        if isinstance(value, str):
-            return value
+        model = string(at(record, *keys))
+        if model is not None:
+            return model
     return None

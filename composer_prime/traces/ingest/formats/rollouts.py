@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of, string
-from composer_prime.traces.ingest.reading import Bad, FileStart, parse_json
+from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of
+from composer_prime.traces.ingest.reading import FileStart, at, objects, parse_json, string
 from composer_prime.traces.ingest.trace_file import TraceFile
 from composer_prime.traces.ingest.turns import Call
 from composer_prime.traces.state import TraceState
@@ -41,31 +41,27 @@ def _rollout(file: TraceFile, record: Any, model: str | None) -> Iterator[TraceS
     turns = record["turns"]
     for number, branch in enumerate(_branches(turns)):
         name = f"{record['rollout_id']}" + (f"/{number}" if number else "")
-        builder = file.builder(name, model)
+        builder = TraceBuilder(file, name, model)
         builder.tools.use_listed(record.get("tools"))
-        yield from _branch(builder, [turns[index] for index in branch])
+        for position, index in enumerate(branch):
+            _take(builder, position, turns[index])
+            yield from file.drain()
+        builder.close()
+        yield from file.drain()
 
 
-def _branch(builder: TraceBuilder, turns: list[dict[str, Any]]) -> Iterator[TraceState]:
-    for number, turn in enumerate(turns):
-        text, state = string(turn.get("text")) or "", None
-        if turn["role"] == "assistant":
-            calls = _calls(number, turn)
-            state = builder.assistant(
-                text, calls, string(turn.get("reasoning")) or "", entropy=_entropy(turn.get("surprisal"))
-            )
-        elif turn["role"] == "tool":
-            error = string(turn.get("error"))
-            if not builder.tool_result(builder.unanswered() or "", text, error=error):
-                # No call matches, but the agent saw this text: a tool's reply to a call that was no JSON, for example.
-                state = builder.context("user", text, error=error)
-        else:
-            state = builder.context("system" if turn["role"] == "system" else "user", text)
-        if state is not None:
-            yield state
-    state = builder.close()
-    if state is not None:
-        yield state
+def _take(builder: TraceBuilder, position: int, turn: dict[str, Any]) -> None:
+    text = string(turn.get("text")) or ""
+    if turn["role"] == "assistant":
+        reasoning, entropy = string(turn.get("reasoning")) or "", _entropy(turn.get("surprisal"))
+        builder.assistant(text, _calls(position, turn), reasoning, entropy=entropy)
+    elif turn["role"] == "tool":
+        error = string(turn.get("error"))
+        if not builder.tool_result(None, text, error=error):
+            # No call matches, but the agent saw this text: a tool's reply to a call that was no JSON, for example.
+            builder.context("user", text, error=error)
+    else:
+        builder.context("system" if turn["role"] == "system" else "user", text)
 
 
 def _entropy(surprisal: Any) -> float | None:
@@ -73,13 +69,12 @@ def _entropy(surprisal: Any) -> float | None:
     return float(surprisal) if is_number and math.isfinite(surprisal) else None
 
 
-def _calls(number: int, turn: dict[str, Any]) -> list[Call]:
-    """Return the calls of turn `number`. Rollouts keep no call ids, which are made from the position."""
-    listed = turn.get("tool_calls")
+def _calls(position: int, turn: dict[str, Any]) -> list[Call]:
+    """Return the calls of a turn. Rollouts keep no call ids, which are made from the position."""
     return [
-        Call(call_id=f"call_{number}_{index}", name=str(call["name"]), arguments=arguments_of(call["arguments"]))
-        for index, call in enumerate(listed if isinstance(listed, list) else [])
-        if isinstance(call, dict) and {"name", "arguments"} <= call.keys()
+        Call(call_id=f"call_{position}_{index}", name=str(call["name"]), arguments=arguments_of(call["arguments"]))
+        for index, call in enumerate(objects(turn.get("tool_calls")))
+        if {"name", "arguments"} <= call.keys()
     ]
 
 
@@ -121,6 +116,4 @@ def _unusable(record: Any) -> str | None:
 def _model(file: TraceFile) -> str | None:
     config = file.path.resolve().parent.parent / "config.json"
     value = parse_json(config.read_bytes()) if config.is_file() else None
-    for key in ("model", "path"):
-        value = value.get(key) if isinstance(value, dict) and not isinstance(value, Bad) else None
-    return value if isinstance(value, str) else None
+    return string(at(value, "model", "path"))
