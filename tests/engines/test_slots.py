@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_prime.wire.node import Sampling
-from inference.engines.local.request import EngineRequest
-from inference.engines.local.slots import MIN_COLUMNS, MIN_GAIN, FamilyMemory, SlotTable, find_families
+from inference.engines.local.slots import MIN_COLUMNS, MIN_GAIN, SlotPlace, SlotTable
 
 CONTEXT = 160
-LOOP = asyncio.new_event_loop()
 
 
-def make_request(prompt: list[int], session: str = "s") -> EngineRequest:
-    return EngineRequest(
-        request_id="r",
-        session=session,
-        prompt=np.array(prompt, dtype=np.int32),
-        sampling=Sampling(max_tokens=20),
-        limit=CONTEXT,
-        seed=0,
-        future=asyncio.Future(loop=LOOP),
-    )
+def place(table: SlotTable, prompt: list[int], session: str) -> SlotPlace | None:
+    return table.place(np.array(prompt, dtype=np.int32), session)
 
 
 class Mirror:
@@ -39,19 +26,19 @@ class Mirror:
 
     @property
     def running(self) -> list[int]:
-        return [slot for slot in range(self.table.high) if self.table.request[slot] is not None]
+        return np.flatnonzero(self.table.running).tolist()
 
     def place(self, prompt: list[int], session: str) -> bool:
-        place = self.table.place(make_request(prompt, session))
-        if place is None:
+        found = place(self.table, prompt, session)
+        if found is None:
             table = self.table
             unfinished = any(table.computed[slot] < table.known[slot] - 1 for slot in self.running)
             assert unfinished or len(self.running) == table.capacity, "waits for nothing"
             return False
-        held = self.columns[place.slot if place.source is None else place.source][: place.cached]
-        assert held == [(token, self.version) for token in prompt[: place.cached]], "reuses what is not there"
-        assert place.cached < len(prompt)
-        self.columns[place.slot] = list(held)
+        held = self.columns[found.slot if found.source is None else found.source][: found.cached]
+        assert held == [(token, self.version) for token in prompt[: found.cached]], "reuses what is not there"
+        assert found.cached < len(prompt)
+        self.columns[found.slot] = list(held)
         return True
 
     def compute(self, slot: int, count: int) -> None:
@@ -105,7 +92,7 @@ def test_only_what_is_there_is_reused(capacity, reuse, recompute, actions):
             case ("swap",):
                 mirror.swap()
         assert mirror.table.high <= capacity
-        for family in find_families(mirror.table, np.array(mirror.running, dtype=np.int64)):
+        for family in mirror.table.families(np.array(mirror.running, dtype=np.int64)):
             slots = [mirror.running[row] for row in family.rows]
             prefixes = [mirror.columns[slot][: family.columns] for slot in slots]
             assert all(len(prefix) == family.columns and prefix == prefixes[0] for prefix in prefixes)
@@ -129,8 +116,8 @@ def test_siblings_copy_what_the_first_computed():
     assert mirror.place(prompt, "a")
     assert not mirror.place(prompt, "b")
     mirror.compute(0, 1000)
-    place = mirror.table.place(make_request(prompt, "b"))
-    assert (place.source, place.cached) == (0, len(prompt) - 1)
+    copied = place(mirror.table, prompt, "b")
+    assert (copied.source, copied.cached) == (0, len(prompt) - 1)
 
 
 def test_the_longest_idle_slot_goes_first():
@@ -148,11 +135,11 @@ def test_the_longest_idle_slot_goes_first():
 def families_of(prompts: list[list[int]]) -> list[tuple[tuple[int, ...], int]]:
     table = SlotTable(len(prompts), CONTEXT, reuse=True)
     for index, prompt in enumerate(prompts):
-        place = table.place(make_request(prompt, str(index)))
-        assert place is not None
-        table.computed[place.slot] = len(prompt)
-        table.append(place.slot, 7)
-    return [(family.rows, family.columns) for family in find_families(table, np.arange(len(prompts)))]
+        found = place(table, prompt, str(index))
+        assert found is not None
+        table.computed[found.slot] = len(prompt)
+        table.append(found.slot, 7)
+    return [(family.rows, family.columns) for family in table.families(np.arange(len(prompts)))]
 
 
 def test_families_are_the_groups_not_the_template():
@@ -176,11 +163,11 @@ def test_families_are_remembered_until_something_changes():
     # The same decoding slots get the same families without a new search; a request that ends brings one.
     table = SlotTable(20, CONTEXT, reuse=True)
     for index in range(20):
-        place = table.place(make_request([*range(10, 130), 900 + index], str(index)))
-        table.computed[place.slot] = 121
-        table.append(place.slot, 7)
-    memory, slots = FamilyMemory(), np.arange(20)
-    first = memory.families(table, slots)
-    assert len(first) == 1 and memory.families(table, slots) is first
+        found = place(table, [*range(10, 130), 900 + index], str(index))
+        table.computed[found.slot] = 121
+        table.append(found.slot, 7)
+    slots = np.arange(20)
+    first = table.families(slots)
+    assert len(first) == 1 and table.families(slots) is first
     table.release(3)
-    assert memory.families(table, np.delete(slots, 3)) is not first
+    assert table.families(np.delete(slots, 3)) is not first

@@ -1,6 +1,6 @@
 """The compute thread: admit, forward, sample, deliver. It executes commands between two steps.
 
-    event loop --Command--> inbox (SimpleQueue) --> this thread --call_soon_threadsafe--> futures on the event loop
+    event loop --submit--> inbox (SimpleQueue) --> this thread --call_soon_threadsafe--> futures on the event loop
 
     while open:  execute every command in the inbox (block on it only when nothing runs)
                  admit waiting requests to slots
@@ -18,6 +18,10 @@ import logging
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +29,8 @@ import torch
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ComposerError, ConfigError, EngineError
+from composer_prime.wire.node import Sampling
+from composer_prime.wire.types import VersionSpan
 from inference.engines.base import EngineCompletion
 from inference.engines.local.attention import Segment, StepPlan
 from inference.engines.local.kv_cache import KvCache
@@ -36,32 +42,59 @@ from inference.engines.local.loading import (
     swap_weights,
     text_decoder,
 )
-from inference.engines.local.request import (
-    Add,
-    CancelRequest,
-    Close,
-    Command,
-    Drained,
-    EngineRequest,
-    ScoreRequest,
-    StopRule,
-    Swap,
-)
-from inference.engines.local.sampling import SamplingRows, sample
+from inference.engines.local.sampling import SamplingRows, StopRule, sample
 from inference.engines.local.scheduling import EngineStep, plan_step
-from inference.engines.local.slots import FamilyMemory, SlotTable
+from inference.engines.local.slots import SlotTable
 
 log = logging.getLogger(__name__)
 GIB = 1 << 30
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class EngineRequest:
+    """A sequence being continued. Its token ids live in its slot's row of the slot table."""
+
+    request_id: str
+    session: str
+    prompt: np.ndarray
+    """int32 [T]."""
+    sampling: Sampling
+    limit: int
+    """Ends at this many tokens, prompt and completion together."""
+    seed: int
+    """64 bits."""
+    future: asyncio.Future = field(init=False)
+    """Resolved on the event loop with an EngineCompletion or an error."""
+    stop: StopRule = field(init=False)
+    cached: int = 0
+    """Prompt tokens whose keys and values were cached."""
+    logprobs: list[float] = field(default_factory=list)
+    """[T_new so far]."""
+    versions: list[int] = field(default_factory=list)
+    """[T_new so far]: of the weights that each token was sampled with."""
+
+    def completion(self, token_ids: list[int], reason: str) -> EngineCompletion:
+        spans, start = [], 0
+        for version, tokens in groupby(self.versions):
+            end = start + len(list(tokens))
+            spans.append(VersionSpan(start, end, version))
+            start = end
+        return EngineCompletion(
+            token_ids=token_ids,
+            logprobs=self.logprobs,
+            version_spans=spans,
+            finish_reason=reason,
+            prompt_cached=self.cached,
+        )
+
+
 class Computer:
-    """Owns the model. Create on the event loop, then `start`; `post` is the only thread-safe method."""
+    """Owns the model. Create it on the event loop, then `start` and `submit`; the commands run in the thread."""
 
     def __init__(self, folder: Path, config: InferenceConfig, max_context: int) -> None:
         self._folder, self._config, self._context = folder, config, max_context
         self._loop = asyncio.get_running_loop()
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[asyncio.Future, Callable[..., None], tuple]] = queue.SimpleQueue()
         self._waiting: deque[EngineRequest] = deque()
         self._running: dict[int, EngineRequest] = {}
         self._drains: list[asyncio.Future] = []
@@ -78,23 +111,71 @@ class Computer:
         """Whether the model is loaded. Before that the thread executes no command."""
         self.failure: ComposerError | None = None
         """The error that every later call raises; set before `ended`."""
+        self._futures = {self.ready}
+        """Unresolved; only the event loop touches it."""
         self._thread = threading.Thread(target=self._main, name="local-engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def post(self, command: Command) -> None:
-        self._inbox.put(command)
+    def submit(self, command: Callable[..., None], *args: object) -> asyncio.Future:
+        """Have the thread call `command(future, *args)` between two steps. Return the future that it will resolve."""
+        future = self._loop.create_future()
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        self._inbox.put((future, command, args))
+        return future
 
     @property
     def running(self) -> int:
         return len(self._running)
 
-    # ---- everything below runs in the compute thread -------------------------------------------------------------
+    # ---- commands: the compute thread calls them -----------------------------------------------------------------
+
+    def add(self, future: asyncio.Future, request: EngineRequest) -> None:
+        request.future = future
+        request.stop = StopRule(request.sampling, self._eos, self._decode_text)
+        self._waiting.append(request)
+
+    def cancel(self, future: asyncio.Future, request_id: str) -> None:
+        """End a request early; it is resolved with what it has."""
+        self._resolve(future, None)
+        for request in self._waiting:
+            if request.request_id == request_id:
+                self._waiting.remove(request)
+                self._resolve(request.future, request.completion([], "cancelled"))
+                return
+        for slot, request in self._running.items():
+            if request.request_id == request_id:
+                self._finish(slot, "cancelled")
+                return
+
+    def swap(self, future: asyncio.Future, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        swap_weights(self._model, tensors)
+        self.version = version
+        self._table.weights_changed(recompute=self._config.local.kv_at_swap == "recompute")
+        self._resolve(future, None)
+
+    def score(self, future: asyncio.Future, token_ids: list[int]) -> None:
+        ids = torch.tensor([token_ids], device=self._device)
+        plan = StepPlan(cache=self._cache, segments=[Segment(0, len(token_ids), 0, 0)], places=None)
+        logits = self._forward(ids, torch.arange(len(token_ids))[None], plan, None)
+        logp = logits[:-1].float().log_softmax(-1)
+        self._resolve(future, logp.gather(-1, ids[0, 1:, None])[:, 0].tolist())
+
+    def drain(self, future: asyncio.Future) -> None:
+        """Resolve `future` once nothing runs or waits."""
+        self._drains.append(future)
+
+    def close(self, future: asyncio.Future) -> None:
+        self._open = False
+        self._resolve(future, None)
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
         torch.set_num_threads(self._config.threads)  # An OpenMP setting: it applies to the thread that makes it.
-        error: BaseException | None = None
+        failure: ComposerError = EngineError("the local engine is closed")
         try:
             with torch.inference_mode():
                 self._load()
@@ -104,14 +185,27 @@ class Computer:
                 while self._open:
                     self._execute_commands()
                     self._admit()
-                    self._step()
+                    step = plan_step(
+                        self._table,
+                        self._cache,
+                        list(self._running),
+                        self._config.local.prefill_tokens,
+                        self._device,
+                        self._share,
+                    )
+                    if step is not None:
+                        self._compute(step)
                     self._after_step()
-        except ComposerError as refused:
-            error = refused
-        except BaseException as caught:
+        except ComposerError as error:
+            failure = error
+        except BaseException as error:
             log.exception("the local engine's compute thread failed")
-            error = caught
-        self._end(error)
+            failure = EngineError(f"the local engine failed: {error!r}")
+        self._deliver()
+        self._running, self._waiting = {}, deque()
+        self._model = self._cache = None
+        self.failure = failure
+        self._on_loop(self._fail_all)
 
     def _load(self) -> None:
         self._model = load_model(self._folder, self._config)
@@ -126,16 +220,11 @@ class Computer:
         probe = StepPlan(cache=self._cache, segments=[Segment(0, 2, 0, 0)], places=places)
         self._forward(torch.zeros(1, 2, dtype=torch.int64, device=self._device), torch.arange(2)[None], probe, None)
         check_supported(self._model, self._cache.num_layers)
-        share = self._device.type == "cpu" and not self._cache.windowed and self._config.local.prefix_cache
-        self._shared = FamilyMemory() if share else None
+        self._share = self._device.type == "cpu" and not self._cache.windowed and self._config.local.prefix_cache
         capacity = self._capacity()
         self._cache.limit(capacity, self._context)
         self._max_running = min(self._config.local.max_batch, capacity)
         self._table = SlotTable(capacity, self._context, reuse=self._config.local.prefix_cache)
-        self._temperature = np.ones(capacity, dtype=np.float32)
-        self._top_k = np.zeros(capacity, dtype=np.int64)
-        self._top_p = np.ones(capacity, dtype=np.float32)
-        self._seed = np.zeros(capacity, dtype=np.uint64)
 
     def _capacity(self) -> int:
         """Return the number of slots: two per running sequence when conversations are kept, if they fit the memory."""
@@ -165,94 +254,29 @@ class Computer:
         block = not self._running and not self._waiting
         while self._open:
             try:
-                command = self._inbox.get(block=block)
+                future, command, args = self._inbox.get(block=block)
             except queue.Empty:
                 return
             block = False
-            self._execute(command)
-
-    def _execute(self, command: Command) -> None:
-        match command:
-            case Add(request):
-                self._waiting.append(request)
-            case CancelRequest(request_id):
-                self._cancel(request_id)
-            case Swap():
-                self._attempt(command.future, lambda: self._swap(command))
-            case ScoreRequest(token_ids, future):
-                self._attempt(future, lambda: self._score(token_ids))
-            case Drained(future):
-                self._drains.append(future)
-            case Close():
-                self._open = False
-
-    def _attempt(self, future: asyncio.Future, action) -> None:
-        """Resolve `future` with the result of `action`, or with the ComposerError that it raises."""
-        try:
-            self._resolve(future, action())
-        except ComposerError as error:
-            self._resolve(future, error)
-
-    def _cancel(self, request_id: str) -> None:
-        for request in self._waiting:
-            if request.request_id == request_id:
-                self._waiting.remove(request)
-                self._resolve(request.future, _completion(request, [], "cancelled"))
-                return
-        for slot, request in list(self._running.items()):
-            if request.request_id == request_id:
-                self._finish(slot, "cancelled")
-                return
-
-    def _swap(self, command: Swap) -> None:
-        swap_weights(self._model, command.tensors)
-        self.version = command.version
-        self._table.weights_changed(recompute=self._config.local.kv_at_swap == "recompute")
-        for request in self._running.values():
-            request.mark(self.version)
-
-    def _score(self, token_ids: list[int]) -> list[float]:
-        ids = torch.tensor([token_ids], device=self._device)
-        plan = StepPlan(cache=self._cache, segments=[Segment(0, len(token_ids), 0, 0)], places=None)
-        logits = self._forward(ids, torch.arange(len(token_ids))[None], plan, None)
-        logp = logits[:-1].float().log_softmax(-1)
-        return logp.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+            try:
+                command(future, *args)
+            except ComposerError as error:
+                self._resolve(future, error)
 
     def _admit(self) -> None:
         kept_waiting = []
         while self._waiting and len(self._running) < self._max_running:
             request = self._waiting.popleft()
-            place = self._table.place(request)
+            place = self._table.place(request.prompt, request.session)
             if place is None:
                 kept_waiting.append(request)
                 continue
             if place.source is not None:
                 self._cache.reserve(place.slot + 1, place.cached)
                 self._cache.copy(place.source, place.slot, place.cached)
-            self._start(request, place.slot, place.cached)
+            request.cached = place.cached
+            self._running[place.slot] = request
         self._waiting.extendleft(reversed(kept_waiting))
-
-    def _start(self, request: EngineRequest, slot: int, cached: int) -> None:
-        request.cached = cached
-        request.stop = StopRule.of(request.sampling, self._eos, self._decode_text)
-        request.mark(self.version)
-        self._running[slot] = request
-        self._temperature[slot] = request.sampling.temperature
-        self._top_k[slot] = request.sampling.top_k
-        self._top_p[slot] = request.sampling.top_p
-        self._seed[slot] = request.seed
-
-    def _step(self) -> None:
-        step = plan_step(
-            self._table,
-            self._cache,
-            list(self._running),
-            self._config.local.prefill_tokens,
-            self._device,
-            self._shared,
-        )
-        if step is not None:
-            self._compute(step)
 
     def _compute(self, step: EngineStep) -> None:
         logits = self._forward(step.input_ids, step.position_ids, step.plan, step.sample_rows)
@@ -260,16 +284,16 @@ class Computer:
             self._table.computed[slot] += count
         if not step.sample_slots:
             return
-        slots = np.array(step.sample_slots)
+        requests = [self._running[slot] for slot in step.sample_slots]
         rows = SamplingRows(
-            temperature=self._temperature[slots],
-            top_k=self._top_k[slots],
-            top_p=self._top_p[slots],
-            seed=self._seed[slots],
-            position=self._table.known[slots].astype(np.uint64),
+            temperature=np.array([one.sampling.temperature for one in requests], dtype=np.float32),
+            top_k=np.array([one.sampling.top_k for one in requests], dtype=np.int64),
+            top_p=np.array([one.sampling.top_p for one in requests], dtype=np.float32),
+            seed=np.array([one.seed for one in requests], dtype=np.uint64),
+            position=self._table.known[step.sample_slots].astype(np.uint64),
         )
         tokens, logprobs = sample(logits, rows)
-        self.sampled += len(slots)
+        self.sampled += len(requests)
         for slot, token, logprob in zip(step.sample_slots, tokens.tolist(), logprobs.tolist(), strict=True):
             self._append(slot, token, logprob)
 
@@ -281,6 +305,7 @@ class Computer:
             return
         known = self._table.append(slot, token)
         request.logprobs.append(logprob)
+        request.versions.append(self.version)
         if request.stop.ends(self._table.tokens[slot, len(request.prompt) : known]):
             self._finish(slot, "stop")
         elif known >= request.limit:
@@ -291,7 +316,7 @@ class Computer:
         known = int(self._table.known[slot])
         tokens = self._table.tokens[slot, len(request.prompt) : known].tolist()
         self._drop(slot)
-        self._resolve(request.future, _completion(request, tokens, reason))
+        self._resolve(request.future, request.completion(tokens, reason))
 
     def _drop(self, slot: int) -> None:
         del self._running[slot]
@@ -299,8 +324,7 @@ class Computer:
 
     def _after_step(self) -> None:
         if self._drains and not self._running and not self._waiting:
-            for future in self._drains:
-                self._resolve(future, None)
+            self._resolved += [(future, None) for future in self._drains]
             self._drains.clear()
         self.kv_used = float(self._table.computed.sum()) / self._table.tokens.size
         self._deliver()
@@ -310,43 +334,18 @@ class Computer:
 
     def _deliver(self) -> None:
         """Send this step's outcomes to the event loop in one call."""
-        if not self._resolved:
-            return
-        batch, self._resolved = self._resolved, []
-        try:
-            self._loop.call_soon_threadsafe(_settle, batch)
-        except RuntimeError:
-            log.debug("the event loop is closed; %d outcomes are dropped", len(batch))
+        if self._resolved:
+            batch, self._resolved = self._resolved, []
+            self._on_loop(_settle, batch)
 
-    def _end(self, error: BaseException | None) -> None:
-        """Fail everything that still waits, then resolve `ended`."""
-        failure: ComposerError = EngineError("the local engine is closed")
-        if error is not None:
-            failure = error if isinstance(error, ComposerError) else EngineError(f"the local engine failed: {error!r}")
-        futures = [request.future for request in [*self._waiting, *self._running.values()]] + self._drains
-        while not self._inbox.empty():
-            match self._inbox.get():
-                case Add(request):
-                    futures.append(request.future)
-                case Swap(future=future) | ScoreRequest(future=future) | Drained(future=future):
-                    futures.append(future)
-        for future in [self.ready, *futures]:
-            self._resolve(future, failure)
-        self.failure = failure
-        self._resolve(self.ended, None)
-        self._running, self._waiting = {}, deque()
-        self._model = self._cache = None
-        self._deliver()
+    def _on_loop(self, callback: Callable[..., None], *args: object) -> None:
+        with suppress(RuntimeError):  # The event loop is closed: nobody waits any more.
+            self._loop.call_soon_threadsafe(callback, *args)
 
-
-def _completion(request: EngineRequest, tokens: list[int], reason: str) -> EngineCompletion:
-    return EngineCompletion(
-        token_ids=tokens,
-        logprobs=request.logprobs,
-        version_spans=request.spans(),
-        finish_reason=reason,
-        prompt_cached=request.cached,
-    )
+    def _fail_all(self) -> None:
+        """Fail everything that still waits, then resolve `ended`. Runs on the event loop."""
+        _settle([(future, self.failure) for future in list(self._futures)])
+        self.ended.set_result(None)
 
 
 def _settle(batch: list[tuple[asyncio.Future, object]]) -> None:
@@ -356,5 +355,6 @@ def _settle(batch: list[tuple[asyncio.Future, object]]) -> None:
             continue
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)
+            future.exception()  # Mark it retrieved: nobody waits for a cancellation's future.
         else:
             future.set_result(outcome)

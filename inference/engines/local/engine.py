@@ -19,8 +19,7 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, ContextOverflowError, EngineError
 from composer_prime.wire.node import Sampling
 from inference.engines.base import EngineCompletion, EngineStats
-from inference.engines.local.compute import Computer
-from inference.engines.local.request import Add, CancelRequest, Close, Drained, EngineRequest, ScoreRequest, Swap
+from inference.engines.local.compute import Computer, EngineRequest
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +65,11 @@ class LocalEngine:
         if request_id in self._active:
             raise BadRequestError(f"request {request_id!r} is running already")
         request = self._request(request_id, prompt_ids, sampling, session)
-        self._active[request_id] = request.future
-        computer.post(Add(request))
+        self._active[request_id] = future = computer.submit(computer.add, request)
         try:
-            return await request.future
+            return await future
         except asyncio.CancelledError:
-            computer.post(CancelRequest(request_id))
+            computer.submit(computer.cancel, request_id)
             raise
         finally:
             del self._active[request_id]
@@ -92,7 +90,6 @@ class LocalEngine:
             sampling=sampling,
             limit=min(self._context, len(prompt) + sampling.max_tokens),
             seed=seed,
-            future=asyncio.get_running_loop().create_future(),
         )
 
     def _checked_ids(self, token_ids: list[int]) -> np.ndarray:
@@ -109,28 +106,26 @@ class LocalEngine:
 
     async def cancel(self, request_id: str) -> None:
         if request_id in self._active:
-            self._serving().post(CancelRequest(request_id))
+            computer = self._serving()
+            computer.submit(computer.cancel, request_id)
 
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises WeightError when `tensors` do not fit the model; the old weights then stay in use."""
-        future = asyncio.get_running_loop().create_future()
-        self._serving().post(Swap(version, tensors, future))
-        await future
+        computer = self._serving()
+        await computer.submit(computer.swap, version, tensors)
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """Raises BadRequestError or ContextOverflowError."""
         ids = self._checked_ids(token_ids)
         if len(ids) > self._context:
             raise ContextOverflowError(f"{len(ids)} tokens to score exceed the context length ({self._context})")
-        future = asyncio.get_running_loop().create_future()
-        self._serving().post(ScoreRequest(ids.tolist(), future))
-        return await future
+        computer = self._serving()
+        return await computer.submit(computer.score, ids.tolist())
 
     async def drain(self) -> None:
         self._draining = True
-        future = asyncio.get_running_loop().create_future()
-        self._serving().post(Drained(future))
-        await future
+        computer = self._serving()
+        await computer.submit(computer.drain)
 
     def stats(self) -> EngineStats:
         computer, now = self._computer, time.monotonic()
@@ -150,7 +145,7 @@ class LocalEngine:
         """Fail every waiting request with an EngineError. Does not wait for an engine that still loads."""
         if self._computer is None:
             return
-        self._computer.post(Close())
+        self._computer.submit(self._computer.close)
         if not self._computer.loaded:
             logger.info("closed while the model was loading")
             return

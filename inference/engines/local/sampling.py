@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, top-k, top-p, a draw by inverse CDF, and the log-probability of the draw.
+"""From logits to tokens: temperature, top-k, top-p, a draw by inverse CDF, its log-probability, and stop conditions.
 
 The uniform number of a draw is a hash of (request seed, position in the sequence). So a seeded request draws the same
 numbers in any batch and on any node, and there is no generator state.
@@ -6,10 +6,13 @@ numbers in any batch and on any node, and there is no generator state.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from composer_prime.wire.node import Sampling
 
 _NUCLEUS_PROBE = 512
 
@@ -115,3 +118,28 @@ def _top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, ids, kept)
     mask |= (top_p >= 1.0)[:, None]
     return logits.masked_fill(~mask, float("-inf"))
+
+
+_SLACK_TOKENS = 8
+
+
+class StopRule:
+    """Ends one request before its length limit: a stop token, the end-of-sequence token or a stop string."""
+
+    def __init__(self, sampling: Sampling, eos: frozenset[int], decode: Callable[[list[int]], str] | None) -> None:
+        """`decode` turns token ids into text, special tokens included. Without it stop strings are ignored."""
+        self._token_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos)
+        self._strings = [one for one in sampling.stop if one] if decode else []
+        self._decode = decode
+        # A token is at least one byte, so a string of n bytes spans at most n tokens. The slack keeps out of the match
+        # what decoders do to the first token of a text (they drop a space).
+        self._window = max((len(one.encode()) for one in self._strings), default=0) + _SLACK_TOKENS
+
+    def ends(self, completion: np.ndarray) -> bool:
+        """Whether the newest token of `completion` (int32 [T_new]) ends it."""
+        if int(completion[-1]) in self._token_ids:
+            return True
+        if not self._strings or self._decode is None:
+            return False
+        text = self._decode(completion[-self._window :].tolist())
+        return any(one in text for one in self._strings)

@@ -9,7 +9,7 @@ import torch
 
 from inference.engines.local.attention import DecodeGroup, Segment, StepPlan
 from inference.engines.local.kv_cache import KvCache
-from inference.engines.local.slots import FamilyMemory, SlotTable
+from inference.engines.local.slots import SlotTable
 
 GROUP_WASTE = 384
 """How many padded cache columns cost as much as one more attention call (about 40 us; a column takes 0.1 us)."""
@@ -38,11 +38,11 @@ def plan_step(
     order: list[int],
     prefill_tokens: int,
     device: torch.device,
-    shared: FamilyMemory | None,
+    share: bool,
 ) -> EngineStep | None:
     """Return the next step over the running slots in `order` (of admission), None when nothing runs.
 
-    At most `prefill_tokens` prompt tokens are computed, oldest request first. `shared` looks for common prefixes.
+    At most `prefill_tokens` prompt tokens are computed, oldest request first. `share` allows families.
     """
     if not order:
         return None
@@ -51,7 +51,7 @@ def plan_step(
     decoding = np.sort(slots[missing == 1])
     pieces = _prefill_pieces(slots[missing > 1], table, prefill_tokens)
     lengths = table.known[decoding]
-    families = shared.families(table, decoding) if shared is not None else []
+    families = table.families(decoding) if share else []
     starts = np.zeros_like(lengths)
     for family in families:
         starts[list(family.rows)] = family.columns

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inference.engines.local.request import EngineRequest
-
 MIN_SHARED = 32
 """Shortest prefix, in tokens, that is worth copying from another slot or waiting for."""
 
@@ -49,32 +47,38 @@ class SlotTable:
         """Number of swaps before the first `_pure` columns were computed (all of `computed` while fresh)."""
         self._pure = np.zeros(capacity, dtype=np.int64)
         self._swaps = 0
-        self.request: list[EngineRequest | None] = [None] * capacity
+        self.running = np.zeros(capacity, dtype=bool)
         self.session: list[str | None] = [None] * capacity
         self._idle_since = np.zeros(capacity, dtype=np.int64)
         self._clock = 0
-        self.changes = 0
-        """Grows with each request that comes or goes, and each swap."""
+        self._changes = 0
+        self._found: tuple[tuple[int, bytes] | None, list[Family]] = (None, [])
 
-    def place(self, request: EngineRequest) -> SlotPlace | None:
-        """Find a slot for `request` and make it the owner. Returns None while it should wait.
+    def place(self, prompt: np.ndarray, session: str) -> SlotPlace | None:
+        """Give a slot to a request with `prompt` (int32 [T]) of conversation `session`. Return None while it must wait.
 
         It waits when every slot runs, or when a longer prefix of its prompt is being computed for another request:
         siblings of a group arrive together, the first computes, the others copy.
         """
-        held, coming = self._shared(request.prompt)
+        held, coming = self._shared(prompt)
         best = int(held.argmax()) if self.high else -1
         longest = int(held[best]) if best >= 0 else 0
         if self.high and int(coming.max()) - longest >= MIN_SHARED:
             return None
-        target = self._own_idle(request.session, held)
-        if target is None:
+        idle = [slot for slot in range(self.high) if self.session[slot] == session and not self.running[slot]]
+        if idle:
+            target = max(idle, key=lambda slot: int(held[slot]))
+        else:
             target = self._vacant(keep=best if longest >= MIN_SHARED else -1)
         if target is None:
             return None
         own = int(held[target]) if target < len(held) else 0
         place = SlotPlace(target, own, None) if own + MIN_SHARED > longest else SlotPlace(target, longest, best)
-        self._occupy(target, request, place.cached)
+        self.tokens[target, : len(prompt)] = prompt
+        self.known[target], self.computed[target], self.fresh[target] = len(prompt), place.cached, True
+        self.running[target], self.session[target] = True, session
+        self.origin[target] = self._swaps
+        self._changes += 1
         return place
 
     def _shared(self, prompt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -90,36 +94,17 @@ class SlotTable:
         common = common * self.fresh[: self.high]
         return np.minimum(common, self.computed[: self.high]), np.minimum(common, self.known[: self.high])
 
-    def _own_idle(self, session: str, held: np.ndarray) -> int | None:
-        """Return the conversation's own idle slot that shares most."""
-        mine = [slot for slot in range(self.high) if self.session[slot] == session and self.request[slot] is None]
-        return max(mine, key=lambda slot: int(held[slot])) if mine else None
-
     def _vacant(self, keep: int) -> int | None:
         """Return a free slot, else a new one, else the one idle for longest; `keep` only when there is no other."""
-        idle = []
-        for slot in range(self.high):
-            if self.request[slot] is None:
-                if self.session[slot] is None:
-                    return slot
-                idle.append(slot)
+        idle = np.flatnonzero(~self.running[: self.high]).tolist()
+        for slot in idle:
+            if self.session[slot] is None:
+                return slot
         if self.high < self.capacity:
             self.high += 1
             return self.high - 1
         others = [slot for slot in idle if slot != keep] or idle
         return min(others, key=lambda slot: int(self._idle_since[slot])) if others else None
-
-    def _occupy(self, slot: int, request: EngineRequest, cached: int) -> None:
-        count = len(request.prompt)
-        self.tokens[slot, :count] = request.prompt
-        self.known[slot], self.computed[slot], self.fresh[slot] = count, cached, True
-        self.request[slot], self.session[slot] = request, request.session
-        self.origin[slot] = self._swaps
-        self.changes += 1
-
-    def sharable(self, slots: np.ndarray) -> np.ndarray:
-        """Return per slot: how many leading columns equal those of any slot with the same tokens and `origin`."""
-        return np.where(self.fresh[slots], self.computed[slots], self._pure[slots])
 
     def append(self, slot: int, token: int) -> int:
         """Add a sampled token. Returns the number of tokens in the row."""
@@ -130,8 +115,8 @@ class SlotTable:
 
     def release(self, slot: int) -> None:
         """End the slot's request. Its cache stays for the conversation's next turn if current weights computed it."""
-        self.changes += 1
-        self.request[slot] = None
+        self._changes += 1
+        self.running[slot] = False
         if self.reuse and self.fresh[slot]:
             self._clock += 1
             self._idle_since[slot] = self._clock
@@ -147,14 +132,23 @@ class SlotTable:
     def weights_changed(self, *, recompute: bool) -> None:
         """Drop idle slots. Running ones keep their old entries, or compute them again (`recompute`)."""
         self._swaps += 1
-        self.changes += 1
+        self._changes += 1
         for slot in range(self.high):
-            if self.request[slot] is None:
+            if not self.running[slot]:
                 self._forget(slot)
             elif recompute:
                 self.computed[slot], self.fresh[slot], self.origin[slot] = 0, True, self._swaps
             elif self.fresh[slot]:
                 self.fresh[slot], self._pure[slot] = False, self.computed[slot]
+
+    def families(self, slots: np.ndarray) -> list[Family]:
+        """Return `find_families`, from memory unless a request came, went or started to decode since the last call."""
+        key = (self._changes, slots.tobytes())
+        if key != self._found[0]:
+            # Leading columns that equal those of any slot with the same tokens and `origin`.
+            limits = np.where(self.fresh[slots], self.computed[slots], self._pure[slots])
+            self._found = (key, find_families(self, slots, limits))
+        return self._found[1]
 
 
 MIN_COLUMNS = 32
@@ -173,24 +167,11 @@ class Family:
     columns: int
 
 
-class FamilyMemory:
-    """Remembers the families of the last step until a request comes, goes, or starts to decode."""
+def find_families(table: SlotTable, slots: np.ndarray, limits: np.ndarray) -> list[Family]:
+    """Find families among the decoding `slots` (ascending; a row is an index into them).
 
-    def __init__(self) -> None:
-        self._key: tuple[int, bytes] | None = None
-        self._families: list[Family] = []
-
-    def families(self, table: SlotTable, slots: np.ndarray) -> list[Family]:
-        """Return `find_families`, from memory when nothing changed."""
-        key = (table.changes, slots.tobytes())
-        if key != self._key:
-            self._key, self._families = key, find_families(table, slots)
-        return self._families
-
-
-def find_families(table: SlotTable, slots: np.ndarray) -> list[Family]:
-    """Find families among the decoding `slots` (ascending; a row is an index into them)."""
-    limits = table.sharable(slots)
+    `limits`: how many leading columns of each slot may be shared.
+    """
     buckets: dict[tuple[int, bytes], list[int]] = {}
     for row in np.flatnonzero(limits >= MIN_COLUMNS).tolist():
         slot = int(slots[row])
