@@ -20,7 +20,7 @@ from torch import Tensor
 from composer_prime.config.diloco import OuterConfig
 from composer_prime.errors import CheckpointError, ChecksumError
 from diloco.fragments import Fragment
-from diloco.outer import build_outer, largest_of, weighted_mean
+from diloco.outer_optimizer import build_outer, largest_of, weighted_mean
 from diloco.ranks import Ranks
 
 _TOO_LARGE = torch.finfo(torch.float32).max / 2
@@ -46,11 +46,6 @@ class GlobalModel:
     def hash(self) -> str:
         """Hash of this rank's masters and the outer step, blake2b-128, hexadecimal."""
         return _hash(self.outer_step, self._digests)
-
-    @property
-    def intact(self) -> bool:
-        """Whether the masters are still what `hash` was taken of; reads them all."""
-        return [_digest(master) for master in self.masters] == self._digests
 
     @property
     def sweep(self) -> int:
@@ -133,19 +128,15 @@ class GlobalModel:
             **{f"swept.{index}": values for index, values in enumerate(self.swept[:advanced])},
         }
 
-    def verify(self, tensors: Mapping[str, Tensor], outer_step: int, expected_hash: str) -> list[str]:
-        """Return digests of the masters in `tensors`, for `load`.
-
-        Raises CheckpointError when the tensors do not fit this model, ChecksumError when they have another hash.
-        """
+    def verify(self, tensors: Mapping[str, Tensor], outer_step: int, expected_hash: str) -> None:
+        """Raises CheckpointError when `tensors` do not fit this model, ChecksumError when they have another hash."""
         self._check_shapes(tensors, outer_step)
         digests = [_digest(tensors[f"master.{index}"]) for index in range(len(self.masters))]
         if (actual := _hash(outer_step, digests)) != expected_hash:
             raise ChecksumError(f"the state of outer step {outer_step} has hash {actual}, expected {expected_hash}")
-        return digests
 
-    def load(self, tensors: Mapping[str, Tensor], outer_step: int, digests: list[str] | None = None) -> None:
-        """Take over `tensors`, as of `outer_step`. `digests`: what `verify` returned; None: taken here.
+    def load(self, tensors: Mapping[str, Tensor], outer_step: int) -> None:
+        """Take over `tensors`, as of `outer_step`.
 
         Raises CheckpointError when one is missing or has another size; nothing is changed then.
         """
@@ -155,7 +146,7 @@ class GlobalModel:
         for name, values in self._tensors_at(outer_step).items():
             values.copy_(tensors[name])
         self.outer_step = outer_step
-        self._digests = [_digest(master) for master in self.masters] if digests is None else digests
+        self._digests = [_digest(master) for master in self.masters]
 
     def _check_shapes(self, tensors: Mapping[str, Tensor], outer_step: int) -> None:
         for name, own in self._tensors_at(outer_step).items():

@@ -5,7 +5,7 @@
       └──────────────── the rounds are not kept any more <───────────────────┘
 
 All ranks of a peer ask in step and take over the same state. The rendezvous decides which one
-(diloco/rendezvous/joining.py), and which training peer serves it (StateServer).
+(diloco/rendezvous/joining.py), and which training peer serves it (OuterSteps.serve_state).
 """
 
 from __future__ import annotations
@@ -20,53 +20,14 @@ from torch import Tensor
 from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import CheckpointError, ChecksumError, DeadlineError
 from diloco.fragments import Schedule
-from diloco.global_model import GlobalModel
-from diloco.outer_step import OuterSteps, RoundResults
+from diloco.outer_step import OuterSteps
 from diloco.ranks import POLL_S, Ranks
-from diloco.state import Replica, pack_state, unpack_state
-from diloco.transport.link import PeerLink
+from diloco.state import Replica, unpack_state
+from diloco.transport.exchange import MustRejoin, RoundResult
 from diloco.transport.messages import Header
-from diloco.transport.session import MustRejoin, RoundResult
+from diloco.transport.peer_link import PeerLink
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True)
-class StateServer:
-    """Serves the global state of a training peer to those that join."""
-
-    peer: str
-    """The name of this one."""
-    link: PeerLink
-    model: GlobalModel
-    _damaged_hash: str = ""
-    """Hash of the global model that was last found damaged."""
-
-    def serve(self, serial: int) -> None:
-        """Copy the global state and upload the copy in the background. A damaged state is not served.
-
-        `serial`: of the request, `PeerLink.state_request` on all ranks.
-        """
-        model = self.model
-        if model.hash == self._damaged_hash or not model.intact:  # joining peers ask again and again: read it once
-            self._damaged_hash = model.hash
-            problem = f"its global model was damaged in memory since outer step {model.outer_step}"
-            logger.error("the state of peer %s is not served: %s", self.peer, problem)
-            self.link.refuse_state(serial, problem)
-            return
-        body = pack_state(model.tensors(), {})
-        header = self.link.header("state", body, model.outer_step, model.hash, serial=serial)
-        logger.info("serving the global state of outer step %d (%.1f MB)", header.outer_step, len(body) / 1e6)
-        self.link.serve_state(header, body)
-
-
-@dataclass(frozen=True, slots=True)
-class PeerState:
-    """Another peer's state, unpacked and checked."""
-
-    header: Header
-    tensors: dict[str, Tensor]
-    digests: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +36,6 @@ class Healer:
     link: PeerLink
     ranks: Ranks
     replica: Replica
-    results: RoundResults
     steps: OuterSteps
     on_catch_up: Callable[[int], None]
     """Gets the number of inner steps, beyond this peer's own, of the rounds that it caught up with."""
@@ -92,10 +52,7 @@ class Healer:
         before, deadline = model.hash, time.monotonic() + self.config.heal_timeout_s
         must_rejoin: MustRejoin | None = MustRejoin("not joined yet")
         while must_rejoin is not None:
-            newest, state = self._find_source(deadline)
-            if state is not None:
-                self._take_over(state)
-                state = None  # as large as the model: do not keep it during the replay
+            newest = self._choose_state(deadline)
             if replica.pending is not None:  # its result is taken when it is due, as if this peer had never stopped
                 break
             must_rejoin = self.replay(newest)
@@ -114,7 +71,7 @@ class Healer:
         """
         model = self.replica.global_model
         began = model.outer_step
-        while isinstance(result := self.results.next(newest, self.config.round_timeout_s), RoundResult):
+        while isinstance(result := self.steps.next(newest, self.config.round_timeout_s), RoundResult):
             self.steps.take(result, exposed_s)
             newest = result.outcome.newest
         steps_taken = (model.outer_step - began) * Schedule.of(self.config).interval
@@ -123,10 +80,10 @@ class Healer:
             self.on_catch_up(steps_elsewhere)
         return result
 
-    def _find_source(self, deadline: float) -> tuple[int, PeerState | None]:
-        """Return the last closed round, and a state that all ranks can take over; None where their own will do.
+    def _choose_state(self, deadline: float) -> int:
+        """Take over the state that the rendezvous names, unless this peer's own will do; return the last closed round.
 
-        The result is alike on all ranks, which ask in step. A collective. Raises DeadlineError.
+        The ranks ask in step, and all take over or none. A collective. Raises DeadlineError.
         """
         model = self.replica.global_model
         self.link.request_source(model.outer_step, model.hash)
@@ -135,10 +92,12 @@ class Healer:
             ready, in_time = self.ranks.smallest([source is not None, time.monotonic() < deadline])
             if ready and source is not None:
                 if self.ranks.equal([source.serial, source.newest]):
-                    state = self._unpack(source.header, source.body) if source.header is not None else None
-                    if self.ranks.all(source.header is None or state is not None):
+                    tensors = self._unpack(source.header, source.body) if source.header is not None else None
+                    if self.ranks.all(source.header is None or tensors is not None):
                         self.link.release_source()
-                        return source.newest, state
+                        if source.header is not None and tensors is not None:
+                            self._take_over(source.header, tensors)
+                        return source.newest
                 self.link.request_source(model.outer_step, model.hash)
             if not in_time:
                 raise DeadlineError(
@@ -146,23 +105,22 @@ class Healer:
                     f"rendezvous waits for {self.link.waiting_for}. Raise it if that only needs longer"
                 )
 
-    def _unpack(self, header: Header, body: bytearray) -> PeerState | None:
+    def _unpack(self, header: Header, body: bytearray) -> dict[str, Tensor] | None:
         """Return None for a state that this rank cannot take over: the rendezvous then asks another source."""
         try:
             tensors, _ = unpack_state(body)
-            digests = self.replica.global_model.verify(tensors, header.outer_step, header.base_hash)
-            return PeerState(header, tensors, digests)
+            self.replica.global_model.verify(tensors, header.outer_step, header.base_hash)
+            return tensors
         except (CheckpointError, ChecksumError) as error:
             problem = f"the state that peer {header.peer} serves is refused: {error}"
             logger.warning("%s", problem)
             self.link.refuse_state(header.serial, problem)
             return None
 
-    def _take_over(self, state: PeerState) -> None:
-        header = state.header
-        tokens_given_up = self.replica.take_over(state.tensors, header.outer_step, state.digests)
+    def _take_over(self, header: Header, tensors: dict[str, Tensor]) -> None:
+        tokens_given_up = self.replica.take_over(tensors, header.outer_step)
         self.on_state_replaced()
         logger.info(
             "took over the state of peer %s at outer step %d; own work on %.0f tokens is given up", header.peer,
-            self.replica.global_model.outer_step, tokens_given_up,
+            header.outer_step, tokens_given_up,
         )  # fmt: skip

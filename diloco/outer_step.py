@@ -1,6 +1,6 @@
 """How a round ends on one rank: its result, alike on all ranks; the deltas that count; the outer step.
 
-    RoundResults.wait ──> accept: decode, check, reject ──> OuterSteps.take: average, outer step, local <- global
+    OuterSteps.wait ──> accept: decode, check, reject ──> OuterSteps.take: average, outer step, local <- global
 
 Order of waiting: each rank hears a result over a link of its own, and all must take the same turn. A rank that knows
 how a round ended waits until the others know the same, which needs all of them to take part. While they wait they serve
@@ -26,101 +26,16 @@ from composer_prime.config.diloco import DilocoConfig, GuardConfig
 from composer_prime.errors import DeadlineError, RunMismatchError
 from diloco.codec import codec_from_spec, shared_bytes
 from diloco.fragments import Schedule
-from diloco.global_model import GlobalModel
 from diloco.ranks import POLL_S, Ranks
-from diloco.state import DeltaStatus, PendingDelta, ProgressTotals, Replica, delta_status
-from diloco.transport.link import PeerLink
+from diloco.state import DeltaStatus, PendingDelta, Replica, delta_status, pack_state
+from diloco.transport.exchange import MustRejoin, RoundResult
 from diloco.transport.messages import Header, RoundOutcome
-from diloco.transport.session import MustRejoin, RoundResult
+from diloco.transport.peer_link import PeerLink
 
 logger = logging.getLogger(__name__)
 
 _MAX_DISPUTES = 3
 """How often in a row the ranks may get different outcomes. A rendezvous that was restarted causes one."""
-
-
-@dataclass(slots=True, kw_only=True)
-class RoundResults:
-    """Waits for the results of rounds, alike on all ranks of a peer."""
-
-    config: DilocoConfig
-    link: PeerLink
-    ranks: Ranks
-    model: GlobalModel
-    serve_state: Callable[[int], None]
-    """Called with the serial of a request for this peer's state."""
-    _disputes: int = 0
-    """How often in a row the ranks got different outcomes."""
-    _in_step_at: float = field(default_factory=time.monotonic)
-
-    def wait(
-        self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False
-    ) -> RoundResult | MustRejoin | None:
-        """Return the result of the round that was begun; MustRejoin when one of the ranks must join anew.
-
-        None when there is none after `timeout_s` or once `should_stop`. A collective.
-
-        Raises RunMismatchError when the ranks get different outcomes again and again.
-        """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            result = self.link.wait(min(POLL_S, timeout_s))
-            rating = {RoundResult: 2, MustRejoin: 1}.get(type(result), 0)
-            lowest, state_request, in_time = self.ranks.smallest(
-                [rating, self.link.state_request, time.monotonic() < deadline and not should_stop()]
-            )
-            if state_request:
-                self.serve_state(state_request)
-            if lowest == 2 and isinstance(result, RoundResult):
-                if self._same_on_all_ranks(result):
-                    return result
-                time.sleep(POLL_S)  # a rendezvous may be replacing another
-                self.link.retry_round()
-            elif lowest == 0 and rating == 2 and self.link.rendezvous_restarted:
-                self.link.retry_round()  # the other ranks get nothing unless this one takes part
-            if lowest == 1:
-                return result if isinstance(result, MustRejoin) else MustRejoin("another rank was left behind")
-            if not in_time:
-                return None
-
-    def next(self, newest: int, timeout_s: float) -> RoundResult | MustRejoin | None:
-        """Return the next closed round of those up to `newest`; None when there is none. A collective."""
-        if self.ranks.smallest([newest])[0] < self.model.outer_step:
-            return None
-        self.link.fetch(self.model.outer_step, self.model.hash)
-        return self.wait(timeout_s)
-
-    def mark_in_step(self) -> None:
-        """Note that this peer stands where the others stand: from now on it counts the silence."""
-        self._in_step_at = time.monotonic()
-
-    def silent_s(self) -> float:
-        """Return the seconds since `mark_in_step`. A collective.
-
-        Raises DeadlineError after diloco.offline_timeout_s.
-        """
-        silent_s = time.monotonic() - self._in_step_at
-        if self.ranks.any(silent_s > self.config.offline_timeout_s):
-            raise DeadlineError(
-                f"no outcome of outer step {self.model.outer_step} for {silent_s:.0f} s "
-                f"(diloco.offline_timeout_s = {self.config.offline_timeout_s:g}): the rendezvous at "
-                f"{self.config.rendezvous} last reported that it waits for {self.link.waiting_for}. Is it reachable, "
-                "and are enough peers alive? Go on with --resume"
-            )
-        return silent_s
-
-    def _same_on_all_ranks(self, result: RoundResult) -> bool:
-        """Return whether all ranks of this peer got the same outcome. A collective."""
-        ((lowest, highest),) = self.ranks.bounds([result.digest])
-        self._disputes = 0 if lowest == highest else self._disputes + 1
-        if self._disputes == _MAX_DISPUTES:
-            raise RunMismatchError(
-                f"the ranks of peer {self.config.peer_id} got different outcomes of outer step "
-                f"{self.model.outer_step} {_MAX_DISPUTES} times in a row ({lowest:015x} and {highest:015x}), so their "
-                f"parts of the model would not fit together. Is {self.config.rendezvous} the address of more than one "
-                "rendezvous? Leave one, and go on with --resume"
-            )
-        return not self._disputes
 
 
 # -- the deltas that count ---------------------------------------------------------------------------------------
@@ -213,12 +128,100 @@ def _decode(header: Header, body: memoryview, fragment: int, n: int) -> Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class OuterSteps:
+    """Waits for the results of rounds, alike on all ranks of a peer, and takes them into the model."""
+
     config: DilocoConfig
     link: PeerLink
     ranks: Ranks
     replica: Replica
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last outer step."""
+    """Of the last outer step, by the names in docs/how-to/several-clusters.md."""
+    _disputes: int = 0
+    """How often in a row the ranks got different outcomes."""
+    _in_step_at: float = field(default_factory=time.monotonic)
+
+    def wait(
+        self, timeout_s: float, should_stop: Callable[[], bool] = lambda: False
+    ) -> RoundResult | MustRejoin | None:
+        """Return the result of the round that was begun; MustRejoin when one of the ranks must join anew.
+
+        None when there is none after `timeout_s` or once `should_stop`. A collective.
+
+        Raises RunMismatchError when the ranks get different outcomes again and again.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            result = self.link.wait(min(POLL_S, timeout_s))
+            rating = {RoundResult: 2, MustRejoin: 1}.get(type(result), 0)
+            lowest, state_request, in_time = self.ranks.smallest(
+                [rating, self.link.state_request, time.monotonic() < deadline and not should_stop()]
+            )
+            if state_request:
+                self.serve_state(state_request)
+            if lowest == 2 and isinstance(result, RoundResult):
+                if self._same_on_all_ranks(result):
+                    return result
+                time.sleep(POLL_S)  # a rendezvous may be replacing another
+                self.link.retry_round()
+            elif lowest == 0 and rating == 2 and self.link.rendezvous_restarted:
+                self.link.retry_round()  # the other ranks get nothing unless this one takes part
+            if lowest == 1:
+                return result if isinstance(result, MustRejoin) else MustRejoin("another rank was left behind")
+            if not in_time:
+                return None
+
+    def next(self, newest: int, timeout_s: float) -> RoundResult | MustRejoin | None:
+        """Return the next closed round of those up to `newest`; None when there is none. A collective."""
+        model = self.replica.global_model
+        if self.ranks.smallest([newest])[0] < model.outer_step:
+            return None
+        self.link.fetch(model.outer_step, model.hash)
+        return self.wait(timeout_s)
+
+    def mark_in_step(self) -> None:
+        """Note that this peer stands where the others stand: from now on it counts the silence."""
+        self._in_step_at = time.monotonic()
+
+    def silent_s(self) -> float:
+        """Return the seconds since `mark_in_step`. A collective.
+
+        Raises DeadlineError after diloco.offline_timeout_s.
+        """
+        silent_s = time.monotonic() - self._in_step_at
+        if self.ranks.any(silent_s > self.config.offline_timeout_s):
+            raise DeadlineError(
+                f"no outcome of outer step {self.replica.global_model.outer_step} for {silent_s:.0f} s "
+                f"(diloco.offline_timeout_s = {self.config.offline_timeout_s:g}): the rendezvous at "
+                f"{self.config.rendezvous} last reported that it waits for {self.link.waiting_for}. Is it reachable, "
+                "and are enough peers alive? Go on with --resume"
+            )
+        return silent_s
+
+    def _same_on_all_ranks(self, result: RoundResult) -> bool:
+        """Return whether all ranks of this peer got the same outcome. A collective."""
+        ((lowest, highest),) = self.ranks.bounds([result.digest])
+        self._disputes = 0 if lowest == highest else self._disputes + 1
+        if self._disputes == _MAX_DISPUTES:
+            raise RunMismatchError(
+                f"the ranks of peer {self.config.peer_id} got different outcomes of outer step "
+                f"{self.replica.global_model.outer_step} {_MAX_DISPUTES} times in a row ({lowest:015x} and "
+                f"{highest:015x}), so their parts of the model would not fit together. Is {self.config.rendezvous} the "
+                "address of more than one rendezvous? Leave one, and go on with --resume"
+            )
+        return not self._disputes
+
+    def serve_state(self, serial: int) -> None:
+        """Copy the global state and upload the copy in the background, for a peer that joins.
+
+        `serial`: of the request, `PeerLink.state_request` on all ranks.
+        """
+        model = self.replica.global_model
+        body = pack_state(model.tensors(), {})
+        header = self.link.header("state", body, model.outer_step, model.hash, serial=serial)
+        logger.info("serving the global state of outer step %d (%.1f MB)", header.outer_step, len(body) / 1e6)
+        self.link.serve_state(header, body)
+
+    # -- the outer step ------------------------------------------------------------------------------------------
 
     def take(self, result: RoundResult, exposed_s: float) -> None:
         """Advance the global model by this round, and give the parameters their values. A collective.
@@ -236,10 +239,7 @@ class OuterSteps:
         self._settle_residual(fragment, status, pending)
         replica.progress.install(fragment, status, pending and pending.coverage, before_n)
         self.link.set_position(model.outer_step, model.hash)
-        self.metrics = outer_metrics(
-            result.outcome, accepted, model=model, totals=replica.progress.totals, exposed_s=exposed_s,
-            traffic=self.link.traffic,
-        )  # fmt: skip
+        self._note_metrics(result.outcome, accepted, exposed_s)
 
     def _accepted(self, fragment: int, result: RoundResult) -> AcceptedDeltas:
         """Return the deltas that count. A collective."""
@@ -268,30 +268,22 @@ class OuterSteps:
                     self.replica.global_model.outer_step - 1, self.config.peer_id, pending.coverage.work.tokens,
                 )  # fmt: skip
 
-
-def outer_metrics(
-    outcome: RoundOutcome, accepted: AcceptedDeltas, *, model: GlobalModel, totals: ProgressTotals, exposed_s: float,
-    traffic: tuple[int, int],
-) -> dict[str, float]:  # fmt: skip
-    """Return an outer step's metrics, by the names in docs/how-to/several-clusters.md.
-
-    `totals`: of this peer's own work; `exposed_s`: how long training waited; `traffic`: bytes sent and received.
-    """
-    metrics: dict[str, float] = {
-        "diloco/outer_step": model.outer_step,
-        "diloco/sweep": model.sweep,
-        "diloco/sync_s": exposed_s,
-        "diloco/bytes_sent": traffic[0],
-        "diloco/bytes_received": traffic[1],
-        "diloco/participants": len(outcome.headers),
-        "diloco/rejected": len(accepted.rejections),
-        "diloco/quorum": outcome.quorum_id,
-        "diloco/missed_rounds": totals.missed,
-        "diloco/carried_tokens": totals.carried,
-        "diloco/overwritten_tokens": totals.overwritten,
-    }
-    for header in outcome.headers:
-        metrics[f"diloco/{header.peer}/norm"] = accepted.norms[header.peer]
-        metrics[f"diloco/{header.peer}/weight"] = header.weight
-        metrics[f"diloco/{header.peer}/inner_steps"] = header.inner_steps
-    return metrics
+    def _note_metrics(self, outcome: RoundOutcome, accepted: AcceptedDeltas, exposed_s: float) -> None:
+        totals, (bytes_sent, bytes_received) = self.replica.progress.totals, self.link.traffic
+        self.metrics = {
+            "diloco/outer_step": self.replica.global_model.outer_step,
+            "diloco/sweep": self.replica.global_model.sweep,
+            "diloco/sync_s": exposed_s,
+            "diloco/bytes_sent": bytes_sent,
+            "diloco/bytes_received": bytes_received,
+            "diloco/participants": len(outcome.headers),
+            "diloco/rejected": len(accepted.rejections),
+            "diloco/quorum": outcome.quorum_id,
+            "diloco/missed_rounds": totals.missed,
+            "diloco/carried_tokens": totals.carried,
+            "diloco/overwritten_tokens": totals.overwritten,
+        }
+        for header in outcome.headers:
+            self.metrics[f"diloco/{header.peer}/norm"] = accepted.norms[header.peer]
+            self.metrics[f"diloco/{header.peer}/weight"] = header.weight
+            self.metrics[f"diloco/{header.peer}/inner_steps"] = header.inner_steps

@@ -233,12 +233,9 @@ class Replica:
         """Drop the delta on offer, and count the inner steps to the next from now."""
         self.pending, self.inner = None, 0
 
-    def take_over(self, tensors: Mapping[str, Tensor], outer_step: int, digests: list[str]) -> float:
-        """Hold another peer's global model and no work of its own; return the tokens whose work is given up for it.
-
-        `digests`: as GlobalModel.verify returned them.
-        """
-        self.global_model.load(tensors, outer_step, digests)
+    def take_over(self, tensors: Mapping[str, Tensor], outer_step: int) -> float:
+        """Hold another peer's global model and no work of its own; return the tokens whose work is given up for it."""
+        self.global_model.load(tensors, outer_step)
         tokens_given_up = self.progress.tokens_held()
         self.progress.replace_all()
         for index in range(len(self.fragments)):

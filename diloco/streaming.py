@@ -10,8 +10,8 @@
     StreamingDiLoCo ──┬─> fragments.py    the parts of the model, and when each is due
                       ├─> state.py        global model, own progress, delta on offer; checkpoints
                       ├─> outer_step.py   how a round ended, alike on all ranks, and what it does to the state
-                      └─> heal.py         catching up, joining anew where that is too far, serving a state to others
-                            all of them through transport/link.py, which works in the background
+                      └─> heal.py         catching up, joining anew where that is too far
+                            all of them through transport/peer_link.py, which works in the background
 
 Departures from the paper:
 1. Deltas are weighted by the tokens they were trained on, and their compression error is fed back into the next.
@@ -36,13 +36,14 @@ import torch
 from composer_prime.config.diloco import DilocoConfig
 from diloco.codec import build_codec
 from diloco.fragments import NamedParameter, Schedule, frozen_digest, parameter_layout, partition
-from diloco.heal import Healer, StateServer
-from diloco.outer_step import OuterSteps, RoundResults
+from diloco.heal import Healer
+from diloco.outer_step import OuterSteps
 from diloco.ranks import Ranks
 from diloco.state import DeltaCoverage, LocalWork, PendingDelta, Replica
+from diloco.transport.exchange import RoundResult
 from diloco.transport.keys import JointKey
-from diloco.transport.link import PeerLink
-from diloco.transport.session import Member, RoundResult, agreed_settings
+from diloco.transport.messages import PROTOCOL, PeerHello
+from diloco.transport.peer_link import PeerLink
 
 logger = logging.getLogger(__name__)
 
@@ -75,24 +76,17 @@ class StreamingDiLoCo:
         self.replica = Replica(self.fragments, config, self.ranks)
         self.global_model = self.replica.global_model
         self._codec = build_codec(config.codec)
-        member = Member(
-            rank=self.ranks.rank,
-            ranks=self.ranks.size,
-            instance=self.ranks.smallest([secrets.randbits(62)])[0],
-            layout=parameter_layout(self.fragments),
-            frozen=frozen_digest(named),
-            settings=agreed_settings(config) | dict(agreed or {}),
-        )
-        self._link = PeerLink(config, JointKey.read(config.key_file), member)
-        self._state_server = StateServer(peer=config.peer_id, link=self._link, model=self.global_model)
-        self._results = RoundResults(
-            config=config, link=self._link, ranks=self.ranks, model=self.global_model,
-            serve_state=self._state_server.serve,
+        hello = PeerHello(
+            protocol=PROTOCOL, run=config.run, peer=config.peer_id, rank=self.ranks.rank, ranks=self.ranks.size,
+            instance=self.ranks.smallest([secrets.randbits(62)])[0], layout=parameter_layout(self.fragments),
+            frozen=frozen_digest(named), settings=agreed_settings(config) | dict(agreed or {}),
+            round_deadline_s=config.round_deadline_s, outer_step=0, base_hash="", training=False,
         )  # fmt: skip
+        self._link = PeerLink(config, JointKey.read(config.key_file), hello)
         self._steps = OuterSteps(config=config, link=self._link, ranks=self.ranks, replica=self.replica)
         self._healer = Healer(
-            config=config, link=self._link, ranks=self.ranks, replica=self.replica, results=self._results,
-            steps=self._steps, on_catch_up=on_catch_up, on_state_replaced=on_state_replaced,
+            config=config, link=self._link, ranks=self.ranks, replica=self.replica, steps=self._steps,
+            on_catch_up=on_catch_up, on_state_replaced=on_state_replaced,
         )  # fmt: skip
         self._pace = StepPace(min(2.0, config.round_deadline_s / 4))
         self._should_stop = should_stop
@@ -107,7 +101,7 @@ class StreamingDiLoCo:
         try:
             self._link.start(self.global_model.outer_step, self.global_model.hash)
             self._healer.join()
-            self._results.mark_in_step()
+            self._steps.mark_in_step()
             self._pace.restart()
             self._complete_if_due()
         except BaseException:
@@ -137,7 +131,7 @@ class StreamingDiLoCo:
         hurry = self._pace.would_miss(self._link.time_left_s(self.outer_step))
         patient, state_request = self.ranks.smallest([not hurry, self._link.state_request])
         if state_request:
-            self._state_server.serve(state_request)
+            self._steps.serve_state(state_request)
         if replica.pending is None and (self.schedule.prepares(replica.inner) or not patient):
             self._prepare()
         self._complete_if_due()
@@ -171,7 +165,7 @@ class StreamingDiLoCo:
         replica = self.replica
         began, missed = time.monotonic(), replica.progress.totals.missed
         late = replica.pending is not None and replica.pending.coverage.due is not None
-        result = self._results.wait(0.0 if late else self.config.round_timeout_s, should_stop)
+        result = self._steps.wait(0.0 if late else self.config.round_timeout_s, should_stop)
         if result is None:
             if not self.ranks.any(should_stop()):
                 self._go_on_alone()
@@ -186,7 +180,7 @@ class StreamingDiLoCo:
             replica.pending = None
             self._healer.join()
         replica.restart_interval()
-        self._results.mark_in_step()
+        self._steps.mark_in_step()
         return replica.progress.totals.missed > missed
 
     # -- when rounds and steps do not go together ----------------------------------------------------------------
@@ -196,7 +190,7 @@ class StreamingDiLoCo:
 
         Raises DeadlineError after diloco.offline_timeout_s.
         """
-        silent_s, pending = self._results.silent_s(), self.replica.pending
+        silent_s, pending = self._steps.silent_s(), self.replica.pending
         if pending is not None and pending.coverage.due is None:
             self.replica.progress.mark_late(pending.header.fragment, pending.coverage)
             logger.warning("outer step %d is not complete after %.0f s: training goes on", self.outer_step, silent_s)
@@ -271,6 +265,18 @@ class StreamingDiLoCo:
             step, final_hash,
         )  # fmt: skip
         return ending
+
+
+def agreed_settings(config: DilocoConfig) -> dict[str, str]:
+    """Return what decides the global model, as text by `diloco.` key: the same for all peers."""
+    unused = {"outer": {"muon_lr"}} if config.outer.type != "muon" else None
+    included = {"fragments", "partition", "outer", "weighting", "guard"}
+    values = config.model_dump(mode="json", include=included, exclude=unused)
+    flat: dict[str, str] = {}
+    for name, value in values.items():
+        inner = value if isinstance(value, dict) else {"": value}
+        flat |= {f"diloco.{name}.{key}".rstrip("."): str(each) for key, each in inner.items()}
+    return flat
 
 
 class StepPace:

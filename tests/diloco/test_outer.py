@@ -14,12 +14,13 @@ from pydantic import ValidationError
 
 from composer_prime.config import Config
 from composer_prime.config.diloco import DilocoConfig, GuardConfig, OuterConfig
+from composer_prime.errors import ChecksumError
 from diloco.fragments import Schedule, partition
 from diloco.global_model import GlobalModel
-from diloco.outer import Averaging, Nesterov, weighted_mean
+from diloco.outer_optimizer import Averaging, Nesterov, weighted_mean
 from diloco.outer_step import rejected, squared_norm
 from diloco.state import pack_state, unpack_state
-from diloco.transport.session import agreed_settings
+from diloco.streaming import agreed_settings
 
 PEER = {"rendezvous": "tcp://127.0.0.1:1", "run": "r", "peer_id": "a", "key_file": "key"}
 
@@ -119,16 +120,17 @@ def test_steps_below_the_parameters_resolution(norm_dtype):
     assert torch.equal(model.delta(0), installed - parts[0].read())
 
 
-# The masters of a state are hashed as it is checked, not again as it is loaded: what the check found is their hash.
-def test_a_checked_state_is_hashed_once():
+# A state of the hash that its source gives is taken over with it, one of another hash is refused.
+def test_a_state_is_checked_by_its_hash():
     models = (partition(Blocks(seed).named_parameters(), 3, "strided") for seed in (0, 1))
     source, joiner = (GlobalModel(fragments, OuterConfig()) for fragments in models)
     tensors, _ = unpack_state(pack_state(source.tensors(), {}))
-    digests = joiner.verify(tensors, 0, source.hash)
-    joiner.load(tensors, 0, digests)
-    assert joiner.hash == source.hash and joiner.intact
-    joiner.load(tensors, 0, digests[::-1])
-    assert joiner.hash != source.hash and not joiner.intact
+    joiner.verify(tensors, 0, source.hash)
+    joiner.load(tensors, 0)
+    assert joiner.hash == source.hash
+    tensors["master.1"][0] += 1
+    with pytest.raises(ChecksumError, match=f"the state of outer step 0 has hash .*, expected {source.hash}"):
+        joiner.verify(tensors, 0, source.hash)
 
 
 # Each wrong combination is refused with both values and a remedy that works.

@@ -21,9 +21,9 @@ def test_a_state_is_let_go_of(make_rendezvous, key_file, monkeypatch):
     alive: list[bool] = []
     take_over, replay = Healer._take_over, Healer.replay
 
-    def note(healer, state):
-        taken.extend(map(weakref.ref, state.tensors.values()))
-        take_over(healer, state)
+    def note(healer, header, tensors):
+        taken.extend(map(weakref.ref, tensors.values()))
+        take_over(healer, header, tensors)
 
     def look(healer, newest, exposed_s=0.0):
         if taken and not alive:  # a collection takes a third of a second, and peer a replays all the time

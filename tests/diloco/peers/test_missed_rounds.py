@@ -199,8 +199,8 @@ def test_the_upload_counts_before_a_deadline(make_rendezvous, key_file):
     def look(step, engine):
         if step == 2:
             link = engine._link
-            link._session.status = BeatReply(known=True, open_round=1, left_s=5.0, state_wanted=0)
-            link._session.status_at = time.monotonic()
+            link._status = BeatReply(known=True, open_round=1, left_s=5.0, state_wanted=0)
+            link._status_at = time.monotonic()
             left.append(link.time_left_s(1))
 
     train(config, 0, 3, before_step=look)

@@ -155,7 +155,7 @@ def test_a_state_counts_in_memory():
 # state that is brought, and ends with the others' model.
 def test_a_slow_source(make_rendezvous, key_file, caplog, monkeypatch):
     monkeypatch.setattr(connection, "Flow", partial(Flow, 256, 256))  # so small a model's state is less than one piece
-    caplog.set_level("INFO", "diloco.heal")
+    caplog.set_level("INFO", "diloco.outer_step")
     server = make_rendezvous(start_peers=2, keep_rounds=2)
     joined = threading.Event()
     config = partial(settings, server.endpoint, key_file, sync_every=1, codec={"type": "sparse"}, heal_timeout_s=20)

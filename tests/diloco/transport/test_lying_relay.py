@@ -11,9 +11,12 @@ import pytest
 from composer_prime.errors import ChecksumError, RunMismatchError
 from composer_prime.wire.sockets import bind_router
 from diloco.transport.connection import Connection
+from diloco.transport.exchange import Exchange
 from diloco.transport.keys import JointKey
 from diloco.transport.messages import (
+    PROTOCOL,
     Header,
+    PeerHello,
     Piece,
     RoundOutcome,
     StateReady,
@@ -24,7 +27,6 @@ from diloco.transport.messages import (
     layout_hash,
     seal_header,
 )
-from diloco.transport.session import Exchange, Member, RoundEntry
 
 KEY = JointKey(b"k" * 32)
 LAYOUT = [TensorLayout(name="w", shape=[4], local_shape=[2], fragment=0)]
@@ -49,9 +51,12 @@ async def _lied_to(lie: ToPeer, ask: Callable[[Exchange], Awaitable[Any]]) -> An
 
     answering = asyncio.create_task(answer_all())
     connection = Connection(server.endpoint, KEY.client(), "a/1", None)
-    member = Member(rank=1, ranks=2, instance=1, layout=LAYOUT, settings={}, frozen="")
+    hello = PeerHello(
+        protocol=PROTOCOL, run="joint", peer="a", rank=1, ranks=2, instance=1, layout=LAYOUT, settings={}, frozen="",
+        round_deadline_s=1, outer_step=0, base_hash="", training=False,
+    )  # fmt: skip
     try:
-        return await asyncio.wait_for(ask(Exchange(connection, KEY.derive("headers"), "joint", "a", member)), 20)
+        return await asyncio.wait_for(ask(Exchange(connection, KEY.derive("headers"), hello)), 20)
     finally:
         answering.cancel()
         await asyncio.wait({answering})
@@ -84,9 +89,8 @@ def outcome(*headers: Header) -> RoundOutcome:
     ],
 )
 def test_outcomes(lie, error, message):
-    part = RoundEntry(outer_step=5, base_hash="base")
     with pytest.raises(error, match=message):
-        lied_to(lie, lambda exchange: exchange.take_part(part))
+        lied_to(lie, lambda exchange: exchange.take_part(5, "base"))
 
 
 # A state that cannot be read, is of another rank or model, without the key, or that leads to an earlier outer step than
@@ -110,8 +114,7 @@ def test_states(facts, newest, error, message):
 # of that kind is refused.
 def test_bodies_too_large_to_be():
     size = 10**15
-    part = RoundEntry(outer_step=5, base_hash="base")
-    arrived = lied_to(outcome(header(size=size, fragment=0)), lambda exchange: exchange.take_part(part))
+    arrived = lied_to(outcome(header(size=size, fragment=0)), lambda exchange: exchange.take_part(5, "base"))
     assert [bytes(body) for body in arrived.bodies] == [b""]
     with pytest.raises(RunMismatchError, match=f"state/0/b/1 has {size} bytes, a state of this layout at most 2097178"):
         lied_to(

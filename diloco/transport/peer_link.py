@@ -1,11 +1,11 @@
 """A trainer rank's link to the other clusters, in a thread of its own: training goes on while deltas travel.
 
     training thread                       link thread
-    offer(header, body)  ───────────────> upload, request the result, fetch the others' bodies (session.py, Exchange)
+    offer(header, body)  ───────────────> upload, request the result, fetch the others' bodies (exchange.py)
     wait(timeout_s)      <─────────────── RoundResult | MustRejoin | nothing yet
     request_source       ───────────────> a state to join with
     join_source          <───────────────
-                                          a beat every few seconds: alive, at which outer step (session.py, Session)
+                                          a beat every few seconds: alive, at which outer step
 
 A lost connection or a restarted rendezvous is no failure: requests are repeated, uploads go on where they were.
 """
@@ -21,38 +21,62 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from msgspec import structs
+
 from composer_prime.config.diloco import DilocoConfig
-from composer_prime.errors import RunMismatchError
+from composer_prime.errors import DeadlineError, RunMismatchError, WireError
 from diloco.transport.connection import Connection, RefusedError
+from diloco.transport.exchange import Exchange, JoinSource, MustRejoin, RoundResult
 from diloco.transport.keys import JointKey
-from diloco.transport.messages import Header, Position, Unusable, body_checksum, layout_hash, seal_header
-from diloco.transport.session import Exchange, JoinSource, Member, MustRejoin, RoundEntry, RoundResult, Session
+from diloco.transport.messages import (
+    Beat,
+    BeatReply,
+    Header,
+    PeerHello,
+    PeerWelcome,
+    RoundNotReady,
+    Unusable,
+    body_checksum,
+    layout_hash,
+    seal_header,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _FAREWELL_S = 4.0
+_BEAT_TIMEOUT_S = 3.0
+"""A beat is not sent again: the next one is more up to date."""
 
 
 class PeerLink:
-    def __init__(self, config: DilocoConfig, key: JointKey, member: Member) -> None:
+    def __init__(self, config: DilocoConfig, key: JointKey, hello: PeerHello) -> None:
         self._config = config
-        self._member = member
+        self._hello = hello
+        """Which rank this is, and where it stands now."""
         self._client_keys = key.client()
         self._header_key = key.derive("headers")
-        self._layout_hash = layout_hash(member.layout)
-        self._session = Session(config, member)
+        self._layout_hash = layout_hash(hello.layout)
         self._connection: Connection | None = None
         """This and the exchange are made in the link thread, where their event loop runs."""
         self._exchange: Exchange | None = None
-        self._entry: RoundEntry | None = None
+        self._entry: tuple[Any, ...] = ()
+        """What Exchange.take_part gets in the round that was begun."""
         self._round: concurrent.futures.Future[RoundResult | MustRejoin] | None = None
+        self._hellos = 0
+        """How often the rendezvous admitted this rank: more than once when it was restarted."""
         self._round_hellos = 0
-        """The session's hellos when the round was begun."""
+        """`_hellos` when the round was begun."""
+        self._status = BeatReply(known=True, open_round=None, left_s=None, state_wanted=0)
+        """The last answer to a beat."""
+        self._status_at = 0.0
+        self._failure: BaseException | None = None
+        """Why the rendezvous refuses this peer."""
+        self._beat_s = 2.0
         self._beating: asyncio.Task[None] | None = None
         self._source: concurrent.futures.Future[JoinSource] | None = None
         self._attempt = 0
         self._answered_request = 0
-        """Serial of the last request for this peer's state that was served or refused."""
+        """Serial of the last request for this peer's state that was served."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="diloco-link", daemon=True)
 
@@ -63,7 +87,7 @@ class PeerLink:
 
         Raises DeadlineError when the rendezvous does not answer, RunMismatchError when it refuses this peer.
         """
-        self._session.position = Position(outer_step, base_hash, False)
+        self.set_position(outer_step, base_hash)
         self._thread.start()
         try:
             self._submit(self._open()).result()
@@ -83,15 +107,17 @@ class PeerLink:
 
         `training` None leaves that as it was; a value is sent at once. Never waits.
         """
-        before = self._session.position.training
-        self._session.position = Position(outer_step, base_hash, before if training is None else training)
+        before = self._hello.training
+        self._hello = structs.replace(
+            self._hello, outer_step=outer_step, base_hash=base_hash, training=before if training is None else training
+        )
         if training is not None and self._connection is not None:
-            self._submit(self._session.beat_early(self._connection))
+            self._submit(self._beat_early())
 
     def header(self, kind: str, body: memoryview, outer_step: int, base_hash: str, **fields: Any) -> Header:
         """Return the header, not sealed yet, of a body that belongs to the global values with that hash."""
         return Header(
-            kind=kind, run=self._config.run, peer=self._config.peer_id, rank=self._member.rank, size=len(body),
+            kind=kind, run=self._hello.run, peer=self._hello.peer, rank=self._hello.rank, size=len(body),
             outer_step=outer_step, base_hash=base_hash, layout_hash=self._layout_hash,
             checksum=body_checksum(body), **fields,
         )  # fmt: skip
@@ -101,20 +127,20 @@ class PeerLink:
 
     def offer(self, header: Header, body: memoryview) -> None:
         """Begin a round: bring a delta, then fetch the result; `body` must not change any more."""
-        self._entry = RoundEntry(outer_step=header.outer_step, base_hash=header.base_hash, header=header, body=body)
+        self._entry = (header.outer_step, header.base_hash, header, body)
         self.retry_round()
 
     def fetch(self, outer_step: int, base_hash: str) -> None:
         """Begin a round without a delta: only fetch the result."""
-        self._entry = RoundEntry(outer_step=outer_step, base_hash=base_hash)
+        self._entry = (outer_step, base_hash)
         self.retry_round()
 
     def retry_round(self) -> None:
         """Take part once more in the round that was begun, because not all ranks of this peer got the same result."""
         if self._round is not None:
             self._round.cancel()
-        self._round_hellos = self._session.hellos
-        self._round = self._submit(self._exchange.take_part(self._entry))
+        self._round_hellos = self._hellos
+        self._round = self._submit(self._exchange.take_part(*self._entry))
 
     def wait(self, timeout_s: float) -> RoundResult | MustRejoin | None:
         """Return the result of the round that was begun; None while there is none. Raises its errors (WireErrors)."""
@@ -123,36 +149,35 @@ class PeerLink:
     @property
     def rendezvous_restarted(self) -> bool:
         """Whether the rendezvous was restarted since the round was begun, and so forgot how it ended."""
-        return self._round_hellos != self._session.hellos
+        return self._round_hellos != self._hellos
 
     def time_left_s(self, outer_step: int) -> float | None:
         """Return the seconds until a delta begun now misses this round's deadline, as of the last beat.
 
         None while the deadline does not run.
         """
-        status = self._session.status
+        status = self._status
         if status.open_round != outer_step or status.left_s is None:
             return None
-        return status.left_s - (time.monotonic() - self._session.status_at) - self._exchange.upload_s
+        return status.left_s - (time.monotonic() - self._status_at) - self._exchange.upload_s
 
     @property
     def state_request(self) -> int:
         """Serial of a request for this peer's state; 0 for none."""
-        serial = self._session.status.state_wanted
+        serial = self._status.state_wanted
         return serial if serial != self._answered_request else 0
 
     def serve_state(self, header: Header, body: memoryview) -> None:
         """Upload a copy of the state in the background; `body` must not change any more."""
         self._answered_request = header.serial
-        upload = self._submit(self._connection.upload(self.seal(header), body, self._member.instance))
+        upload = self._submit(self._connection.upload(self.seal(header), body, self._hello.instance))
         upload.add_done_callback(_log_upload)
 
     def refuse_state(self, serial: int, reason: str) -> None:
-        """Report that this state cannot be served or taken over: another source is asked. Never waits."""
-        self._answered_request = serial
-        unusable = Unusable(
-            peer=self._config.peer_id, instance=self._member.instance, serial=serial, reason=reason
-        )  # fmt: skip
+        """Report that this state cannot be taken over: another source is asked. Never waits."""
+        self._exchange.waiting_for = f"another state, because {reason}"
+        hello = self._hello
+        unusable = Unusable(peer=hello.peer, instance=hello.instance, serial=serial, reason=reason)
         self._submit(self._connection.call(unusable))
 
     def request_source(self, outer_step: int, base_hash: str) -> None:
@@ -182,8 +207,8 @@ class PeerLink:
         return (connection.bytes_sent, connection.bytes_received) if connection else (0, 0)
 
     def _result(self, future: concurrent.futures.Future[T] | None, timeout_s: float) -> T | None:
-        if self._session.failure is not None:
-            raise self._session.failure
+        if self._failure is not None:
+            raise self._failure
         with contextlib.suppress(concurrent.futures.TimeoutError):
             return future.result(timeout_s) if future is not None else None
         return None
@@ -198,26 +223,73 @@ class PeerLink:
         self._loop.run_forever()
 
     async def _open(self) -> None:
-        config, member = self._config, self._member
-        identity = f"{config.peer_id}/{member.rank}/{member.instance}"  # a successor's answers are not this process's
-        connection = Connection(config.rendezvous, self._client_keys, identity, config.rate_limit_mbit)
-        self._connection = connection
-        self._exchange = Exchange(connection, self._header_key, config.run, config.peer_id, member)
-        await self._session.hello(connection)
-        self._beating = asyncio.create_task(self._session.keep_beating(connection))
+        config, hello = self._config, self._hello
+        identity = f"{hello.peer}/{hello.rank}/{hello.instance}"  # a successor's answers are not this process's
+        self._connection = Connection(config.rendezvous, self._client_keys, identity, config.rate_limit_mbit)
+        self._exchange = Exchange(self._connection, self._header_key, hello)
+        await self._greet()
+        self._beating = asyncio.create_task(self._keep_beating())
 
     async def _shut(self) -> None:
         if self._connection is None:
             return
-        position = self._session.position
-        if position.training:
-            self._session.position = Position(position.outer_step, position.base_hash, False)
+        if self._hello.training:
+            self._hello = structs.replace(self._hello, training=False)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._session.beat_early(self._connection), _FAREWELL_S / 2)
+                await asyncio.wait_for(self._beat_early(), _FAREWELL_S / 2)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             if task is not self._connection.receiver:
                 task.cancel()
         await self._connection.close()
+
+    async def _greet(self) -> None:
+        """Ask to be admitted. Raises DeadlineError after diloco.connect_timeout_s, or RefusedError."""
+        timeout_s, began = self._config.connect_timeout_s, time.monotonic()
+        while True:
+            answer = await self._connection.call(self._hello, timeout_s)
+            if isinstance(answer, PeerWelcome):
+                self._beat_s, self._hellos = answer.beat_s, self._hellos + 1
+                return
+            waiting_for = answer.waiting_for if isinstance(answer, RoundNotReady) else type(answer).__name__
+            if time.monotonic() - began > timeout_s:
+                raise DeadlineError(f"the rendezvous did not admit peer {self._hello.peer}: it waits for {waiting_for}")
+            await asyncio.sleep(0.2)
+
+    async def _keep_beating(self) -> None:
+        """Beat until cancelled or refused. An outage is no failure: waiting for a round has a deadline of its own."""
+        silent = False
+        while True:
+            await asyncio.sleep(self._beat_s)
+            try:
+                await self._beat()
+                silent = False
+            except WireError as error:  # RefusedError, or an answer of another release
+                self._failure = RunMismatchError(str(error))
+                logger.warning("%s", error)
+                return
+            except DeadlineError as error:
+                if not silent:
+                    logger.warning("%s", error)
+                silent = True
+
+    async def _beat(self) -> None:
+        """Report where this rank stands. Raises DeadlineError or RefusedError."""
+        hello = self._hello
+        beat = Beat(
+            peer=hello.peer, rank=hello.rank, instance=hello.instance, outer_step=hello.outer_step,
+            base_hash=hello.base_hash, training=hello.training,
+        )  # fmt: skip
+        answer = await self._connection.call(beat, _BEAT_TIMEOUT_S)
+        if isinstance(answer, BeatReply) and answer.known:
+            self._status, self._status_at = answer, time.monotonic()
+        elif isinstance(answer, BeatReply):
+            logger.info("the rendezvous does not know this peer (any more): sending a hello")
+            await self._greet()
+
+    async def _beat_early(self) -> None:
+        """Send a beat ahead of time; when it is lost the next one carries the same."""
+        with contextlib.suppress(DeadlineError, RefusedError):
+            await self._beat()
 
 
 def _log_upload(upload: concurrent.futures.Future[bool]) -> None:
