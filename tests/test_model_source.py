@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from composer_prime import model_source
-from composer_prime.errors import CorruptWeightsError, DeadlineError, ModelNotFoundError
+from composer_prime.errors import CorruptWeightsError, ModelNotFoundError
 from composer_prime.model_source import check_model_folder, model_ready, resolve_model, tensor_shapes
 
 pytestmark = pytest.mark.xdist_group("model source")
@@ -98,17 +98,6 @@ def test_without_its_package_smollm2_names_the_extra(tmp_path: Path, monkeypatch
             ask("smollm2")
 
 
-def test_a_held_lock_has_a_deadline(tmp_path: Path) -> None:
-    """A process that waits for another's conversion gives up at its deadline and names the lock."""
-    lock = tmp_path / ".lock"
-    with (
-        model_source._locked(lock, 1.0),
-        pytest.raises(DeadlineError, match=r"\.lock"),
-        model_source._locked(lock, 0.3),
-    ):
-        pass
-
-
 @pytest.mark.process
 def test_resolving_imports_no_torch() -> None:
     """Naming a folder costs no heavy import: it happens on the --dry-run path."""
@@ -123,19 +112,15 @@ def test_resolving_imports_no_torch() -> None:
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that two processes at once made of the package's GGUF file."""
+    """The folder that a process made of the package's GGUF file; it leaves nothing else."""
     cache = tmp_path_factory.mktemp("cache")
-    stale = cache / "composer-prime" / ".smollm2-135m-instruct.1.partial"
-    stale.mkdir(parents=True)
     code = "from composer_prime.model_source import *; print(resolve_model('smollm2'))"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(2)]
-        answers = [process.communicate(timeout=280)[0].decode().strip() for process in both]
-        assert [process.returncode for process in both] == [0, 0] and answers[0] == answers[1]
+        answer = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True, timeout=280)
         assert model_ready("smollm2") is None
-    assert not stale.exists()
-    return Path(answers[0])
+    assert [path.name for path in (cache / "composer-prime").iterdir()] == ["smollm2-135m-instruct"]
+    return Path(answer.stdout.decode().strip())
 
 
 @pytest.mark.slow
