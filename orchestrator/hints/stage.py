@@ -59,80 +59,63 @@ class _HintedRollout:
 
     rollout: FinishedRollout
     samples: list[Sample]
+    turns: list[MessageRecord]
+    """The rollout's, with errors and hints."""
     counts: Counter[str] = field(default_factory=Counter)
-    turns: dict[int, MessageRecord] = field(default_factory=dict)
-    """Messages that changed, by position."""
 
     def mark(self, error: ErrorTurn, hint: str | None) -> None:
-        """Write the error and its hint into the turn's message."""
-        turn = self.rollout.turns[error.message]
+        turn = self.turns[error.message]
         self.turns[error.message] = msgspec.structs.replace(turn, error=error.kind, hint=hint)
 
     def attach(self, hinted: HintedTurn) -> None:
         """Add the hinted turn to the sample that trains the turn."""
-        index, sample = next(
-            (index, sample)
-            for index, sample in enumerate(self.samples)
-            if any(span.turn == hinted.turn for span in sample.turns)
-        )
-        distillations = sorted([*sample.distillations, hinted], key=lambda each: each.start)
-        self.samples[index] = msgspec.structs.replace(sample, distillations=distillations)
+        for index, sample in enumerate(self.samples):
+            if any(span.turn == hinted.turn for span in sample.turns):
+                distillations = sorted([*sample.distillations, hinted], key=lambda each: each.start)
+                self.samples[index] = msgspec.structs.replace(sample, distillations=distillations)
+                return
 
     def result(self) -> CompiledRollout:
-        turns = [self.turns.get(index, turn) for index, turn in enumerate(self.rollout.turns)]
         counts = {name: count for name, count in sorted(self.counts.items()) if count}
-        return msgspec.structs.replace(self.rollout, turns=turns, hints=counts), self.samples
+        return msgspec.structs.replace(self.rollout, turns=self.turns, hints=counts), self.samples
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class HintStage:
     """Finds the error turns of a group's rollouts, and attaches a hinted turn to the samples of each."""
 
-    def __init__(
-        self,
-        config: HintsConfig,
-        *,
-        detectors: Mapping[str, Detector],
-        layers: Mapping[str, HintLayer],
-        wrong: WrongHints | None,
-        placer: HintPlacer,
-        max_context: int,
-        row_tokens: int,
-        threads: ThreadPoolExecutor,
-        endpoints: Sequence[ChatEndpoint] = (),
-        distil: bool = True,
-    ) -> None:
-        """`wrong`: the control arm that replaces hints. `threads`: one thread, the renderer's.
-
-        `max_context`, `row_tokens`: limits of `place_hint`. `distil`: when False, hints are logged, but nothing learns
-        from them.
-        """
-        self._config = config
-        self._detectors = detectors
-        self._layers = layers
-        self._wrong = wrong
-        self._placer = placer
-        self._max_context = max_context
-        self._row_tokens = row_tokens
-        self._threads = threads
-        self._endpoints = endpoints
-        self._distil = distil
-        self._num_placed = 0
-        self._num_empty = 0
-        """Error turns without a token."""
-        self._first_empty: list[str] = []
-        """Descriptions of the first of them."""
-        self._num_failures = 0
+    config: HintsConfig
+    detectors: Mapping[str, Detector]
+    """By name. Of two detectors that name one turn, the first one counts."""
+    layers: Mapping[str, HintLayer]
+    """By name, in the order in which they are tried."""
+    wrong: WrongHints | None
+    """The control arm that replaces hints."""
+    placer: HintPlacer
+    max_context: int
+    """Limits of `place_hint`, in tokens."""
+    row_tokens: int
+    threads: ThreadPoolExecutor
+    """One thread, the renderer's."""
+    endpoints: Sequence[ChatEndpoint] = ()
+    distil: bool = True
+    """When False, hints are logged, but nothing learns from them."""
+    _num_placed: int = field(default=0, init=False)
+    _empty: list[str] = field(default_factory=list, init=False)
+    """Descriptions of the first error turns without a token."""
+    _num_empty: int = field(default=0, init=False)
+    _num_failures: int = field(default=0, init=False)
 
     async def close(self) -> None:
-        await asyncio.gather(*(endpoint.close() for endpoint in self._endpoints))
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        await asyncio.gather(*(endpoint.close() for endpoint in self.endpoints))
+        self.threads.shutdown(wait=True, cancel_futures=True)
 
     def metrics(self) -> dict[str, float]:
         """Return what the endpoints cost so far."""
         return {
-            "hints/cost_usd": sum(endpoint.cost_usd for endpoint in self._endpoints),
-            "hints/calls": float(sum(endpoint.calls for endpoint in self._endpoints)),
-            "hints/cached": float(sum(endpoint.cached for endpoint in self._endpoints)),
+            "hints/cost_usd": sum(endpoint.cost_usd for endpoint in self.endpoints),
+            "hints/calls": float(sum(endpoint.calls for endpoint in self.endpoints)),
+            "hints/cached": float(sum(endpoint.cached for endpoint in self.endpoints)),
         }
 
     async def attach(self, group: Sequence[CompiledRollout]) -> list[CompiledRollout]:
@@ -140,19 +123,19 @@ class HintStage:
 
         Raises EmptyMaskError when error turn after error turn holds no token: SDPO would silently train nothing.
         """
-        works = [_HintedRollout(rollout, list(samples)) for rollout, samples in group]
+        works = [_HintedRollout(rollout, list(samples), list(rollout.turns)) for rollout, samples in group]
         rollouts = [rollout for rollout, _ in group]
         tasks = [asyncio.create_task(self._hint_rollout(work, rollouts)) for work in works if work.samples]
         late: set[asyncio.Task[None]] = set()
         try:
             if tasks:
-                _, late = await asyncio.wait(tasks, timeout=self._config.timeout_s)
+                _, late = await asyncio.wait(tasks, timeout=self.config.timeout_s)
         finally:
             for task in tasks:
                 task.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         if late:
-            logger.warning("hints of %d rollouts were not done in %g s", len(late), self._config.timeout_s)
+            logger.warning("hints of %d rollouts were not done in %g s", len(late), self.config.timeout_s)
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -170,9 +153,9 @@ class HintStage:
             work.counts["hinted" if reason is None else f"skipped/{reason}"] += 1
 
     async def _find_errors(self, work: _HintedRollout) -> list[ErrorTurn]:
-        """Return the errors in the order of their turns. Of two detectors that name one turn, the first one counts."""
+        """Return the errors in the order of their turns."""
         error_of_turn: dict[int, ErrorTurn] = {}
-        for name, find in self._detectors.items():
+        for name, find in self.detectors.items():
             try:
                 errors = await find(work.rollout)
             except Exception as error:
@@ -187,29 +170,29 @@ class HintStage:
         """Hint one turn. Return None when that worked, else the reason why not."""
         if work.rollout.turns[error.message].finish_reason == "length":
             return "cut"
-        if self._config.weights.get(error.kind, 1.0) == 0:
+        if self.config.weights.get(error.kind, 1.0) == 0:
             return "no_weight"
-        if work.counts["hinted"] >= self._config.max_turns:
+        if work.counts["hinted"] >= self.config.max_turns:
             return "max_turns"
         request = HintRequest(error=error, rollout=work.rollout, siblings=siblings)
         right = await self._right_hint(work, request)
         if right is None:
             return "no_hint"
-        hint = right if self._wrong is None else self._wrong.replace(right, request)
+        hint = right if self.wrong is None else self.wrong.replace(right, request)
         if hint is None:
             return "no_wrong_hint"
         loop = asyncio.get_running_loop()
-        hinted = await loop.run_in_executor(self._threads, self._place, work, error, hint)
+        hinted = await loop.run_in_executor(self.threads, self._place, work, error, hint)
         if isinstance(hinted, str):
             return hinted
         work.mark(error, hint)
-        if self._distil:
+        if self.distil:
             work.attach(hinted)
         return None
 
     async def _right_hint(self, work: _HintedRollout, request: HintRequest) -> str | None:
         """Return the hint of the first layer that has one."""
-        for name, write in self._layers.items():
+        for name, write in self.layers.items():
             try:
                 hint = await write(request)
             except Exception as error:
@@ -217,7 +200,7 @@ class HintStage:
                 continue
             if hint is not None and hint.strip():
                 work.counts[f"layer/{name}"] += 1
-                return cut(hint.strip(), self._config.max_hint_chars)
+                return cut(hint.strip(), self.config.max_hint_chars)
         return None
 
     def _place(self, work: _HintedRollout, error: ErrorTurn, hint: str) -> HintedTurn | str:
@@ -232,13 +215,13 @@ class HintStage:
             return "empty_mask"
         hinted = place_hint(
             *sample_and_span,
-            placer=self._placer,
+            placer=self.placer,
             role=_role_before(work.rollout, error.message),
             hint=hint,
             error=error,
-            weight=self._config.weights.get(error.kind, 1.0),
-            max_context=self._max_context,
-            row_tokens=self._row_tokens,
+            weight=self.config.weights.get(error.kind, 1.0),
+            max_context=self.max_context,
+            row_tokens=self.row_tokens,
         )
         self._num_placed += not isinstance(hinted, str)
         return hinted
@@ -246,12 +229,12 @@ class HintStage:
     def _count_empty(self, description: str) -> None:
         self._num_empty += 1
         if self._num_empty <= _LOGGED_FIRST:
-            self._first_empty.append(description)
+            self._empty.append(description)
             logger.error("SDPO: %s", description)
         if self._num_placed == 0 and self._num_empty >= _EMPTY_LIMIT:
             raise EmptyMaskError(
                 f"none of {self._num_empty} error turns holds a token for SDPO, so it would train nothing: "
-                f"{'; '.join(self._first_empty[:3])}. Every token of a turn belongs to it, thinking included: look "
+                f"{'; '.join(self._empty[:3])}. Every token of a turn belongs to it, thinking included: look "
                 "at the environment's turns, or remove orchestrator.hints"
             )
 
@@ -307,7 +290,7 @@ def build_hints(
     if "introspection" in endpoints:
         layers["introspection"] = functools.partial(introspection, endpoints["introspection"])
     return HintStage(
-        hints,
+        config=hints,
         detectors=detectors,
         layers={name: layers[name] for name in hints.layers},
         wrong=None if hints.control == "none" else WrongHints(hints.control, config.run.seed),

@@ -159,18 +159,14 @@ class RolloutResult:
         return (min(versions), max(versions)) if versions else None
 
 
+@dataclass(frozen=True, slots=True)
 class RolloutRunner:
-    def __init__(
-        self, pools: Mapping[str, WorkerPool], records: RolloutRecords, permits: Permits, grace_s: float = 5.0
-    ) -> None:
-        """`pools`: environment workers by source.
-
-        `grace_s`: what a worker gets beyond a rollout's own limit to report that the limit was reached.
-        """
-        self._pools = pools
-        self._records = records
-        self._permits = permits
-        self._grace_s = grace_s
+    pools: Mapping[str, WorkerPool]
+    """Environment workers by source."""
+    records: RolloutRecords
+    permits: Permits
+    grace_s: float = 5.0
+    """What a worker gets beyond a rollout's own limit to report that the limit was reached."""
 
     async def run(
         self,
@@ -185,20 +181,20 @@ class RolloutRunner:
 
         Calls `on_begin` once the rollout holds its permit. Raises EnvironmentWorkerError when no worker is left.
         """
-        async with self._permits.hold(lane, order):
+        async with self.permits.hold(lane, order):
             on_begin()
-            self._records.open(request.rollout_id)
+            self.records.open(request.rollout_id)
             try:
                 reply = await self._within_deadline(source, request)
             finally:
-                records = self._records.take(request.rollout_id)
+                records = self.records.take(request.rollout_id)
         return RolloutResult(reply=reply, records=records)
 
     async def _within_deadline(self, source: str, request: RunRollout) -> RolloutReply:
-        deadline_s = request.timeout_s + self._grace_s
+        deadline_s = request.timeout_s + self.grace_s
         try:
             async with asyncio.timeout(deadline_s):
-                return await self._pools[source].run(request)
+                return await self.pools[source].run(request)
         except DeadlineError as error:
             return _failed(request, "worker", str(error))
         except TimeoutError:

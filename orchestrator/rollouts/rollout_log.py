@@ -69,18 +69,7 @@ def _failure(failure: RolloutFailure | None) -> dict[str, Any] | None:
 
 
 def _turn(turn: MessageRecord) -> dict[str, Any]:
-    return {
-        "role": turn.role,
-        "text": turn.text,
-        "token_count": turn.num_tokens,
-        "error": turn.error,
-        "hint": turn.hint,
-        "turn": turn.turn,
-        "finish_reason": turn.finish_reason,
-        "surprisal": turn.surprisal,
-        "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in turn.tool_calls],
-        "reasoning": turn.reasoning,
-        "call": turn.call,
-        "parent": turn.parent,
-        "session": turn.session,
-    }
+    line = msgspec.structs.asdict(turn)
+    line["token_count"] = line.pop("num_tokens")
+    line["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in turn.tool_calls]
+    return line

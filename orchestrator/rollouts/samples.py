@@ -54,12 +54,6 @@ class Branch:
     spans: list[VersionSpan] = field(default_factory=list)
     turns: list[TurnSpan] = field(default_factory=list)
 
-    @classmethod
-    def starting_with(cls, record: GenerationRecord) -> Branch:
-        branch = cls(tokens=np.empty(0, np.int32), temperature=record.sampling.temperature)
-        branch._add_prompt(record.prompt_ids)
-        return branch
-
     def continues_in(self, record: GenerationRecord) -> bool:
         """Whether the record's prompt begins with all of this branch and was sampled at its temperature."""
         length = len(self.tokens)
@@ -71,20 +65,15 @@ class Branch:
 
     def extend(self, record: GenerationRecord, turn: int) -> None:
         """Append what the record's prompt adds to this branch (mask 0) and its completion (mask 1)."""
-        self._add_prompt(record.prompt_ids[len(self.tokens) :])
-        start, count = len(self.tokens), len(record.completion_ids)
-        self.tokens = np.concatenate([self.tokens, record.completion_ids])
-        self.mask.append(np.ones(count, np.uint8))
-        self.logprobs.append(np.asarray(record.logprobs, np.float32))
+        prompt_ids = record.prompt_ids[len(self.tokens) :]
+        start, count = len(record.prompt_ids), len(record.completion_ids)
+        self.tokens = np.concatenate([self.tokens, prompt_ids, record.completion_ids], dtype=np.int32)
+        self.mask += [np.zeros(len(prompt_ids), np.uint8), np.ones(count, np.uint8)]
+        self.logprobs += [np.zeros(len(prompt_ids), np.float32), np.asarray(record.logprobs, np.float32)]
         for span in record.version_spans:
             self._add_span(VersionSpan(start + span.start, start + span.end, span.version))
         if count:
             self.turns.append(TurnSpan(start, start + count, turn))
-
-    def _add_prompt(self, token_ids: np.ndarray) -> None:
-        self.tokens = np.concatenate([self.tokens, np.asarray(token_ids, np.int32)])
-        self.mask.append(np.zeros(len(token_ids), np.uint8))
-        self.logprobs.append(np.zeros(len(token_ids), np.float32))
 
     def _add_span(self, span: VersionSpan) -> None:
         last = self.spans[-1] if self.spans else None
@@ -107,7 +96,7 @@ def merge(records: Iterable[GenerationRecord], first_turn: int = 0) -> list[Bran
         if continued:
             branch = max(continued, key=lambda branch: len(branch.tokens))
         else:
-            branch = Branch.starting_with(record)
+            branch = Branch(tokens=np.empty(0, np.int32), temperature=record.sampling.temperature)
             branches.append(branch)
         branch.extend(record, turn)
     return branches
@@ -134,12 +123,8 @@ def check_record(record: GenerationRecord) -> None:
             f"top_k {sampling.top_k}: the trainer's policy is the full softmax at a temperature above 0; mark this "
             "agent as not trainable or let it sample as the orchestrator asks"
         )
-    end = 0
-    for span in record.version_spans:
-        if span.start != end or span.end < span.start:
-            break
-        end = span.end
-    if end != count or (record.version_spans and record.version_spans[-1].end != count):
+    edges = [0, *(span.end for span in record.version_spans)]
+    if [span.start for span in record.version_spans] != edges[:-1] or edges != sorted(edges) or edges[-1] != count:
         raise RolloutError(f"{where} has version spans {list(record.version_spans)}, which do not cover it")
 
 

@@ -56,7 +56,7 @@ def stage(config: HintsConfig | None = None, *, limits: dict[str, int] | None = 
         **(limits or {"max_context": 384, "row_tokens": 4096}),
         "threads": threads,
     }
-    return HintStage(config, **(values | parts))
+    return HintStage(config=config, **(values | parts))
 
 
 def attached(made: HintStage, *played: PlayedRollout) -> list[PlayedRollout]:
