@@ -1,5 +1,6 @@
-"""Two small things about the event loop: waiting for a change, and measuring how late the loop runs.
+"""Small things about the event loop: background tasks, waiting for a change, and how late the loop runs.
 
+    watched    a task whose failure is reported at once
     Notifier   wakes every waiter when something changed
     LoopLag    call_later(interval) -> runs `lag` late -> sample -> call_later(interval) ...
 
@@ -12,11 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import numpy as np
 
 _MAX_SAMPLES = 1 << 14
+
+
+def watched(work: Coroutine[Any, Any, None], on_error: Callable[[BaseException], None]) -> asyncio.Task[None]:
+    """Run `work` as a task. `on_error` gets its failure as soon as it ends with one."""
+    task = asyncio.create_task(work)
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            on_error(error)
+
+    task.add_done_callback(ended)
+    return task
 
 
 class Notifier:

@@ -44,7 +44,7 @@ from orchestrator.chat_template import chat_folder
 from orchestrator.durability.journal import Journal
 from orchestrator.durability.resume import load_state, resume
 from orchestrator.evals import Evaluator
-from orchestrator.event_loop import Notifier
+from orchestrator.event_loop import Notifier, watched
 from orchestrator.gateway import Gateway
 from orchestrator.gateway.gateway import TOKEN_VARIABLE
 from orchestrator.hints.stage import build_hints
@@ -221,7 +221,7 @@ class Pipeline:
         self._spawn(training.evaluator.run())
         self._spawn(self._advance(training))
         if self.replay is not None:
-            outer.push_async_callback(self._end_replay, self.replay, self._watched(self.replay.run()))
+            outer.push_async_callback(self._end_replay, self.replay, watched(self.replay.run(), self.fail))
         self._spawn(training.watchdog.watch())
         finished = asyncio.create_task(self._finished(training.watchdog))
         try:
@@ -393,13 +393,7 @@ class Pipeline:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` until the run ends."""
-        self._tasks.append(self._watched(work))
-
-    def _watched(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work`; its failure ends the run."""
-        task = asyncio.create_task(work)
-        task.add_done_callback(lambda done: done.cancelled() or (done.exception() and self.fail(done.exception())))
-        return task
+        self._tasks.append(watched(work, self.fail))
 
     def fail(self, error: BaseException) -> None:
         """End the run with `error`. Only the first error counts."""

@@ -33,7 +33,7 @@ from composer_prime.wire.types import (
     StepRequest,
 )
 from orchestrator.batching.batches import Batches, BatchLayout
-from orchestrator.event_loop import Notifier
+from orchestrator.event_loop import Notifier, watched
 
 logger = logging.getLogger(__name__)
 
@@ -113,15 +113,10 @@ class StepServer:
         await asyncio.to_thread(self._server.close)
 
     def _spawn(self, work) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+        task = watched(work, self._on_error)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._tasks.discard)
         return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._on_error(task.exception())
 
     async def _receive(self) -> None:
         while True:

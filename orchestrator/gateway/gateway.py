@@ -19,7 +19,6 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,14 +28,14 @@ from composer_prime.errors import DeadlineError, ModelNotFoundError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node import Drain, NewVersion
-from orchestrator.event_loop import LoopLag
+from orchestrator.event_loop import LoopLag, watched
 from orchestrator.gateway.adaptive import AdaptiveLimit, GatewayLoad
 from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.generation import POLICY, Generator, ModelLimits
+from orchestrator.gateway.generation import POLICY, Generator
 from orchestrator.gateway.http import HttpServer
 from orchestrator.gateway.link import ChunkServer, NodeLink, NodeSocket
 from orchestrator.gateway.records import RolloutRecords
-from orchestrator.gateway.routing import RequestDeadlines, Router
+from orchestrator.gateway.routing import Router
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +59,7 @@ class Gateway:
         `model_dir`: the folder with config.json, tokenizer and chat template. Raises ModelNotFoundError without them.
         """
         orchestrator, inference = config.orchestrator, config.inference
-        limits = ModelLimits(
-            names=(POLICY, config.model.path),
-            vocab_size=read_vocab_size(model_dir),
-            max_context=config.model.max_context,
-        )
+        vocab_size = read_vocab_size(model_dir)
         self.version: int | None = None
         """Newest published policy version; None before the first `publish`."""
         self.lag = LoopLag()
@@ -72,19 +67,16 @@ class Gateway:
         self._nodes = NodeSocket(keys)
         self.router = Router(
             lambda node, message: self._nodes.send(node.identity, message),
-            vocab_size=limits.vocab_size,
+            vocab_size=vocab_size,
             suspend_s=inference.lost_after_s,
+            no_node_timeout_s=orchestrator.no_node_timeout_s,
+            request_timeout_s=max(source.timeout_s for source in orchestrator.source),
             join_hint=lambda: how_to_join(self._nodes.endpoint, config.model.path, keys.folder / "node.token"),
         )
         self.records = RolloutRecords(on_taken=self.router.forget)
         self._config = config
         self._run_id = run_id
         self._verifier = keys.verifier()
-        self._deadlines = RequestDeadlines(
-            self.router,
-            no_node_timeout_s=orchestrator.no_node_timeout_s,
-            request_timeout_s=max(source.timeout_s for source in orchestrator.source),
-        )
         self._chunks = ChunkServer(weight_store)
         self._link = NodeLink(
             self._nodes,
@@ -96,7 +88,13 @@ class Gateway:
         )
         self._chat = ChatFormat(model_dir, config.model.renderer)
         self._http = HttpServer(
-            Generator(self.router, self.records, limits),
+            Generator(
+                self.router,
+                self.records,
+                model_names=(POLICY, config.model.path),
+                vocab_size=vocab_size,
+                max_context=config.model.max_context,
+            ),
             self._chat,
             token=os.environ.get(TOKEN_VARIABLE),
             health=self._health,
@@ -115,7 +113,7 @@ class Gateway:
         except BaseException:
             await self.close()
             raise
-        self._tasks = [self._watched(self._link.receive()), self._watched(self._tick())]
+        self._tasks = [watched(self._link.receive(), self._fail), watched(self._tick(), self._fail)]
         self.lag.start()
 
     async def close(self, *, finished: bool = False) -> None:
@@ -139,16 +137,6 @@ class Gateway:
     async def watch(self) -> None:
         """Run until the gateway cannot go on. Raises DeadlineError when requests waited for a node in vain."""
         await asyncio.shield(self._failure)
-
-    def _watched(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                self._fail(error)
-
-        task.add_done_callback(ended)
-        return task
 
     def _fail(self, error: BaseException) -> None:
         logger.error("the gateway cannot go on: %s", error)
@@ -196,14 +184,6 @@ class Gateway:
         if not await self.router.changed.wait_for(lambda: bool(self.router.serving()), timeout_s):
             raise DeadlineError(f"waited {timeout_s:.1f} s for an inference node: {self.router.why_no_node()}")
 
-    def drain(self, node_id: str, reason: str) -> bool:
-        """Give a node no more requests and let it finish those it has. Return False when it is not attached."""
-        node = self.router.nodes.get(node_id)
-        if node is None or not node.attached:
-            return False
-        node.draining = True
-        return self._nodes.send(node.identity, Drain(reason=reason))
-
     # -- upkeep --------------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
@@ -222,8 +202,7 @@ class Gateway:
             router = self.router
             router.nodes.lose_silent(inference.lost_after_s)
             router.reclaim_lost(_IDLE_FACTOR * inference.lost_after_s)
-            error = self._deadlines.enforce()
-            if error is not None:
+            if (error := router.enforce_deadlines()) is not None:
                 self._fail(error)
             if now >= next_observation:
                 next_observation = now + inference.heartbeat_s
@@ -232,11 +211,10 @@ class Gateway:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def _health(self) -> tuple[int, dict[str, Any]]:
-        serving = len(self.router.serving())
-        if serving:
+        if serving := len(self.router.serving()):
             return 200, {"status": "ok", "serving_nodes": serving, "version": self.version}
-        since_s = self._deadlines.no_node_s()
-        return 503, {"status": "waiting for a node", "since_s": since_s, "why": self.router.why_no_node()}
+        why = {"since_s": self.router.no_node_s(), "why": self.router.why_no_node()}
+        return 503, {"status": "waiting for a node", **why}
 
     def state(self) -> dict[str, Any]:
         """Return everything that /metrics shows."""
@@ -245,7 +223,7 @@ class Gateway:
             "run_id": self._run_id,
             "version": self.version,
             "oldest_version": router.oldest_version,
-            "no_node_since_s": self._deadlines.no_node_s(),
+            "no_node_since_s": self.router.no_node_s(),
             "nodes": router.nodes.snapshot(router.oldest_version, router.newest_version),
             "requests": router.snapshot(),
             "records": {"open_rollouts": len(self.records), "bytes": self.records.num_bytes},

@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -104,22 +103,22 @@ def to_sampling(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelLimits:
-    """Limits from the model folder and the configuration."""
-
-    names: tuple[str, ...]
-    """Accepted values of `model`."""
-    vocab_size: int
-    max_context: int
-    """Prompt and reply together, in tokens."""
-
-
 class Generator:
     """Turns token ids and sampling parameters into a checked answer, and records it."""
 
-    def __init__(self, router: Router, records: RolloutRecords, limits: ModelLimits) -> None:
-        self.limits = limits
+    def __init__(
+        self,
+        router: Router,
+        records: RolloutRecords,
+        *,
+        model_names: tuple[str, ...],
+        vocab_size: int,
+        max_context: int,
+    ) -> None:
+        """`model_names`: accepted values of `model`. `max_context`: prompt and reply together, in tokens."""
+        self.model_names = model_names
+        self.max_context = max_context
+        self._vocab_size = vocab_size
         self._router = router
         self._records = records
         self._order = itertools.count()
@@ -128,9 +127,9 @@ class Generator:
 
     def check_model(self, name: str) -> None:
         """Raise RequestError (404) for a model that is not served here."""
-        if name not in self.limits.names:
+        if name not in self.model_names:
             raise RequestError(
-                f"model {name!r} is not served here: ask for {' or '.join(map(repr, self.limits.names))}",
+                f"model {name!r} is not served here: ask for {' or '.join(map(repr, self.model_names))}",
                 status=404,
                 code="model_not_found",
                 param="model",
@@ -146,11 +145,10 @@ class Generator:
         order = next(self._order)
         request_id = f"g{order}"
         highest = max(token_ids, default=-1)
-        if not 0 <= highest < self.limits.vocab_size:
+        if not 0 <= highest < self._vocab_size:
             problem = f"token id {highest} is outside the vocabulary" if token_ids else "the prompt is empty"
-            raise RequestError(f"{problem}: send at least one id in 0..{self.limits.vocab_size - 1}", param="token_ids")
-        max_context = self.limits.max_context
-        sampling = to_sampling(fields, num_prompt=len(token_ids), max_context=max_context, max_tokens=max_tokens)
+            raise RequestError(f"{problem}: send at least one id in 0..{self._vocab_size - 1}", param="token_ids")
+        sampling = to_sampling(fields, num_prompt=len(token_ids), max_context=self.max_context, max_tokens=max_tokens)
         prompt = pack_ints(token_ids)
         if session is None:
             return request_id, await self._router.generate(request_id, request_id, prompt, sampling)
@@ -160,26 +158,23 @@ class Generator:
         self._under_way[session] += 1
         try:
             answer = await self._router.generate(request_id, session, prompt, sampling)
-            self._records.append(_record(session, prompt, sampling, answer), order)
+            record = GenerationRecord(
+                session=session,
+                prompt_ids=np.frombuffer(prompt, np.int32),
+                completion_ids=answer.token_ids,
+                logprobs=answer.logprobs,
+                version_spans=answer.version_spans,
+                finish_reason=answer.finish_reason,
+                sampling=sampling,
+                node_id=answer.node_id,
+                time=time.time(),
+            )
+            self._records.append(record, order)
         finally:
             self._under_way[session] -= 1
             if not self._under_way[session]:
                 del self._under_way[session]
         return request_id, answer
-
-
-def _record(session: str, prompt: bytes, sampling: Sampling, answer: NodeAnswer) -> GenerationRecord:
-    return GenerationRecord(
-        session=session,
-        prompt_ids=np.frombuffer(prompt, np.int32),
-        completion_ids=answer.token_ids,
-        logprobs=answer.logprobs,
-        version_spans=answer.version_spans,
-        finish_reason=answer.finish_reason,
-        sampling=sampling,
-        node_id=answer.node_id,
-        time=time.time(),
-    )
 
 
 def turn_seed(seed: int, turn: int) -> int:

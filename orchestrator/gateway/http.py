@@ -155,9 +155,9 @@ class HttpServer:
         return _reply(_chat_reply(request_id, body.model, len(prompt), answer, message, finish_reason))
 
     async def _get_models(self, _: web.Request) -> web.Response:
-        limits = self._generator.limits
-        card = {"object": "model", "created": 0, "owned_by": "composer-prime", "max_model_len": limits.max_context}
-        return _reply({"object": "list", "data": [{"id": name, **card} for name in limits.names]})
+        max_context = self._generator.max_context
+        card = {"object": "model", "created": 0, "owned_by": "composer-prime", "max_model_len": max_context}
+        return _reply({"object": "list", "data": [{"id": name, **card} for name in self._generator.model_names]})
 
     async def _get_health(self, _: web.Request) -> web.Response:
         status, body = self._health()

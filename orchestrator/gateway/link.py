@@ -55,7 +55,6 @@ _BURST = 64
 """Messages handled before the event loop gets to run something else."""
 _MAX_UNKNOWN = 4096
 """Connections without a Hello that are remembered."""
-_HEARD = msgspec.msgpack.encode(Heard())
 _MAX_OFFSET = 1 << 40
 _READERS = 4
 _MAX_UNSENT = 16
@@ -87,10 +86,6 @@ class NodeSocket:
     def send(self, identity: bytes, message: ToNode) -> bool:
         """Queue `message` for a connection. Return False when the connection is gone."""
         return self._queue(identity, self._encoder.encode(message)) is not None
-
-    def acknowledge(self, identity: bytes) -> bool:
-        """Answer a heartbeat. Return False when the connection is gone."""
-        return self._queue(identity, _HEARD) is not None
 
     def send_large(self, identity: bytes, message: ToNode) -> zmq.MessageTracker | None:
         """Queue `message` without a copy. Return a tracker that is done once it left the queue, None as False above."""
@@ -177,14 +172,24 @@ class NodeLink:
             self._drop_garbage(node, frames, error)
 
     def _dispatch(self, identity: bytes, node: AttachedNode | None, message: FromNode) -> None:
-        if isinstance(message, NodeHello):
-            self._hello(identity, message)
-        elif isinstance(message, ChunkRequest):
-            self._chunks.serve(identity, message, self._socket.send_large)
-        elif node is None:
-            self._ask_for_hello(identity)
-        else:
-            self._from_attached(node, message)
+        router = self._router
+        match message:
+            case NodeHello():
+                self._hello(identity, message)
+            case ChunkRequest():
+                self._chunks.serve(identity, message, self._socket.send_large)
+            case _ if node is None:
+                self._ask_for_hello(identity)
+            case Generated():
+                router.on_generated(node, message)
+            case GenerateFailed():
+                router.on_failed(node, message)
+            case Status():
+                router.nodes.update_status(node, message)
+                self._socket.send(identity, Heard())
+                router.place()
+            case Goodbye():
+                router.nodes.leave(node, f"said goodbye: {message.reason[:200]}")
 
     def _ask_for_hello(self, identity: bytes) -> None:
         """Ask at most once a heartbeat: each Hello starts the node anew, and one is enough."""
@@ -195,20 +200,6 @@ class NodeLink:
             self._hello_requested.clear()
         self._hello_requested[identity] = now
         self._socket.send(identity, HelloAgain())
-
-    def _from_attached(self, node: AttachedNode, message: Generated | GenerateFailed | Status | Goodbye) -> None:
-        router = self._router
-        match message:
-            case Generated():
-                router.on_generated(node, message)
-            case GenerateFailed():
-                router.on_failed(node, message)
-            case Status():
-                router.nodes.update_status(node, message)
-                self._socket.acknowledge(node.identity)
-                router.place()
-            case Goodbye():
-                router.nodes.leave(node, f"said goodbye: {message.reason[:200]}")
 
     def _drop_garbage(self, node: AttachedNode | None, frames: list[bytes], error: Exception) -> None:
         self.garbage += 1
@@ -243,10 +234,10 @@ class NodeLink:
         holder = self._router.nodes.holder(identity, hello)
         if holder is None:
             return None
-        if not self._socket.acknowledge(holder.identity):
+        if not self._socket.send(holder.identity, Heard()):
             self._router.nodes.leave(holder, "its connection is closed")
             return None
-        heard_s = self._router.clock() - holder.last_heard
+        heard_s = time.monotonic() - holder.last_heard
         return (
             f"a node named {hello.node_id!r} is attached and spoke {heard_s:.1f} s ago: give this one its own name "
             "(--name, or --node-name); the name of a node that vanished is free after inference.lost_after_s of silence"

@@ -22,10 +22,6 @@ from composer_prime.wire.types import FLOAT, INT, VersionSpan, floats, ints
 
 logger = logging.getLogger(__name__)
 
-_AWAY_LIMIT = 1024
-"""Nodes that left and are still remembered for their counters."""
-_FAILURES_IN_ROW = 4
-"""After this many failed answers in a row a node gets no request for a while."""
 _COUNTERS = ("answers", "failures", "bad_answers", "late_answers", "garbage", "tokens_out")
 _NO_EVIDENCE = -9999.0
 """vLLM's value for a missing logprob."""
@@ -108,15 +104,6 @@ class AttachedNode:
     tokens_out: int = 0
     attachments: int = 1
 
-    @property
-    def free(self) -> int:
-        return self.max_concurrent - len(self.leases)
-
-    @property
-    def load(self) -> float:
-        """Share of its places that are taken."""
-        return len(self.leases) / self.max_concurrent
-
     def cannot_serve(self, now: float, oldest: int, newest: int) -> str | None:
         """Return why it gets no request now, or None when it may get one."""
         if not self.attached:
@@ -130,29 +117,15 @@ class AttachedNode:
             return f"suspended for {self.suspended_until - now:.1f} s after {self.failures_in_row} failures in a row"
         return None
 
-    def count_answer(self, num_tokens: int) -> None:
-        self.answers += 1
-        self.tokens_out += num_tokens
-        self.failures_in_row = 0
-
-    def count_failure(self, now: float, pause_s: float) -> None:
-        """Count a failure; the fourth in a row suspends the node for `pause_s`."""
-        self.failures_in_row += 1
-        if self.failures_in_row >= _FAILURES_IN_ROW:
-            self.suspended_until = now + pause_s
-
 
 class Nodes:
     """All nodes, by id and by connection."""
 
-    def __init__(
-        self, on_gone: Callable[[AttachedNode, str], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, on_gone: Callable[[AttachedNode, str], None]) -> None:
         """`on_gone(node, reason)` is called once for each departure, after the node was marked as away."""
         self._by_id: dict[str, AttachedNode] = {}
         self._by_identity: dict[bytes, AttachedNode] = {}
         self._on_gone = on_gone
-        self._clock = clock
 
     def __iter__(self) -> Iterator[AttachedNode]:
         return iter(self._by_id.values())
@@ -193,7 +166,7 @@ class Nodes:
             engine=hello.engine,
             max_concurrent=hello.max_concurrent,
             version=hello.version,
-            last_heard=self._clock(),
+            last_heard=time.monotonic(),
         )
         if former is not None:
             for counter in _COUNTERS:
@@ -212,7 +185,7 @@ class Nodes:
 
     def update_status(self, node: AttachedNode, status: Status) -> None:
         """Take in a heartbeat."""
-        now = self._clock()
+        now = time.monotonic()
         node.last_heard = now
         node.status = status
         node.version = status.version
@@ -229,23 +202,17 @@ class Nodes:
         node.attached = False
         logger.warning("node %s is gone (%s); it held %d requests", node.node_id, reason, len(node.leases))
         self._on_gone(node, reason)
-        self._forget_oldest()
 
     def lose_silent(self, lost_after_s: float) -> None:
         """Mark every node as away that was silent for longer than `lost_after_s`."""
-        now = self._clock()
+        now = time.monotonic()
         for node in self.attached():
             if now - node.last_heard > lost_after_s:
                 self.leave(node, f"silent for {now - node.last_heard:.1f} s")
 
-    def _forget_oldest(self) -> None:
-        away = [node.node_id for node in self if not node.attached]
-        for node_id in away[: max(0, len(away) - _AWAY_LIMIT)]:
-            del self._by_id[node_id]
-
     def snapshot(self, oldest: int, newest: int) -> list[dict[str, Any]]:
         """Return the state of every node, for /metrics."""
-        now = self._clock()
+        now = time.monotonic()
         return [_describe(node, now, node.cannot_serve(now, oldest, newest)) for node in self]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -65,14 +65,6 @@ class _Turn:
         return replace(self.rest, prompt_ids=tokens[: self.num_prompt], completion_ids=tokens[self.num_prompt : end])
 
 
-@dataclass(slots=True)
-class _Session:
-    """One agent's conversation so far."""
-
-    turns: list[_Turn] = field(default_factory=list)
-    newest: _Chain | None = None
-
-
 _EMPTY = np.empty(0, np.int32)
 
 
@@ -82,7 +74,7 @@ class RolloutRecords:
     def __init__(self, on_taken: Callable[[str], None] = lambda session: None) -> None:
         """`on_taken(session)` is called for each session when its rollout is taken."""
         self._on_taken = on_taken
-        self._open: dict[str, dict[str, _Session]] = {}
+        self._open: dict[str, dict[str, list[_Turn]]] = {}
         self.num_bytes = 0
         """Bytes of token ids and logprobs held."""
 
@@ -103,7 +95,7 @@ class RolloutRecords:
         sessions = self._open.pop(rollout_id, {})
         for session in sessions:
             self._on_taken(session)
-        turns = sorted((turn for session in sessions.values() for turn in session.turns), key=lambda turn: turn.order)
+        turns = sorted((turn for turns in sessions.values() for turn in turns), key=lambda turn: turn.order)
         chains = {id(turn.chain): turn.chain for turn in turns}
         self.num_bytes -= sum(chain.tokens.nbytes for chain in chains.values())
         self.num_bytes -= sum(turn.rest.logprobs.nbytes for turn in turns)
@@ -119,24 +111,23 @@ class RolloutRecords:
     def answered(self, session: str) -> int:
         """Return how many generations are recorded for this session."""
         rollout_id = self.rollout_of(session)
-        recorded = None if rollout_id is None else self._open[rollout_id].get(session)
-        return 0 if recorded is None else len(recorded.turns)
+        return 0 if rollout_id is None else len(self._open[rollout_id].get(session, ()))
 
     def append(self, record: GenerationRecord, order: int) -> bool:
         """Keep `record`, or return False when its rollout is not open. `order` tells when its request began."""
         rollout_id = self.rollout_of(record.session)
         if rollout_id is None:
             return False
-        session = self._open[rollout_id].setdefault(record.session, _Session())
+        turns = self._open[rollout_id].setdefault(record.session, [])
         tokens = np.concatenate([record.prompt_ids, record.completion_ids])
-        chain = session.newest
+        chain = turns[-1].chain if turns else None
         if chain is not None and _continues(chain.tokens, record.prompt_ids):
             self.num_bytes -= chain.tokens.nbytes
             chain.tokens = tokens
         else:
-            chain = session.newest = _Chain(tokens)
+            chain = _Chain(tokens)
         rest = replace(record, prompt_ids=_EMPTY, completion_ids=_EMPTY)
-        session.turns.append(_Turn(order, chain, len(record.prompt_ids), len(record.completion_ids), rest))
+        turns.append(_Turn(order, chain, len(record.prompt_ids), len(record.completion_ids), rest))
         self.num_bytes += tokens.nbytes + record.logprobs.nbytes
         return True
 

@@ -4,8 +4,8 @@
                     ^                  |  gone | failed | bad answer
                     +---- at the front-+  (new lease: the old one's answer is dropped as late)
 
-    every tick: RequestDeadlines.enforce() -> requests past request_timeout_s         -> 503, the run goes on
-                                           -> requests that waited for a node in vain -> 503, and the run ends
+    every tick: enforce_deadlines() -> requests past request_timeout_s         -> 503, the run goes on
+                                    -> requests that waited for a node in vain -> 503, and the run ends
 
 A session goes to the node that served it last while that node has a free place, because its prefix cache is warm there.
 Any other request goes to the least loaded node. Everything runs on one event loop. Only `generate` waits, at most until
@@ -21,7 +21,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from composer_prime.errors import DeadlineError, EngineError, RequestError, WireError
@@ -33,9 +33,10 @@ logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 3
 """Failed or bad answers after which a request ends. Nodes that vanish or drain do not count."""
+_FAILURES_IN_ROW = 4
+"""After this many failed answers in a row a node gets no request for a while."""
 _MAX_SESSIONS = 1 << 16
 """Sessions whose node is remembered."""
-_VERSIONS_COUNTED = 16
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,23 +50,8 @@ class RequestCounters:
     reissued: int = 0
     late_answers: int = 0
     bad_answers: int = 0
-    prompt_tokens: int = 0
     tokens: int = 0
     """Sampled tokens of accepted answers."""
-    tokens_by_version: dict[int, int] = field(default_factory=dict)
-
-    def count_answer(self, request: GatewayRequest, answer: NodeAnswer) -> None:
-        self.answered += 1
-        self.prompt_tokens += len(request.prompt_ids) // 4
-        self.tokens += len(answer.token_ids)
-        by_version = self.tokens_by_version
-        for span in answer.version_spans:
-            by_version[span.version] = by_version.get(span.version, 0) + span.end - span.start
-        while len(by_version) > _VERSIONS_COUNTED:
-            del by_version[min(by_version)]
-
-    def snapshot(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class Router:
@@ -77,19 +63,21 @@ class Router:
         *,
         vocab_size: int,
         suspend_s: float,
+        no_node_timeout_s: float,
+        request_timeout_s: float,
         join_hint: Callable[[], str],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`send` returns False when the node cannot be reached any more.
 
-        `suspend_s`: how long a node that keeps failing gets no request. `join_hint()` tells how to start one.
+        `suspend_s`: how long a node that keeps failing gets no request. `no_node_timeout_s`: how long requests wait
+        while no node can serve. `request_timeout_s`: how long one waits at all. `join_hint()` tells how to start
+        a node.
         """
-        self.nodes = Nodes(self._on_gone, clock)
+        self.nodes = Nodes(self._on_gone)
         self.counters = RequestCounters()
         self.oldest_version = 0
         """Nodes with older weights get no request: they are catching up."""
         self.newest_version = 0
-        self.clock = clock
         self.queue: OrderedDict[str, GatewayRequest] = OrderedDict()
         """Requests without a node, by id, in the order in which they are placed."""
         self.open: dict[str, GatewayRequest] = {}
@@ -99,6 +87,9 @@ class Router:
         self._send = send
         self._vocab_size = vocab_size
         self._suspend_s = suspend_s
+        self._no_node_timeout_s = no_node_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._no_node_since: float | None = time.monotonic()
         self._join_hint = join_hint
         self._node_of_session: OrderedDict[str, str] = OrderedDict()
         # Starts at random: an answer to a lease of an earlier orchestrator must not match one of ours.
@@ -119,7 +110,7 @@ class Router:
             session=session,
             prompt_ids=prompt_ids,
             sampling=sampling,
-            since=self.clock(),
+            since=time.monotonic(),
             done=asyncio.get_running_loop().create_future(),
         )
         if self._closed is not None:
@@ -173,23 +164,25 @@ class Router:
 
     def serving(self) -> list[AttachedNode]:
         """Return the nodes that may get requests now, full or not."""
-        now, oldest, newest = self.clock(), self.oldest_version, self.newest_version
+        now, oldest, newest = time.monotonic(), self.oldest_version, self.newest_version
         return [node for node in self.nodes.attached() if node.cannot_serve(now, oldest, newest) is None]
 
     def _choose(self, request: GatewayRequest) -> AttachedNode | None:
-        free = [node for node in self.serving() if node.free > 0]
+        free = [node for node in self.serving() if len(node.leases) < node.max_concurrent]
         if not free:
             return None
         warm = self._node_of_session.get(request.session)
         for node in free:
             if node.node_id == warm and warm != request.avoid:
                 return node
-        return min(free, key=lambda node: (node.node_id == request.avoid, node.load, node.node_id))
+        return min(
+            free, key=lambda node: (node.node_id == request.avoid, len(node.leases) / node.max_concurrent, node.node_id)
+        )
 
     def _assign(self, request: GatewayRequest, node: AttachedNode) -> None:
         request.node = node
         request.lease = next(self._leases)
-        request.placed = self.clock()
+        request.placed = time.monotonic()
         node.leases[request.lease] = request
         self._node_of_session[request.session] = node.node_id
         self._node_of_session.move_to_end(request.session)
@@ -246,8 +239,11 @@ class Router:
             logger.warning("node %s sent a bad answer to %s: %s", node.node_id, request.request_id, error)
             self._retry(request, node, f"bad answer: {error}")
             return
-        node.count_answer(len(answer.token_ids))
-        self.counters.count_answer(request, answer)
+        node.answers += 1
+        node.tokens_out += len(answer.token_ids)
+        node.failures_in_row = 0
+        self.counters.answered += 1
+        self.counters.tokens += len(answer.token_ids)
         if not request.done.done():
             request.done.set_result(answer)
         self.place()
@@ -282,7 +278,9 @@ class Router:
 
     def _retry(self, request: GatewayRequest, node: AttachedNode, error: str) -> None:
         """Count a failure of `node`, then reissue `request` or end it after _MAX_FAILURES."""
-        node.count_failure(self.clock(), self._suspend_s)
+        node.failures_in_row += 1
+        if node.failures_in_row >= _FAILURES_IN_ROW:
+            node.suspended_until = time.monotonic() + self._suspend_s
         request.failures += 1
         request.avoid = node.node_id
         if request.failures >= _MAX_FAILURES:
@@ -313,7 +311,7 @@ class Router:
 
     def reclaim_lost(self, lost_after_s: float) -> None:
         """Reissue what a node should hold but, by its heartbeats, does not: the request or its answer was lost."""
-        now = self.clock()
+        now = time.monotonic()
         for node in self.nodes.attached():
             if node.idle_since is None:
                 continue
@@ -322,6 +320,48 @@ class Router:
                     self._release(request)
                     self._reissue(request, f"node {node.node_id} reports no request for {now - node.idle_since:.1f} s")
         self.place()
+
+    # -- deadlines -----------------------------------------------------------------------------------------------
+
+    def no_node_s(self) -> float | None:
+        """Return for how many seconds no node has been able to serve; None while one is."""
+        return None if self._no_node_since is None else time.monotonic() - self._no_node_since
+
+    def enforce_deadlines(self) -> DeadlineError | None:
+        """End what waited too long. Return the error when requests waited for a node in vain."""
+        now = time.monotonic()
+        if self.serving():
+            self._no_node_since = None
+        elif self._no_node_since is None:
+            self._no_node_since = now
+        for request in list(self.open.values()):
+            if now - request.since >= self._request_timeout_s:
+                self.end(request, self._too_slow(request, now))
+        return self._end_without_node(now)
+
+    def _end_without_node(self, now: float) -> DeadlineError | None:
+        since = self._no_node_since
+        if since is None:
+            return None
+        overdue = [r for r in self.queue.values() if now - max(since, r.since) >= self._no_node_timeout_s]
+        if not overdue:
+            return None
+        clock_time = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - since)))
+        error = DeadlineError(
+            f"{self.queued} requests waited for an inference node; since {clock_time} ({now - since:.1f} s, "
+            f"orchestrator.no_node_timeout_s is {self._no_node_timeout_s}) there is none: {self.why_no_node()}"
+        )
+        for request in overdue:
+            self.end(request, error)
+        return error
+
+    def _too_slow(self, request: GatewayRequest, now: float) -> DeadlineError:
+        waited = f"request {request.request_id} waited {now - request.since:.1f} s, at most {self._request_timeout_s}"
+        if request.node is not None:
+            return DeadlineError(f"{waited}: node {request.node.node_id} has not answered")
+        previous = f" (before that, {request.last_error})" if request.last_error else ""
+        nodes = len(self.serving())
+        return DeadlineError(f"{waited}: it was queued, all places of {nodes} serving nodes are taken{previous}")
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -335,7 +375,7 @@ class Router:
 
     def why_no_node(self) -> str:
         """Return what each known node lacks, or how to start one."""
-        now, oldest, newest = self.clock(), self.oldest_version, self.newest_version
+        now, oldest, newest = time.monotonic(), self.oldest_version, self.newest_version
         reasons = [f"{node.node_id} {node.cannot_serve(now, oldest, newest)}" for node in self.nodes]
         if reasons:
             return "; ".join(reasons[:8])
@@ -343,7 +383,7 @@ class Router:
 
     def snapshot(self) -> dict[str, Any]:
         """Return counters, queue and the longest waits, for /metrics."""
-        now = self.clock()
+        now = time.monotonic()
         oldest = sorted(self.open.values(), key=lambda request: request.since)[:8]
         waits = [
             {
@@ -354,59 +394,7 @@ class Router:
             }
             for request in oldest
         ]
-        counts = self.counters.snapshot()
-        return {"queued": self.queued, "in_flight": self.in_flight, "longest_waits": waits, **counts}
+        return {"queued": self.queued, "in_flight": self.in_flight, "longest_waits": waits, **asdict(self.counters)}
 
     def _queue_reason(self) -> str:
         return "a free place" if self.serving() else f"a node: {self.why_no_node()}"
-
-
-class RequestDeadlines:
-    """Ends requests that waited too long, and remembers since when no node can serve."""
-
-    def __init__(self, router: Router, *, no_node_timeout_s: float, request_timeout_s: float) -> None:
-        self._router = router
-        self._no_node_timeout_s = no_node_timeout_s
-        self._request_timeout_s = request_timeout_s
-        self._no_node_since: float | None = router.clock()
-
-    def no_node_s(self) -> float | None:
-        """Return for how many seconds no node has been able to serve; None while one is."""
-        return None if self._no_node_since is None else self._router.clock() - self._no_node_since
-
-    def enforce(self) -> DeadlineError | None:
-        """End what waited too long. Return the error when requests waited for a node in vain."""
-        router = self._router
-        now = router.clock()
-        if router.serving():
-            self._no_node_since = None
-        elif self._no_node_since is None:
-            self._no_node_since = now
-        for request in list(router.open.values()):
-            if now - request.since >= self._request_timeout_s:
-                router.end(request, self._too_slow(request, now))
-        return self._end_without_node(now)
-
-    def _end_without_node(self, now: float) -> DeadlineError | None:
-        router, since = self._router, self._no_node_since
-        if since is None:
-            return None
-        overdue = [r for r in router.queue.values() if now - max(since, r.since) >= self._no_node_timeout_s]
-        if not overdue:
-            return None
-        clock_time = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - since)))
-        error = DeadlineError(
-            f"{router.queued} requests waited for an inference node; since {clock_time} ({now - since:.1f} s, "
-            f"orchestrator.no_node_timeout_s is {self._no_node_timeout_s}) there is none: {router.why_no_node()}"
-        )
-        for request in overdue:
-            router.end(request, error)
-        return error
-
-    def _too_slow(self, request: GatewayRequest, now: float) -> DeadlineError:
-        waited = f"request {request.request_id} waited {now - request.since:.1f} s, at most {self._request_timeout_s}"
-        if request.node is not None:
-            return DeadlineError(f"{waited}: node {request.node.node_id} has not answered")
-        previous = f" (before that, {request.last_error})" if request.last_error else ""
-        nodes = len(self._router.serving())
-        return DeadlineError(f"{waited}: it was queued, all places of {nodes} serving nodes are taken{previous}")

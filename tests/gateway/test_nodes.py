@@ -283,26 +283,6 @@ async def test_a_hello_that_does_not_fit_is_rejected_with_the_reason(open_gatewa
         await node.vanish()
 
 
-async def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(open_gateway, node_keys):
-    """drain() lets a node leave without losing a token."""
-    async with (
-        open_gateway() as gateway,
-        PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=0.2) as a,
-        PeerNode(gateway.node_endpoint, node_keys, "b") as b,
-    ):
-        first = asyncio.create_task(post(gateway.http_url, generate_body(5), X_Session_ID="r1"))
-        await a.until(lambda: bool(a.running))
-        assert gateway.drain("a", "maintenance")
-        await a.until(lambda: any(isinstance(m, Drain) for m in a.received))
-        for _ in range(3):
-            await post(gateway.http_url, generate_body(6), X_Session_ID="r1")
-        assert (await first)[0] == 200
-        assert (len(a.generates), len(b.generates)) == (1, 3)
-        a.goodbye()
-        await b.until(lambda: "a" not in gateway.versions())
-        assert not gateway.drain("a", "again")
-
-
 async def test_a_published_version_reaches_all_nodes_and_late_comers(open_gateway, node_keys, keys):
     """NewVersion goes to the attached, Welcome carries the newest manifest to the others."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a") as a:
