@@ -27,6 +27,12 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
+def percentile(values: Iterable[float], share: float) -> float:
+    """Return the smallest value that at least `share` of `values` do not exceed (nearest rank); 0 of nothing."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0
+
+
 def bootstrap_interval(
     values: Sequence[float],
     *,

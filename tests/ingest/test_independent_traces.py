@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ingest_traces import OPENHANDS_V0, lines, taken
 
-from composer_prime.traces.replay.actions.text_actions import actions_in_text, may_act
+from composer_prime.traces.replay.actions.canonical import actions_in_text, may_act
 from composer_prime.traces.state import TraceState
 
 FUNCTION = "<function=bash><parameter=command>ls</parameter></function>"

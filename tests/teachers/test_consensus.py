@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopback import call
 
+from composer_prime.stats.intervals import percentile
 from composer_prime.traces.replay.actions.canonical import Files, canonical
-from composer_prime.traces.replay.kill_switch import percentile
 from composer_prime.traces.replay.records import digest
 from composer_prime.traces.replay.voting import epsilon, majority, settled
 

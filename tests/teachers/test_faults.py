@@ -28,9 +28,10 @@ from composer_prime.config.teachers import KillSwitchConfig
 from composer_prime.errors import CapError
 from composer_prime.llm.budget import teacher_budget
 from composer_prime.run.costs import read_costs, spent
-from composer_prime.traces.replay.kill_switch import KillSwitch, percentile
+from composer_prime.stats.intervals import percentile
 from composer_prime.traces.replay.records import read_records, votes_beside
 from composer_prime.traces.replay.teachers import TeacherPool
+from composer_prime.traces.replay.voting import KillSwitch
 
 
 # Each fault is met by a retry; the state gets its pair, and every answer was given once.

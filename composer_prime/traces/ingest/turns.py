@@ -16,7 +16,7 @@ import msgspec
 
 from composer_prime.llm.reply import split_thinking
 from composer_prime.traces.ingest.reading import Limits, at, objects
-from composer_prime.traces.replay.actions.text_actions import may_act
+from composer_prime.traces.replay.actions.canonical import may_act
 from composer_prime.traces.state import Message
 
 MAX_TOOLS, MAX_ARGUMENTS = 128, 64

@@ -30,9 +30,8 @@ import numpy as np
 
 from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError, TeacherError
-from composer_prime.stats.intervals import bootstrap_interval
+from composer_prime.stats.intervals import bootstrap_interval, percentile
 from composer_prime.traces.pairs import Pair, Verdict
-from composer_prime.traces.replay.kill_switch import percentile
 from composer_prime.traces.replay.local_models import Scorer
 from composer_prime.traces.replay.records import StateRecord, latest
 from composer_prime.traces.state import Message

@@ -27,7 +27,6 @@ from composer_prime.errors import ConfigError, ModelNotFoundError, TeacherError
 from composer_prime.llm.budget import Budget, teacher_budget
 from composer_prime.traces.pairs import Pair, PairState
 from composer_prime.traces.replay.actions.canonical import RULES, Files, canonical
-from composer_prime.traces.replay.kill_switch import KillSwitch, Situation, ValueOfInformation
 from composer_prime.traces.replay.local_models import (
     CachedScorer,
     Scorer,
@@ -39,7 +38,17 @@ from composer_prime.traces.replay.local_models import (
 from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, content_of, digest, only_writer
 from composer_prime.traces.replay.running_gate import RunningGate
 from composer_prime.traces.replay.teachers import Teacher, TeacherPool, check_teachers
-from composer_prime.traces.replay.voting import Ballot, Candidate, Voting, candidates, length_ratio, without_thinking
+from composer_prime.traces.replay.voting import (
+    Ballot,
+    Candidate,
+    KillSwitch,
+    Situation,
+    ValueOfInformation,
+    Voting,
+    candidates,
+    length_ratio,
+    without_thinking,
+)
 from composer_prime.traces.state import TraceState
 
 logger = logging.getLogger(__name__)
@@ -305,7 +314,7 @@ class Replay:
         if ballot is not None:
             voted = {
                 "planned": ballot.planned,
-                "votes": [vote.record(ballot.student) for vote in ballot.votes],
+                "votes": [vote.record for vote in ballot.votes],
                 "student_form": digest(ballot.student),
                 "failed_calls": ballot.failed,
                 "expected_usd": ballot.expected_usd,
@@ -361,7 +370,7 @@ class Replay:
         state = ballot.state
         chosen, how = await likeliest(self._scorer, state.messages, state.tools, candidate.chosen)
         votes = {
-            vote.teacher: {"family": vote.family, "form": digest(vote.form), "answer": vote.key}
+            vote.record.teacher: {"family": vote.record.family, "form": vote.record.form, "answer": vote.record.answer}
             | {"for": candidate.side(vote.form)}
             for vote in ballot.votes
         }
@@ -377,7 +386,7 @@ class Replay:
                 "chosen_by": how,
                 "rejected_form": digest(candidate.rejected_form),
             },
-            cost_usd=sum(vote.price_usd for vote in ballot.votes),
+            cost_usd=sum(vote.record.price_usd for vote in ballot.votes),
         )
 
     def _count(self, record: StateRecord, pairs: int) -> None:
