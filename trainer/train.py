@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from composer_prime.channels.total import max_completion_length
 from composer_prime.config import Config, load
 from composer_prime.config.channels import weight_sets
 from composer_prime.errors import CheckpointError, ComposerError, ConfigError, RoleFailedError
@@ -73,7 +72,7 @@ class Trainer:
         reduce_each = trainer.reduce_each_micro_batch
         self.settings = LossSettings(
             channels=channels,
-            max_length=max_completion_length(channels, config.model.max_context),
+            max_length=channels.policy.max_completion_length or config.model.max_context,
             reduce_each=self.world.device.type == "cuda" if reduce_each is None else reduce_each,
         )
         self.publisher = Publisher(config, run_dir, self.run_id, self.model_folder, self.world, self.outer)

@@ -251,11 +251,11 @@ def _sums(tokens: PolicyTokens, weight_T: Tensor, binds_T: Tensor) -> Sums:
     importance_T = gap_T.exp()
     sums = {
         "tokens": torch.ones_like(gap_T).sum(),
-        "mismatch": (gap_T.expm1() - gap_T).sum(),
+        "mismatch_kl": (gap_T.expm1() - gap_T).sum(),
         "importance": importance_T.sum(),
         "importance_squared": importance_T.square().sum(),
-        "masked": (weight_T == 0).to(gap_T.dtype).sum(),
-        "clipped": binds_T.to(gap_T.dtype).sum(),
+        "masked_fraction": (weight_T == 0).to(gap_T.dtype).sum(),
+        "clip_fraction": binds_T.to(gap_T.dtype).sum(),
         "entropy": tokens.entropy_T.sum(),
     }
     if tokens.reference_logprobs_T is not None:
@@ -273,13 +273,6 @@ def policy_metrics(sums: dict[str, float]) -> dict[str, float]:
     count = sums["tokens"]
     if count == 0:
         return {}
-    metrics = {
-        "policy/mismatch_kl": sums["mismatch"] / count,
-        "policy/ess": sums["importance"] ** 2 / (count * sums["importance_squared"]),
-        "policy/masked_fraction": sums["masked"] / count,
-        "policy/clip_fraction": sums["clipped"] / count,
-        "policy/entropy": sums["entropy"] / count,
-    }
-    if "reference_kl" in sums:
-        metrics["policy/reference_kl"] = sums["reference_kl"] / count
-    return metrics
+    ess = sums["importance"] ** 2 / (count * sums["importance_squared"])
+    means = ("mismatch_kl", "masked_fraction", "clip_fraction", "entropy", "reference_kl")
+    return {"policy/ess": ess} | {f"policy/{name}": sums[name] / count for name in means if name in sums}

@@ -101,7 +101,7 @@ def _pair_loss(z_P: Tensor, epsilon_P: Tensor, config: ReplayDpoConfig) -> Tenso
 def _sums(pairs: PairTokens, margin_P: Tensor) -> Sums:
     sums = {
         "pairs": torch.ones_like(margin_P).sum(),
-        "correct": (margin_P > 0).to(margin_P.dtype).sum(),
+        "accuracy": (margin_P > 0).to(margin_P.dtype).sum(),
         "margin": margin_P.sum(),
         "chosen_nll": -(pairs.chosen_logprobs_P / pairs.chosen_length_P).sum(),
     }
@@ -112,7 +112,7 @@ def _sums(pairs: PairTokens, margin_P: Tensor) -> Sums:
     return sums | {
         "displacement": moved_P.sum(),
         "displacement_rejected": moved_rejected_P.sum(),
-        "displaced": (moved_P < 0).to(margin_P.dtype).sum(),
+        "displaced_fraction": (moved_P < 0).to(margin_P.dtype).sum(),
     }
 
 
@@ -124,18 +124,5 @@ def replay_dpo_metrics(sums: dict[str, float]) -> dict[str, float]:
     is below 0 (the chosen answer became less likely); both need a reference.
     """
     count = sums["pairs"]
-    if count == 0:
-        return {"dpo/pairs": 0.0}
-    metrics = {
-        "dpo/pairs": count,
-        "dpo/accuracy": sums["correct"] / count,
-        "dpo/margin": sums["margin"] / count,
-        "dpo/chosen_nll": sums["chosen_nll"] / count,
-    }
-    if "displacement" in sums:
-        metrics |= {
-            "dpo/displacement": sums["displacement"] / count,
-            "dpo/displacement_rejected": sums["displacement_rejected"] / count,
-            "dpo/displaced_fraction": sums["displaced"] / count,
-        }
-    return metrics
+    means = {f"dpo/{name}": value / count for name, value in sums.items() if name != "pairs"} if count else {}
+    return {"dpo/pairs": count} | means

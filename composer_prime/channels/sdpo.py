@@ -112,11 +112,15 @@ def _sums(tokens: SdpoTokens, importance_D: Tensor, config: SdpoConfig) -> Sums:
         "turns": torch.full_like(divergence_D.sum(), float(tokens.turns)),
         "jsd": divergence_D.sum(),
         "turn_jsd": mean_by(divergence_D, tokens.turn_D, tokens.turns).sum(),
-        "is_clipped": (importance_D > clip).to(divergence_D.dtype).sum(),
+        "is_clip_fraction": (importance_D > clip).to(divergence_D.dtype).sum(),
     }
     if tokens.teacher_entropy_D is not None:
         sums["teacher_entropy"] = tokens.teacher_entropy_D.sum()
     return sums
+
+
+_OVER_TURNS = ("turns", "tokens", "turn_jsd")
+"""Sums that are no means over tokens."""
 
 
 def sdpo_metrics(sums: dict[str, float]) -> dict[str, float]:
@@ -124,17 +128,11 @@ def sdpo_metrics(sums: dict[str, float]) -> dict[str, float]:
 
     sdpo/jsd is the mean of the tokens, sdpo/turn_jsd the mean of the turns' means.
     """
-    metrics = {"sdpo/turns": sums["turns"], "sdpo/tokens": sums["tokens"]}
+    counts = {"sdpo/turns": sums["turns"], "sdpo/tokens": sums["tokens"]}
     if sums["tokens"] == 0:
-        return metrics
-    metrics |= {
-        "sdpo/jsd": sums["jsd"] / sums["tokens"],
-        "sdpo/turn_jsd": sums["turn_jsd"] / sums["turns"],
-        "sdpo/is_clip_fraction": sums["is_clipped"] / sums["tokens"],
-    }
-    if "teacher_entropy" in sums:
-        metrics["sdpo/teacher_entropy"] = sums["teacher_entropy"] / sums["tokens"]
-    return metrics
+        return counts
+    means = {f"sdpo/{name}": value / sums["tokens"] for name, value in sums.items() if name not in _OVER_TURNS}
+    return counts | means | {"sdpo/turn_jsd": sums["turn_jsd"] / sums["turns"]}
 
 
 def divergence(

@@ -46,7 +46,7 @@ def total_loss(
 ) -> LossParts:
     """Return the sum of the terms at `step` (from 1).
 
-    `max_length` is the policy loss's constant length divisor, in tokens (`max_completion_length(config, context)`).
+    `max_length` is the policy loss's constant length divisor, in tokens.
     Raises ConfigError when a term has a weight, but no input.
     """
     _check(inputs, config)
@@ -92,8 +92,3 @@ def channel_metrics(sums: dict[str, float]) -> dict[str, float]:
         term_sums = {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}
         metrics |= term_metrics(term_sums) if term_sums else {}
     return metrics
-
-
-def max_completion_length(config: ChannelsConfig, max_context: int) -> int:
-    """Return the policy loss's constant length divisor in tokens: the configured one, else the model's context."""
-    return config.policy.max_completion_length or max_context

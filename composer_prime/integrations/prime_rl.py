@@ -64,5 +64,5 @@ def composer_loss(inputs: LossInputs, objective: str = "dr_grpo", **settings: An
     )
     loss, sums = policy_loss(tokens, StepTotals(samples=1, tokens=1), config, 1)
     count = sums["tokens"].clamp(min=1)
-    names = {"mismatch": "mismatch_kl", "masked": "masked_fraction", "clipped": "clip_fraction"}
-    return LossOutputs(loss=loss, metrics={name: sums[key] / count for key, name in names.items()})
+    names = ("mismatch_kl", "masked_fraction", "clip_fraction")
+    return LossOutputs(loss=loss, metrics={name: sums[name] / count for name in names})

@@ -21,34 +21,23 @@ from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from composer_prime.model_source import SMOLLM2_FORMAT
-
-TEMPLATE = Path(__file__).with_name("smollm2_chat_template.jinja")
 
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write config.json, model.safetensors, tokenizer files and provenance.json into `folder`, which must not exist."""
-    os.environ["TQDM_DISABLE"] = "1"  # one bar, not three
-    bar = Progress(
-        TextColumn("SmolLM2-135M: {task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True)
-    )
-    with bar:
-        task = bar.add_task("loading libraries", total=4)
+    os.environ["TQDM_DISABLE"] = "1"  # one status, not three bars
+    with Console(stderr=True).status(f"writing SmolLM2-135M into {folder.parent}"):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        bar.update(task, advance=1, description="dequantizing weights")
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        bar.update(task, advance=1, description="reading the tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        bar.update(task, advance=1, description=f"writing {folder.parent}")
         folder.mkdir(parents=True)
         _save_model(loaded, folder)
-        tokenizer.chat_template = TEMPLATE.read_text()
+        tokenizer.chat_template = Path(__file__).with_name("smollm2_chat_template.jinja").read_text()
         tokenizer.save_pretrained(folder)
         _save_provenance(gguf, folder)
-        bar.update(task, advance=1, description="done")
 
 
 def _save_model(loaded, folder: Path) -> None:

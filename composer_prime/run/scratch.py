@@ -1,11 +1,10 @@
 """A folder in the temporary directory that does not long outlive the process that made it.
 
-    Scratch("worker")   <tmp>/composer-prime-worker-1f0c22a9-k3j2h1/, locked while its owner is alive
+    Scratch("worker")   <tmp>/composer-prime-worker-k3j2h1/, locked while its owner is alive
     close()             removes it
     owner killed        the kernel drops the lock; the next Scratch of that name removes the folder
 
-It uses a lock, not a process id in the name: ids are reused, and containers that share a folder do not share ids. The
-name holds the running kernel, because machines that share a folder may not see one another's locks.
+It uses a lock, not a process id in the name: ids are reused, and containers that share a folder do not share ids.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import socket
 import tempfile
 from pathlib import Path
 
@@ -23,7 +21,7 @@ class Scratch:
 
     def __init__(self, name: str) -> None:
         """Make the folder, and remove folders of this name whose owners are dead. Raises OSError."""
-        prefix = f"composer-prime-{name}-{_kernel()}-"
+        prefix = f"composer-prime-{name}-"
         _sweep(prefix)
         self.path, self._lock = _make(prefix)
 
@@ -33,14 +31,6 @@ class Scratch:
         if lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(lock)
-
-
-def _kernel() -> str:
-    """Identify this boot of this machine; outside Linux only the machine."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    except OSError:
-        return socket.gethostname()
 
 
 def _make(prefix: str) -> tuple[Path, int | None]:

@@ -17,16 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = ("#1b6ca8", "#c1440e", "#3a7d44", "#7b4b94", "#a67c00", "#44546a", "#b0306a", "#008080")
-_MARK = b"<!-- drawn by composer-prime -->"
-"""First line of every SVG, so that a chart of ours may be replaced and another file is left alone."""
-_OLD_MARK = b'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="420" font-family="sans-serif" font-size="12">'
-"""First line of charts that earlier releases drew."""
-_SOFTWARE = "composer-prime"
-_PNG_LINE = b"\x89PNG"
-"""First line of every PNG, whoever drew it."""
-_PNG_MARK = b"tEXtSoftware\0" + _SOFTWARE.encode()
-_PNG_MARK_BYTES = 256
-"""Within which a PNG of ours has its mark."""
+_MARK = "drawn by composer-prime"
+"""In the first bytes of every chart, so that a chart of ours may be replaced and another file is left alone."""
 _MEAN_STEPS = 10
 
 
@@ -51,12 +43,12 @@ def save(figure: Figure, path: Path) -> None:
     from matplotlib import rc_context
 
     kind = path.suffix.lower().removeprefix(".")
-    metadata = {"Date": None} if kind == "svg" else {"Software": _SOFTWARE}
+    metadata = {"Date": None} if kind == "svg" else {"Software": _MARK}
     content = io.BytesIO()
     with rc_context({"svg.hashsalt": "composer-prime", "svg.fonttype": "none"}):
         figure.savefig(content, format=kind, dpi=150, metadata=metadata)
     data = content.getvalue()
-    write_atomic(path, _MARK + b"\n" + data[data.index(b"<svg") :] if kind == "svg" else data)
+    write_atomic(path, f"<!-- {_MARK} -->\n".encode() + data[data.index(b"<svg") :] if kind == "svg" else data)
 
 
 def check_suffix(path: Path) -> None:
@@ -66,13 +58,11 @@ def check_suffix(path: Path) -> None:
 
 
 def chart_check(path: Path) -> Callable[[bytes], bool]:
-    """Return a check for `check_own`: whether the file at `path`, by its first line, is a chart that was drawn here."""
+    """Return a check for `check_own`: whether the file at `path` is a chart that was drawn here."""
 
     def is_own(line: bytes) -> bool:
-        if line.rstrip() != _PNG_LINE:
-            return line.rstrip() in (_MARK, _OLD_MARK)
         with path.open("rb") as file:
-            return _PNG_MARK in file.read(_PNG_MARK_BYTES)
+            return _MARK.encode() in file.read(256)
 
     return is_own
 

@@ -82,13 +82,17 @@ def test_dppo_by_hand():
     expected = -(0.0 + (0.6 / 0.3) * -1.0 + 0.0 + (0.5 / 0.6)) / 10
     assert math.isclose(loss, expected, abs_tol=1e-12)
     assert torch.allclose(gradient, torch.tensor([0.0, 0.2, 0.0, -0.5 / 6.0], dtype=torch.float64), atol=1e-12)
-    assert sums["masked"] == 2 and sums["clipped"] == 0
+    assert sums["masked_fraction"] == 2 and sums["clip_fraction"] == 0
 
 
 def test_dppo_caps_the_ratio_of_a_rare_token_that_it_keeps():
     # pi = .1 and mu = 1e-5 is inside the trust region, with a ratio of 10 000: it counts as much as the cap says.
     loss, gradient, sums = four_tokens([0.1, 0.5], [1e-5, 0.5], [1.0, 1.0], dppo_ratio_cap=10.0)
-    assert math.isclose(loss, -(10.0 + 1.0) / 10, abs_tol=1e-9) and sums["clipped"] == 1 and sums["masked"] == 0
+    assert (
+        math.isclose(loss, -(10.0 + 1.0) / 10, abs_tol=1e-9)
+        and sums["clip_fraction"] == 1
+        and sums["masked_fraction"] == 0
+    )
     assert torch.allclose(gradient, torch.tensor([-1.0, -0.1], dtype=torch.float64), atol=1e-9)
     loss, gradient, _ = four_tokens([0.1, 0.5], [1e-5, 0.5], [1.0, 1.0], dppo_ratio_cap=None)
     assert math.isclose(loss, -(1e4 + 1.0) / 10, rel_tol=1e-9) and math.isclose(gradient[0], -1e3, rel_tol=1e-9)
@@ -101,16 +105,16 @@ def test_dppo_uses_the_penalized_advantage():
     _, gradient, sums = four_tokens([0.6, 0.3], [0.3, 0.6], [0.1, -0.1], [0.1, 0.9], kl=penalty)
     advantages = [0.1 - math.log(0.6 / 0.1), -0.1 + math.log(0.9 / 0.3)]
     expected = torch.tensor([-2.0 * advantages[0] / 10, -0.5 * advantages[1] / 10], dtype=torch.float64)
-    assert sums["masked"] == 0 and torch.allclose(gradient, expected, atol=1e-12)
+    assert sums["masked_fraction"] == 0 and torch.allclose(gradient, expected, atol=1e-12)
 
 
 def test_opsm_uses_the_penalized_advantage():
     # The same holds for opsm's A < 0: k1 pushes both tokens of a far sequence up, so neither is dropped.
     penalty = {"weight": 1.0, "estimator": "k1"}
     *_, sums = four_tokens([0.1, 0.1], [0.9, 0.9], [-0.1, -0.1], [0.9, 0.9], kl=penalty, correction="opsm")
-    assert sums["masked"] == 0
+    assert sums["masked_fraction"] == 0
     *_, sums = four_tokens([0.1, 0.1], [0.9, 0.9], [-0.1, -0.1], correction="opsm")
-    assert sums["masked"] == 2
+    assert sums["masked_fraction"] == 2
 
 
 def test_k3_ratio_is_capped_where_dppo_caps_the_ratio():

@@ -145,7 +145,7 @@ def at_margin(z: float, loss: str, epsilon: float = 0.2):
 def test_a_policy_at_its_reference_has_loss_ln_2(loss):
     # z = 0: ln 2, whatever the epsilon, and not yet counted as right.
     value, _, sums = at_margin(0.0, loss)
-    assert math.isclose(value, math.log(2), rel_tol=1e-12) and sums["correct"] == 0 and sums["displaced"] == 0
+    assert math.isclose(value, math.log(2), rel_tol=1e-12) and sums["accuracy"] == 0 and sums["displaced_fraction"] == 0
 
 
 def test_a_random_label_teaches_nothing():

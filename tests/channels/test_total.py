@@ -15,7 +15,7 @@ from test_sdpo import Turns
 
 from composer_prime.channels.replay_dpo import replay_dpo_loss
 from composer_prime.channels.sdpo import sdpo_loss
-from composer_prime.channels.total import ChannelInputs, channel_metrics, max_completion_length, total_loss
+from composer_prime.channels.total import ChannelInputs, channel_metrics, total_loss
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.config.policy import PolicyConfig
 from composer_prime.errors import ConfigError
@@ -140,13 +140,6 @@ def test_a_weight_without_its_input_is_refused():
     for missing, config in (("sdpo", weighed(0.1, 0)), ("replay_dpo", weighed(0, 0.1))):
         with pytest.raises(ConfigError, match=rf"channels.{missing}.weight is 0\.1, but the batch has no input"):
             total_loss(dataclasses.replace(inputs, **{missing: None}), TOTALS, config, 32)
-
-
-def test_length_divisor_defaults_to_the_context():
-    # max_completion_length when set, else model.max_context.
-    assert max_completion_length(ChannelsConfig(), 2048) == 2048
-    config = ChannelsConfig(policy=PolicyConfig(max_completion_length=100))
-    assert max_completion_length(config, 2048) == 100
 
 
 def test_nan_in_an_input_is_nan_in_the_loss():
