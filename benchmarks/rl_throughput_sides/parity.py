@@ -19,8 +19,7 @@ from benchmarks.rl_throughput_sides.plan import Plan, training_order
 from benchmarks.rl_throughput_sides.trl_side import question, rendered, tokenizer_for
 from benchmarks.rl_throughput_sides.trl_tools import environment_class
 from orchestrator.chat_renderer import build_renderer
-from orchestrator.environments.toolsmith.episode import Episode
-from orchestrator.environments.toolsmith.tools import run_call
+from orchestrator.environments.toolsmith.episode import Episode, run_call
 
 SAMPLE = 32
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from orchestrator.environments.toolsmith.episode import Episode
-from orchestrator.environments.toolsmith.tools import run_call
+from orchestrator.environments.toolsmith.episode import Episode, run_call
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 

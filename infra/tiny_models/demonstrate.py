@@ -13,8 +13,7 @@ from infra.tiny_models.hints import draw_hint
 from infra.tiny_models.mixtures import Mixture
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
-from orchestrator.environments.toolsmith.episode import ARGUMENT_NAMES, BY_KEY, Episode, Tool
-from orchestrator.environments.toolsmith.tools import run_call
+from orchestrator.environments.toolsmith.episode import ARGUMENT_NAMES, BY_KEY, Episode, Tool, run_call
 
 MAX_TURNS = 6
 

@@ -19,7 +19,7 @@ from infra.tiny_models.make import ASSETS
 from infra.tiny_models.pairs import Conversation, advance, begin, message_of, replies_to
 from infra.tiny_models.play import complete, draw_episodes
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
-from orchestrator.environments.toolsmith.tools import is_error
+from orchestrator.environments.toolsmith.episode import is_error
 from orchestrator.hints.generate import ErrorTurn, Templates
 from orchestrator.hints.placement import HintPlacer
 

@@ -7,8 +7,7 @@ then always right. Wording and place vary, so that the model does not learn a si
 
 import random
 
-from orchestrator.environments.toolsmith.episode import Episode, Tool
-from orchestrator.environments.toolsmith.tools import ERROR_STARTS
+from orchestrator.environments.toolsmith.episode import ERROR_STARTS, Episode, Tool
 
 
 def draw_hint(rng: random.Random, episode: Episode, tool: Tool) -> str:

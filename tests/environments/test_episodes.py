@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.environments.toolsmith.episode import ARGUMENT_NAMES, OPERATIONS, Episode, episode_split, generate
-from orchestrator.environments.toolsmith.tools import INVALID_JSON, is_error, run_call
+from orchestrator.environments.toolsmith.episode import (
+    ARGUMENT_NAMES,
+    INVALID_JSON,
+    OPERATIONS,
+    Episode,
+    episode_split,
+    generate,
+    is_error,
+    run_call,
+)
 
 seeds = st.integers(0, 2**53)
 levels = st.integers(1, 3)
@@ -114,5 +122,5 @@ def test_episodes_import_without_verifiers():
     # Tools that only need episodes must not pay for importing verifiers.
     import subprocess
 
-    code = "import sys, orchestrator.environments.toolsmith.tools; sys.exit('verifiers' in sys.modules)"
+    code = "import sys, orchestrator.environments.toolsmith.episode; sys.exit('verifiers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,8 +12,7 @@ from renderers.configs import CustomRendererConfig
 from renderers.qwen3 import Qwen3Renderer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from orchestrator.environments.toolsmith.episode import generate
-from orchestrator.environments.toolsmith.tools import run_call
+from orchestrator.environments.toolsmith.episode import generate, run_call
 
 TINY = Path(__file__).parents[2] / "composer_prime/assets/tiny"
 NAMES = ("policy", "teacher_a", "teacher_b", "teacher_c")

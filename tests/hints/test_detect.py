@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from composer_prime.errors import ConfigError
-from orchestrator.environments.toolsmith.episode import generate
-from orchestrator.environments.toolsmith.tools import run_call
+from orchestrator.environments.toolsmith.episode import generate, run_call
 from orchestrator.hints.detect import RuleDetector, violation
 from orchestrator.hints.generate import ErrorTurn, Templates
 from orchestrator.rollouts.groups import answers, failed_turns, messages_before, turn_error_rate

@@ -1,8 +1,7 @@
 """toolsmith: a multi-turn tool-use task set small enough to learn on two CPU cores.
 
-Read `episode.py` first (what an episode is), then `tools.py` (what a call returns), then `taskset.py` (the verifiers
-plugin). The first two import nothing heavy. The plugin class is imported on first use, so code that needs only episodes
-does not import verifiers.
+Read `episode.py` first, then `taskset.py` (the verifiers plugin). The first imports nothing heavy. The plugin class is
+imported on first use, so code that needs only episodes does not import verifiers.
 """
 
 from typing import Any

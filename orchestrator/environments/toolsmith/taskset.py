@@ -7,8 +7,15 @@ from typing import Any
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
-from orchestrator.environments.toolsmith.episode import MAX_DIFFICULTY, MIN_DIFFICULTY, Episode, Split, generate
-from orchestrator.environments.toolsmith.tools import is_error, run_call
+from orchestrator.environments.toolsmith.episode import (
+    MAX_DIFFICULTY,
+    MIN_DIFFICULTY,
+    Episode,
+    Split,
+    generate,
+    is_error,
+    run_call,
+)
 
 
 class EpisodeTools:
