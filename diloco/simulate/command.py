@@ -1,4 +1,4 @@
-"""`diloco simulate`: which link a joint run needs, and which way of reducing pays, as tables and a plot.
+"""`diloco simulate`: which link a joint run needs, and what it gets from its own, as tables and a plot.
 
 The tables are 80 columns wide. A sentence under each explains its figures.
 """
@@ -20,7 +20,6 @@ from composer_prime.errors import ConfigError
 from composer_prime.stats.plot import line_chart, save
 from diloco.simulate.joint_run import (
     ENCODE_NS,
-    WAYS,
     Fleet,
     JointRun,
     Net,
@@ -28,8 +27,6 @@ from diloco.simulate.joint_run import (
     forecast_link,
     goodput,
     heal_warning,
-    pipe,
-    seconds,
 )
 from diloco.simulate.utilization import (
     IntervalShares,
@@ -37,7 +34,6 @@ from diloco.simulate.utilization import (
     Scheme,
     Workload,
     bytes_per_step,
-    exposed_s,
     grid,
     paper_schemes,
     required_gbit,
@@ -142,7 +138,7 @@ def _plot(path: Path, workload: Workload, schemes: Sequence[Scheme], own: JointR
     """Draw utilization against bandwidth."""
     bandwidths = grid(-3, 3, 121)
     rows = [(scheme.name, workload, scheme, lambda gbit: Pipe(gbit_s=gbit)) for scheme in schemes]
-    rows.append((f"{own.scheme.name}, relayed", own.workload, own.scheme, own.relay))
+    rows.append((f"{own.scheme.name}, relayed", own.workload, own.scheme, lambda gbit: own.pipe(own.net(gbit))))
     series = {
         f"{name}: {three_digits(bytes_per_step(work, scheme) / 1e6)} MB": [
             (gbit, utilization(work, scheme, pipe_at(gbit))) for gbit in bandwidths
@@ -166,49 +162,44 @@ def required_table(workload: Workload, schemes: Sequence[Scheme], own: JointRun)
         table.add_column(head, justify="left" if head == "scheme" else "right")
     name = f"{own.scheme.name}, {own.peers} peers"
     rows = [(scheme.name, workload, scheme, lambda gbit: Pipe(gbit_s=gbit)) for scheme in schemes]
-    for label, work, scheme, pipe_at in [*rows, (name, own.workload, own.scheme, own.relay)]:
+    rows.append((name, own.workload, own.scheme, lambda gbit: own.pipe(own.net(gbit))))
+    for label, work, scheme, pipe_at in rows:
         required = [required_gbit(work, scheme, target, _GRID, pipe_at) for target in TARGETS]
         cells = (OUT_OF_REACH if gbit is None else three_digits(gbit) for gbit in required)
         table.add_row(label, *cells, three_digits(bytes_per_step(work, scheme) / 1e6))
     if None not in required:
         return table, ""
-    shares = IntervalShares.of(own.workload, own.scheme, own.relay(_GRID[-1]))
+    shares = IntervalShares.of(own.workload, own.scheme, own.pipe(own.net(_GRID[-1])))
     return table, f"{OUT_OF_REACH}: out of reach of any link. On the widest, {name}: {shares.text()}"
 
 
 def peers_table(
     runs: Sequence[JointRun], nets: Sequence[Net], fleet: Fleet, heal_timeout_s: float
 ) -> tuple[Table, str]:
-    """Return one row for each number of peers and way of reducing. `nets`: of the runs; `fleet`: of any peers."""
+    """Return one row for each number of peers. `nets`: of the runs; `fleet`: of any peers."""
     first, net = runs[0], nets[0]
     table = _table(
-        f"{first.scheme.name}, H = {first.every}, P = {first.fragments}, tau = {first.delay:g}, peers with "
-        f"{net.gbit_s:g} Gbit/s and {1e3 * net.latency_s:g} ms"
+        f"{first.scheme.name}, H = {first.every}, P = {first.fragments}, tau = {first.delay:g}: {net.gbit_s:g} Gbit/s, "
+        f"{1e3 * net.latency_s:g} ms"
     )
-    for head in ("peers", "way", "sync, s", "waits, s", "utilization", "goodput", "dominates"):
-        table.add_column(head, justify="left" if head in ("way", "dominates") else "right")
-    for run, its_net in zip(runs, nets, strict=True):
-        bits, interval_s = run.size * run.scheme.bits, run.every / run.fragments * run.step_s
-        sync_s = {way: seconds(way, its_net, bits) for way in WAYS}
-        for way in WAYS:
-            path = pipe(way, its_net)
-            share = utilization(run.workload, run.scheme, path)
-            kept = goodput(replace(fleet, peers=run.peers), share, interval_s, forecast_link(run, its_net).heal_s)
-            table.add_row(
-                str(run.peers), f"{way} *" if sync_s[way] == min(sync_s.values()) else way, three_digits(sync_s[way]),
-                three_digits(exposed_s(run.workload, run.scheme, path)), f"{share:.1%}", f"{kept:.1%}",
-                IntervalShares.of(run.workload, run.scheme, path).dominant,
-            )  # fmt: skip
-        table.add_section()
-    forecast = forecast_link(first, net)
+    for head in ("peers", "sync, s", "waits, s", "utilization", "goodput", "dominates"):
+        table.add_column(head, justify="left" if head == "dominates" else "right")
+    forecasts = [forecast_link(run, its_net) for run, its_net in zip(runs, nets, strict=True)]
+    shares = [IntervalShares.of(run.workload, run.scheme, run.pipe(its)) for run, its in zip(runs, nets, strict=True)]
+    for run, forecast, share in zip(runs, forecasts, shares, strict=True):
+        interval_s = run.every / run.fragments * run.step_s
+        kept = goodput(replace(fleet, peers=run.peers), forecast.utilization, interval_s, forecast.heal_s)
+        table.add_row(
+            str(run.peers), three_digits(forecast.sync_s), three_digits(forecast.exposed_s),
+            f"{forecast.utilization:.1%}", f"{kept:.1%}", share.dominant,
+        )  # fmt: skip
     warnings = (
-        deadline_warning(forecast.send_s, fleet.deadline_s, "--deadline-s"),
-        heal_warning(forecast.heal_s, heal_timeout_s, "--heal-timeout-s"),
+        deadline_warning(forecasts[0].send_s, fleet.deadline_s, "--deadline-s"),
+        heal_warning(forecasts[0].heal_s, heal_timeout_s, "--heal-timeout-s"),
     )
     return table, (
-        "sync: from encoding to the installed outcome; waits: what of it training waits for; *: the quickest way. "
-        f"relay is what runs here; with {first.peers} peers, "
-        f"{IntervalShares.of(first.workload, first.scheme, pipe('relay', net)).text()}"
+        "sync: from encoding to the installed outcome; waits: what of it training waits for. "
+        f"With {first.peers} peers, {shares[0].text()}"
         + "".join(f"\nWarning: {warning}" for warning in warnings if warning)
     )
 

@@ -1,4 +1,4 @@
-"""What diloco/ itself does, as the simulator sees it, and other ways to bring N peers' deltas together.
+"""What diloco/ itself does, as the simulator sees it.
 
 A fragment leaves through the rendezvous when a step has ended:
 
@@ -7,19 +7,9 @@ A fragment leaves through the rendezvous when a step has ended:
     machines on the way         | handle pieces |              | handle pieces ..... |
                          busy_s   the slower      round_s        the slower            busy_s
 
-Pieces of a delta (diloco/transport/connection.py) are encrypted, checked and copied while others are on the link. The
-ways differ in what each peer's link carries and how many trips follow one another:
-
-    relay          up once, and when all are there down N - 1 times; the rendezvous' link carries N in, then N (N - 1)
-                   out. This is what diloco/ does: every peer gets every delta as it was sent, so codecs, guards and
-                   joining late need no second pass
-    mesh           N - 1 up, N - 1 down, no relay: the same properties, needs every pair to be reachable
-    hierarchical   groups of about sqrt(N): members to leader, leaders among one another, leader to members
-    ring           2 (N - 1) / N of a delta up and down, 2 (N - 1) trips one after the other
-
-hierarchical and ring add up on the way: deltas are decoded and encoded again at each hop, and a bad one can only be
-rejected before it enters. In return no peer decodes all: a leader decodes its members' and one of each group and
-encodes two sums; in a ring a peer decodes N - 1 parts of 1 / N, twice, and encodes as many as make up one delta.
+Pieces of a delta (diloco/transport/connection.py) are encrypted, checked and copied while others are on the link. A
+peer's link carries its delta up once and, when all are there, the others' down. The rendezvous' link carries N in, then
+N (N - 1) out. So every peer gets every delta as it was sent.
 
 The constants are CPU times measured on one x86-64 core: a machine with faster or more cores is quicker than this, a
 busy one slower. benchmarks/diloco_link.py measures those of its machine, and how far the simulator is off with them.
@@ -50,83 +40,27 @@ SCALE_BITS = 16
 _CODE_BITS = {"int8": 7.46, "int4": 3.32, "e3m0": 3.51}
 """Of a code after entropy coding, where deltas are normally distributed and 256 share a scale."""
 
-WAYS = ("relay", "mesh", "hierarchical", "ring")
 RELAY_TRIPS = 10
 """Requests and answers of a peer, one after the other: offer, last piece, offer again, outcome, last piece down."""
 RELAY_WINDOW_GBIT = WINDOW * PIECE_BYTES * 8 / 1e9
 """Most that one connection has under way at once."""
 
 
-# -- ways of reducing --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Net:
-    peers: int
+    """A peer's link, and what else a synchronization takes. The times are as in Pipe."""
+
     gbit_s: float
-    """Of each peer, each direction."""
-    latency_s: float
-    """One way, between any two."""
+    """Each direction."""
+    latency_s: float = 0.0
+    """One way."""
     relay_gbit_s: float | None = None
     """Of the rendezvous, each direction; None is that of a peer."""
-    connections: int = 1
-    """Of a peer with the rendezvous, each with a window of its own."""
     busy_s: float = 0.0
-    """As in Pipe, where every peer decodes every delta (relay, mesh)."""
     encode_s: float = 0.0
     """Of it, encoding one delta."""
-    decode_s: float = 0.0
-    """Of it, decoding one of the N."""
     handling_s: float = 0.0
-    """Of the rendezvous, as in Pipe; ways without a relay have none."""
     round_s: float = 0.0
-    """Likewise."""
-
-
-def pipe(way: str, net: Net) -> Pipe:
-    """Return what a peer's delta passes through. Raises ValueError for an unknown way."""
-    n = net.peers
-    if n < 2:
-        return Pipe(gbit_s=net.gbit_s, factor=0.0, hops=0)
-    gbit, encoded, decoded = net.gbit_s, 1.0, float(n)
-    match way:
-        case "relay":
-            if net.latency_s:
-                gbit = min(gbit, net.connections * RELAY_WINDOW_GBIT / (2 * net.latency_s))
-            thinner = gbit / (net.relay_gbit_s or net.gbit_s)
-            factor, hops = max(1, n * thinner) + max(n - 1, n * (n - 1) * thinner), RELAY_TRIPS
-        case "mesh":
-            factor, hops = n - 1, 1
-        case "hierarchical":
-            group = group_size(n)
-            leaders = math.ceil(n / group)
-            factor, hops = 2 * (group - 1) + (leaders - 1), 3
-            encoded, decoded = 2.0, group - 1 + leaders
-        case "ring":
-            factor, hops = 2 * (n - 1) / n, 2 * (n - 1)
-            decoded = factor
-        case _:
-            raise ValueError(f"no way of reducing is called {way!r}; there are {', '.join(WAYS)}")
-    handling_s, round_s = (net.handling_s, net.round_s) if way == "relay" else (0.0, 0.0)
-    busy_s = net.busy_s + (encoded - 1) * net.encode_s + (decoded - n) * net.decode_s
-    return Pipe(
-        gbit_s=gbit, latency_s=net.latency_s, factor=factor, hops=hops, busy_s=busy_s, handling_s=handling_s,
-        round_s=round_s,
-    )  # fmt: skip
-
-
-def group_size(peers: int) -> int:
-    """Return the group size that keeps the busiest link, a leader's, least busy: about sqrt(N / 2)."""
-    return min(range(1, peers + 1), key=lambda size: 2 * (size - 1) + math.ceil(peers / size) - 1)
-
-
-def seconds(way: str, net: Net, bits: float) -> float:
-    """Return the time of one reduction of `bits` bits, from the start of encoding to the last peer's result."""
-    path = pipe(way, net)
-    return path.moving_s(bits) + path.hops * path.latency_s + path.round_s + path.busy_s
-
-
-# -- this package's own run --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,18 +109,24 @@ class JointRun:
 
     def net(self, gbit: float, latency_s: float = 0.0, relay_gbit: float | None = None) -> Net:
         """Return a link, with the time that handling a fragment takes by this module's constants."""
-        each_s = self.size / self.ranks * 1e-9
-        encode_s, decode_s = each_s * ENCODE_NS[self.codec.type], each_s * DECODE_NS
+        each_s, encode_ns = self.size / self.ranks * 1e-9, ENCODE_NS[self.codec.type]
         relayed_bytes = self.peers**2 * self.size * codec_bits(self.codec) / 8
         return Net(
-            peers=self.peers, gbit_s=gbit, latency_s=latency_s, relay_gbit_s=relay_gbit,
-            connections=self.ranks, busy_s=encode_s + self.peers * decode_s + each_s * INSTALL_NS, encode_s=encode_s,
-            decode_s=decode_s, handling_s=relayed_bytes * RELAY_NS * 1e-9, round_s=ROUND_S,
+            gbit_s=gbit, latency_s=latency_s, relay_gbit_s=relay_gbit, encode_s=each_s * encode_ns,
+            busy_s=each_s * (encode_ns + self.peers * DECODE_NS + INSTALL_NS),
+            handling_s=relayed_bytes * RELAY_NS * 1e-9, round_s=ROUND_S,
         )  # fmt: skip
 
-    def relay(self, gbit: float) -> Pipe:
-        """Return what a delta passes through where every link, without latency, has so many Gbit/s."""
-        return pipe("relay", self.net(gbit))
+    def pipe(self, net: Net) -> Pipe:
+        """Return what a delta passes through on its way from this peer to all others."""
+        n, gbit = self.peers, net.gbit_s
+        if net.latency_s:
+            gbit = min(gbit, self.ranks * RELAY_WINDOW_GBIT / (2 * net.latency_s))
+        thinner = gbit / (net.relay_gbit_s or net.gbit_s)
+        return Pipe(
+            gbit_s=gbit, latency_s=net.latency_s, factor=max(1, n * thinner) + max(n - 1, n * (n - 1) * thinner),
+            hops=RELAY_TRIPS, busy_s=net.busy_s, handling_s=net.handling_s, round_s=net.round_s,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,10 +157,10 @@ def codec_bits(codec: CodecConfig) -> float:
 
 def forecast_link(run: JointRun, net: Net) -> LinkForecast:
     """Return what `net` gives `run`."""
-    path, bits = pipe("relay", net), run.size * run.scheme.bits
+    path, bits = run.pipe(net), run.size * run.scheme.bits
     up_gbit = min(path.gbit_s, net.relay_gbit_s or path.gbit_s)
     return LinkForecast(
-        sync_s=seconds("relay", net, bits),
+        sync_s=path.moving_s(bits) + path.hops * path.latency_s + path.round_s + path.busy_s,
         send_s=net.encode_s + bits / (up_gbit * 1e9) + net.latency_s,
         exposed_s=exposed_s(run.workload, run.scheme, path),
         codec_s=path.busy_s,

@@ -87,7 +87,7 @@ def test_no_other_source(make_rendezvous, key_file):
         assert ready.wait(30)
         try:
             with pytest.raises(
-                DeadlineError, match="heal_timeout_s = 2 s: .* waits for another state, because .* peer a "
+                DeadlineError, match=r"heal_timeout_s = 2 s: .* waits for another state, because .* peer a "
             ):
                 train(settings(server.endpoint, key_file, "c", heal_timeout_s=2), 1, 1, seed=7)
         finally:
