@@ -9,7 +9,7 @@ import numpy as np
 
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import Sample, VersionSpan
-from orchestrator.gateway.records import GenerationRecord
+from orchestrator.gateway.generation import GenerationRecord
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan
 from orchestrator.rollouts.rollout import RolloutResult, finished_rollout
 from orchestrator.rollouts.samples import compile_rollout, numbered_turns

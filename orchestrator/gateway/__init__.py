@@ -4,6 +4,6 @@ http -> generation -> routing -> nodes, and link between routing and the nodes' 
 """
 
 from orchestrator.gateway.gateway import Gateway
-from orchestrator.gateway.records import GenerationRecord
+from orchestrator.gateway.generation import GenerationRecord
 
 __all__ = ["Gateway", "GenerationRecord"]

@@ -2,7 +2,7 @@
 
     environment worker --HTTP, loopback--> http.py -> generation.py -> routing.py -> link.py --CURVE ZMQ--> node
                                                           |                ^             <-- answer, heartbeat --
-                                                     records.py            |
+                                                       records             |
     orchestrator: records.open(rollout) ... take    tick task: lost nodes, deadlines, adaptive limit
 
 Three kinds of tasks run besides aiohttp's: the link's receiver, the tick, and weight chunks being read in threads. A
@@ -31,10 +31,9 @@ from composer_prime.wire.node import Drain, NewVersion
 from orchestrator.event_loop import LoopLag, watched
 from orchestrator.gateway.adaptive import AdaptiveLimit, GatewayLoad
 from orchestrator.gateway.chat import ChatFormat
-from orchestrator.gateway.generation import POLICY, Generator
+from orchestrator.gateway.generation import POLICY, Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer
 from orchestrator.gateway.link import ChunkServer, NodeLink, NodeSocket
-from orchestrator.gateway.records import RolloutRecords
 from orchestrator.gateway.routing import Router
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.errors import DeadlineError
 from composer_prime.run.retry import backoff_s
 from composer_prime.wire.types import Sample
-from orchestrator.gateway.records import GenerationRecord, RolloutRecords
+from orchestrator.gateway.generation import GenerationRecord, RolloutRecords
 from orchestrator.rollouts.groups import FinishedRollout, GroupPlan, derive_seed
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL, TRAIN, RolloutFailure, RolloutReply, RunRollout

@@ -18,7 +18,7 @@ import numpy as np
 
 from composer_prime.errors import RolloutError
 from composer_prime.wire.types import Sample, TurnSpan, VersionSpan, flags, pack_flags, pack_floats, pack_ints
-from orchestrator.gateway.records import GenerationRecord
+from orchestrator.gateway.generation import GenerationRecord
 from orchestrator.rollouts.groups import GroupPlan
 from orchestrator.workers.protocol import MessageRecord, RolloutReply
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
-from orchestrator.gateway.records import GenerationRecord, RolloutRecords
+from orchestrator.gateway.generation import GenerationRecord, RolloutRecords
 
 IDS = st.lists(st.integers(0, 3), max_size=6)
 

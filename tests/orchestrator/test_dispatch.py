@@ -10,7 +10,7 @@ from orch_peers import PeerTrainer, ScriptedPool, draw, make_config, sample_ids
 
 from composer_prime.errors import EnvironmentWorkerError, RolloutError
 from composer_prime.wire.types import RunFinished
-from orchestrator.gateway.records import RolloutRecords
+from orchestrator.gateway.generation import RolloutRecords
 from orchestrator.rollouts.rollout import Lane, Permits, RequestFactory, RolloutRunner, score_failure
 from orchestrator.workers.protocol import RolloutFailure, RolloutReply, RunRollout
 
