@@ -34,7 +34,8 @@ def _main() -> int:
         if command.dry_run:
             from diloco.simulate.forecast import link_rows
 
-            print(plan.with_rows(link_rows(config)).text(columns()))
+            plan.rows.extend(link_rows(config))
+            print(plan.text(columns()))
             return EXIT_USAGE if plan.problems else 0
         if plan.problems:
             raise ConfigError(f"the run cannot start: {what_is_wrong(plan.problems)}")

@@ -16,9 +16,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from composer_prime.console import GIB, pluralize
 from composer_prime.errors import ComposerError
@@ -44,8 +43,7 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpu
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Check(NamedTuple):
     """The result of one check."""
 
     level: Level
@@ -59,8 +57,8 @@ def checks(output_dir: Path, *, quick: bool) -> Iterator[Check]:
     """Yield the result of every check; `quick` leaves out the one that loads torch."""
     machine = this_machine()
     text = f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}"
-    yield Check(level="ok", name="python", text=text)
-    yield Check(level="ok" if machine.cores > 1 else "note", name="cores", text=f"{machine.cores} usable")
+    yield Check("ok", "python", text)
+    yield Check("ok" if machine.cores > 1 else "note", "cores", f"{machine.cores} usable")
     yield _memory(machine.memory_bytes)
     yield _gpus(machine.gpus)
     yield _packages()
@@ -77,15 +75,15 @@ def checks(output_dir: Path, *, quick: bool) -> Iterator[Check]:
 
 def _memory(size: int) -> Check:
     if size < 6 * GIB:
-        return Check(level="note", name="memory", text=f"{size / GIB:.1f} GiB; the quickstart wants about 6 GiB")
-    return Check(level="ok", name="memory", text=f"{size / GIB:.1f} GiB")
+        return Check("note", "memory", f"{size / GIB:.1f} GiB; the quickstart wants about 6 GiB")
+    return Check("ok", "memory", f"{size / GIB:.1f} GiB")
 
 
 def _gpus(sizes: tuple[int, ...]) -> Check:
     if not sizes:
-        return Check(level="note", name="GPUs", text="none visible to the CUDA driver; everything runs on the CPU")
+        return Check("note", "GPUs", "none visible to the CUDA driver; everything runs on the CPU")
     listed = ", ".join(f"{size / GIB:.0f} GiB" for size in sizes)
-    return Check(level="ok", name="GPUs", text=f"{len(sizes)} visible ({listed})")
+    return Check("ok", "GPUs", f"{len(sizes)} visible ({listed})")
 
 
 def _packages() -> Check:
@@ -96,21 +94,21 @@ def _packages() -> Check:
         except importlib.metadata.PackageNotFoundError:
             missing.append(package)
     if missing:
-        return Check(level="bad", name="packages", text=f"not installed: {', '.join(missing)}; run `uv sync`")
-    return Check(level="ok", name="packages", text=", ".join(installed))
+        return Check("bad", "packages", f"not installed: {', '.join(missing)}; run `uv sync`")
+    return Check("ok", "packages", ", ".join(installed))
 
 
 def _extras() -> Iterator[Check]:
     for module, remedy in _EXTRAS.items():
         if module_file(module) is None:
-            yield Check(level="note", name=module, text=f"not installed: {remedy}")
+            yield Check("note", module, f"not installed: {remedy}")
         else:
-            yield Check(level="ok", name=module, text="installed")
+            yield Check("ok", module, "installed")
     installed = [name for name in _TRACKERS if module_file(name) is not None]
     absent = ", ".join(name for name in _TRACKERS if name not in installed)
     text = f"installed: {', '.join(installed) or 'none'}"
     text += f"; not: {absent} (`uv sync --extra NAME`)" if absent else ""
-    yield Check(level="ok", name="trackers", text=text)
+    yield Check("ok", "trackers", text)
 
 
 def _models() -> Iterator[Check]:
@@ -118,9 +116,9 @@ def _models() -> Iterator[Check]:
         try:
             first_step = model_ready(name)
             text = f"its first run will {first_step}" if first_step else "ready"
-            yield Check(level="ok", name=name, text=f"model: {text}")
+            yield Check("ok", name, f"model: {text}")
         except ComposerError as error:
-            yield Check(level="note" if name != "tiny" else "bad", name=name, text=str(error))
+            yield Check("note" if name != "tiny" else "bad", name, str(error))
 
 
 def _writable(output_dir: Path) -> Check:
@@ -131,17 +129,17 @@ def _writable(output_dir: Path) -> Check:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x" * 4096)
     except OSError as error:
-        return Check(level="bad", name="disk", text=f"cannot write to {folder}: {error.strerror}; set run.output_dir")
+        return Check("bad", "disk", f"cannot write to {folder}: {error.strerror}; set run.output_dir")
     free = free_bytes(output_dir) / GIB
-    return Check(level="ok" if free > 2 else "note", name="disk", text=f"{folder} is writable, {free:.1f} GiB free")
+    return Check("ok" if free > 2 else "note", "disk", f"{folder} is writable, {free:.1f} GiB free")
 
 
 def _loopback() -> Check:
     try:
         check_port("127.0.0.1", 0, "loopback")
     except ComposerError as error:
-        return Check(level="bad", name="loopback", text=str(error))
-    return Check(level="ok", name="loopback", text="ports can be bound on 127.0.0.1")
+        return Check("bad", "loopback", str(error))
+    return Check("ok", "loopback", "ports can be bound on 127.0.0.1")
 
 
 def _open_files() -> Check:
@@ -149,16 +147,16 @@ def _open_files() -> Check:
     if files != resource.RLIM_INFINITY and files < 4096:
         suggestion = 65536 if hard_limit == resource.RLIM_INFINITY else min(65536, hard_limit)
         text = f"{files:,}; many concurrent rollouts need more: ulimit -n {suggestion}"
-        return Check(level="note", name="open files", text=text)
-    return Check(level="ok", name="open files", text="no limit" if files == resource.RLIM_INFINITY else f"{files:,}")
+        return Check("note", "open files", text)
+    return Check("ok", "open files", "no limit" if files == resource.RLIM_INFINITY else f"{files:,}")
 
 
 def shared_memory(size: int, gpus: int) -> Check:
     """Check the `size` in bytes of /dev/shm, which NCCL uses between processes of one machine."""
     if gpus > 1 and size < GIB:
         text = f"/dev/shm has {size / GIB:.2f} GiB; NCCL needs more between {gpus} GPUs: docker run --shm-size 16g"
-        return Check(level="note", name="shared mem", text=text)
-    return Check(level="ok", name="shared mem", text=f"/dev/shm has {size / GIB:.2f} GiB")
+        return Check("note", "shared mem", text)
+    return Check("ok", "shared mem", f"/dev/shm has {size / GIB:.2f} GiB")
 
 
 def _torch(gpus: int) -> Check:
@@ -171,10 +169,10 @@ def _torch(gpus: int) -> Check:
         )
     except subprocess.TimeoutExpired:
         text = f"importing it took longer than {_TORCH_TIMEOUT_S:g} s"
-        return Check(level="bad", name="torch", text=text)
+        return Check("bad", "torch", text)
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        return Check(level="bad", name="torch", text=f"does not run: {last[0]}")
+        return Check("bad", "torch", f"does not run: {last[0]}")
     return torch_check(json.loads(done.stdout.strip().splitlines()[-1]), gpus)
 
 
@@ -185,9 +183,9 @@ def torch_check(report: dict[str, Any], gpus: int) -> Check:
     if gpus > len(report["gpus"]):
         remedy = "its CUDA is newer than the driver: update the driver" if cuda else "install its CUDA build"
         text += f" can use {len(report['gpus'])} of {pluralize(gpus, 'visible GPU')}: {remedy}"
-        return Check(level="note", name="torch", text=text)
+        return Check("note", "torch", text)
     devices = [f"{name} (compute capability {major}.{minor})" for name, major, minor in report["gpus"]]
-    return Check(level="ok", name="torch", text=f"{text} computes on {', '.join(devices) or 'the CPU'}")
+    return Check("ok", "torch", f"{text} computes on {', '.join(devices) or 'the CPU'}")
 
 
 _USES = (

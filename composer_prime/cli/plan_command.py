@@ -34,7 +34,8 @@ def main(words: list[str]) -> int:
     plan = build_plan(config, machine)
     from diloco.simulate.forecast import link_rows
 
-    print(plan.with_rows(link_rows(config)).text(columns()))
+    plan.rows.extend(link_rows(config))
+    print(plan.text(columns()))
     return EXIT_USAGE if plan.problems else 0
 
 

@@ -76,8 +76,7 @@ def report_run(run_dir: RunDir, bins: int) -> list[str]:
     else:
         text += _curve(trained, progress, bins) + _speed(trained, progress) + _health(trained)
         text += hint_lines(trained) + pair_lines(trained, lines) + joint_lines(run_dir, lines)
-    total = [value for line in lines if (value := numeric_field(line, "memory/total_bytes")) is not None]
-    if total:
+    if total := _values(lines, "memory/total_bytes"):
         text.append(f"  memory       {gib(int(max(total)))} at most in all processes")
     return text + _ledger(run_dir) + _costs(run_dir) + _evaluations(run_dir)
 
@@ -108,19 +107,17 @@ def _curve(trained: list[Line], progress: RunProgress, bins: int) -> list[str]:
 
 
 def _mean(part: list[Line], name: str, shape: str) -> str:
-    values = [value for line in part if (value := numeric_field(line, name)) is not None]
+    values = _values(part, name)
     width = int(shape.strip("+").partition(".")[0])
     return format(fmean(values), shape) if values else "-".rjust(width)
 
 
 def _speed(trained: list[Line], progress: RunProgress) -> list[str]:
     text = []
-    pace = progress.seconds_a_step(window=None)
-    if pace is not None:
+    if (pace := progress.seconds_a_step(window=None)) is not None:
         text.append(f"  pace         {pace:.2f} s from one step's end to the next one's (median)")
     text += _shares(trained)
-    rate = progress.tokens_per_s()
-    if rate is not None:
+    if (rate := progress.tokens_per_s()) is not None:
         text.append(f"  throughput   {rate:,.0f} trained tokens/s, waiting included")
     return text
 
@@ -128,11 +125,11 @@ def _speed(trained: list[Line], progress: RunProgress) -> list[str]:
 def _shares(trained: list[Line]) -> list[str]:
     """Return how the time of all steps was spent. Means a step add up, medians would not."""
     timed = [line for line in trained if numeric_field(line, "time/step_s")]
-    whole = sum(line["time/step_s"] for line in timed)
+    whole = sum(_values(timed, "time/step_s"))
     if not whole:
         return []
     names = {"time/wait_s": "waiting for a batch", "time/forward_backward_s": "forward and backward"}
-    spent_s = {label: sum(numeric_field(line, name) or 0.0 for line in timed) for name, label in names.items()}
+    spent_s = {label: sum(_values(timed, name)) for name, label in names.items()}
     spent_s["the rest"] = max(0.0, whole - sum(spent_s.values()))
     parts = ", ".join(f"{label} {part / len(timed):.2f} s ({part / whole:.0%})" for label, part in spent_s.items())
     return [f"  a step       {whole / len(timed):.2f} s on average: {parts}"]
@@ -141,14 +138,11 @@ def _shares(trained: list[Line]) -> list[str]:
 def _health(trained: list[Line]) -> list[str]:
     """Return warnings: stale, masked or failed rollouts."""
     text = []
-    staleness = [value for line in trained if (value := numeric_field(line, "policy/staleness_max")) is not None]
-    if staleness:
+    if staleness := _values(trained, "policy/staleness_max"):
         text.append(f"  staleness    {max(staleness):.0f} at most")
-    masked = [value for line in trained if (value := numeric_field(line, "policy/masked_fraction")) is not None]
-    if masked:
+    if masked := _values(trained, "policy/masked_fraction"):
         text.append(f"  masked       {fmean(masked):.2%} of tokens by the off-policy correction")
-    failed = sum(numeric_field(line, "rollout/failed") or 0 for line in trained)
-    if failed:
+    if failed := sum(_values(trained, "rollout/failed")):
         text.append(f"  failures     {failed:.0f} rollout tries failed (composer rollouts RUN --all --failed)")
     return text
 
@@ -157,12 +151,12 @@ def hint_lines(trained: list[Line]) -> list[str]:
     """Describe hints and SDPO from the trainer's lines; empty when SDPO was off."""
     if not any("loss/sdpo" in line for line in trained):
         return []
-    wrong_turns, hinted = _sum(trained, "hints/found"), _sum(trained, "hints/hinted")
+    wrong_turns, hinted = sum(_values(trained, "hints/found")), sum(_values(trained, "hints/hinted"))
     share = f" ({hinted / wrong_turns:.0%})" if wrong_turns else ""
-    turns, steps = _sum(trained, "sdpo/turns"), sum((numeric_field(line, "sdpo/turns") or 0) > 0 for line in trained)
+    turns = _values(trained, "sdpo/turns")
     text = [
         f"  hints        {hinted:,.0f} of {pluralize(int(wrong_turns), 'wrong turn')} got one{share}; "
-        f"{turns:,.0f} distilled, in {steps} of {pluralize(len(trained), 'step')}"
+        f"{sum(turns):,.0f} distilled, in {sum(count > 0 for count in turns)} of {pluralize(len(trained), 'step')}"
     ]
     text += _counts("kinds", trained, "hints/kind/") + _counts("written by", trained, "hints/layer/")
     text += _counts("left out", trained, "hints/skipped/")
@@ -178,7 +172,7 @@ def pair_lines(trained: list[Line], lines: list[Line]) -> list[str]:
         held, refused = numeric_field(last, "pairs/in_file") or 0, numeric_field(last, "pairs/refused") or 0
         passes = f", round {last['pairs/pass'] + 1:.0f} through the file" if "pairs/pass" in last else ""
         text.append(
-            f"  pairs        {_sum(trained, 'dpo/pairs'):,.0f} trained; {held:,.0f} in the file, "
+            f"  pairs        {sum(_values(trained, 'dpo/pairs')):,.0f} trained; {held:,.0f} in the file, "
             f"{refused:,.0f} of them refused{passes}"
         )
         text += _counts("refused", [last], "pairs/refused/")
@@ -189,9 +183,9 @@ def pair_lines(trained: list[Line], lines: list[Line]) -> list[str]:
 
 def _replay(lines: list[Line]) -> list[str]:
     """Describe the replay that ran during training."""
-    newest = next((line for line in reversed(lines) if "replay/states" in line or "replay/failed" in line), {})
-    failed = bool(newest.get("replay/failed"))
-    last = next((line for line in reversed(lines) if "replay/states" in line), None)
+    replayed = [line for line in lines if "replay/states" in line or "replay/failed" in line]
+    failed = bool(replayed and replayed[-1].get("replay/failed"))
+    last = next((line for line in reversed(replayed) if "replay/states" in line), None)
     if last is None:
         return ["  replay       failed: logs/orchestrator.log says why"] if failed else []
     figures = {name: numeric_field(last, name) or 0.0 for name in last if name.startswith(("replay/", "gate/"))}
@@ -221,16 +215,15 @@ def _counts(label: str, lines: list[Line], prefix: str) -> list[str]:
 
 def _moved(label: str, trained: list[Line], name: str, shape: str, unit: str) -> list[str]:
     """Return the means of the first and of the last steps that have the figure."""
-    values = [value for line in trained if (value := numeric_field(line, name)) is not None]
-    first, last = ends(values)
+    first, last = ends(_values(trained, name))
     if not last:
         return []
     before = f"first {len(first)} {format(fmean(first), shape)}, " if first else ""
     return [f"{_INDENT}{label}: {before}last {len(last)} {format(fmean(last), shape)} ({unit})"]
 
 
-def _sum(trained: list[Line], name: str) -> float:
-    return sum(numeric_field(line, name) or 0.0 for line in trained)
+def _values(lines: list[Line], name: str) -> list[float]:
+    return [value for line in lines if (value := numeric_field(line, name)) is not None]
 
 
 def joint_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
@@ -238,6 +231,8 @@ def joint_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
     rounds = RoundTotals.of(lines)
     if not rounds.ended:
         return []
+    progress = RunProgress()
+    progress.update(lines)
     last = next(line for line in reversed(lines) if "diloco/outer_step" in line)
     shares = ", ".join(f"{peer} {count}" for peer, count in sorted(rounds.by_peer.items()))
     alone = sum(size == 1 for size in rounds.sizes)
@@ -253,7 +248,7 @@ def joint_lines(run_dir: RunDir, lines: list[Line]) -> list[str]:
         f"{_INDENT}waiting: {rounds.waited_s:,.1f} s for rounds to end{waited}",
         f"{_INDENT}tokens: work of {last.get('diloco/carried_tokens', 0):,.0f} was late and carried on, of "
         f"{last.get('diloco/overwritten_tokens', 0):,.0f} given up (that of the delay's steps too)",
-        *_final(lines),
+        *([f"{_INDENT}joint model: {progress.ended.text}"] if progress.ended is not None else []),
     ]
 
 
@@ -323,13 +318,6 @@ def _bits(run_dir: RunDir, rounds: RoundTotals) -> str:
     own_rounds = rounds.by_peer[config.diloco.peer_id] or 1
     parameters = trained_parameters(config, shape) / config.diloco.fragments / config.trainer.ranks * own_rounds
     return f"; {8 * rounds.sent / parameters:.2f} bits a parameter and sync ({config.diloco.codec.type})"
-
-
-def _final(lines: list[Line]) -> list[str]:
-    """Name the global model that the run ended with; empty before its end."""
-    progress = RunProgress()
-    progress.update(lines)
-    return [f"{_INDENT}joint model: {progress.ended.text}"] if progress.ended is not None else []
 
 
 def _ledger(run_dir: RunDir) -> list[str]:

@@ -51,7 +51,8 @@ def select(run_dir: RunDir, options: argparse.Namespace) -> Iterator[Rollout]:
     steps = list(files) if options.all else [options.step if options.step is not None else max(files)]
     for step in steps:
         if step not in files:
-            raise ConfigError(f"there is no {kind} file of step {step}; there are {_ranges(list(files))}")
+            present = f"steps {min(files)} to {max(files)} ({len(files)} files)"
+            raise ConfigError(f"there is no {kind} file of step {step}; there are {present}")
         yield from read_rollouts(files[step])
 
 
@@ -129,7 +130,3 @@ def _parts(rollout: Rollout) -> str:
 
 def _figure(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, int | float) else "-"
-
-
-def _ranges(steps: list[int]) -> str:
-    return f"steps {min(steps)} to {max(steps)} ({len(steps)} files)"

@@ -16,7 +16,6 @@ import functools
 import ipaddress
 import json
 import logging
-import math
 import random
 import ssl
 import time
@@ -134,27 +133,19 @@ class _Call:
     task: asyncio.Task[ChatAnswer] | None = None
 
 
+@dataclass(eq=False)
 class _FailedAttempt(Exception):
-    """One attempt without an answer. `status` is for the ledger."""
+    """One attempt without an answer."""
 
-    def __init__(
-        self,
-        reason: str,
-        *,
-        status: str = "",
-        charged: bool = True,
-        again: bool = True,
-        after_s: float | None = None,
-        http_status: int | None = None,
-        body: str = "",
-    ) -> None:
-        super().__init__(reason)
-        self.status = status or reason
-        self.charged = charged
-        self.again = again
-        self.after_s = after_s
-        self.http_status = http_status
-        self.body = body
+    reason: str
+    status: str = ""
+    """For the ledger, where it is not the reason."""
+    charged: bool = True
+    again: bool = True
+    after_s: float = 0.0
+    """The endpoint's Retry-After."""
+    http_status: int | None = None
+    body: str = ""
 
 
 class ChatClient:
@@ -278,7 +269,7 @@ class ChatClient:
             answered = True
             return answer
         except _FailedAttempt as failed:
-            status = failed.status
+            status = failed.status or failed.reason
             usd = reservation.usd if failed.charged else 0.0
             raise
         finally:
@@ -328,12 +319,13 @@ class ChatClient:
     def _error_status(self, reply: httpx.Response, body: str) -> _FailedAttempt:
         status = reply.status_code
         refused = 400 <= status < 500 and status != 408
+        wish_s = reply.headers.get("retry-after", "")
         return _FailedAttempt(
             f"status {status}: {_brief(body)}",
             status=f"status {status}",
             charged=status in _PROXY_GAVE_UP if self._endpoint.strict else not refused,
             again=status in _RETRIED,
-            after_s=_retry_after_s(reply),
+            after_s=float(wish_s) if wish_s.isdecimal() else 0.0,
             http_status=status,
             body=body,
         )
@@ -390,12 +382,11 @@ class ChatClient:
         if self._failures_in_row >= _FAILURES_BEFORE_REST:
             self._rests_until = time.monotonic() + self._endpoint.rest_s
 
-    def _pause_s(self, attempt: int, retry_after_s: float | None) -> float:
+    def _pause_s(self, attempt: int, retry_after_s: float) -> float:
         """Full jitter below a doubling bound. The endpoint's Retry-After counts, up to the longest pause."""
         endpoint = self._endpoint
         bound_s = backoff_s(attempt, first_s=endpoint.retry_base_s, longest_s=endpoint.retry_max_s)
-        wish_s = min(retry_after_s or 0.0, endpoint.retry_max_s)
-        return max(wish_s, self._random.uniform(bound_s / 2, bound_s))
+        return max(min(retry_after_s, endpoint.retry_max_s), self._random.uniform(bound_s / 2, bound_s))
 
 
 class CallPacer:
@@ -446,15 +437,6 @@ def _is_loopback(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _retry_after_s(reply: httpx.Response) -> float | None:
-    """Return Retry-After; None where it is no number of seconds."""
-    try:
-        seconds = float(reply.headers.get("retry-after", ""))
-    except ValueError:
-        return None
-    return seconds if math.isfinite(seconds) else None
 
 
 def _brief(error: BaseException | str) -> str:

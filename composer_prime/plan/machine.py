@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,23 +38,14 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    return Machine(cores=usable_cores(), memory_bytes=memory_limit_bytes(), gpus=visible_gpus())
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def memory_limit_bytes() -> int:
     import psutil
 
-    total = psutil.virtual_memory().total
+    memory_bytes = psutil.virtual_memory().total
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            total = min(total, int(Path(path).read_text()))
-        except (OSError, ValueError):
-            continue
-    return total
+        with suppress(OSError, ValueError):
+            memory_bytes = min(memory_bytes, int(Path(path).read_text()))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(cores=cores, memory_bytes=memory_bytes, gpus=visible_gpus())
 
 
 def visible_gpus() -> tuple[int, ...]:

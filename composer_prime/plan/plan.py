@@ -5,14 +5,13 @@ Read `build_plan` first. The rows come from here, the problems and most notes fr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from textwrap import wrap
 
 from composer_prime.config import Config
-from composer_prime.config.teachers import VoiConfig
 from composer_prime.console import bulleted, gib, pluralize
 from composer_prime.errors import ConfigError, LedgerError
-from composer_prime.llm.prices import CostForecast, cost_with_cap, forecast_cost
+from composer_prime.llm.prices import cost_with_cap, forecast_cost
 from composer_prime.plan.footprint import ModelShape, Need, disk_bytes, node_need, orchestrator_need, rank_need
 from composer_prime.plan.machine import Machine, free_bytes, this_machine, uses_cuda
 from composer_prime.plan.preflight import Findings, check_start, setting_notes
@@ -28,15 +27,11 @@ class Plan:
     """A checked configuration in words."""
 
     rows: Rows
-    """(label, text) in printing order; an empty label continues the row above."""
+    """(label, text) in printing order; an empty label continues the row above. A caller may add further ones."""
     problems: list[str]
     """Why the run cannot start here; empty when it can."""
     notes: list[str]
     where: str = "here"
-
-    def with_rows(self, rows: Rows) -> Plan:
-        """Return the plan with further rows at its end."""
-        return replace(self, rows=[*self.rows, *rows])
 
     def text(self, width: int | None = None) -> str:
         """Return the plan as printed, with rows wrapped at `width` characters; None does not wrap."""
@@ -73,10 +68,10 @@ def _row_lines(label: str, text: str, width: int | None) -> list[str]:
     head = f"{label:<9} "
     if width is None:
         return [head + text]
+    below = " " * len(head)
     return wrap(
-        text, width, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False,
-        break_on_hyphens=False,
-    )  # fmt: skip
+        text, width, initial_indent=head, subsequent_indent=below, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _run(config: Config) -> Rows:
@@ -189,31 +184,15 @@ def _teachers(config: Config, findings: Findings) -> Rows:
     when = "online" if teachers.online else "for `composer replay`"
     rows = [("teachers", f"{families}; {teachers.voting} voting of {teachers.voters}, {when}")]
     try:
-        forecast = forecast_cost(config)
-        rows.append(("", cost_with_cap(config, forecast)))
+        rows.append(("", cost_with_cap(config, forecast_cost(config))))
     except ConfigError as error:
         findings.problems.append(str(error))
         return rows
-    if forecast:
-        _note_worthless_votes(teachers.voi, forecast, findings)
     try:
         paid = spent(config.run_directory / "costs.jsonl")
     except (LedgerError, OSError) as error:
         return [*rows, ("", f"spent so far: not known: {error}")]
     return [*rows, ("", f"spent so far: ${paid.usd:,.4f} in {paid.calls:,} calls")] if paid.calls else rows
-
-
-def _note_worthless_votes(voi: VoiConfig, forecast: CostForecast, findings: Findings) -> None:
-    """Add a note where the value of information would leave out nearly every state."""
-    if not voi.enabled or voi.pair_value_usd is None:
-        return
-    if voi.prior_disagreement * voi.pair_value_usd < forecast.state_usd:
-        findings.notes.append(
-            f"teachers.voi.pair_value_usd is {voi.pair_value_usd:g}, and a state is expected to give a pair with "
-            f"probability {voi.prior_disagreement:g} (prior_disagreement): two votes, about ${forecast.state_usd:.4f}, "
-            f"are not worth it, so only the share explore = {voi.explore:g} of the states gets votes; raise it, "
-            "or leave it out"
-        )
 
 
 def _memory(config: Config, shape: ModelShape, machine: Machine, findings: Findings) -> Rows:
