@@ -226,17 +226,12 @@ class Frames(Generic[MessageT]):
         self._writer = writer
         self._peer = peer
         self._decoder = msgspec.msgpack.Decoder(receives)
-        self.dropped = 0
-        """Frames skipped because they did not decode to a message."""
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message. A closed connection drops it; the reader sees the end of the stream."""
         body = _encoder.encode(message)
         if not self._writer.is_closing():
             self._writer.write(_LENGTH.pack(len(body)) + body)
-
-    async def drain(self) -> None:
-        await self._writer.drain()
 
     async def receive(self) -> MessageT | None:
         """Return the next message, or None once the peer has closed. Raises WireError for an impossible length."""
@@ -251,7 +246,6 @@ class Frames(Generic[MessageT]):
             try:
                 return self._decoder.decode(body)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                self.dropped += 1
                 logger.warning("%s: dropped a frame of %d bytes: %s", self._peer, length, error)
 
     def close(self) -> None:

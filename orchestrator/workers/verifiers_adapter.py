@@ -24,7 +24,7 @@ import os
 import re
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pydantic
@@ -123,10 +123,15 @@ class Environment:
             message = f"task {request.task_index} of {self.spec.name}/{self.name}, which has {self.num_tasks} tasks"
             return failed_reply(request.rollout_id, "", "request", message, retryable=False)
         traces: list[vf.Trace] = []
+
+        def name_session(trace: vf.Trace) -> None:
+            trace.id = f"{request.rollout_id}#{len(traces)}" if traces else request.rollout_id
+            traces.append(trace)
+
         slot = self._env.slots(task)[0]
         try:
             async with asyncio.timeout(request.timeout_s) as deadline:
-                episode = await self._env.run_slot(slot, self._context(request), on_trace=_naming(request, traces))
+                episode = await self._env.run_slot(slot, self._context(request), on_trace=name_session)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -155,17 +160,16 @@ class Environment:
         return server
 
     def _context(self, request: RunRollout) -> vf.ModelContext:
-        sampling: dict[str, Any] = {"temperature": request.temperature}
-        optional = {
+        sampling = {
+            "temperature": request.temperature,
             "max_tokens": request.max_tokens,
             "seed": request.seed,
             "stop": request.stop or None,
             "top_p": request.top_p if request.top_p < 1 else None,
             "top_k": request.top_k if request.top_k > 0 else None,
         }
-        sampling |= {key: value for key, value in optional.items() if value is not None}
-        client = self._client(request.gateway_url)
-        return vf.ModelContext(model=request.model, client=client, sampling=vf.SamplingConfig(**sampling))
+        config = vf.SamplingConfig(**{name: value for name, value in sampling.items() if value is not None})
+        return vf.ModelContext(model=request.model, client=self._client(request.gateway_url), sampling=config)
 
     def _client(self, gateway_url: str) -> vf.TrainClientConfig:
         config = self._clients.get(gateway_url)
@@ -182,25 +186,6 @@ class Environment:
             self._server.clients[config.model_dump_json()] = client
             self._server.stack.push_async_callback(client.close)
         return config
-
-
-@asynccontextmanager
-async def serving(environments: list[Environment]) -> AsyncIterator[None]:
-    """Serve several environments of one process."""
-    async with AsyncExitStack() as stack:
-        for environment in environments:
-            await stack.enter_async_context(environment.serving())
-        yield
-
-
-def _naming(request: RunRollout, traces: list[vf.Trace]) -> Any:
-    """Return a hook that gives traces their session ids: the rollout id, then `<rollout id>#1`, and so on."""
-
-    def on_trace(trace: vf.Trace) -> None:
-        trace.id = f"{request.rollout_id}#{len(traces)}" if traces else request.rollout_id
-        traces.append(trace)
-
-    return on_trace
 
 
 class _Tasks:
@@ -305,15 +290,13 @@ def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:
 
 def to_reply(request: RunRollout, task: vf.Task, episode: Episode, traces: list[vf.Trace]) -> RolloutReply:
     """Build the reply of an episode. `traces`: in the order of their session ids."""
-    task_id = task_id_of(task, request.task_index)
     main = next((trace for trace in traces if trace.agent.trainable), traces[0] if traces else None)
     error = _failure(episode, traces, main)
-    parts = {name: part.score for name, part in main.rewards.items() if part is not None} if main else {}
     return RolloutReply(
         rollout_id=request.rollout_id,
-        task_id=task_id,
+        task_id=task_id_of(task, request.task_index),
         reward=None if error or main is None else main.reward,
-        parts=parts,
+        parts={name: part.score for name, part in main.rewards.items() if part is not None} if main else {},
         metrics={name: value for name, value in main.metrics.items() if value is not None} if main else {},
         turns=_turns(traces),
         sessions=_sessions(traces),
@@ -382,16 +365,16 @@ def _sessions(traces: list[vf.Trace]) -> list[SessionRecord]:
             agent=trace.agent.name,
             trainable=trace.agent.trainable,
             reward=trace.reward if trace.ok and trace.rewards and None not in trace.rewards.values() else None,
-            tools=[_definition(tool) for tool in trace.tools],
+            tools=[
+                {
+                    "type": "function",
+                    "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+                }
+                for tool in trace.tools
+            ],
         )
         for trace in traces
     ]
-
-
-def _definition(tool: vf.Tool) -> dict[str, Any]:
-    """Return the tool as an OpenAI function definition."""
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function}
 
 
 def _turns(traces: list[vf.Trace]) -> list[MessageRecord]:

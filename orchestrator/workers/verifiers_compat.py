@@ -20,7 +20,7 @@ import functools
 import importlib
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -42,13 +42,6 @@ _HARNESSES = 64
 """At most this many are shared. An environment with a configuration for every rollout gains nothing from more."""
 
 
-class _Body:
-    """The part of an HTTP response that `renderers.client.generate` reads."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-
-
 class GatewayHttp:
     """The part of an OpenAI client that `renderers.client.generate` calls, over one aiohttp session.
 
@@ -68,9 +61,9 @@ class GatewayHttp:
     async def get(self, path: str, *, cast_to: Any = None) -> Any:
         return json.loads(await self._read("GET", self.base_url + path, None, {}))
 
-    async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> _Body:
+    async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> Any:
         headers = (options or {}).get("headers") or {}
-        return _Body(await self._read("POST", url, msgspec.json.encode(body), headers))
+        return SimpleNamespace(content=await self._read("POST", url, msgspec.json.encode(body), headers))
 
     async def close(self) -> None:
         await self._session.close()

@@ -17,6 +17,7 @@ import signal
 import socket
 import time
 import traceback
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,9 @@ class Worker:
 
     async def serve(self) -> None:
         """Serve until the parent closes the connection, then abort every rollout."""
-        from orchestrator.workers.verifiers_adapter import serving
-
-        async with serving(list(self._environments.values())):
+        async with AsyncExitStack() as stack:
+            for environment in self._environments.values():
+                await stack.enter_async_context(environment.serving())
             num_tasks = {name: environment.num_tasks for name, environment in self._environments.items()}
             self._frames.send(WorkerReady(num_tasks=num_tasks))
             heartbeats = asyncio.create_task(self._heartbeats())
@@ -108,11 +109,8 @@ class Worker:
         finally:
             self._running.pop(request.rollout_id, None)
             cpu_s = self._shares.leave(mark)
-        self._reply(msgspec.structs.replace(reply, cpu_s=cpu_s, wall_s=time.monotonic() - started), request)
-
-    def _reply(self, reply: RolloutReply, request: RunRollout) -> None:
         try:
-            self._frames.send(reply)
+            self._frames.send(msgspec.structs.replace(reply, cpu_s=cpu_s, wall_s=time.monotonic() - started))
         except (ValueError, TypeError, OverflowError) as error:
             # A text is not valid Unicode, or a metric is not a number. The rollout must still end.
             self._frames.send(_failed(request, "internal", f"its reply cannot be encoded: {error}"))
@@ -171,7 +169,6 @@ async def serve_worker(connection: socket.socket, boxes: Path) -> None:
         worker = Worker(start.spec, frames, boxes)
     except ComposerError as error:
         frames.send(StartFailed(error=type(error).__name__, message=str(error)))
-        await frames.drain()
         frames.close()
         await writer.wait_closed()
         return

@@ -17,7 +17,7 @@ from tokenizers_made import CHATML, write_tokenizer
 from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError
 from orchestrator.chat_renderer import build_renderer, read_tokenizer
 from orchestrator.workers.protocol import RolloutReply, RunRollout, SourceSpec
-from orchestrator.workers.verifiers_adapter import Environment, serving, tool_error
+from orchestrator.workers.verifiers_adapter import Environment, tool_error
 from orchestrator.workers.verifiers_compat import install_renderer
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
@@ -40,7 +40,7 @@ def play(env: Environment, peer: Peer, **request: Any) -> RolloutReply:
     """One rollout against `peer`."""
 
     async def scenario() -> RolloutReply:
-        async with peer, serving([env]):
+        async with peer, env.serving():
             defaults = {
                 "rollout_id": "r",
                 "task_index": 0,

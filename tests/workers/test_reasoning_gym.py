@@ -20,7 +20,7 @@ from orchestrator.environments.reasoning_gym.taskset import (
     question_split,
 )
 from orchestrator.workers.protocol import RunRollout, SourceSpec
-from orchestrator.workers.verifiers_adapter import Environment, load_env, serving
+from orchestrator.workers.verifiers_adapter import Environment, load_env
 from orchestrator.workers.verifiers_compat import install_renderer
 
 pytestmark = pytest.mark.process  # verifiers' subprocess runtime
@@ -125,7 +125,7 @@ def test_one_turn_through_the_tool_loop() -> None:
 
     async def scenario() -> None:
         environment = Environment(source, "train", config)
-        async with Peer(stop_id=stop) as peer, serving([environment]):
+        async with Peer(stop_id=stop) as peer, environment.serving():
             request = RunRollout(rollout_id="r", task_index=1, model="policy", gateway_url=peer.url, timeout_s=20)
             reply = await environment.run(request)
         assert reply.error is None
