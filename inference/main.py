@@ -13,18 +13,12 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from composer_prime.console import exit_on_version_flag, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.run.process import PARENT_POLL, end_with_parent
 from inference.assignment import Assignment, describe_assignment, parse_node_command
-
-if TYPE_CHECKING:
-    from inference.engines.base import Engine
-    from inference.link import GatewayLink
-    from inference.node import InferenceNode
 
 FAILED = 1
 logger = logging.getLogger(__name__)
@@ -76,13 +70,15 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     """Serve until drained or stopped by a signal. Raises what Engine.start and InferenceNode.run raise."""
     import torch
 
-    from inference.engines import build_engine
-    from inference.link import GatewayLink
+    from composer_prime.run.weights import WeightStore
+    from inference.engines.base import build_engine
+    from inference.node import GatewayLink, InferenceNode
+    from inference.receiver import FolderSource, Receiver
 
     inference = assignment.inference
     torch.set_num_threads(inference.threads)
     engine = build_engine(inference, folder, assignment.max_context or _model_context(folder))
-    link = GatewayLink(assignment.address, assignment.keys())
+    link = GatewayLink(assignment.address, assignment.keys(), inference.chunk_timeout_s)
     node: InferenceNode | None = None
     stopped = False
 
@@ -104,29 +100,14 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
             if not stopped:
                 raise
         if not stopped:
-            node = _build_node(assignment, folder, engine, link)
+            source = link if assignment.weights is None else FolderSource(WeightStore(assignment.weights))
+            on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
+            receiver = Receiver(engine, source, folder, inference.canary_limit(on_cuda=on_cuda))
+            node = InferenceNode(assignment.node_name, engine, link, receiver, inference)
             await node.run()
     finally:
         await engine.close()
         await asyncio.to_thread(link.close)
-
-
-def _build_node(assignment: Assignment, folder: Path, engine: Engine, link: GatewayLink) -> InferenceNode:
-    import torch
-
-    from composer_prime.run.weights import WeightStore
-    from inference.link import LinkSource
-    from inference.node import InferenceNode
-    from inference.receiver import ChunkSource, FirstOf, FolderSource, Receiver
-
-    inference = assignment.inference
-    over_link = LinkSource(link, inference.chunk_timeout_s)
-    source: ChunkSource = over_link
-    if assignment.weights is not None:
-        source = FirstOf(FolderSource(WeightStore(assignment.weights)), over_link)
-    on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
-    receiver = Receiver(engine, source, folder, inference.canary_limit(on_cuda=on_cuda))
-    return InferenceNode(assignment.node_name, engine, link, over_link, receiver, inference)
 
 
 def _model_context(folder: Path) -> int:

@@ -16,6 +16,11 @@ import logging
 import random
 import secrets
 import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import (
@@ -26,10 +31,13 @@ from composer_prime.errors import (
     EngineError,
     RunMismatchError,
 )
+from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.node import (
     CancelGenerate,
     ChunkMissing,
+    ChunkRequest,
     Drain,
+    FromNode,
     Generate,
     Generated,
     GenerateFailed,
@@ -44,16 +52,15 @@ from composer_prime.wire.node import (
     ToNode,
     WeightChunk,
 )
+from composer_prime.wire.sockets import dealer
 from composer_prime.wire.types import ints, pack_floats, pack_ints
 from inference.engines.base import Engine
-from inference.link import GatewayLink, LinkSource
 from inference.receiver import Receiver
 
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 15.0
 _LOG_SILENCE_S = 10.0
-"""How often to log that no gateway answers."""
 _RETRIED_ERRORS = (CorruptWeightsError, DeadlineError, EngineError, OSError)
 """Errors of weights that another pull may fix. After a wrong signature or a failed canary, wait for a new version."""
 
@@ -66,14 +73,12 @@ class InferenceNode:
         node_id: str,
         engine: Engine,
         link: GatewayLink,
-        chunks: LinkSource,
         receiver: Receiver,
         config: InferenceConfig,
     ) -> None:
         self._id = node_id
         self._engine = engine
         self._link = link
-        self._chunks = chunks
         self._receiver = receiver
         self._config = config
         self._instance = secrets.token_hex(8)
@@ -121,10 +126,9 @@ class InferenceNode:
             await asyncio.gather(*tasks, *self._requests.values(), return_exceptions=True)
 
     async def _drain(self, reason: str) -> None:
-        running, limit = len(self._requests), self._config.drain_timeout_s
-        logger.info("draining (%s): %d requests run", reason, running)
-        if self._attached and self._requests:
-            requests = list(self._requests.values())
+        requests, limit = list(self._requests.values()), self._config.drain_timeout_s
+        logger.info("draining (%s): %d requests run", reason, len(requests))
+        if self._attached and requests:
             drained = asyncio.gather(self._engine.drain(), *requests, return_exceptions=True)
             try:
                 await asyncio.wait_for(drained, limit)
@@ -138,14 +142,14 @@ class InferenceNode:
     async def _receive(self) -> None:
         attempt, alone_since, log_at = 0, time.monotonic(), time.monotonic() + _LOG_SILENCE_S
         while True:
-            self._say_hello(reopen=True)
-            wait_s = min(2.0 * 1.5**attempt, _LONGEST_RETRY_S)
-            heard = await self._converse(wait_s)
+            self._link.reopen()
+            self._say_hello()
+            heard = await self._converse(min(2.0 * 1.5**attempt, _LONGEST_RETRY_S))
             if heard is not None:
                 attempt, alone_since, log_at = 0, heard, heard + _LOG_SILENCE_S
             alone_s = time.monotonic() - alone_since
+            where = self._link.endpoint or "an address that it has not written to the run directory yet"
             if alone_s > self._config.connect_timeout_s:
-                where = self._link.endpoint or "an address that it has not written to the run directory yet"
                 raise DeadlineError(
                     f"waited {alone_s:.0f} s (inference.connect_timeout_s) for the gateway at {where}: check that the "
                     "orchestrator runs, its address, and that this node's keys or join token are of this run"
@@ -155,7 +159,7 @@ class InferenceNode:
                 logger.info(
                     "no answer from the gateway at %s for %.0f s (inference.connect_timeout_s is %g): does the run go "
                     "on, and is its port open to this machine?",
-                    self._link.endpoint or "an address that is not written yet",
+                    where,
                     alone_s,
                     self._config.connect_timeout_s,
                 )
@@ -181,9 +185,7 @@ class InferenceNode:
                 self._detach()
                 return self._link.last_heard if spoke else None
 
-    def _say_hello(self, *, reopen: bool = False) -> None:
-        if reopen:
-            self._link.reopen()
+    def _say_hello(self) -> None:
         self._hello_at = time.monotonic()
         self._link.send(
             NodeHello(
@@ -206,11 +208,10 @@ class InferenceNode:
             case Generate():
                 self._accept(message)
             case CancelGenerate(request_id=request_id, lease=lease):
-                self._cancel((request_id, lease))
-            case Heard():
-                pass
-            case WeightChunk() | ChunkMissing():
-                self._chunks.arrived(message)
+                if task := self._requests.get((request_id, lease)):
+                    task.cancel()
+            case Heard() | WeightChunk() | ChunkMissing():
+                pass  # The link has noted them.
             case NewVersion(manifest=manifest):
                 self._learn(manifest)
             case NodeWelcome():
@@ -269,10 +270,6 @@ class InferenceNode:
         task = asyncio.create_task(self._answer(message))
         self._requests[key] = task
         task.add_done_callback(lambda _: self._requests.pop(key, None))
-
-    def _cancel(self, key: tuple[str, int]) -> None:
-        if task := self._requests.get(key):
-            task.cancel()
 
     async def _answer(self, message: Generate) -> None:
         request_id, lease = message.request_id, message.lease
@@ -348,3 +345,91 @@ class InferenceNode:
                 self._weight_error, retry_s = None, _FIRST_RETRY_S
             if self._attached:
                 self._report()
+
+
+class GatewayLink:
+    """One CURVE DEALER socket, opened again for each attempt to reach the gateway, and the ChunkSource behind it.
+
+    What arrives and is no message is counted, logged and dropped.
+    """
+
+    def __init__(self, address: Callable[[], str | None], keys: ClientKeys, chunk_timeout_s: float) -> None:
+        """`address` is called for each connection, because an orchestrator that restarts may bind another port.
+
+        It returns None before the orchestrator has bound one. Then nothing is sent or heard until the next `reopen`.
+        """
+        self._address = address
+        self._keys = keys
+        self._chunk_timeout_s = chunk_timeout_s
+        self._chunks: dict[tuple[str, int], asyncio.Future[bytes | None]] = {}
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._decoder = msgspec.msgpack.Decoder(ToNode)
+        self._encoder = msgspec.msgpack.Encoder()
+        self.endpoint: str | None = None
+        self.garbage = 0
+        self.last_heard = time.monotonic()
+        """When the last message of the gateway came, monotonic seconds."""
+
+    def reopen(self) -> None:
+        """Connect again and drop what was queued on the old connection. Raises ConfigError for a bad address."""
+        if self._socket is not None:
+            self._socket.close(linger=0)
+        self.endpoint = self._address()
+        self._socket = dealer(self._context, self.endpoint, self._keys) if self.endpoint is not None else None
+
+    def send(self, message: FromNode) -> None:
+        """Queue `message`. Without a connection it is dropped: the gateway reissues what it misses."""
+        if self._socket is not None:
+            # A DEALER without a high-water mark never blocks, so the returned future is done.
+            self._socket.send(self._encoder.encode(message), flags=zmq.NOBLOCK)
+
+    async def receive(self, timeout_s: float) -> ToNode | None:
+        """Return the next message, or None after `timeout_s` of silence."""
+        if self._socket is None:
+            await asyncio.sleep(timeout_s)
+            return None
+        until = time.monotonic() + timeout_s
+        while (left_s := until - time.monotonic()) > 0:
+            if not await self._socket.poll(left_s * 1000):
+                return None
+            frames = await self._socket.recv_multipart()
+            try:
+                if len(frames) != 1:
+                    raise msgspec.DecodeError(f"{len(frames)} frames, expected 1")
+                message = self._decoder.decode(frames[0])
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                self.garbage += 1
+                if self.garbage <= 10 or self.garbage % 1000 == 0:
+                    logger.warning("dropped %d bytes from the gateway that are no message (%s); %d so far",
+                                   sum(map(len, frames)), error, self.garbage)  # fmt: skip
+                continue
+            self.last_heard = time.monotonic()
+            if isinstance(message, WeightChunk | ChunkMissing):
+                self._take_chunk(message)
+            return message
+        return None
+
+    async def read(self, sha256: str, offset: int) -> bytes | None:
+        """Raises DeadlineError when the gateway does not answer in time."""
+        future = self._chunks[sha256, offset] = asyncio.get_running_loop().create_future()
+        self.send(ChunkRequest(sha256=sha256, offset=offset))
+        try:
+            return await asyncio.wait_for(future, self._chunk_timeout_s)
+        except TimeoutError:
+            raise DeadlineError(
+                f"waited {self._chunk_timeout_s:g} s (inference.chunk_timeout_s) for weight chunk {sha256} at byte "
+                f"{offset} from the gateway at {self.endpoint}"
+            ) from None
+        finally:
+            self._chunks.pop((sha256, offset), None)
+
+    def _take_chunk(self, message: WeightChunk | ChunkMissing) -> None:
+        missing = isinstance(message, ChunkMissing)
+        for (sha256, offset), future in self._chunks.items():
+            if sha256 == message.sha256 and (missing or offset == message.offset) and not future.done():
+                future.set_result(None if missing else message.data)
+
+    def close(self) -> None:
+        """Close the socket; queued messages get half a second."""
+        self._context.destroy(linger=500)

@@ -53,20 +53,6 @@ class FolderSource:
         return await asyncio.to_thread(self._store.chunk, sha256, offset, PIECE_BYTES)
 
 
-class FirstOf:
-    """Asks each source in turn until one has the chunk."""
-
-    def __init__(self, *sources: ChunkSource) -> None:
-        self._sources = sources
-
-    async def read(self, sha256: str, offset: int) -> bytes | None:
-        for source in self._sources:
-            piece = await source.read(sha256, offset)
-            if piece is not None:
-                return piece
-        return None
-
-
 class Receiver:
     """Brings one engine to the versions that one run publishes. Used by one task at a time."""
 

@@ -1,11 +1,13 @@
-"""The interface between a node and its engine. Both engines pass the same suite, tests/engines/contract.py."""
+"""The interface between a node and its engine, `local` or `vllm`. Both pass the suite tests/engines/contract.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from composer_prime.config.inference import InferenceConfig
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
 
@@ -75,3 +77,16 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop and free everything, also child processes. An engine that hangs is left behind after some seconds."""
+
+
+def build_engine(inference: InferenceConfig, model_folder: Path, max_context: int) -> Engine:
+    """Return the engine that `inference.engine` names, not started.
+
+    `max_context` bounds prompt and completion together, in tokens. Each engine is imported only when it is used: the
+    libraries of the other may be missing.
+    """
+    if inference.engine == "vllm":
+        from inference.engines.vllm.engine import VllmEngine as Chosen
+    else:
+        from inference.engines.local.engine import LocalEngine as Chosen
+    return Chosen(model_folder, inference, max_context)

@@ -25,8 +25,7 @@ from composer_prime.wire.node import (
 )
 from composer_prime.wire.types import floats, ints
 from inference.engines.local.engine import LocalEngine
-from inference.link import GatewayLink, LinkSource
-from inference.node import InferenceNode
+from inference.node import GatewayLink, InferenceNode
 from inference.receiver import Receiver
 from tests.engines.models import MAX_CONTEXT
 from tests.inference.gateway_peer import GatewayPeer
@@ -46,11 +45,9 @@ def serving(folder, config, keys, publisher):
         gateway.manifest = manifest
         engine = LocalEngine(folder, config, MAX_CONTEXT)
         await engine.start()
-        link = GatewayLink(lambda: gateway.endpoint, node_keys.client("node"))
-        source = LinkSource(link, config.chunk_timeout_s)
-        node = InferenceNode(
-            "node-a", engine, link, source, Receiver(engine, source, folder, config.canary_tolerance), config
-        )
+        link = GatewayLink(lambda: gateway.endpoint, node_keys.client("node"), config.chunk_timeout_s)
+        receiver = Receiver(engine, link, folder, config.canary_tolerance)
+        node = InferenceNode("node-a", engine, link, receiver, config)
         ended = asyncio.ensure_future(node.run())
         try:
             yield gateway, node, ended
