@@ -206,7 +206,9 @@ async def run(args: argparse.Namespace) -> list[Result]:
         await gateway.start()
         try:
             with fixed_delay_node(gateway, keys, args.delay_s, args.num_tokens):
-                await gateway.wait_for_node(30.0)
+                async with asyncio.timeout(30):
+                    while not gateway.router.serving():
+                        await asyncio.sleep(0.1)
                 for concurrent in args.levels:
                     spread_s = 0.0 if args.burst else args.delay_s
                     load = Load(concurrent=concurrent, rollouts_per_slot=args.rollouts_per_slot, turns=args.turns,

@@ -62,9 +62,7 @@ class AdaptiveLimit:
     """The current limit. `observe` changes it at most once a call."""
 
     def __init__(self, *, floor: int, ceiling: int) -> None:
-        """`floor` must leave room for one group."""
-        if not 1 <= floor <= ceiling:
-            raise ValueError(f"floor is {floor} and ceiling {ceiling}: need 1 <= floor <= ceiling")
+        """`floor` must leave room for one group; the configuration keeps it below `ceiling`."""
         self._floor = floor
         self._ceiling = ceiling
         self._limit = float(min(ceiling, max(floor, _START)))

@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from composer_prime.config import Config
-from composer_prime.errors import DeadlineError, ModelNotFoundError
+from composer_prime.errors import ModelNotFoundError
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node import Drain, NewVersion
@@ -177,11 +177,6 @@ class Gateway:
     def versions(self) -> dict[str, int]:
         """Return the policy version of every attached node."""
         return {node.node_id: node.version for node in self.router.nodes.attached()}
-
-    async def wait_for_node(self, timeout_s: float) -> None:
-        """Return once a node can serve. Raises DeadlineError naming the nodes and what each lacks."""
-        if not await self.router.changed.wait_for(lambda: bool(self.router.serving()), timeout_s):
-            raise DeadlineError(f"waited {timeout_s:.1f} s for an inference node: {self.router.why_no_node()}")
 
     # -- upkeep --------------------------------------------------------------------------------------------------
 

@@ -212,12 +212,12 @@ class Nodes:
 
     def snapshot(self, oldest: int, newest: int) -> list[dict[str, Any]]:
         """Return the state of every node, for /metrics."""
-        now = time.monotonic()
-        return [_describe(node, now, node.cannot_serve(now, oldest, newest)) for node in self]
+        return [_describe(node, oldest, newest) for node in self]
 
 
-def _describe(node: AttachedNode, now: float, obstacle: str | None) -> dict[str, Any]:
-    status = node.status
+def _describe(node: AttachedNode, oldest: int, newest: int) -> dict[str, Any]:
+    now, status = time.monotonic(), node.status
+    obstacle = node.cannot_serve(now, oldest, newest)
     reported = ("running", "waiting", "kv_used", "tokens_per_s", "canary_error", "weight_error")
     return {
         "node_id": node.node_id,

@@ -26,7 +26,6 @@ from typing import Any
 
 from composer_prime.errors import DeadlineError, EngineError, RequestError, WireError
 from composer_prime.wire.node import CancelGenerate, Generate, Generated, GenerateFailed, Sampling, ToNode
-from orchestrator.event_loop import Notifier
 from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, NodeAnswer, Nodes, check_answer
 
 logger = logging.getLogger(__name__)
@@ -82,8 +81,6 @@ class Router:
         """Requests without a node, by id, in the order in which they are placed."""
         self.open: dict[str, GatewayRequest] = {}
         """Every request without an answer, by id."""
-        self.changed = Notifier()
-        """Notifies whenever nodes or their places may have changed."""
         self._send = send
         self._vocab_size = vocab_size
         self._suspend_s = suspend_s
@@ -149,7 +146,6 @@ class Router:
         """Hand waiting requests to nodes, oldest first, until no node has a free place."""
         if self._placing:
             return
-        self.changed.notify()
         self._placing = True
         try:
             while self.queue:

@@ -45,6 +45,12 @@ def signed_manifest(keys: RunKeys, version: int, chunks=(), run_id: str = "run-1
     return sign(manifest, keys.signer())
 
 
+async def until_served(gateway: Gateway) -> None:
+    async with asyncio.timeout(60):
+        while not gateway.router.serving():
+            await asyncio.sleep(0.01)
+
+
 async def test_a_vanished_nodes_request_goes_to_another_with_a_new_lease(open_gateway, node_keys):
     """A node that dies silently costs lost_after_s, not the rollout."""
     async with open_gateway() as gateway, PeerNode(gateway.node_endpoint, node_keys, "a", delay_s=60) as a:
@@ -181,8 +187,7 @@ async def test_without_a_node_requests_end_with_a_message_that_says_what_was_wai
             assert part in reply["error"]["message"]
         with pytest.raises(DeadlineError, match="inference join"):
             await watch
-        with pytest.raises(DeadlineError, match="none has connected"):
-            await gateway.wait_for_node(0.05)
+        assert "none has connected" in gateway.router.why_no_node()
 
 
 def test_the_command_that_joins_can_be_typed_as_it_stands():
@@ -201,7 +206,6 @@ async def test_health_tells_whether_a_node_serves(open_gateway, node_keys):
         status, body = await get(gateway.http_url + "/health")
         assert status == 503 and "inference join" in body["why"]
         async with PeerNode(gateway.node_endpoint, node_keys, "a"):
-            await gateway.wait_for_node(2.0)
             assert (await get(gateway.http_url + "/health"))[0] == 200
 
 
@@ -352,7 +356,7 @@ async def test_a_node_survives_a_restart_of_the_orchestrator(open_gateway, node_
         node = PeerNode(endpoint, node_keys, "a")
         await node.__aenter__()
     async with open_gateway(orchestrator={"node_address": endpoint}) as second:
-        await second.wait_for_node(10.0)
+        await until_served(second)
         assert any(isinstance(m, HelloAgain) for m in node.received)
         assert (await post(second.http_url, generate_body(5)))[0] == 200
         await node.until(lambda: any(isinstance(m, Heard) for m in node.received))
@@ -422,7 +426,7 @@ async def test_a_stall_of_the_orchestrator_does_not_lose_its_nodes(open_gateway,
         beating = threading.Thread(target=_beat_from_a_thread, args=(gateway.node_endpoint, node_keys, stop))
         beating.start()
         try:
-            await gateway.wait_for_node(5.0)
+            await until_served(gateway)
             for _ in range(2):
                 time.sleep(0.6)  # Longer than lost_after_s.
                 await asyncio.sleep(0.3)
