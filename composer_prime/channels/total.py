@@ -55,17 +55,15 @@ def total_loss(
     sums = _prefixed("policy", sums)
     if inputs.sdpo is not None:
         loss, sdpo_sums = sdpo_loss(inputs.sdpo, totals, config.sdpo)
-        total = _plus(total, config.sdpo.weight_at(step), loss)  # alpha
+        alpha = config.sdpo.weight_at(step)
+        total = total if alpha == 0 else total + alpha * loss
         losses, sums = losses | {"loss/sdpo": loss.detach()}, sums | _prefixed("sdpo", sdpo_sums)
     if inputs.replay_dpo is not None:
         loss, dpo_sums = replay_dpo_loss(inputs.replay_dpo, totals, config.replay_dpo)
-        total = _plus(total, config.replay_dpo.weight_at(step), loss)  # beta
+        beta = config.replay_dpo.weight_at(step)
+        total = total if beta == 0 else total + beta * loss
         losses, sums = losses | {"loss/replay_dpo": loss.detach()}, sums | _prefixed("dpo", dpo_sums)
     return LossParts(total=total, sums=losses | sums | {"loss/total": total.detach()})
-
-
-def _plus(total: Tensor, weight: float, loss: Tensor) -> Tensor:
-    return total if weight == 0 else total + weight * loss
 
 
 def _prefixed(term: str, sums: Sums) -> Sums:

