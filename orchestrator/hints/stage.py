@@ -1,11 +1,17 @@
-"""Attach hints to a finished group. Read this file first.
+"""The targets of the SDPO loss: hints at the turns of a finished group that went wrong. Read this file first.
 
-    rollouts --detectors--> error turns --layers--> hints --placer (thread)--> Sample.distillations
-                  |             |             |             |
-                  +-------------+-------------+-------------+--> failures are counted by reason, never raised
+    rollouts --detect.py (rules, judge)--> ErrorTurns --generate.py (layers, in order)--> the hint's text
+             --placement.py (the sample's ids, the hint's between two of them)--> HintedTurn --> Sample.distillations
+
+An error message answers a turn. The turn that went wrong is the assistant turn before it, and the hint goes before that
+turn. A turn is hinted at most once. A failure in here costs a hint, never a rollout, and is counted by reason.
 
 The group waits here at most orchestrator.hints.timeout_s. The event loop never waits: rules and tokens are handled in
-one thread, models are asked over HTTP. A turn is hinted at most once.
+one thread, models are asked over HTTP.
+
+Cursor published (Composer 2.5) that feedback targets the message that went wrong, with a reminder of the available
+tools as the example. How hints are made is not published; the layers are this project's own. SDPO (arXiv 2601.20802)
+and OPSD (2601.18734) put feedback before the whole answer and distill all of it. Here only the turn is distilled.
 """
 
 from __future__ import annotations

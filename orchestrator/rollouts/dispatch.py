@@ -7,22 +7,9 @@
 Groups never wait for one another. A sibling waits at most for a permit and for its rollout's deadline. An error that is
 not a rollout's own (workers gone for good) goes to `on_error` and ends the run.
 
-Advantages inside a group of sibling rollouts; channels.policy.advantage_scaling chooses, each objective has a default:
-
-    none  A_G = r_G - mean(r)                          Dr. GRPO, arXiv 2503.20783; Composer 2, 2603.24477
-    std   A_G = (r_G - mean(r)) / (std(r) + 1e-4)      GRPO, arXiv 2402.03300; std with Bessel's correction, as in TRL
-
-The life of a group without advantage whose error turns were hinted:
-
-    dispatch   hints.attach() adds hinted turns to its samples. Groups that are dropped whole get none, nor do groups
-               that can only join steps at which SDPO has no weight. All rewards equal, hints.filtered_groups ->
-               DISTILLED; it keeps the samples with hinted turns, their loss mask and advantages 0 (`sdpo_only`): no
-               part of the policy loss or of its denominators
-    scheduler  journaled as Finished, counted as filtered, put into the buffer
-    buffer     joins a batch of READY groups whose step has a weight for SDPO, at most as many as those; takes none of
-               their places and opens none for dispatch; older than any batch accepts -> swept out, FILTERED
-    batches    packed with the batch: teacher documents beside its rows; SDPO's denominator counts its turns
-    log        status "distilled"; batch_metrics: groups/distilled, and in groups/filtered
+A group without advantage whose error turns were hinted is DISTILLED: it keeps the samples with hinted turns, without a
+part in the policy loss. The buffer lets it join a batch whose step has a weight for SDPO, beside the READY groups and
+at most as many. It takes none of their places, opens none for dispatch, and counts as filtered.
 """
 
 from __future__ import annotations
@@ -288,6 +275,9 @@ def worth_hinting(ended: list[CompiledRollout], config: OrchestratorConfig, scal
 
 def group_advantages(rewards_G: Sequence[float], scaling: AdvantageScaling) -> list[float]:
     """Return the advantage of each rollout of one group, [G]. A group of one has advantage 0.
+
+        none  A_G = r_G - mean(r)                          Dr. GRPO, arXiv 2503.20783; Composer 2, 2603.24477
+        std   A_G = (r_G - mean(r)) / (std(r) + 1e-4)      GRPO, arXiv 2402.03300; std with Bessel's correction, as TRL
 
     Raises NonFiniteError when a reward is NaN or infinite: a failed verifier must be recorded as failed, not scored.
     """

@@ -170,20 +170,21 @@ def numbered_turns(reply: RolloutReply, records: Sequence[GenerationRecord]) -> 
     """
     turns, first = list(reply.turns), 0
     by_session = matched_records(reply, records)
-    names = dict(enumerate([session.session_id for session in reply.sessions] or list(by_session)))
+    names = [session.session_id for session in reply.sessions] or list(by_session)
     for session, session_records in by_session.items():
-        sampled = [
-            index
-            for index, turn in enumerate(turns)
-            if turn.role == "assistant" and turn.call is not None and names.get(turn.session) == session
-        ]
-        sampled.sort(key=lambda index: turns[index].call or 0)
+        sampled = _sampled(turns, names.index(session)) if session in names else []
         for number, (index, record) in enumerate(zip(sampled, session_records, strict=False), start=first):
             turns[index] = msgspec.structs.replace(
                 turns[index], turn=number, finish_reason=record.finish_reason, surprisal=_surprisal(record)
             )
         first += len(session_records)
     return turns
+
+
+def _sampled(turns: Sequence[MessageRecord], session: int) -> list[int]:
+    """Return the positions of a session's sampled messages, in the order of their calls."""
+    positions = [index for index, turn in enumerate(turns) if turn.call is not None and turn.session == session]
+    return sorted(positions, key=lambda index: turns[index].call or 0)
 
 
 def _surprisal(record: GenerationRecord) -> float | None:
@@ -203,10 +204,10 @@ def matched_records(reply: RolloutReply, records: Iterable[GenerationRecord]) ->
         by_session.setdefault(record.session, []).append(record)
     if not reply.sessions or not reply.turns:
         return by_session
-    turns_by_session: dict[str, list[MessageRecord]] = {session.session_id: [] for session in reply.sessions}
-    for turn in reply.turns:
-        if turn.role == "assistant" and turn.call is not None and turn.session < len(reply.sessions):
-            turns_by_session[reply.sessions[turn.session].session_id].append(turn)
+    turns_by_session = {
+        session.session_id: [reply.turns[index] for index in _sampled(reply.turns, number)]
+        for number, session in enumerate(reply.sessions)
+    }
     matched = {
         session: _match_session(session, session_records, turns_by_session.get(session, []))
         for session, session_records in by_session.items()
@@ -231,7 +232,7 @@ def _match_session(session: str, records: list[GenerationRecord], turns: list[Me
             f"the worker shows {len(turns)} turns of session {session!r}, the gateway recorded {len(records)}: the "
             "rollout's tokens are incomplete"
         )
-    for record, turn in zip(matched, sorted(turns, key=lambda turn: turn.call or 0), strict=True):
+    for record, turn in zip(matched, turns, strict=True):
         count = len(record.completion_ids)
         if turn.num_tokens is not None and turn.num_tokens != count:
             raise RolloutError(

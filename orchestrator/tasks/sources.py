@@ -11,10 +11,8 @@ In a joint run each cluster plays its own part of a source's tasks: i, i + n, i 
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -44,7 +42,7 @@ class Sources:
     ) -> None:
         """`num_tasks`: training tasks by source name, None for an endless set. `shard`: diloco.task_shard.
 
-        Raises EmptyTaskSetError for a source without a task.
+        Raises EmptyTaskSetError for a source without a task here.
         """
         self._seed = seed
         self._group_size = config.group_size
@@ -53,13 +51,22 @@ class Sources:
         self._shares = list(itertools.accumulate(source.weight / total for source in config.source))
         self._offset = derive_seed(seed, "source") / (1 << 31)
         self.curricula: dict[str, TaskShard] = {}
+        first, every = shard
         for name in self._names:
-            if num_tasks[name] == 0:
+            available = num_tasks[name]
+            if available == 0:
                 raise EmptyTaskSetError(
                     f"source {name!r} has an empty task set: check its taskset's settings in [[orchestrator.source]]"
                 )
-            build = functools.partial(build_curriculum, config.curriculum, seed=derive_seed(seed, "curriculum", name))
-            self.curricula[name] = TaskShard(name, build, num_tasks[name], shard)
+            if available is not None and available <= first:
+                raise EmptyTaskSetError(
+                    f"source {name!r} has {available} training task(s), so part {first} of {every} "
+                    f"(diloco.task_shard) has none: use task_shard = [i, n] with n <= {available}, or more tasks"
+                )
+            part = None if available is None else len(range(first, available, every))
+            curriculum_seed = derive_seed(seed, "curriculum", name)
+            curriculum = build_curriculum(config.curriculum, num_tasks=part, seed=curriculum_seed)
+            self.curricula[name] = TaskShard(name, curriculum, shard)
 
     def source_of(self, group: int) -> str:
         """Return the source that group number `group` draws its task from."""
@@ -93,19 +100,11 @@ class Sources:
 class TaskShard:
     """A curriculum over one part of the tasks, or over all of them with WHOLE. Has the methods of Curriculum."""
 
-    def __init__(
-        self, source: str, build: Callable[..., Curriculum], num_tasks: int | None, shard: tuple[int, int]
-    ) -> None:
-        """`build(num_tasks=...)` returns the part's curriculum. Raises EmptyTaskSetError when the part has no task."""
+    def __init__(self, source: str, curriculum: Curriculum, shard: tuple[int, int]) -> None:
+        """`curriculum`: knows the part's tasks only."""
         self._source = source
+        self._inner = curriculum
         self._first, self._every = shard
-        if num_tasks is not None and num_tasks <= self._first:
-            raise EmptyTaskSetError(
-                f"source {source!r} has {num_tasks} training task(s), so part {self._first} of {self._every} "
-                f"(diloco.task_shard) has none: use task_shard = [i, n] with n <= {num_tasks}, or more tasks"
-            )
-        part = None if num_tasks is None else len(range(self._first, num_tasks, self._every))
-        self._inner = build(num_tasks=part)
 
     def next_task(self) -> int:
         return self._first + self._every * self._inner.next_task()

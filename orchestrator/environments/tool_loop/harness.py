@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import aiohttp
 import verifiers.v1 as vf
@@ -33,7 +33,7 @@ _DONE = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 class ToolExecutor(Protocol):
-    """Runs the tool calls of one rollout. It may hold state between calls."""
+    """Runs the tool calls of one rollout, for which the task's data makes it. It may hold state between calls."""
 
     schemas: list[dict[str, Any]]
     """The tools on offer, as OpenAI function definitions."""
@@ -44,13 +44,6 @@ class ToolExecutor(Protocol):
         An exception ends the rollout as failed.
         """
         ...
-
-
-@runtime_checkable
-class HasTools(Protocol):
-    """Task data with tools. One executor is made for every rollout."""
-
-    def tool_executor(self) -> ToolExecutor: ...
 
 
 class NoTools:
@@ -112,7 +105,7 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
     ) -> ProgramResult:
         """Play until a reply without a tool call, a cut reply, or `max_turns`."""
         task = trace.task.data
-        executor: ToolExecutor = task.tool_executor() if isinstance(task, HasTools) else NoTools()
+        executor: ToolExecutor = getattr(task, "tool_executor", NoTools)()
         body: dict[str, Any] = {"model": ctx.model, "messages": self._opening(data)}
         if executor.schemas:
             body["tools"] = executor.schemas
