@@ -140,12 +140,12 @@ def synchronize(copies: Sequence[GlobalModel], feedback: Sequence[ErrorFeedback]
     fragment = copies[0].outer_step % len(copies[0].fragments)
     pairs = list(zip(feedback, copies, strict=True))
     encoded = [own.encode(fragment, copy.delta(fragment), codec) for own, copy in pairs]
-    deltas = [codec.decode(each.data, len(each.residual_n)) for each in encoded]
-    for (own, copy), each in zip(pairs, encoded, strict=True):
-        own.settle(fragment, each.residual_n)
+    deltas = [codec.decode(data, len(residual_n)) for data, residual_n in encoded]
+    for (own, copy), (_, residual_n) in zip(pairs, encoded, strict=True):
+        own.settle(fragment, residual_n)
         copy.advance(fragment, deltas, [1.0] * len(copies))
         copy.fragments[fragment].write(copy.masters[fragment])
-    return encoded[0].data.numel()
+    return encoded[0][0].numel()
 
 
 def main() -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import zstandard
@@ -39,11 +38,10 @@ def codec_from_spec(spec: str) -> Codec:
     kind, _, number = spec.partition("/")
     if kind in _FLOAT_TYPES and not number:
         return FloatCodec(kind)
-    if number.isdecimal() and 0 < int(number) <= MAX_BLOCK:
-        size = int(number)
-        if kind in ("int8", "int4") and size % 2 == 0:
+    if number.isdecimal() and 0 < (size := int(number)) <= MAX_BLOCK and size % 2 == 0:
+        if kind in ("int8", "int4"):
             return EntropyCodec(IntegerCodec(bits=int(kind[3:]), block=size))
-        if kind == "e3m0" and size % 2 == 0:
+        if kind == "e3m0":
             return EntropyCodec(E3M0Codec(block=size))
         if kind == "sparse" and size <= SparseCodec.CHUNK // 2:
             return SparseCodec(kept=size)
@@ -73,14 +71,6 @@ class Codec(ABC):
             raise ValueError(f"{self.spec}: {data.numel()} bytes, but {n} values take {self.size(n)}")
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedDelta:
-    data: Tensor
-    """uint8 [bytes]."""
-    residual_n: Tensor
-    """float32 [n]: what `data` lacks."""
-
-
 class ErrorFeedback:
     """The residual of every fragment: what encoding lost is added to the next delta (arXiv 1901.09847)."""
 
@@ -88,11 +78,14 @@ class ErrorFeedback:
         self.residuals: list[Tensor] = [torch.zeros(size) for size in sizes]
         """float32 [numel] a fragment."""
 
-    def encode(self, fragment: int, delta_n: Tensor, codec: Codec) -> EncodedDelta:
-        """Encode the delta plus the fragment's residual. The new residual counts from `settle` on."""
+    def encode(self, fragment: int, delta_n: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
+        """Encode the delta plus the fragment's residual. The new residual counts from `settle` on.
+
+        Return the bytes, uint8, and what they lack, float32 [numel].
+        """
         target_n = delta_n + self.residuals[fragment]
         data = codec.encode(target_n)
-        return EncodedDelta(data, target_n - codec.decode(data, target_n.numel()))
+        return data, target_n - codec.decode(data, target_n.numel())
 
     def settle(self, fragment: int, residual_n: Tensor) -> None:
         """Keep the residual of a delta that entered the global model; zeros where it is not finite."""
@@ -104,7 +97,6 @@ class ErrorFeedback:
 
 
 # -- one number an element ---------------------------------------------------------------------------------------
-
 
 _FLOAT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -133,37 +125,52 @@ SCALE = torch.bfloat16
 """Type of a block's scale. It has float32's range, so NaN, infinity and the smallest deltas travel."""
 
 
-class IntegerCodec(Codec):
-    """Symmetric integers: q = round(x / s), s = max |x| / (2^(bits-1) - 1), |x - s q| <= s / 2.
+class BlockCodec(Codec):
+    """Wire form: the scales [blocks] bfloat16, then the codes, at 4 bits two to a byte."""
 
-    Wire form: the scales [blocks] bfloat16, then the integers, at 4 bits two to a byte and shifted by 8.
-    """
-
-    def __init__(self, *, bits: int, block: int) -> None:
-        """`bits`: 8 or 4."""
+    def __init__(self, kind: str, *, bits: int, block: int, top: int) -> None:
+        """`top`: the code of a block's largest value."""
+        self.spec = f"{kind}/{block}"
         self.bits = bits
         self.block = block
-        self.top = 2 ** (bits - 1) - 1
-        self.spec = f"int{bits}/{block}"
+        self.top = top
 
     def size(self, n: int) -> int:
-        blocks = -(-n // self.block)
-        return blocks * (2 + self.block * self.bits // 8)
+        return -(-n // self.block) * (2 + self.block * self.bits // 8)
 
     def encode(self, values_n: Tensor) -> Tensor:
-        # At most top + 1/4, because the scale is rounded: that rounds to top.
-        scales, codes = in_scale(in_blocks(values_n, self.block), self.top)
-        codes = codes.round_().nan_to_num_().clamp_(-self.top, self.top).to(torch.int8)
-        packed = as_bytes(codes) if self.bits == 8 else pack_nibbles((codes + 8).to(torch.uint8))
-        return torch.cat([as_bytes(scales.to(SCALE)), packed])
+        scales, relative = in_scale(in_blocks(values_n, self.block), self.top)
+        return torch.cat([as_bytes(scales.to(SCALE)), self._pack(relative)])
 
     def decode(self, data: Tensor, n: int) -> Tensor:
         self.check(data, n)
-        blocks = -(-n // self.block)
-        scales = from_bytes(data[: 2 * blocks], SCALE).to(torch.float32).view(-1, 1)
-        body = data[2 * blocks :]
-        codes = from_bytes(body, torch.int8) if self.bits == 8 else unpack_nibbles(body).to(torch.int8) - 8
-        return (codes.to(torch.float32).view(-1, self.block) * scales).view(-1)[:n]
+        end = 2 * -(-n // self.block)
+        scales = from_bytes(data[:end], SCALE).to(torch.float32).view(-1, 1)
+        return (self._unpack(data[end:]).view(-1, self.block) * scales).view(-1)[:n]
+
+    @abstractmethod
+    def _pack(self, relative: Tensor) -> Tensor:
+        """Return the codes of values [blocks, block] in units of their scales, uint8 [bytes]."""
+
+    @abstractmethod
+    def _unpack(self, data: Tensor) -> Tensor: ...
+
+
+class IntegerCodec(BlockCodec):
+    """Symmetric integers: q = round(x / s), s = max |x| / (2^(bits-1) - 1), |x - s q| <= s / 2; 4 bits shifted by 8."""
+
+    def __init__(self, *, bits: int, block: int) -> None:
+        """`bits`: 8 or 4."""
+        super().__init__(f"int{bits}", bits=bits, block=block, top=2 ** (bits - 1) - 1)
+
+    def _pack(self, relative: Tensor) -> Tensor:
+        # At most top + 1/4, because the scale is rounded: that rounds to top.
+        codes = relative.round_().nan_to_num_().clamp_(-self.top, self.top).to(torch.int8)
+        return as_bytes(codes) if self.bits == 8 else pack_nibbles((codes + 8).to(torch.uint8))
+
+    def _unpack(self, data: Tensor) -> Tensor:
+        codes = from_bytes(data, torch.int8) if self.bits == 8 else unpack_nibbles(data).to(torch.int8) - 8
+        return codes.to(torch.float32)
 
 
 _LEVELS = torch.tensor([0.0] + [2.0 ** (code - 7) for code in range(1, 8)])
@@ -171,32 +178,18 @@ _EXPONENT_BITS, _EXPONENT_OF_ZERO = 23, 127 - 7
 """Where float32 keeps its exponent, and its value there for 2^-7, one below code 1."""
 
 
-class E3M0Codec(Codec):
-    """With s = max |x|, code 0 is zero, code e = 1..7 is s 2^(e-7), bit 3 is the sign; the nearest level is taken.
-
-    Wire form: the scales [blocks] bfloat16, then two codes to a byte.
-    """
+class E3M0Codec(BlockCodec):
+    """With s = max |x|, code 0 is zero, code e = 1..7 is s 2^(e-7), bit 3 is the sign; the nearest level is taken."""
 
     def __init__(self, *, block: int) -> None:
-        self.block = block
-        self.spec = f"e3m0/{block}"
+        super().__init__("e3m0", bits=4, block=block, top=1)
 
-    def size(self, n: int) -> int:
-        return -(-n // self.block) * (2 + self.block // 2)
-
-    def encode(self, values_n: Tensor) -> Tensor:
-        scales, relative = in_scale(in_blocks(values_n, self.block), 1)
+    def _pack(self, relative: Tensor) -> Tensor:
         relative.nan_to_num_()
-        codes = _nearest_levels(relative.abs()).to(torch.uint8) | ((relative < 0).to(torch.uint8) << 3)
-        return torch.cat([as_bytes(scales.to(SCALE)), pack_nibbles(codes)])
+        return pack_nibbles(_nearest_levels(relative.abs()).to(torch.uint8) | ((relative < 0).to(torch.uint8) << 3))
 
-    def decode(self, data: Tensor, n: int) -> Tensor:
-        self.check(data, n)
-        blocks = -(-n // self.block)
-        scales = from_bytes(data[: 2 * blocks], SCALE).to(torch.float32).view(-1, 1)
-        codes = unpack_nibbles(data[2 * blocks :])
-        values = torch.cat([_LEVELS, -_LEVELS])[codes.to(torch.int32)]
-        return (values.view(-1, self.block) * scales).view(-1)[:n]
+    def _unpack(self, data: Tensor) -> Tensor:
+        return torch.cat([_LEVELS, -_LEVELS])[unpack_nibbles(data).to(torch.int32)]
 
 
 def _nearest_levels(magnitudes: Tensor) -> Tensor:
@@ -239,9 +232,7 @@ class SparseCodec(Codec):
     CHUNK = 4096
 
     def __init__(self, *, kept: int) -> None:
-        """`kept`: entries of each chunk, even."""
-        if kept % 2:
-            raise ValueError(f"sparse keeps {kept} entries a chunk; two positions share three bytes, so use {kept + 1}")
+        """`kept`: entries of each chunk, even: two positions share three bytes."""
         self.kept = kept
         self.spec = f"sparse/{kept}"
 

@@ -58,9 +58,6 @@ class LocalWork(msgspec.Struct, frozen=True, kw_only=True):
             samples=self.samples + times * other.samples,
         )
 
-    def minus(self, other: LocalWork) -> LocalWork:
-        return self.plus(other, -1.0)
-
 
 class ProgressTotals(msgspec.Struct, kw_only=True):
     """Counted since this peer began. A token counts by the share of the parameters that it concerns."""
@@ -153,14 +150,6 @@ class LocalProgress:
         """Return the tokens whose work is not in the global model, each by the share of parameters it concerns."""
         return sum(held.tokens * share for held, share in zip(self.held, self._shares, strict=True))
 
-    def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
-        return {"held": msgspec.to_builtins(self.held), "totals": msgspec.to_builtins(self.totals)}
-
-    def restore(self, facts: dict[str, Any]) -> None:
-        self.held = msgspec.convert(facts["held"], list[LocalWork])
-        self.totals = msgspec.convert(facts["totals"], ProgressTotals)
-
     def _settle(self, fragment: int, status: DeltaStatus, coverage: DeltaCoverage | None) -> None:
         held, share, totals = self.held[fragment], self._shares[fragment], self.totals
         remaining = LocalWork()
@@ -170,7 +159,7 @@ class LocalProgress:
             remaining = held
         elif status is DeltaStatus.COUNTED and coverage is not None:
             due = coverage.due or held
-            mixed, since = due.minus(coverage.work), held.minus(due)
+            mixed, since = due.plus(coverage.work, -1.0), held.plus(due, -1.0)
             totals.carried += since.tokens * share
             totals.overwritten += (1 - self._mixing) * mixed.tokens * share
             remaining = since.plus(mixed, self._mixing)
@@ -190,28 +179,6 @@ class PendingDelta:
     body: memoryview
     residual_n: Tensor
     coverage: DeltaCoverage
-
-    def facts(self) -> dict[str, Any]:
-        work = [self.coverage.work, self.coverage.due]
-        return {"pending": msgspec.to_builtins(self.header), "offer": msgspec.to_builtins(work)}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return its tensors by name; not copies."""
-        due = {} if self.coverage.due_n is None else {"pending.due": self.coverage.due_n}
-        return {"pending.body": shared_bytes(self.body), "pending.residual": self.residual_n, **due}
-
-    @classmethod
-    def restored(cls, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> PendingDelta | None:
-        """Reverse `facts` and `tensors`; None where no delta was on offer."""
-        if "pending" not in facts:
-            return None
-        work, due = msgspec.convert(facts["offer"], tuple[LocalWork, LocalWork | None])
-        return cls(
-            header=msgspec.convert(facts["pending"], Header),
-            body=memoryview(tensors["pending.body"].numpy()).cast("B"),
-            residual_n=tensors["pending.residual"],
-            coverage=DeltaCoverage(work, due, tensors.get("pending.due")),
-        )
 
 
 class Replica:
@@ -251,12 +218,15 @@ class Replica:
             "outer_step": self.global_model.outer_step,
             "inner": self.inner,
             "due": self.due,
-            "work": self.progress.facts(),
+            "work": msgspec.to_builtins({"held": self.progress.held, "totals": self.progress.totals}),
             **self._identity,
         }
-        if self.pending is not None:
-            facts |= self.pending.facts()
-            tensors |= self.pending.tensors()
+        if (pending := self.pending) is not None:
+            work = [pending.coverage.work, pending.coverage.due]
+            facts |= msgspec.to_builtins({"pending": pending.header, "offer": work})
+            tensors |= {"pending.body": shared_bytes(pending.body), "pending.residual": pending.residual_n}
+            if pending.coverage.due_n is not None:
+                tensors["pending.due"] = pending.coverage.due_n
         return pack_state(tensors, facts)
 
     def load(self, raw: bytes | memoryview) -> None:
@@ -276,8 +246,17 @@ class Replica:
         self.global_model.load(tensors, facts["outer_step"])
         self.feedback.residuals = [tensors[f"residual.{index}"] for index in range(len(self.fragments))]
         self.inner, self.due = facts["inner"], facts["due"]
-        self.progress.restore(facts["work"])
-        self.pending = PendingDelta.restored(facts, tensors)
+        self.progress.held = msgspec.convert(facts["work"]["held"], list[LocalWork])
+        self.progress.totals = msgspec.convert(facts["work"]["totals"], ProgressTotals)
+        self.pending = None
+        if "pending" in facts:
+            work, due = msgspec.convert(facts["offer"], tuple[LocalWork, LocalWork | None])
+            self.pending = PendingDelta(
+                header=msgspec.convert(facts["pending"], Header),
+                body=memoryview(tensors["pending.body"].numpy()).cast("B"),
+                residual_n=tensors["pending.residual"],
+                coverage=DeltaCoverage(work, due, tensors.get("pending.due")),
+            )
 
 
 # -- as bytes: safetensors with JSON facts in the header ---------------------------------------------------------

@@ -141,13 +141,13 @@ class StreamingDiLoCo:
         model, replica = self.global_model, self.replica
         fragment = self.schedule.fragment(model.outer_step)
         covered = replica.progress.held[fragment]
-        encoded = replica.feedback.encode(fragment, model.delta(fragment), self._codec)
-        body = memoryview(encoded.data.numpy()).cast("B")
+        data, residual_n = replica.feedback.encode(fragment, model.delta(fragment), self._codec)
+        body = memoryview(data.numpy()).cast("B")
         header = self._link.seal(self._link.header(
             "delta", body, model.outer_step, model.hash, fragment=fragment, codec=self._codec.spec,
             weight=float(getattr(covered, self.config.weighting)), inner_steps=round(covered.steps),
         ))  # fmt: skip
-        replica.pending = PendingDelta(header, body, encoded.residual_n, DeltaCoverage(covered))
+        replica.pending = PendingDelta(header, body, residual_n, DeltaCoverage(covered))
         replica.due = replica.inner + self.config.delay
         self._link.offer(header, body)
 

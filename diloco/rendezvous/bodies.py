@@ -4,8 +4,7 @@
     StateTransfers     which training peer is asked for its state, for the peers that join
 
 A source uploads its state once. The state stays for later joining peers while the rounds since then are
-kept. A source that dies or makes no progress is replaced by another, as is one whose state is refused. Where the rounds
-since then outgrow the memory before a peer could take them, the source rests for as long before it is asked again.
+kept. A source that dies or makes no progress is replaced by another, as is one whose state is refused.
 """
 
 from __future__ import annotations
@@ -91,13 +90,9 @@ class StateTransfers:
         self._stall_s = stall_s
         self._serial = secrets.randbits(48)  # ranks that got answers before and after a restart must notice
         self._failures: Counter[str] = Counter()
-        self._rests_until: dict[str, float] = {}
-        """By source: it is not asked before."""
-        self.outgrown = ""
-        """Describes the last state that was given up for lack of memory; empty for none."""
 
     def request(self, sources: Sequence[Peer], oldest_useful: int, now: float) -> StateTransfer | None:
-        """Return the current transfer, or a new one from one of `sources`; None where none may be asked.
+        """Return the current transfer, or a new one from one of `sources`; None where there is none.
 
         `oldest_useful`: a state of an earlier outer step is of no use, because the rounds since are not kept.
         """
@@ -106,9 +101,8 @@ class StateTransfers:
         if self.current is not None and not self.current.complete:
             self._failures[self.current.source] += 1
         self.current = None
-        ready = [peer for peer in sources if self._rests_until.get(peer.name, now) <= now]
-        if ready:
-            source = min(ready, key=lambda peer: (self._failures[peer.name], peer.name))
+        if sources:
+            source = min(sources, key=lambda peer: (self._failures[peer.name], peer.name))
             self._serial += 1
             self.current = StateTransfer(self._serial, source.name, source.ranks, now, now)
         return self.current
@@ -161,11 +155,12 @@ class StateTransfers:
         current = self.current
         if current is None or (step := current.first_step) is None or step >= oldest_useful:
             return
-        took_s = (current.progress_at if current.complete else now) - current.began
-        self._rests_until[current.source] = current.began + 2 * took_s
-        if not current.complete:
-            self._failures[current.source] += 1
-        self.outgrown = f"that of peer {current.source} was given up: {current.progress(newest, now)}"
+        self._failures[current.source] += 1
+        logger.warning(
+            "the state of peer %s is given up: %s. The rounds since, which stay for a joining peer beyond "
+            "--keep-rounds, outgrew the memory: start `diloco lighthouse` with a larger --memory-gb, or raise "
+            "diloco.sync_every, or the source's diloco.rate_limit_mbit", current.source, current.progress(newest, now),
+        )  # fmt: skip
         self.drop()
 
     @property

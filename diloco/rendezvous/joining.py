@@ -203,7 +203,7 @@ class Joins:
     def _state(self, join: JoinAttempt, sources: list[Peer], rank: int, now: float) -> JoinAnswer:
         transfer = self.transfers.request(sources, self.rounds.oldest, now)
         if transfer is None:
-            return RoundNotReady(waiting_for=self._no_source(sources))
+            return RoundNotReady(waiting_for="a peer that trains")
         join.awaited_state = transfer.serial
         if not transfer.complete:
             progress = transfer.progress(self._newest, now)
@@ -220,12 +220,3 @@ class Joins:
         join.replays_from = transfer.outer_step
         newest = join.newest_by_state.setdefault(transfer.serial, self._newest)
         return StateReady(header=transfer.blobs[rank].header, newest=newest)
-
-    def _no_source(self, sources: list[Peer]) -> str:
-        if not sources:
-            return "a peer that trains"
-        return (
-            f"another try to bring a state over, for {self.transfers.outgrown}. The rounds since, which stay for a "
-            "joining peer beyond --keep-rounds, outgrew the memory: start `diloco lighthouse` with a larger "
-            "--memory-gb, or raise diloco.sync_every, or the source's diloco.rate_limit_mbit"
-        )

@@ -116,8 +116,6 @@ class ModelAgreement:
         """By outer step and rank: the first peer there, and the hash of its model."""
         self._reported: set[int] = set()
         """Outer steps whose difference was reported."""
-        self._front = -1
-        """The most advanced outer step."""
 
     def difference(self, peer: str, rank: int, position: Position) -> str:
         """Describe how the peer's model differs from the first at this outer step; empty when it does not.
@@ -128,9 +126,8 @@ class ModelAgreement:
         first, model = self._models.get((step, rank), (peer, ""))
         if first == peer:  # it may have joined anew since
             self._models[step, rank] = peer, position.base_hash
-            if step > self._front:
-                self._front = step
-                self._forget_before(step - _REMEMBERED_STEPS)
+            oldest = max(each for each, _ in self._models) - _REMEMBERED_STEPS
+            self._models = {key: model for key, model in self._models.items() if key[0] >= oldest}
             return ""
         if model == position.base_hash or step in self._reported:
             return ""
@@ -145,9 +142,3 @@ class ModelAgreement:
         """Forget this outer step and later ones: the run goes on from it."""
         self._models = {key: model for key, model in self._models.items() if key[0] < outer_step}
         self._reported = {step for step in self._reported if step < outer_step}
-        self._front = min(self._front, outer_step - 1)
-
-    def _forget_before(self, outer_step: int) -> None:
-        for key in [key for key in self._models if key[0] < outer_step]:
-            del self._models[key]
-        self._reported = {step for step in self._reported if step >= outer_step}

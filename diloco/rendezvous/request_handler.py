@@ -122,10 +122,9 @@ class RequestHandler:
 
     def _hello(self, hello: PeerHello) -> ToPeer:
         if hello.protocol != PROTOCOL:
-            protocol = str(hello.protocol) if hello.protocol else "an older protocol"
             return RequestRefused(
-                error=f"peer {hello.peer} speaks {protocol}, this rendezvous {PROTOCOL}: use one release on all "
-                "machines"
+                error=f"peer {hello.peer} speaks {hello.protocol or 'an older protocol'}, this rendezvous {PROTOCOL}: "
+                "use one release on all machines"
             )
         if hello.run != self.settings.run:
             return RequestRefused(

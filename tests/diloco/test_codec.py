@@ -139,10 +139,10 @@ def test_feedback_loses_nothing(spec, seed, rounds):
     asked, sent = torch.zeros(700, dtype=torch.float64), torch.zeros(700, dtype=torch.float64)
     for _ in range(rounds):
         delta = torch.randn(700, generator=generator)
-        encoded = feedback.encode(0, delta, codec)
-        feedback.settle(0, encoded.residual_n)
+        data, residual_n = feedback.encode(0, delta, codec)
+        feedback.settle(0, residual_n)
         asked += delta.double()
-        sent += codec.decode(encoded.data, 700).double()
+        sent += codec.decode(data, 700).double()
     assert torch.allclose(asked - sent, feedback.residuals[0].double(), atol=1e-4)
 
 

@@ -22,18 +22,18 @@ def moved(key_file, peer, steps):
         inner_step(model, optimizer, 0, step)
     feedback = engine.replica.feedback
     for index in range(2):
-        feedback.settle(index, feedback.encode(index, engine.global_model.delta(index), engine._codec).residual_n)
+        feedback.settle(index, feedback.encode(index, engine.global_model.delta(index), engine._codec)[1])
     assert all(residual.any() for residual in feedback.residuals)
     return engine
 
 
 def delta(engine):
     """Of its first fragment."""
-    encoded = engine.replica.feedback.encode(0, engine.global_model.delta(0), engine._codec)
-    body, spec = memoryview(encoded.data.numpy()).cast("B"), engine._codec.spec
+    data, residual_n = engine.replica.feedback.encode(0, engine.global_model.delta(0), engine._codec)
+    body, spec = memoryview(data.numpy()).cast("B"), engine._codec.spec
     facts = {"fragment": 0, "codec": spec, "weight": 1.0}
     header = engine._link.seal(engine._link.header("delta", body, 0, engine.global_model.hash, **facts))
-    return PendingDelta(header, body, encoded.residual_n, DeltaCoverage(LocalWork(steps=1, tokens=1)))
+    return PendingDelta(header, body, residual_n, DeltaCoverage(LocalWork(steps=1, tokens=1)))
 
 
 # A delta in the global model leaves what encoding it lost; one that came too late leaves what was owed before. Where

@@ -283,14 +283,14 @@ def test_nothing_is_lost(codec, rounds):
     for fate, before, after, others in rounds:
         train(before)
         offer = DeltaCoverage(work.held[0])
-        encoded = feedback.encode(0, model.delta(0), encoder)
-        sent = encoder.decode(encoded.data, 4)
+        data, residual_n = feedback.encode(0, model.delta(0), encoder)
+        sent = encoder.decode(data, 4)
         if after:
             work.mark_late(0, offer)
             train(after)
         global_before = model.masters[0].clone()
         if fate is DeltaStatus.COUNTED:
-            feedback.settle(0, encoded.residual_n)
+            feedback.settle(0, residual_n)
             delivered -= sent
             tokens += offer.work.tokens
         model.advance(0, [sent if fate is DeltaStatus.COUNTED else torch.full((4,), float(others))], [1.0])
