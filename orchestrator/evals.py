@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 
 from composer_prime.config.orchestrator import EvalConfig, OrchestratorConfig, SourceConfig
@@ -97,10 +96,6 @@ class Evaluator:
         """Step of the evaluation under way, else of the one that is due; None while idle."""
         return self._requested[0] if self.running is None and self._requested is not None else self.running
 
-    @property
-    def idle(self) -> bool:
-        return self.step is None
-
     def waiting_for(self) -> str | None:
         """Describe the progress; None while idle."""
         if self.step is None:
@@ -131,7 +126,12 @@ class Evaluator:
 
     async def _evaluate(self, step: int, version: int) -> None:
         self._done_rollouts = 0
-        counts = {source.name: self._count(source) for source in self.sources}
+        counts = {}
+        for source in self.sources:
+            available = self.num_tasks[source.name]
+            counts[source.name] = (
+                self.config.eval.tasks if available is None else min(self.config.eval.tasks, available)
+            )
         self._all_rollouts = sum(counts.values()) * self.config.eval.samples
         self._awaited_version = version
         await self._await_version(step, version)
@@ -140,9 +140,10 @@ class Evaluator:
         start = time.monotonic()
         by_source = [self._evaluate_source(source, step, counts[source.name]) for source in self.sources]
         results = dict(zip(counts, await asyncio.gather(*by_source), strict=True))
-        await asyncio.to_thread(_write, self.run_dir.eval_rollouts(step), step, results)
-        rollouts = [rollout for tasks in results.values() for task in tasks for rollout in task]
-        if failures := [rollout.failure for rollout in rollouts if rollout.failure is not None]:
+        rollouts = [(name, rollout) for name, tasks in results.items() for task in tasks for rollout in task]
+        lines = (rollout_log.rollout_line(step, name, rollout, "evaluated") for name, rollout in rollouts)
+        await asyncio.to_thread(rollout_log.write, self.run_dir.eval_rollouts(step), lines)
+        if failures := [rollout.failure for _, rollout in rollouts if rollout.failure is not None]:
             logger.warning(
                 "evaluation of step %d: %d of %d rollouts have no reward after at most %d tries, the first for %s: %s",
                 step, len(failures), len(rollouts), self.config.max_retries + 1, failures[0].kind, failures[0].message,
@@ -152,10 +153,6 @@ class Evaluator:
             figures |= eval_summary(source, tasks, self.config.eval)
         await asyncio.to_thread(self.metrics.log, step, figures)
         logger.info("evaluation of step %d: %s", step, {name: round(value, 4) for name, value in figures.items()})
-
-    def _count(self, source: SourceConfig) -> int:
-        available = self.num_tasks[source.name]
-        return self.config.eval.tasks if available is None else min(self.config.eval.tasks, available)
 
     async def _await_version(self, step: int, version: int) -> None:
         """Wait until the serving nodes have `version` or newer weights. Raises DeadlineError."""
@@ -228,15 +225,3 @@ def _estimate(name: str, values: list[float]) -> dict[str, float]:
     least, most = scale_of(values)
     interval = bounded_interval(values, least=least, most=most)
     return {name: fmean(values)} | ({f"{name}_low": interval[0], f"{name}_high": interval[1]} if interval else {})
-
-
-def _write(path: Path, step: int, results: dict[str, list[TaskRollouts]]) -> None:
-    rollout_log.write(
-        path,
-        (
-            rollout_log.rollout_line(step, source, rollout, "evaluated")
-            for source, tasks in results.items()
-            for task in tasks
-            for rollout in task
-        ),
-    )

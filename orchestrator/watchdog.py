@@ -88,7 +88,7 @@ class RunWatchdog:
     @property
     def finished(self) -> bool:
         """Whether all steps are trained, the last checkpoint is saved and the last evaluation is written."""
-        return self.completion.all_trained and self.completion.checkpoint_saved and self.evaluator.idle
+        return self.completion.all_trained and self.completion.checkpoint_saved and self.evaluator.step is None
 
     def waiting_for_batch(self, step: int) -> str:
         """Say why batch `step` is not there yet."""

@@ -112,17 +112,10 @@ def _to_message(parsed: ParsedResponse) -> dict[str, Any]:
     if parsed.reasoning_content is not None:
         message["reasoning_content"] = parsed.reasoning_content
     calls = [call for call in parsed.tool_calls if isinstance(call.name, str)]
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id or f"call_{index}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": _as_json(call.arguments)},
-            }
-            for index, call in enumerate(calls)
-        ]
+    for index, call in enumerate(calls):
+        arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
+        function = {"name": call.name, "arguments": arguments}
+        message.setdefault("tool_calls", []).append(
+            {"id": call.id or f"call_{index}", "type": "function", "function": function}
+        )
     return message
-
-
-def _as_json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments or {})

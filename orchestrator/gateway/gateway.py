@@ -29,7 +29,7 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore, open_signed
 from composer_prime.wire.node import Drain, NewVersion
 from orchestrator.event_loop import LoopLag, watched
-from orchestrator.gateway.adaptive import AdaptiveLimit, GatewayLoad
+from orchestrator.gateway.adaptive import AdaptiveLimit
 from orchestrator.gateway.chat import ChatFormat
 from orchestrator.gateway.generation import POLICY, Generator, RolloutRecords
 from orchestrator.gateway.http import HttpServer
@@ -200,7 +200,8 @@ class Gateway:
                 self._fail(error)
             if now >= next_observation:
                 next_observation = now + inference.heartbeat_s
-                self.adaptive.observe(GatewayLoad.of(router.serving(), router.queued), in_use=len(self.records))
+                reports = [node.status for node in router.serving() if node.status is not None]
+                self.adaptive.observe(reports, queued=router.queued, in_use=len(self.records))
 
     # -- state ---------------------------------------------------------------------------------------------------
 

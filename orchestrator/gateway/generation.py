@@ -299,8 +299,8 @@ class RolloutRecords:
             return False
         turns = self._open[rollout_id].setdefault(record.session, [])
         tokens = np.concatenate([record.prompt_ids, record.completion_ids])
-        chain = turns[-1].chain if turns else None
-        if chain is not None and _continues(chain.tokens, record.prompt_ids):
+        chain = turns[-1].chain if turns else _Chain(_EMPTY)
+        if np.array_equal(chain.tokens, record.prompt_ids[: len(chain.tokens)]):
             self.num_bytes -= chain.tokens.nbytes
             chain.tokens = tokens
         else:
@@ -309,7 +309,3 @@ class RolloutRecords:
         turns.append(_Turn(order, chain, len(record.prompt_ids), len(record.completion_ids), rest))
         self.num_bytes += tokens.nbytes + record.logprobs.nbytes
         return True
-
-
-def _continues(tokens: np.ndarray, prompt_ids: np.ndarray) -> bool:
-    return len(prompt_ids) >= len(tokens) and np.array_equal(prompt_ids[: len(tokens)], tokens)

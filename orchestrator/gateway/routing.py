@@ -380,17 +380,15 @@ class Router:
     def snapshot(self) -> dict[str, Any]:
         """Return counters, queue and the longest waits, for /metrics."""
         now = time.monotonic()
+        queue_reason = "a free place" if self.serving() else f"a node: {self.why_no_node()}"
         oldest = sorted(self.open.values(), key=lambda request: request.since)[:8]
         waits = [
             {
                 "request_id": request.request_id,
                 "session": request.session,
                 "since_s": round(now - request.since, 3),
-                "for": f"node {request.node.node_id}" if request.node else self._queue_reason(),
+                "for": f"node {request.node.node_id}" if request.node else queue_reason,
             }
             for request in oldest
         ]
         return {"queued": self.queued, "in_flight": self.in_flight, "longest_waits": waits, **asdict(self.counters)}
-
-    def _queue_reason(self) -> str:
-        return "a free place" if self.serving() else f"a node: {self.why_no_node()}"

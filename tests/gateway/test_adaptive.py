@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from orchestrator.gateway.adaptive import AdaptiveLimit, GatewayLoad
+from composer_prime.wire.node import Status
+from orchestrator.gateway.adaptive import AdaptiveLimit
 
 
-def load(running: int, waiting: int = 0, kv_used: float = 0.1) -> GatewayLoad:
-    return GatewayLoad(running=running, waiting=waiting, kv_used=kv_used)
+def observe(limit: AdaptiveLimit, running: int, in_use: int, waiting: int = 0, kv_used: float = 0.1) -> None:
+    report = Status(version=0, running=running, waiting=waiting, kv_used=kv_used, tokens_per_s=0.0, canary_error=None)
+    limit.observe([report], queued=0, in_use=in_use)
 
 
 def test_the_limit_finds_what_the_nodes_can_take():
@@ -15,7 +17,7 @@ def test_the_limit_finds_what_the_nodes_can_take():
     seen = []
     for _ in range(200):
         in_use = limit.limit()
-        limit.observe(load(min(in_use, 40), waiting=max(0, in_use - 40)), in_use)
+        observe(limit, min(in_use, 40), in_use, waiting=max(0, in_use - 40))
         seen.append(limit.limit())
     assert seen[0] == 64
     settled = seen[20:]
@@ -26,12 +28,12 @@ def test_the_limit_finds_what_the_nodes_can_take():
 def test_an_unused_limit_does_not_rise_and_a_full_cache_lowers_it():
     """Only a limit that is used proves anything; KV pressure counts like a queue; floor and ceiling hold."""
     limit = AdaptiveLimit(floor=4, ceiling=100)
-    limit.observe(load(2), in_use=2)
-    limit.observe(None, in_use=32)
+    observe(limit, 2, in_use=2)
+    limit.observe([], queued=0, in_use=32)
     assert limit.limit() == 32
     for _ in range(20):
-        limit.observe(load(32, kv_used=0.99), in_use=limit.limit())
+        observe(limit, 32, in_use=limit.limit(), kv_used=0.99)
     assert limit.limit() == 4
     for _ in range(200):
-        limit.observe(load(8), in_use=limit.limit())
+        observe(limit, 8, in_use=limit.limit())
     assert limit.limit() == 100
