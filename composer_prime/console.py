@@ -57,13 +57,10 @@ def fail(error: Exception, *, command: str | None = None) -> NoReturn:
 
 
 def console_script(name: str) -> list[str]:
-    """Return the words that start console script `name`: of this installation, on the path, or its main function."""
+    """Return the words that start console script `name` of this installation, or its main function."""
     script = Path(sys.executable).parent / name
-    if script.is_file() and os.access(script, os.X_OK):
+    if script.is_file():
         return [str(script)]
-    on_path = shutil.which(name)
-    if on_path:
-        return [on_path]
     return [sys.executable, "-c", f"import sys; from {name}.main import main; sys.exit(main())"]
 
 

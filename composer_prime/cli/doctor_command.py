@@ -59,8 +59,12 @@ def checks(output_dir: Path, *, quick: bool) -> Iterator[Check]:
     text = f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}"
     yield Check("ok", "python", text)
     yield Check("ok" if machine.cores > 1 else "note", "cores", f"{machine.cores} usable")
-    yield _memory(machine.memory_bytes)
-    yield _gpus(machine.gpus)
+    small = machine.memory_bytes < 6 * GIB
+    text = f"{machine.memory_bytes / GIB:.1f} GiB{'; the quickstart wants about 6 GiB' if small else ''}"
+    yield Check("note" if small else "ok", "memory", text)
+    sizes = ", ".join(f"{size / GIB:.0f} GiB" for size in machine.gpus)
+    none = "none visible to the CUDA driver; everything runs on the CPU"
+    yield Check("ok" if sizes else "note", "GPUs", f"{len(machine.gpus)} visible ({sizes})" if sizes else none)
     yield _packages()
     yield from _extras()
     yield from _models()
@@ -71,19 +75,6 @@ def checks(output_dir: Path, *, quick: bool) -> Iterator[Check]:
         yield shared_memory(shutil.disk_usage("/dev/shm").total, len(machine.gpus))
     if not quick:
         yield _torch(len(machine.gpus))
-
-
-def _memory(size: int) -> Check:
-    if size < 6 * GIB:
-        return Check("note", "memory", f"{size / GIB:.1f} GiB; the quickstart wants about 6 GiB")
-    return Check("ok", "memory", f"{size / GIB:.1f} GiB")
-
-
-def _gpus(sizes: tuple[int, ...]) -> Check:
-    if not sizes:
-        return Check("note", "GPUs", "none visible to the CUDA driver; everything runs on the CPU")
-    listed = ", ".join(f"{size / GIB:.0f} GiB" for size in sizes)
-    return Check("ok", "GPUs", f"{len(sizes)} visible ({listed})")
 
 
 def _packages() -> Check:
@@ -143,12 +134,10 @@ def _loopback() -> Check:
 
 
 def _open_files() -> Check:
-    files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files != resource.RLIM_INFINITY and files < 4096:
-        suggestion = 65536 if hard_limit == resource.RLIM_INFINITY else min(65536, hard_limit)
-        text = f"{files:,}; many concurrent rollouts need more: ulimit -n {suggestion}"
-        return Check("note", "open files", text)
-    return Check("ok", "open files", "no limit" if files == resource.RLIM_INFINITY else f"{files:,}")
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY or files >= 4096:
+        return Check("ok", "open files", "no limit" if files == resource.RLIM_INFINITY else f"{files:,}")
+    return Check("note", "open files", f"{files:,}; many concurrent rollouts need more: ulimit -n 65536")
 
 
 def shared_memory(size: int, gpus: int) -> Check:

@@ -23,6 +23,15 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
 
 _INDENT = " " * 15
+_COLUMNS = {
+    "reward/mean": "8.3f",
+    "loss/total": "+9.4f",
+    "policy/entropy": "8.3f",
+    "policy/mismatch_kl": "12.2e",
+    "policy/staleness_max": "10.2f",
+    "groups/filtered_share": "9.2f",
+}
+"""Figures of the reward table, and their formats."""
 
 
 def main(words: list[str]) -> int:
@@ -94,14 +103,7 @@ def _curve(trained: list[Line], progress: RunProgress, bins: int) -> list[str]:
     edges = [round(index * len(steps) / count) for index in range(count + 1)]
     for start, end in pairwise(edges):
         part = [latest[step] for step in steps[start:end]]
-        cells = [
-            _mean(part, "reward/mean", "8.3f"),
-            _mean(part, "loss/total", "+9.4f"),
-            _mean(part, "policy/entropy", "8.3f"),
-            _mean(part, "policy/mismatch_kl", "12.2e"),
-            _mean(part, "policy/staleness_max", "10.2f"),
-            _mean(part, "groups/filtered_share", "9.2f"),
-        ]
+        cells = [_mean(part, name, shape) for name, shape in _COLUMNS.items()]
         text.append(f"      {steps[start]:>5} - {steps[end - 1]:<5} {' '.join(cells)}")
     return text
 

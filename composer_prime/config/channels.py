@@ -113,10 +113,6 @@ class SdpoConfig(BaseConfig):
         return self
 
 
-SIMPO_TEMPERATURE = 2.0
-"""SimPO, arXiv 2405.14734: beta of 2.0 to 2.5."""
-
-
 class ReplayDpoConfig(BaseConfig):
     """Replay-DPO: direct preference optimization on pairs of answers to a recorded state (this project's own)."""
 
@@ -143,7 +139,7 @@ class ReplayDpoConfig(BaseConfig):
     @classmethod
     def _default_of_simpo(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("loss") == "simpo":
-            return {"temperature": SIMPO_TEMPERATURE} | values
+            return {"temperature": 2.0} | values  # SimPO, arXiv 2405.14734: beta of 2.0 to 2.5
         return values
 
 

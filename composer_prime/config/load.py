@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,26 +136,20 @@ def _set_list_elements(values: dict[str, Any], words: list[str]) -> list[str]:
 
 
 def _set_list_element(values: dict[str, Any], flag: str, value: Any) -> None:
-    keys = flag[2:].replace("-", "_").split(".")
+    keys = [int(key) if key.isdigit() else key for key in flag[2:].replace("-", "_").split(".")]
     node: Any = values
-    for depth, key in enumerate(keys):
-        index: Any = key
-        if isinstance(node, list) and key.isdigit():
-            index = int(key)
-            if index >= len(node):
-                count = pluralize(len(node), "element")
-                raise ConfigError(f"{flag}: the list has {count}, counted from 0, so none at {index}")
-        elif key.isdigit() and depth and not node:
-            list_name = ".".join(keys[:depth])
-            raise ConfigError(
-                f"{flag}: no configuration file sets the list {list_name}, so it has no element to override"
-            )
-        elif not isinstance(node, dict):
-            raise ConfigError(f"{flag} goes through a value that is no table")
-        if depth == len(keys) - 1:
-            node[index] = value
-        else:
-            node = node[index] if isinstance(node, list) else node.setdefault(index, {})
+    key = keys[0]
+    try:
+        for key, following in itertools.pairwise(keys):
+            is_new_table = isinstance(node, dict) and isinstance(following, str)
+            node = node.setdefault(key, {}) if is_new_table else node[key]
+        key = keys[-1]
+        node[key] = value
+    except IndexError:
+        count = pluralize(len(node), "element")
+        raise ConfigError(f"{flag}: the list has {count}, counted from 0, so none at {key}") from None
+    except (KeyError, TypeError):
+        raise ConfigError(f"{flag}: no configuration file sets the list, so it has no element to override") from None
 
 
 def _literal(text: str) -> Any:

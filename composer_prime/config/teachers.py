@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
@@ -18,7 +18,6 @@ MODELS_VARIABLE = "COMPOSER_MODELS_URL"
 OPENROUTER = "https://openrouter.ai/api/v1"
 MIN_WINDOW_PAIRS = 16
 """Fewer pairs are too few for a verdict of the density gate."""
-Tier = Literal["cheap", "mid", "frontier"]
 
 
 class TeacherConfig(BaseConfig):
@@ -36,7 +35,7 @@ class TeacherConfig(BaseConfig):
     """The environment variable that holds the endpoint's key; required with another base_url."""
     family: str | None = None
     """Its family (claude, gpt, qwen ...); it never sees a trace of its own family. None takes it from the name."""
-    tier: Tier = "mid"
+    tier: Literal["cheap", "mid", "frontier"] = "mid"
     """Cheap teachers are asked first."""
     input_usd_per_mtok: float | None = Field(default=None, ge=0)
     """Price of a million prompt tokens; None takes it from genai-prices."""
@@ -44,7 +43,7 @@ class TeacherConfig(BaseConfig):
     """Price of a million answer tokens; None takes it from genai-prices."""
     max_tokens_key: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """The endpoint's name of an answer's limit; OpenAI's reasoning models know only max_completion_tokens."""
-    temperature: float | Literal["omit"] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | Literal["omit"] | None = None
     """Temperature from 0 to 2; None takes teachers.temperature, omit sends none, for models that refuse any."""
     requests_per_minute: float = Field(default=0.0, ge=0)
     """Limit of calls a minute, by spacing them; 0 has no limit."""
@@ -63,13 +62,6 @@ class TeacherConfig(BaseConfig):
     @classmethod
     def _one_spelling(cls, family: str | None) -> str | None:
         return family if family is None else family_named(family)
-
-    @field_validator("temperature")
-    @classmethod
-    def _in_range(cls, temperature: float | str | None) -> float | str | None:
-        if isinstance(temperature, float) and not 0 <= temperature <= 2:
-            raise ValueError(f'temperature is {temperature:g}, expected 0 to 2, or "omit" to send none')
-        return temperature
 
     def temperature_of(self, shared: float) -> float | None:
         """Return the temperature of its requests, where `shared` is that of all teachers; None sends none."""

@@ -16,7 +16,7 @@ import asyncio
 import math
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +70,8 @@ class Budget:
         self._record = record
         self._trusted = trusted
         self.spent_usd = before.usd
-        self._by_trace: dict[str, float] = defaultdict(float, before.by_trace)
+        self.by_trace: dict[str, float] = defaultdict(float, before.by_trace)
+        """USD, of earlier runs too."""
         self._ratios = dict(before.charge_ratios)
         self._tried: set[str] = set()
         """Endpoints that kept to the bound of a call, or whose call was counted without an answer."""
@@ -81,11 +82,6 @@ class Budget:
         self._closing = asyncio.Event()
         self.closed: str | None = None
         """Why no call is made any more."""
-
-    @property
-    def by_trace(self) -> Mapping[str, float]:
-        """USD by trace, of earlier runs too."""
-        return self._by_trace
 
     @property
     def in_flight(self) -> int:
@@ -149,9 +145,11 @@ class Budget:
             return None
         caps = self._caps
         counted = list(self._in_flight.values()) if in_flight else []
-        in_trace = self._by_trace[trace] + sum(each.usd for each in counted if each.trace == trace)
+        in_trace = self.by_trace[trace] + sum(each.usd for each in counted if each.trace == trace)
         in_run = self.spent_usd + sum(each.usd for each in counted)
-        held_usd = usd * self._multiple(teacher)
+        multiple = self._multiple(teacher)
+        held_usd = usd * multiple
+        reason = "teachers.budget.overcharge_factor" if multiple == caps.overcharge_factor else "as it charged last"
         for scope, used_usd, cap_usd in (
             ("call", 0.0, caps.usd_per_call),
             ("trace", in_trace, caps.usd_per_trace),
@@ -159,17 +157,12 @@ class Budget:
         ):
             if used_usd + held_usd > cap_usd:
                 return CapError(
-                    f"a call to {teacher} needs {self._need(teacher, usd)}, but ${max(cap_usd - used_usd, 0.0):.4f} of "
-                    f"teachers.budget.usd_per_{scope} = ${cap_usd:g} is left: raise the cap, or leave this teacher out",
+                    f"a call to {teacher} needs ${held_usd:.4f}, {multiple:.3g} times its bound of ${usd:.4f} "
+                    f"({reason}), but ${max(cap_usd - used_usd, 0.0):.4f} of teachers.budget.usd_per_{scope} = "
+                    f"${cap_usd:g} is left: raise the cap, or leave this teacher out",
                     scope=scope,
                 )
         return None
-
-    def _need(self, teacher: str, usd: float) -> str:
-        multiple = self._multiple(teacher)
-        configured = multiple == self._caps.overcharge_factor
-        reason = "teachers.budget.overcharge_factor" if configured else "as it charged last"
-        return f"${usd * multiple:.4f}, {multiple:.3g} times its bound of ${usd:.4f} ({reason})"
 
     def note_charge(self, reservation: Reservation, usd: float) -> None:
         """Close the budget when an endpoint charged more than the bound.
@@ -192,7 +185,7 @@ class Budget:
         if usd <= reservation.bound_usd if status == "ok" else usd > 0:
             self._tried.add(reservation.teacher)
         self.spent_usd += usd
-        self._by_trace[reservation.trace] += usd
+        self.by_trace[reservation.trace] += usd
         self._by_state[reservation.state] += usd
         self._settled.set()
         self._record(

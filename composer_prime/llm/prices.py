@@ -129,8 +129,7 @@ def forecast_cost(config: Config, states_file: Path | None = None) -> CostForeca
 def cost_with_cap(config: Config, forecast: CostForecast | None) -> str:
     """Return one line: the probable cost of a replay, and its cap. Raises ConfigError for an unknown price."""
     budget = config.teachers.budget
-    free = all(price_of(teacher).bound_usd(1, 1) == 0 for teacher in config.teachers.teacher)
-    if free:
+    if all(price_of(teacher).bound_usd(1, 1) == 0 for teacher in config.teachers.teacher):
         return f"cost forecast: nothing: all are local; never more than ${budget.usd_per_run:g}"
     cost = forecast.text() if forecast else _cost_of_rollouts(config)
     return (
@@ -147,7 +146,8 @@ def _cost_of_rollouts(config: Config) -> str:
     teachers, orchestrator = config.teachers, config.orchestrator
     if not teachers.online:
         return "grows with the states"
-    family = _or_assumed(family_of(config.model.path), teachers)
+    family = family_of(config.model.path)
+    family = (teachers.assume_family or UNKNOWN) if family == UNKNOWN else family
     context = config.model.max_context
     rollouts = config.run.max_steps * orchestrator.groups_per_step * orchestrator.group_size
     priced = [(teacher, price_of(teacher)) for teacher in teachers.teacher]
@@ -187,10 +187,6 @@ def _family(line: bytes, teachers: TeachersConfig) -> str:
         family = family_named(msgspec.json.decode(line, type=_Line).source_family)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return UNKNOWN
-    return _or_assumed(family, teachers)
-
-
-def _or_assumed(family: str, teachers: TeachersConfig) -> str:
     return (teachers.assume_family or UNKNOWN) if family == UNKNOWN else family
 
 

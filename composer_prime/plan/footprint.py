@@ -102,14 +102,21 @@ def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
     width = 2 if half else 4
     trained = trained_parameters(config, shape)
     per_hidden = 1.5 if trainer.activation_checkpointing else 14 + 3 * shape.mlp_width / shape.hidden
+    output_layer = 4 * shape.vocabulary * shape.hidden
+    # A chunk of logits and its copy. SDPO adds the teacher's, and a copy of its output layer.
+    chunk = min(tokens * shape.vocabulary, CHUNK_LOGITS["cuda" if cuda else "cpu"])
+    logits = chunk * 4 * (4 if config.channels.sdpo.weight > 0 else 2)
+    weights = weight_sets(config.channels)
+    # Start weights and averages in float32. Adapters keep their base anyway.
+    others = weights.needed - ({"frozen"} if trainer.lora is not None else set())
     parts = {
         "masters": 4 * shape.parameters // ranks,
         "gradients": 4 * trained // ranks,
         "moments": (8 if trainer.optim.type == "adamw" else 5) * trained // ranks,
         "activations": int(per_hidden * tokens * shape.hidden * shape.layers * width),
-        "logits": _logits_bytes(config, shape, cuda=cuda),
-        "output layer's gradient": 4 * shape.vocabulary * shape.hidden if trainer.lora is None else 0,
-        "other weights": _other_weights(config, shape) // ranks,
+        "logits": logits + (output_layer if weights.teacher is not None else 0),
+        "output layer's gradient": output_layer if trainer.lora is None else 0,
+        "other weights": 4 * trained * len(others) // ranks,
     }
     if half:
         parts["gathered blocks"] = 2 * width * shape.parameters // max(shape.layers, 1)
@@ -118,20 +125,6 @@ def rank_need(config: Config, shape: ModelShape, *, cuda: bool) -> Need:
     total = sum(parts.values())
     host = _RUNTIME_BYTES["rank"] + 2 * snapshot if cuda else total
     return Need(role="trainer rank", host_bytes=host, device_bytes=total if cuda else 0, parts=parts)
-
-
-def _logits_bytes(config: Config, shape: ModelShape, *, cuda: bool) -> int:
-    """Return the bytes of a chunk of logits and its copy; SDPO adds the teacher's, and a copy of its output layer."""
-    chunk = min(config.trainer.micro_batch_tokens * shape.vocabulary, CHUNK_LOGITS["cuda" if cuda else "cpu"])
-    distills = config.channels.sdpo.weight > 0
-    other_weights = weight_sets(config.channels).teacher is not None
-    return chunk * 4 * (4 if distills else 2) + (4 * shape.vocabulary * shape.hidden if other_weights else 0)
-
-
-def _other_weights(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of float32 start weights and averages, over all ranks. Adapters keep their base anyway."""
-    needed = weight_sets(config.channels).needed - ({"frozen"} if config.trainer.lora is not None else set())
-    return 4 * trained_parameters(config, shape) * len(needed)
 
 
 def node_need(config: Config, shape: ModelShape, *, cuda: bool, device_bytes: int | None = None) -> Need:

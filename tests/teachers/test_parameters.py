@@ -117,5 +117,5 @@ def test_the_example(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [-0.1, 2.5, "none"])
 def test_a_wrong_temperature_is_refused(wrong: float | str) -> None:
-    with pytest.raises(ValidationError, match=r"expected 0 to 2|'omit'"):
+    with pytest.raises(ValidationError, match="'omit'"):
         TeacherConfig.model_validate({"name": "x", "model": "openai/gpt-4o-mini", "temperature": wrong})
