@@ -13,34 +13,12 @@ from composer_prime.monitor.metrics_file import Line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """The global model that a joint run ended with; people compare it across machines."""
+    """The global model that a joint run ended with."""
 
     step: int
     """The last optimizer step."""
-    outer_step: int
-    hash: str
-    left_behind: int | None
-    """Outer step of this peer's delta whose round had not ended; None without such a delta."""
-
-    @classmethod
-    def of(cls, line: Line) -> Ending | None:
-        """Read the trainer's last line; None for any other line."""
-        if "diloco/final_hash" not in line:
-            return None
-        left_behind = line.get("diloco/final_left_behind")
-        return cls(
-            step=line["step"],
-            outer_step=int(line["diloco/final_outer_step"]),
-            hash=str(line["diloco/final_hash"]),
-            left_behind=None if left_behind is None else int(left_behind),
-        )
-
-    @property
-    def text(self) -> str:
-        behind = f"; a delta of outer step {self.left_behind} was left behind" if self.left_behind is not None else ""
-        return (
-            f"outer step {self.outer_step}, hash {self.hash}, equal on every peer that ended at this outer step{behind}"
-        )
+    text: str
+    """Names the model; people compare it across machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +115,7 @@ class RunProgress:
     def _take(self, line: Line) -> StepProgress | None:
         role = str(line.get("role", "?"))
         self._update_waiting(role, line)
-        self.ended = Ending.of(line) or self.ended
+        self.ended = _ending(line) or self.ended
         peak = numeric_field(line, "memory/peak_bytes")
         if peak is not None:
             self.peak_bytes[role] = max(peak, self.peak_bytes.get(role, 0.0))
@@ -209,6 +187,17 @@ def _step(line: Line) -> StepProgress:
         accuracy=numeric_field(line, "dpo/accuracy"),
         joint=_round(line),
     )
+
+
+def _ending(line: Line) -> Ending | None:
+    """Read the trainer's last line; None for any other line."""
+    if "diloco/final_hash" not in line:
+        return None
+    outer_step, model_hash = int(line["diloco/final_outer_step"]), line["diloco/final_hash"]
+    text = f"outer step {outer_step}, hash {model_hash}, equal on every peer that ended at this outer step"
+    if (left_behind := line.get("diloco/final_left_behind")) is not None:
+        text += f"; a delta of outer step {int(left_behind)} was left behind"
+    return Ending(step=line["step"], text=text)
 
 
 def _round(line: Line) -> RoundProgress | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,12 @@ from composer_prime.run.run_dir import RunDir
 Rollout = dict[str, Any]
 Scores = dict[str, list[float]]
 """Rewards of each task's rollouts, by `source/task id`."""
-_FILE = re.compile(r"(step|eval)_(\d+)\.jsonl$")
 
 
 def rollout_files(run_dir: RunDir, kind: str) -> dict[int, Path]:
     """Return the files of `kind` ("step" or "eval") by step, ascending."""
-    folder = run_dir.root / "rollouts"
-    if not folder.is_dir():
-        return {}
-    files = {int(match[2]): path for path in folder.iterdir() if (match := _FILE.match(path.name)) and match[1] == kind}
+    paths = run_dir.root.glob(f"rollouts/{kind}_*.jsonl")
+    files = {int(step): path for path in paths if (step := path.stem.removeprefix(f"{kind}_")).isdigit()}
     return dict(sorted(files.items()))
 
 

@@ -16,16 +16,12 @@ from composer_prime.run.run_dir import append_line
 
 
 def append_step(path: Path, step: int, sample_ids: list[str]) -> None:
-    _append(path, {"step": step, "sample_ids": sample_ids})
+    append_line(path, json.dumps({"step": step, "sample_ids": sample_ids}, separators=(",", ":")).encode(), sync=True)
 
 
 def append_rewind(path: Path, step: int) -> None:
     """Record that steps after `step` were lost with the process that took them."""
-    _append(path, {"rewind": step})
-
-
-def _append(path: Path, entry: dict) -> None:
-    append_line(path, json.dumps(entry, separators=(",", ":")).encode(), sync=True)
+    append_line(path, json.dumps({"rewind": step}, separators=(",", ":")).encode(), sync=True)
 
 
 def _parse(line: str) -> dict | None:

@@ -16,7 +16,6 @@ The run's id is made once with the run directory, carried by every message, and 
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from pathlib import Path
 
@@ -32,7 +31,6 @@ Preference pairs with votes, verdict and chart; the costs; hints by question; re
 model's hash.
 """
 
-_STEP = re.compile(r"step_(\d{6,})$")
 _PARTIAL = ".partial"
 
 
@@ -102,10 +100,8 @@ class RunDir:
 
     def complete_checkpoints(self) -> list[int]:
         """Return the steps whose checkpoint has the COMPLETE marker, ascending. Ignores folders without it."""
-        if not self.checkpoints.is_dir():
-            return []
-        matches = ((path, _STEP.match(path.name)) for path in self.checkpoints.iterdir())
-        return sorted(int(match[1]) for path, match in matches if match and (path / "COMPLETE").is_file())
+        names = (path.parent.name.removeprefix("step_") for path in self.checkpoints.glob("step_*/COMPLETE"))
+        return sorted(int(name) for name in names if name.isdigit())
 
     def newest_checkpoint(self) -> int:
         """Return the step of the newest complete checkpoint. Raises CheckpointError when there is none."""

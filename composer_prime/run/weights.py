@@ -24,7 +24,6 @@ from composer_prime.errors import CorruptWeightsError, SignatureError, WireError
 from composer_prime.run.run_dir import remove_partials, write_atomic
 
 CHUNK_BYTES = 16 << 20
-_NAME = re.compile(r"v(\d+)\.manifest$")
 
 
 class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
@@ -131,10 +130,7 @@ class WeightStore:
 
     def versions(self) -> list[int]:
         """Return the published versions, ascending."""
-        if not self._manifests.is_dir():
-            return []
-        matches = (_NAME.match(path.name) for path in self._manifests.iterdir())
-        return sorted(int(match[1]) for match in matches if match)
+        return sorted(int(path.stem[1:]) for path in self._manifests.glob("v*.manifest") if path.stem[1:].isdigit())
 
     def rewind(self, version: int) -> None:
         """Drop versions after `version`; the next `prune` drops their chunks."""

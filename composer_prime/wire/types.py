@@ -213,10 +213,6 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     checksum: str = ""
     """blake2b-128 over every other field; set by `seal_batch`, checked by `verify_batch`."""
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.input_ids) // INT.itemsize
-
 
 class StepTotals(msgspec.Struct, frozen=True, kw_only=True):
     """A step's counts over all ranks and micro-batches: the losses' denominators, fixed before any backward pass."""

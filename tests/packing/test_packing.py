@@ -55,8 +55,8 @@ def test_every_sample_once_equal_counts_within_budget(lengths, world_size, budge
     for rank, own in enumerate(ranks):
         for index, batch in enumerate(own):
             verify_batch(batch, run_id="r", step=5, rank=rank, versions=(3, 4))
-            assert batch.index == index and batch.num_tokens == sum(batch.lengths) <= budget
-            assert len(floats(batch.logprobs)) == len(flags(batch.loss_mask)) == batch.num_tokens
+            assert batch.index == index and len(ints(batch.input_ids)) == sum(batch.lengths) <= budget
+            assert len(floats(batch.logprobs)) == len(flags(batch.loss_mask)) == sum(batch.lengths)
             start = 0
             for sample_id, length, temperature in zip(
                 batch.sample_ids, batch.lengths, batch.temperatures, strict=bool(batch.sample_ids)

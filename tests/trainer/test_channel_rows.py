@@ -265,7 +265,7 @@ def test_turns_and_pairs_that_do_not_match_are_refused():
     refused(other, input_ids=pack_ints(ids))
     change = lambda **values: [msgspec.structs.replace(turn, **values), *batch.turns[1:]]
     refused("was it cut", turns=change(count=turn.count - 1))
-    refused("lies in no sample, or was cut", turns=change(student=batch.num_tokens - 2))
+    refused("lies in no sample, or was cut", turns=change(student=sum(batch.lengths) - 2))
     refused("outside its teacher document", turns=change(teacher=0))
     refused("documents for 8 samples, 5 teacher documents", turns=batch.turns[:-1])
     again = [*batch.turns[:-1], msgspec.structs.replace(batch.turns[-2], teacher=batch.turns[-1].teacher)]

@@ -163,7 +163,7 @@ def test_bad_rows_are_refused_by_sample():
     change = lambda **values: row_of(msgspec.structs.replace(batch, **values), CPU)
     with pytest.raises(RunMismatchError, match=r"token ids \d+..\d+, the model's vocabulary is 0..9"):
         row_of(batch, CPU, 10)
-    broken = [float("nan")] * batch.num_tokens
+    broken = [float("nan")] * sum(batch.lengths)
     with pytest.raises(NonFiniteError, match=r"advantages of sample s1-\d/0 hold NaN"):
         change(advantages=pack_floats(broken))
     with pytest.raises(RunMismatchError, match="logprobs has 1 entries"):
@@ -173,4 +173,4 @@ def test_bad_rows_are_refused_by_sample():
     with pytest.raises(RunMismatchError, match="one positive number"):
         change(temperatures=[0.0] * len(batch.lengths))
     with pytest.raises(RunMismatchError, match="first token is marked"):
-        change(loss_mask=b"\1" * batch.num_tokens)
+        change(loss_mask=b"\1" * sum(batch.lengths))
