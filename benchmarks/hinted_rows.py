@@ -27,11 +27,10 @@ from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import HintedTurn, Sample, VersionSpan, pack_flags, pack_floats, pack_ints
 from trainer import world as worlds
 from trainer.data.rows import Documents, documents_of, unpack
-from trainer.data.teacher_cost import ReadCost, teachers_in_row
 from trainer.model.build import build_policy
 from trainer.model.policy import Policy
 from trainer.step import LossSettings, loss_of
-from trainer.teacher.self_teacher import SelfTeacher
+from trainer.teacher.self_teacher import ReadCost, SelfTeacher, teachers_in_row
 
 HINT = 16
 ROW_TOKENS = 2048

@@ -1,4 +1,4 @@
-"""Optimizer (`build_optimizer`) and learning rate schedule (`rate`).
+"""The optimizer of a configuration: AdamW, or Muon for matrices and AdamW for the rest.
 
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/; arXiv 2502.16982) works on whole matrices, and the
 ranks share the work:
@@ -12,19 +12,18 @@ each matrix whole, and any number of ranks takes the same step.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from composer_prime.config.trainer import OptimConfig, ScheduleConfig
+from composer_prime.config.trainer import OptimConfig
 from composer_prime.errors import ConfigError
 from trainer.model.build import blocks
 from trainer.model.policy import Policy
+from trainer.step import Optimizer
 
 
 def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
@@ -54,51 +53,6 @@ def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.A
     ]
     filled = [group for group in groups if group["params"]]
     return torch.optim.AdamW(filled, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-
-
-def rate(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
-    """Return the learning rate of step `step` (from 1), relative to the peak.
-
-    Linear warm-up that reaches 1 at step warmup_steps, then constant, or a cosine down to final_ratio at max_steps.
-    """
-    if step <= schedule.warmup_steps:
-        return step / schedule.warmup_steps
-    if schedule.type == "constant":
-        return 1.0
-    done = min(1.0, (step - schedule.warmup_steps) / max(1, max_steps - schedule.warmup_steps))
-    return schedule.final_ratio + (1.0 - schedule.final_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-class Optimizer:
-    """One or two torch optimizers that step together. It keeps the peak rates, so each step can set its own."""
-
-    def __init__(self, parts: list[torch.optim.Optimizer], max_grad_norm: float | None) -> None:
-        self.parts = parts
-        self._peaks = [[group["lr"] for group in part.param_groups] for part in parts]
-        self._max_grad_norm = max_grad_norm
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for part in self.parts for group in part.param_groups for parameter in group["params"])
-
-    def grad_norm(self) -> Tensor:
-        """Return the global L2 norm of the gradients over all ranks; a scalar on the device."""
-        norm = get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def step(self, ratio: float, norm: Tensor) -> float:
-        """Clip by `norm`, set each rate to `ratio` of its peak, update, drop the gradients. Returns AdamW's rate."""
-        if self._max_grad_norm is not None:
-            clip_grads_with_norm_(list(self.parameters()), self._max_grad_norm, norm)
-        for part, peaks in zip(self.parts, self._peaks, strict=True):
-            for group, peak in zip(part.param_groups, peaks, strict=True):
-                group["lr"] = peak * ratio
-            part.step()
-        self.zero_grad()
-        return self.parts[0].param_groups[0]["lr"]
-
-    def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
 
 
 class ShardedMuon(torch.optim.Optimizer):

@@ -12,24 +12,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from composer_prime.channels.replay_dpo import PairTokens
 from composer_prime.channels.sdpo import SdpoTokens
 from composer_prime.channels.tokens import PolicyTokens, sum_by
 from composer_prime.channels.total import ChannelInputs, LossParts, channel_metrics, total_loss
 from composer_prime.config.channels import ChannelsConfig
+from composer_prime.config.trainer import ScheduleConfig
 from composer_prime.errors import NonFiniteError
 from composer_prime.wire.types import StepTotals
 from trainer.data.rows import PackedRow, PairsRow
 from trainer.head.fused import TokenStatistics
 from trainer.model.policy import Policy
-from trainer.optim import Optimizer
 from trainer.teacher.self_teacher import AuxiliaryLogprobs
 from trainer.world import gather_texts
 
@@ -184,3 +186,48 @@ def _blame(
         f"step {step}: NaN or infinity in the {culprits} (gradient norm {grad_norm}). The parameters are unchanged; "
         "lower trainer.optim.lr or look at these samples, then continue with --resume"
     )
+
+
+def rate(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
+    """Return the learning rate of step `step` (from 1), relative to the peak.
+
+    Linear warm-up that reaches 1 at step warmup_steps, then constant, or a cosine down to final_ratio at max_steps.
+    """
+    if step <= schedule.warmup_steps:
+        return step / schedule.warmup_steps
+    if schedule.type == "constant":
+        return 1.0
+    done = min(1.0, (step - schedule.warmup_steps) / max(1, max_steps - schedule.warmup_steps))
+    return schedule.final_ratio + (1.0 - schedule.final_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+class Optimizer:
+    """One or two torch optimizers that step together. It keeps the peak rates, so each step can set its own."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer], max_grad_norm: float | None) -> None:
+        self.parts = parts
+        self._peaks = [[group["lr"] for group in part.param_groups] for part in parts]
+        self._max_grad_norm = max_grad_norm
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for part in self.parts for group in part.param_groups for parameter in group["params"])
+
+    def grad_norm(self) -> Tensor:
+        """Return the global L2 norm of the gradients over all ranks; a scalar on the device."""
+        norm = get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def step(self, ratio: float, norm: Tensor) -> float:
+        """Clip by `norm`, set each rate to `ratio` of its peak, update, drop the gradients. Returns AdamW's rate."""
+        if self._max_grad_norm is not None:
+            clip_grads_with_norm_(list(self.parameters()), self._max_grad_norm, norm)
+        for part, peaks in zip(self.parts, self._peaks, strict=True):
+            for group, peak in zip(part.param_groups, peaks, strict=True):
+                group["lr"] = peak * ratio
+            part.step()
+        self.zero_grad()
+        return self.parts[0].param_groups[0]["lr"]
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)

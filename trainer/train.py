@@ -34,12 +34,11 @@ from diloco.streaming import StreamingDiLoCo
 from trainer import world as worlds
 from trainer.data.rows import PackedRow, documents_of, unpack
 from trainer.data.step_client import RankInfo, StepClient, Stopped, find_endpoint, next_batch
-from trainer.data.teacher_cost import ReadCost, teachers_in_row
 from trainer.model.build import build_policy
-from trainer.optim import build_optimizer, rate
-from trainer.step import LossSettings, train_step
+from trainer.optim import build_optimizer
+from trainer.step import LossSettings, rate, train_step
 from trainer.teacher.reference import ReferenceLogprobs
-from trainer.teacher.self_teacher import SelfTeacher
+from trainer.teacher.self_teacher import ReadCost, SelfTeacher, teachers_in_row
 from trainer.weights.checkpoint import Checkpoints
 from trainer.weights.publish import Publisher, export
 from trainer.world import LEAVE_S, StopSignal
@@ -151,8 +150,10 @@ class Trainer:
             asked_at = time.monotonic()
             try:
                 reply = next_batch(client, self.world, last + 1, self.publisher.accepted_versions(last + 1))
-            except Stopped:
-                self._save_before_leaving(client, last)
+            except Stopped:  # on all ranks together
+                saves = last != self._saved and self.config.trainer.checkpoint.stop_timeout_s > 0
+                if saves and self._checkpoint(client, last):
+                    logger.info("stopped after step %d: its checkpoint is written", last)
                 raise
             if isinstance(reply, RunFinished):
                 if reply.failed:
@@ -164,7 +165,6 @@ class Trainer:
         return last
 
     def _train_one_step(self, client: StepClient, reply: StepReply, step: int, asked_at: float) -> None:
-        """Read, train, publish, report, checkpoint when due, log."""
         config, received_at = self.config, time.monotonic()
         rows = self._rows(reply)
         auxiliary = self.teacher.prepare(rows, step)
@@ -231,13 +231,6 @@ class Trainer:
             return False
         self._saved, self.stop.patience_s = step, LEAVE_S
         return True
-
-    def _save_before_leaving(self, client: StepClient, last: int) -> None:
-        """Save what was trained since the newest checkpoint. A collective: all ranks stop together."""
-        if last == self._saved or self.config.trainer.checkpoint.stop_timeout_s == 0:
-            return
-        if self._checkpoint(client, last):
-            logger.info("stopped after step %d: its checkpoint is written", last)
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         """Write rank 0's line. Figures that differ between ranks are summed (tokens) or the largest (memory)."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -49,13 +48,18 @@ def join(config: TrainerConfig) -> World:
     """
     torch.set_num_threads(config.threads)
     device = _device(config)
+    if config.compute_dtype == "auto":
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # bfloat16 is slower on the CPU
+    else:
+        dtype = getattr(torch, config.compute_dtype)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0" if size > 1 else str(_free_port()))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=dist.HashStore()
+        if size == 1
+        else None,  # a rank alone needs no port; others find each other by torchrun's
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=config.collective_timeout_s),
@@ -64,7 +68,7 @@ def join(config: TrainerConfig) -> World:
         rank=rank,
         size=size,
         device=device,
-        compute_dtype=compute_dtype(config, device.type),
+        compute_dtype=dtype,
         mesh=init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)),
     )
 
@@ -72,13 +76,6 @@ def join(config: TrainerConfig) -> World:
 def leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def compute_dtype(config: TrainerConfig, device_type: str) -> torch.dtype:
-    """Return the compute type; auto is float32 on the CPU (bfloat16 is slower there) and bfloat16 on CUDA."""
-    if config.compute_dtype == "auto":
-        return torch.bfloat16 if device_type == "cuda" else torch.float32
-    return getattr(torch, config.compute_dtype)
 
 
 def gather_words(words: list[int]) -> list[list[int]]:
@@ -114,12 +111,6 @@ def _device(config: TrainerConfig) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LEAVE_S = 3.0
 """Patience while there is nothing to save."""
@@ -139,21 +130,18 @@ class StopSignal:
         self._requested = threading.Event()
         self.patience_s = LEAVE_S
         """How long the main thread may take to leave; may change at any time, also after the signal."""
-        self._signal: int = 0
-        """The signal that came; 0 before."""
+        self.exit_code = 0
+        """128 + the signal that came; 0 before."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         threading.Thread(target=self._watch, name="stop-signal", daemon=True).start()
 
     def is_requested(self) -> bool:
         return self._requested.is_set()
 
-    @property
-    def exit_code(self) -> int:
-        return 128 + self._signal
-
     def _watch(self) -> None:
-        self._signal = signal.sigwait(SIGNALS)
-        logger.info("%s: stopping", signal.Signals(self._signal).name)
+        number = signal.sigwait(SIGNALS)
+        self.exit_code = 128 + number
+        logger.info("%s: stopping", signal.Signals(number).name)
         came_at = time.monotonic()
         self._requested.set()
         while time.monotonic() - came_at < self.patience_s:

@@ -59,6 +59,6 @@ def test_the_faster_kernels_are_chosen_once(caplog):
     # On CUDA, auto times both at the first call for a kind of logits and logs the result; the second call is silent.
     hidden = torch.zeros(1, 4, device="cuda", dtype=torch.bfloat16)
     with caplog.at_level(logging.INFO, logger="trainer.head.kernels"):
-        first, second = choose_kernels("auto", hidden, 50257), choose_kernels("auto", hidden, 50000)
+        first, second = choose_kernels("auto", hidden, 50257), choose_kernels("auto", hidden, 50257)
     assert first is second and len(caplog.records) == 1
     assert first.name in caplog.text and "ms in torch" in caplog.text and "ms in Triton" in caplog.text

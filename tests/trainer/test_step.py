@@ -21,8 +21,8 @@ from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import ints
 from trainer.model.build import build_policy
 from trainer.model.policy import Policy
-from trainer.optim import ShardedMuon, build_optimizer, rate
-from trainer.step import LossSettings, channel_inputs, loss_of, train_step
+from trainer.optim import ShardedMuon, build_optimizer
+from trainer.step import LossSettings, channel_inputs, loss_of, rate, train_step
 from trainer.teacher.self_teacher import AuxiliaryLogprobs
 
 CHANNELS = ChannelsConfig(policy=PolicyConfig(correction="none"))

@@ -16,8 +16,8 @@ from composer_prime.packing.pack import pack
 from composer_prime.packing.prefixes import FlopCost
 from composer_prime.wire.types import HintedTurn, pack_ints
 from trainer.data.rows import Documents, documents_of
-from trainer.data.teacher_cost import ReadCost, teachers_in_row
 from trainer.model.build import blocks
+from trainer.teacher.self_teacher import ReadCost, teachers_in_row
 
 HINT = 3
 SMALL = transformers.Qwen3Config(

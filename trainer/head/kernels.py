@@ -13,8 +13,8 @@ A logit of -inf has probability 0 and does not enter the entropy. NaN or +inf ma
 
     torch     everywhere
     triton    CUDA with triton installed, else ConfigError
-    auto      torch on the CPU; on CUDA the faster of the two, timed once for each device, type and vocabulary (to a
-              factor of 2) on scratch logits of real size, after one run that compiles and warms up
+    auto      torch on the CPU; on CUDA the faster of the two, timed once for each device, type and vocabulary on
+              scratch logits of real size, after one run that compiles and warms up
 
 Each rank chooses for itself. Both give the same statistics and gradients up to rounding, so ranks with different
 kernels still train one model. Set torch or triton where the last bits must not depend on a clock.
@@ -40,7 +40,6 @@ TIMED_LOGITS = 1 << 25
 REPEATS = 5
 _LOG_ZERO = -1e4
 """A finite stand-in for log 0; its exp is 0 in float64 too."""
-_fastest: dict[tuple[torch.device, torch.dtype, int], LogitKernels] = {}
 logger = logging.getLogger(__name__)
 
 
@@ -154,10 +153,7 @@ def choose_kernels(setting: HeadKernels, hidden_RH: Tensor, vocabulary: int) -> 
         return _triton()
     if setting == "torch" or device.type != "cuda" or not _triton_installed():
         return TorchLogitKernels()
-    key = (device, dtype, vocabulary.bit_length())
-    if key not in _fastest:
-        _fastest[key] = _faster(device, dtype, vocabulary)
-    return _fastest[key]
+    return _faster(device, dtype, vocabulary)
 
 
 def check_kernels(setting: HeadKernels, device: torch.device) -> None:
@@ -176,8 +172,8 @@ def check_kernels(setting: HeadKernels, device: torch.device) -> None:
         )
 
 
+@functools.cache
 def _faster(device: torch.device, dtype: torch.dtype, vocabulary: int) -> LogitKernels:
-    """Time both and return the faster one; torch where Triton's kernels cannot be built."""
     torch_kernels = TorchLogitKernels()
     try:
         triton_kernels = _triton()

@@ -60,16 +60,7 @@ def launch(config: Config, commands: Commands | None = None) -> int:
     roles = commands(config, run_dir) if commands else role_commands(config, run_dir, gpus=len(visible_gpus()))
     monitor = _RunMonitor(prepared, build_view(config))
     with _Signals() as signals, OrphanGuard(config.run.stop_grace_s) as guard:
-        supervisor = Supervisor(
-            run_dir=run_dir,
-            roles=roles,
-            guard=guard,
-            grace_s=config.run.stop_grace_s,
-            save_s=config.trainer.checkpoint.stop_timeout_s,
-            answers_s=config.teachers.end_timeout_s,
-            max_restarts=config.inference.max_restarts,
-            on_event=monitor.view.event,
-        )
+        supervisor = Supervisor(run_dir=run_dir, roles=roles, guard=guard, config=config, on_event=monitor.view.event)
         failure = _run(monitor, supervisor, signals)
     status = signals.status if failure is None else FAILED
     _write_costs(monitor, supervisor)
@@ -107,7 +98,8 @@ def _run(monitor: _RunMonitor, supervisor: Supervisor, signals: _Signals) -> str
 
 def _stopping_text(supervisor: Supervisor) -> str:
     ranks = any(child.role.kind == "rank" and child.running for child in supervisor.children)
-    save = f"the step at hand may end and a checkpoint be written, at most {supervisor.save_s:g} s" if ranks else ""
+    save_s = supervisor.config.trainer.checkpoint.stop_timeout_s
+    save = f"the step at hand may end and a checkpoint be written, at most {save_s:g} s" if ranks else ""
     waits = "; then ".join(filter(None, [save, _answers_text(supervisor)]))
     return f"stopping{waits and ': '}{waits} (again Ctrl-C kills at once{', without one' if ranks else ''})"
 
@@ -115,9 +107,8 @@ def _stopping_text(supervisor: Supervisor) -> str:
 def _answers_text(supervisor: Supervisor) -> str:
     """Return what the orchestrator may still wait for; empty where no teacher charges."""
     asks = any(child.role.kind == "orchestrator" and child.running for child in supervisor.children)
-    if not asks or not supervisor.answers_s:
-        return ""
-    return f"teachers may answer what they were asked, at most {supervisor.answers_s:g} s"
+    answers_s = supervisor.config.teachers.end_timeout_s
+    return f"teachers may answer what they were asked, at most {answers_s:g} s" if asks and answers_s else ""
 
 
 def _write_costs(monitor: _RunMonitor, supervisor: Supervisor) -> None:

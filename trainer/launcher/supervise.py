@@ -9,8 +9,8 @@
 
 `role_commands` builds the commands from the configuration alone. The Supervisor runs them, each with its own session
 and log. `poll` never waits. `stop` ends one kind after another: ranks first, which make a checkpoint while the others
-still work and get save_s more for it; then nodes; then the orchestrator, with answers_s more for paid answers; then
-teachers.
+still work and get trainer.checkpoint.stop_timeout_s more for it; then nodes; then the orchestrator, with more time for
+paid answers; then teachers.
 """
 
 from __future__ import annotations
@@ -73,8 +73,10 @@ def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCom
         models = config.teachers.models_served(config.model.path) if config.teachers.online else []
         env = _threads(1)
         if models:
-            port = _free_port()
-            commands.append(_teachers_command(config, models, port))
+            port, threads = _free_port(), config.teachers.local_threads  # the same port after a restart
+            argv = [sys.executable, "-m", "inference.model_server", "--port", str(port), "--threads", str(threads)]
+            argv += [word for model in models for word in ("--model", model)]
+            commands.append(RoleCommand(name="teachers", kind="teachers", argv=argv, env=_threads(threads)))
             env[MODELS_VARIABLE] = f"http://127.0.0.1:{port}/v1"
         argv = [*console_script("orchestrator"), *where]
         commands.append(RoleCommand(name="orchestrator", kind="orchestrator", argv=argv, env=env))
@@ -87,19 +89,10 @@ def role_commands(config: Config, run_dir: RunDir, *, gpus: int) -> list[RoleCom
     return commands
 
 
-def _teachers_command(config: Config, models: list[str], port: int) -> RoleCommand:
-    """Serve local teachers and the frozen base on `port`, also after a restart."""
-    threads = config.teachers.local_threads
-    argv = [sys.executable, "-m", "inference.model_server", "--port", str(port), "--threads", str(threads)]
-    argv += [word for model in models for word in ("--model", model)]
-    return RoleCommand(name="teachers", kind="teachers", argv=argv, env=_threads(threads))
-
-
 def _rank_commands(config: Config, where: list[str], devices: tuple[int, ...]) -> list[RoleCommand]:
-    """Return the trainer's ranks with the environment that torchrun would give them."""
     world = config.trainer.ranks
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    shared = {
+    shared = {  # as torchrun would set it
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
@@ -108,21 +101,15 @@ def _rank_commands(config: Config, where: list[str], devices: tuple[int, ...]) -
         **_threads(config.trainer.threads),
         **_devices(devices),
     }
-    argv = [sys.executable, "-m", "trainer.train", *where]
-    return [
-        RoleCommand(
-            name=f"trainer-{rank}",
-            kind="rank",
-            argv=argv,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            gpus=1 if devices else 0,
-        )
-        for rank in range(world)
-    ]
+    argv, gpus = [sys.executable, "-m", "trainer.train", *where], 1 if devices else 0
+    commands = []
+    for rank in range(world):
+        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        commands.append(RoleCommand(name=f"trainer-{rank}", kind="rank", argv=argv, env=env, gpus=gpus))
+    return commands
 
 
 def _free_port() -> int:
-    """Return a loopback port that is free right now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -136,6 +123,8 @@ def _devices(devices: tuple[int, ...]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": cuda_visible_devices(devices)} if devices else {}
 
 
+FIRST_RESTART_S = 1.0
+"""Pause before a role's first restart; doubles with each."""
 FORGET_RESTARTS_S = 600.0
 """A node that lived this long starts with no restarts counted."""
 CAUSE_WAIT_S = 3.0
@@ -181,16 +170,9 @@ class Supervisor:
     run_dir: RunDir
     roles: list[RoleCommand]
     guard: OrphanGuard
-    grace_s: float
-    save_s: float
-    """Seconds that ranks get on top of grace_s, for a checkpoint."""
-    answers_s: float
-    """Seconds that the orchestrator gets on top of grace_s, for answers that teachers may charge for."""
-    max_restarts: int
+    config: Config
     on_event: Callable[[str], None]
     """Called with one line for each restart or kill."""
-    backoff_s: float = 1.0
-    """Pause before a node's first restart; doubles with each."""
     children: list[RoleProcess] = field(default_factory=list)
     _failed: list[RoleProcess] = field(default_factory=list)
     """Roles that ended with an error, in the order of their ends."""
@@ -200,9 +182,8 @@ class Supervisor:
         """Start every role. Raises RoleFailedError when a command cannot be run."""
         for role in self.roles:
             process, log_offset = self._spawn(role)
-            self.children.append(
-                RoleProcess(role=role, process=process, log_offset=log_offset, started=time.monotonic())
-            )
+            started = time.monotonic()
+            self.children.append(RoleProcess(role=role, process=process, log_offset=log_offset, started=started))
 
     def poll(self) -> Literal["running", "finished"]:
         """Look at every child and start nodes again that are due.
@@ -231,7 +212,10 @@ class Supervisor:
         for kind in _STOP_ORDER:
             self._stop_kind(kind, hurry)
         leftovers = {process.pid: process for process in [*descendants, *self.guard.members()]}
-        terminate([each for each in leftovers.values() if each.is_running()], 0 if hurry() else min(self.grace_s, 2))
+        terminate(
+            [each for each in leftovers.values() if each.is_running()],
+            0 if hurry() else min(self.config.run.stop_grace_s, 2),
+        )
 
     def _descendants(self) -> list[psutil.Process]:
         """Return what the children started: it may leave their sessions, and the mark is hidden from us on macOS."""
@@ -246,7 +230,11 @@ class Supervisor:
         at_once = kind == "rank" and not self._can_save()
         for child in group:
             signal_session(child.process.pid, signal.SIGKILL if at_once or hurry() else signal.SIGTERM)
-        grace_s = self.grace_s + {"rank": self.save_s, "orchestrator": self.answers_s}.get(kind, 0)
+        more_s = {
+            "rank": self.config.trainer.checkpoint.stop_timeout_s,
+            "orchestrator": self.config.teachers.end_timeout_s,
+        }
+        grace_s = self.config.run.stop_grace_s + more_s.get(kind, 0)
         deadline = time.monotonic() + grace_s
         while (alive := [child for child in group if child.poll()]) and not hurry():
             if time.monotonic() > deadline:
@@ -289,21 +277,22 @@ class Supervisor:
             child.restarts = 0
         if child.role.kind == "node" and child.code == EXIT_USAGE:
             raise RoleFailedError(self._report([child]))
-        if child.restarts >= self.max_restarts:
+        max_restarts = self.config.inference.max_restarts
+        if child.restarts >= max_restarts:
             nodes = [other for other in self.children if other.role.kind == "node"]
             if child in nodes and not any(node.running or node.restart_at is not None for node in nodes):
                 raise RoleFailedError(
                     f"{child.role.name} died {child.restarts + 1} times and no other node is left "
-                    f"(inference.max_restarts is {self.max_restarts})\n{self._report([child])}"
+                    f"(inference.max_restarts is {max_restarts})\n{self._report([child])}"
                 )
             self.on_event(f"{child.role.name} {exit_text(child.code)}; given up after {child.restarts} restarts")
             return
-        pause_s = backoff_s(child.restarts, first_s=self.backoff_s, longest_s=math.inf)
+        pause_s = backoff_s(child.restarts, first_s=FIRST_RESTART_S, longest_s=math.inf)
         child.restarts += 1
         child.restart_at = time.monotonic() + pause_s
         self.on_event(
             f"{child.role.name} {exit_text(child.code)}; starting it again in {pause_s:g} s "
-            f"({child.restarts} of {self.max_restarts})"
+            f"({child.restarts} of {max_restarts})"
         )
 
     def _report(self, failed: list[RoleProcess]) -> str:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections import deque
 from statistics import fmean
-from typing import Protocol
 
 from composer_prime.config import Config
 from composer_prime.console import clock, gib, pluralize, silence
@@ -65,26 +64,6 @@ FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 30.0
 when the subject of a wait changes."""
 
 
-class View(Protocol):
-    """The methods that the launcher's loop calls."""
-
-    def begin(self, progress: RunProgress) -> None:
-        """Take in what earlier starts of the run have shown. Called once, before the first refresh."""
-
-    def event(self, text: str) -> None:
-        """Show one line: a restart, a warning."""
-
-    def refresh(self, progress: RunProgress, fresh: list[StepProgress], memory_bytes: int | None) -> None:
-        """Show progress. Called each tick; `fresh` holds the steps since the last call."""
-
-    def close(self) -> None: ...
-
-
-def build_view(config: Config) -> View:
-    live = config.monitor.view == "live" or (config.monitor.view == "auto" and sys.stdout.isatty())
-    return LiveView(config) if live else PlainView(config)
-
-
 class PlainView:
     """One line per step, evaluation and event, and the waiting roles when nothing moves."""
 
@@ -97,11 +76,13 @@ class PlainView:
         """By role: the wait that was shown since the last step."""
 
     def begin(self, progress: RunProgress) -> None:
+        """Take in what earlier starts of the run have shown. Called once, before the first refresh."""
         self._evals_shown = {step: len(figures) for step, figures in progress.evals.items()}
         if progress.last is not None and progress.last.joint is not None:
             self._round_shown = progress.last.joint.number
 
     def event(self, text: str) -> None:
+        """Show one line: a restart, a warning."""
         try:
             print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
         except BrokenPipeError:
@@ -109,9 +90,14 @@ class PlainView:
             print("trainer: nobody reads this output any more; the run goes on, its logs are in logs/", file=sys.stderr)
 
     def refresh(self, progress: RunProgress, fresh: list[StepProgress], memory_bytes: int | None) -> None:
+        """Show progress. Called each tick; `fresh` holds the steps since the last call."""
         for step in fresh:
             self.event(step_line(step, self._max_steps))
-            self._more(step)
+            if text := channels_text(step):
+                self.event(f"  {text}")
+            if step.joint is not None and step.joint.number != self._round_shown:
+                self._round_shown = step.joint.number
+                self.event(f"  joint run: {round_text(step.joint)}")
         for step, figures in progress.evals.items():
             if self._evals_shown.get(step) != len(figures):
                 self._evals_shown[step] = len(figures)
@@ -119,14 +105,6 @@ class PlainView:
         if fresh:
             self._show_waits_at, self._waits_shown = time.time() + NEXT_WAIT_S, {}
         self._waits(progress)
-
-    def _more(self, step: StepProgress) -> None:
-        """Show, indented under the step: SDPO, replay-DPO, and the newest round of a joint run."""
-        if text := channels_text(step):
-            self.event(f"  {text}")
-        if step.joint is not None and step.joint.number != self._round_shown:
-            self._round_shown = step.joint.number
-            self.event(f"  joint run: {round_text(step.joint)}")
 
     def _waits(self, progress: RunProgress) -> None:
         now = time.time()
@@ -182,6 +160,14 @@ class LiveView:
         for event in self._events:
             table.add_row("", Text(event, style="dim"))
         return Panel(table, title=self._config.run.name, subtitle="Ctrl-C stops; --resume goes on", title_align="left")
+
+
+View = PlainView | LiveView
+
+
+def build_view(config: Config) -> View:
+    live = config.monitor.view == "live" or (config.monitor.view == "auto" and sys.stdout.isatty())
+    return LiveView(config) if live else PlainView(config)
 
 
 def panel_rows(
@@ -285,7 +271,6 @@ def _evaluations(prepared: Prepared, progress: RunProgress) -> list[str]:
 
 
 def _resume_text(run_dir: RunDir, taken: int) -> str:
-    """Say where a resume would start; `taken` is the last step that was trained."""
     saved = (run_dir.complete_checkpoints() or [None])[-1]
     if saved is None:
         return "start over: " + (

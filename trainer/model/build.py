@@ -186,13 +186,11 @@ def _whole_state(config: Config, folder: Path, attention: str, policy: Policy) -
 
 def _check_buffers(loaded: PreTrainedModel, built: PreTrainedModel) -> None:
     """Compare buffers with and without the folder: only parameters are trained and published."""
-    stored = loaded.state_dict().keys()
-    folder_buffers = {name: buffer for name, buffer in loaded.named_buffers() if name in stored}
-    built_buffers = {name: buffer.cpu() for name, buffer in built.named_buffers()}
+    stored, built_buffers = loaded.state_dict().keys(), dict(built.named_buffers())
     lost = [
         name
-        for name, buffer in folder_buffers.items()
-        if name not in built_buffers or not torch.equal(buffer, built_buffers[name])
+        for name, buffer in loaded.named_buffers()
+        if name in stored and (name not in built_buffers or not torch.equal(buffer, built_buffers[name].cpu()))
     ]
     if lost:
         raise ConfigError(
@@ -225,9 +223,12 @@ def check_packing(lm: PreTrainedModel) -> float:
     row = reading_of([ids.numpy() for ids in documents], wanted, torch.device("cpu"), share=False)
     packed = Policy(lm, attention).scores(row, torch.cat([ids[1:] for ids in documents]))
     lm.set_attn_implementation("sdpa" if attention == PACKED else attention)
-    alone = torch.cat([_scores_alone(lm, ids) for ids in documents])
+    alone = [
+        lm(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])
+        for ids in documents
+    ]
     lm.set_attn_implementation(attention)
-    worst = (packed - alone).abs().max().item()
+    worst = (packed - torch.cat(alone).squeeze(1)).abs().max().item()
     if not worst <= PROBE_TOLERANCE:
         raise ConfigError(
             f"{type(lm).__name__}: log-probabilities in a packed row differ by {worst:.3g} nats from those of the same "
@@ -235,8 +236,3 @@ def check_packing(lm: PreTrainedModel) -> float:
             "another model, or open an issue that names it"
         )
     return worst
-
-
-def _scores_alone(lm: PreTrainedModel, ids: Tensor) -> Tensor:
-    logprobs_TV = lm(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-    return logprobs_TV.gather(1, ids[1:, None]).squeeze(1)

@@ -80,7 +80,6 @@ class ReferenceLogprobs:
         return [self._key(ids, start) for ids, start in zip(pairs.documents, pairs.answer_starts, strict=True)]
 
     def _key(self, ids: np.ndarray, start: int) -> str:
-        """Hash the ids of context and answer; the answer begins at `start`."""
         digest = hashlib.sha256(f"{self._prefix} {start} ".encode())
         digest.update(np.ascontiguousarray(ids, dtype="<i4").tobytes())
         return digest.hexdigest()

@@ -2,7 +2,7 @@
 
     frozen start weights    reference of the KL penalty | teacher (frozen, trust_region) | pairs not in the cache
     moving averages         reference of the KL penalty | teacher (ema)
-    the policy's weights    teacher (live), where a pass of its own is cheaper than the row (data/teacher_cost.py)
+    the policy's weights    teacher (live), where a pass of its own is cheaper than the row (`teachers_in_row`)
 
 Teachers (SDPO, arXiv 2601.20802, and its code). `live` is the policy itself. `ema` follows it: theta_T += rate *
 (theta - theta_T) after each step. `frozen` is the start. `trust_region` mixes logits: (1 - mix) * frozen + mix * live.
@@ -16,6 +16,15 @@ Which weights read the teacher's documents, and with what share of the teacher's
 
 Each set of weights takes the policy's place once a step. Its results are [D, H] and [T], detached. Every pass gathers
 parameters from all ranks, so the ranks first agree on what is read.
+
+Where a live teacher's documents are read is the cheaper of two ways, counted in FLOPs from the batch: products with the
+blocks' weights by token, attention by pair of positions.
+
+    in the row    what they add to the samples' trees, forward and backward: their gradients are 0, but are computed
+    apart         all of their trees, forward only: contexts that the samples hold are computed again
+
+So a long context with a short turn is read in the row, a short one apart. The output layer sees the same rows either
+way. Not counted: a pass of its own gathers sharded parameters once more, and starts more kernels.
 
 No second model is built. A set of weights is exchanged with the policy's shards; a forward pass gathers it as it would
 the policy's; then the exchange is undone to the last bit. No backward pass may be under way meanwhile.
@@ -33,10 +42,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
 
 from composer_prime.channels.sdpo import divergence
 from composer_prime.config.channels import AVERAGES, ChannelsConfig, weight_sets
-from trainer.data.rows import PackedRow
+from composer_prime.config.trainer import TrainerConfig
+from composer_prime.packing.pack import model_flops
+from composer_prime.packing.prefixes import FlopCost, prefix_layout
+from trainer.data.rows import Documents, PackedRow
 from trainer.head.fused import TeacherMixture, TeacherPart
 from trainer.model.policy import Policy
 from trainer.teacher.reference import ReferenceLogprobs
@@ -94,7 +107,11 @@ class SelfTeacher:
                     if is_reference:
                         self._read_reference(rows, results)
                     if is_teacher:
-                        other_parts = self._read_teacher(rows, taught)
+                        head, share = self._policy.head(), 1.0 - self._policy_share
+                        other_parts = {
+                            index: TeacherPart(share=share, hidden_DH=states_DH, head=head)
+                            for index, states_DH in self._states(rows, taught).items()
+                        }
                     if scores_pairs:
                         pairs = [row.pairs for row, missing in zip(rows, uncached, strict=True) if missing]
                         self._cache.compute(self._policy, pairs)
@@ -144,12 +161,6 @@ class SelfTeacher:
             logprobs_R = self._policy(row).logprobs_R
             result.reference_logprobs_T = logprobs_R if row.policy_T is None else logprobs_R[row.policy_T]
 
-    def _read_teacher(self, rows: Sequence[PackedRow], taught: list[bool]) -> dict[int, TeacherPart]:
-        """Return the part of the weights that are in place, by row."""
-        states, head = self._states(rows, taught), self._policy.head()
-        share = 1.0 - self._policy_share
-        return {index: TeacherPart(share=share, hidden_DH=states_DH, head=head) for index, states_DH in states.items()}
-
     def _states(self, rows: Sequence[PackedRow], taught: list[bool]) -> dict[int, Tensor]:
         return {
             index: self._policy.states(row.teacher_reading)
@@ -167,12 +178,66 @@ class SelfTeacher:
         parts = () if other is None else (other,)
         if self._policy_share > 0:
             parts += (TeacherPart(share=self._policy_share, hidden_DH=policy_states, head=None),)
+        sdpo = self._channels.sdpo
         return TeacherMixture(
             parts=parts,
-            divergence=lambda student, teacher, targets: divergence(
-                student, teacher, self._channels.sdpo, targets, step=step
-            ),
+            divergence=lambda student, teacher, targets: divergence(student, teacher, sdpo, targets, step=step),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadCost:
+    """The cost of a model's blocks."""
+
+    forward: FlopCost
+    trained: FlopCost
+    """Forward and backward pass."""
+
+    @classmethod
+    def of(cls, model: PretrainedConfig, trainer: TrainerConfig) -> ReadCost:
+        """Count in forward passes of weights: a backward pass costs one for the inputs' gradients, one for the weights'
+        unless only adapters train, and one more for recomputed activations. Attention has no weights: its backward
+        pass costs two. A model whose config lacks the usual fields counts by tokens alone."""
+        text = model.get_text_config()
+        try:
+            per_token, per_pair = model_flops(text.to_dict())
+            per_token -= 2.0 * text.hidden_size * text.vocab_size
+        except KeyError:
+            per_token, per_pair = 1.0, 0.0
+        recomputed = int(trainer.activation_checkpointing)
+        weights = int(trainer.lora is None)
+        return cls(
+            forward=FlopCost(per_token=per_token, per_pair=per_pair),
+            trained=FlopCost(per_token=(2 + weights + recomputed) * per_token, per_pair=(3 + recomputed) * per_pair),
+        )
+
+    def of_teachers(self, documents: Documents, *, share: bool) -> tuple[float, float]:
+        """Return the FLOPs of a live teacher's documents: (in the samples' row, in a pass of their own).
+
+        `share`: common beginnings are computed once.
+        """
+        if not documents.batch.turns:
+            return 0.0, 0.0
+        samples, both, apart = (
+            prefix_layout([documents.tokens(index) for index in indices], share=share).trees
+            for indices in (range(documents.samples), range(documents.first_side), documents.teachers())
+        )
+        return self.trained(both) - self.trained(samples), self.forward(apart)
+
+
+def teachers_in_row(
+    rows: Sequence[Documents], channels: ChannelsConfig, cost: ReadCost, *, share: bool, dropout: bool = False
+) -> list[bool]:
+    """Return for each row whether the samples' forward pass reads a live teacher, by the work of all ranks.
+
+    False for a teacher with other weights, and where adapters have dropout: in the row the teacher would be as noisy as
+    the student, in a pass of its own it is not. A collective when SDPO is on with a live teacher.
+    """
+    if channels.sdpo.weight == 0 or channels.sdpo.teacher.kind != "live" or dropout:
+        return [False] * len(rows)
+    costs = [cost.of_teachers(documents, share=share) for documents in rows]
+    saved = [int(apart - in_row) for in_row, apart in costs]
+    return [sum(flops) > 0 for flops in zip(*gather_words(saved), strict=True)]
 
 
 class WeightSnapshot:
@@ -237,6 +302,5 @@ def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part, sharing its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

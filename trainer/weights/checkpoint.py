@@ -25,9 +25,9 @@ from composer_prime.run.run_dir import RunDir, write_atomic
 from diloco.streaming import StreamingDiLoCo
 from trainer.data.step_client import StepClient
 from trainer.model.policy import Policy
-from trainer.optim import Optimizer
+from trainer.step import Optimizer
 from trainer.teacher.self_teacher import SelfTeacher
-from trainer.world import World, gather_texts, gather_words
+from trainer.world import World, gather_texts
 
 FORMAT = 1
 
@@ -52,15 +52,17 @@ class Checkpoints:
         Raises CheckpointError on every rank when any part fails. The folder is then gone, and older ones are intact.
         """
         folder = self.run_dir.checkpoint(step)
-        failures = [text for text in gather_texts(self._write(folder, step, client)) if text]
-        if not failures:
-            return
-        if self.world.first:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise CheckpointError(
-            f"checkpoint {folder} could not be written: {'; '.join(failures)}. Free some space there or lower "
-            "trainer.checkpoint.keep; the checkpoint before it is still whole"
-        )
+        state = self._state(step)
+        self._agree(folder, _prepare(folder, step, client) if self.world.first else "")
+        failure = ""
+        try:
+            dcp.save(state, checkpoint_id=folder / "trainer")
+            if self.outer is not None:
+                write_atomic(self._outer_file(folder / "trainer"), self.outer.state())
+        except (Exception, dcp.CheckpointException) as error:  # CheckpointException is a BaseException
+            failure = f"rank {self.world.rank}: {_root_cause(error)}"
+        self._agree(folder, failure)
+        self._agree(folder, self._complete(folder) if self.world.first else "")
 
     def load(self, step: int) -> None:
         """Restore checkpoint `step`, whatever number of ranks wrote it. A collective.
@@ -81,31 +83,34 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {folder} says {state['meta']}, expected step {step}, format {FORMAT}")
         parts = self.optimizer.parts
         # Moments come from the checkpoint, hyper-parameters from the configuration: a resumed run may change them.
-        settings = [[_settings(group) for group in part.param_groups] for part in parts]
+        settings = [
+            [{name: group[name] for name in group if name not in ("params", "param_names", "lr")} for group in groups]
+            for groups in (part.param_groups for part in parts)
+        ]
         set_state_dict(self.policy, parts, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         for part, groups in zip(parts, settings, strict=True):
             for group, configured in zip(part.param_groups, groups, strict=True):
                 group.update(configured)
         for name in absent:
             self.teacher.begin(name)
-        _set_random(state.get("random", {}))
+        for key, value in state.get("random", {}).items():
+            if key.endswith("-cuda"):
+                torch.cuda.set_rng_state(value.cpu(), torch.cuda.current_device())
+            else:
+                torch.set_rng_state(value)
         self._load_outer(folder)
 
-    def _write(self, folder: Path, step: int, client: StepClient) -> str:
-        """Write all parts. Return this rank's failure; empty when all went well."""
-        state = self._state(step)
-        failure = _prepare(folder, step, client) if self.world.first else ""
-        if _any_rank(failure):
-            return failure
-        try:
-            dcp.save(state, checkpoint_id=folder / "trainer")
-            if self.outer is not None:
-                write_atomic(self._outer_file(folder / "trainer"), self.outer.state())
-        except (Exception, dcp.CheckpointException) as error:  # CheckpointException is a BaseException
-            failure = f"rank {self.world.rank}: {_root_cause(error)}"
-        if _any_rank(failure):
-            return failure
-        return self._complete(folder) if self.world.first else ""
+    def _agree(self, folder: Path, failure: str) -> None:
+        """Raise CheckpointError on every rank when `failure` is not empty on any. A collective."""
+        failures = [text for text in gather_texts(failure) if text]
+        if not failures:
+            return
+        if self.world.first:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise CheckpointError(
+            f"checkpoint {folder} could not be written: {'; '.join(failures)}. Free some space there or lower "
+            "trainer.checkpoint.keep; the checkpoint before it is still whole"
+        )
 
     def _complete(self, folder: Path) -> str:
         """Mark the checkpoint as complete and remove old ones. Return the failure."""
@@ -124,14 +129,9 @@ class Checkpoints:
         random = {f"{self.world.rank}-cpu": torch.get_rng_state()}
         if self.world.device.type == "cuda":
             random[f"{self.world.rank}-cuda"] = torch.cuda.get_rng_state(self.world.device)
+        state = {"model": model, "optimizer": moments, "random": random, "meta": {"step": step, "format": FORMAT}}
         averages = self.teacher.averages()
-        return {
-            "model": model,
-            "optimizer": moments,
-            "random": random,
-            "meta": {"step": step, "format": FORMAT},
-            **({"averages": averages} if averages else {}),
-        }
+        return state | ({"averages": averages} if averages else {})
 
     def _outer_file(self, folder: Path) -> Path:
         return folder / f"diloco-{self.world.rank}.safetensors"
@@ -160,15 +160,6 @@ def _prepare(folder: Path, step: int, client: StepClient) -> str:
     return f"the orchestrator's part: {saved.error}" if saved.error else ""
 
 
-def _any_rank(failure: str) -> bool:
-    """Whether any rank failed. A collective."""
-    return any(words[0] for words in gather_words([bool(failure)]))
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names", "lr")}
-
-
 def _drop_absent(state: dict[str, Any], written: Iterable[str]) -> list[str]:
     """Leave out of `state` what the checkpoint lacks (more ranks, another teacher). Return the absent averages."""
     names = set(written)
@@ -180,14 +171,6 @@ def _drop_absent(state: dict[str, Any], written: Iterable[str]) -> list[str]:
         if present:  # the loader would look for an empty dictionary too
             state[part] = present
     return absent
-
-
-def _set_random(states: dict[str, torch.Tensor]) -> None:
-    for key, value in states.items():
-        if key.endswith("-cuda"):
-            torch.cuda.set_rng_state(value.cpu(), torch.cuda.current_device())
-        else:
-            torch.set_rng_state(value)
 
 
 def _root_cause(error: BaseException) -> str:

@@ -16,6 +16,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -204,49 +205,36 @@ class CanaryScorer:
         self._lm = lm.eval()
         self._device = device
         self._ids = torch.tensor([_prompt_ids(folder, lm.config.get_text_config().vocab_size)], device=device)
-        for module in lm.modules():
+        self._tensors: Mapping[str, Tensor] = {}
+        for path, module in lm.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
+            empty = dict(module.named_parameters(recurse=False))
+            if empty:
+                module.register_forward_pre_hook(partial(self._fill, f"{path}." if path else "", [*empty]))
+                module.register_forward_hook(partial(_restore, empty), always_call=True)
 
     @torch.no_grad()
     def score(self, tensors: Mapping[str, Tensor]) -> Canary:
         """Return log p(token t+1 | tokens <= t) at temperature 1. `tensors`: by parameter name, tied ones once."""
-        with self._lent(tensors):
-            logits_TV = self._lm(input_ids=self._ids, use_cache=False).logits[0, :-1].float()
+        self._tensors = tensors
+        logits_TV = self._lm(input_ids=self._ids, use_cache=False).logits[0, :-1].float()
+        self._tensors = {}
         logprobs_T = logits_TV.log_softmax(-1).gather(1, self._ids[0, 1:, None]).squeeze(1)
         return Canary(token_ids=self._ids[0].tolist(), logprobs=logprobs_T.tolist())
 
-    @contextlib.contextmanager
-    def _lent(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give each module its weights during its own forward pass only."""
-        tied = self._lm.all_tied_weights_keys
-        handles = []
-        for path, module in self._lm.named_modules():
-            names = {name: f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False)}
-            if names:
-                values = {name: tensors[key] if key in tensors else tensors[tied[key]] for name, key in names.items()}
-                handles += _lend(module, values, self._device)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def _lend(module: nn.Module, values: Mapping[str, Tensor], device: torch.device) -> list:
-    """Fill the module's parameters with `values` before its forward pass, and empty them after it."""
-    empty = dict(module.named_parameters(recurse=False))
-
-    def fill(*_: object) -> None:
-        for name, value in values.items():
-            filled = nn.Parameter(value.to(device=device, dtype=torch.float32), requires_grad=False)
+    def _fill(self, prefix: str, names: list[str], module: nn.Module, *_: object) -> None:
+        """Give a module its weights before its forward pass."""
+        for name in names:
+            key = prefix + name
+            value = self._tensors[key if key in self._tensors else self._lm.all_tied_weights_keys[key]]
+            filled = nn.Parameter(value.to(device=self._device, dtype=torch.float32), requires_grad=False)
             setattr(module, name, filled)
 
-    def drop(*_: object) -> None:
-        for name, parameter in empty.items():
-            setattr(module, name, parameter)
 
-    return [module.register_forward_pre_hook(fill), module.register_forward_hook(drop, always_call=True)]
+def _restore(parameters: dict[str, nn.Parameter], module: nn.Module, *_: object) -> None:
+    for name, parameter in parameters.items():
+        setattr(module, name, parameter)
 
 
 def _prompt_ids(folder: Path, vocabulary: int) -> list[int]:
@@ -269,23 +257,23 @@ def export(policy: Policy, config: Config, folder: Path, target: Path, world: Wo
     tensors = whole_tensors(policy, world, dtype)
     if tensors is None:
         return
-    partial = target.with_name(f".{target.name}.partial")
+    unfinished = target.with_name(f".{target.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         lm = plain_model(config, folder)
         lm.load_state_dict(tensors, strict=False, assign=True)
         lm.tie_weights()
         lm.config.dtype = dtype
-        lm.save_pretrained(partial)
+        lm.save_pretrained(unfinished)
         for path in sorted(folder.iterdir()):
             if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHT_FILES):
-                shutil.copyfile(path, partial / path.name)
+                shutil.copyfile(path, unfinished / path.name)
         if config.model.chat_template is not None:
-            shutil.copyfile(config.model.chat_template, partial / "chat_template.jinja")
+            shutil.copyfile(config.model.chat_template, unfinished / "chat_template.jinja")
         shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        unfinished.rename(target)
     except Exception as error:  # safetensors has its own type for a full disk
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(
             f"the final model cannot be written to {target}: {error}; free some space, then continue with --resume"
         ) from error
