@@ -86,7 +86,10 @@ class PairMixer:
         self._order.seek(cursor, available)
 
     def draw(self, step: int) -> PairDraw:
-        """Return the next `per_step` pairs that can be trained, none twice; fewer where the file has fewer."""
+        """Return the next `per_step` pairs that can be trained, none twice; fewer where the file has fewer.
+
+        Warns once for each state of the file that no pair of it can be trained.
+        """
         available = self._measured() if self._active(step) else 0
         preferences: dict[str, Preference] = {}
         for _ in range(2 * available):
@@ -96,8 +99,20 @@ class PairMixer:
             preference = None if index in self._refused else self._preference(index)
             if preference is not None:
                 preferences.setdefault(preference.pair_id, preference)
-        self._warn_refused(available, len(preferences))
-        metrics = self._metrics(len(preferences))
+        refused = Counter(self._refused.values())
+        if not preferences and available not in (0, self._warned_at):
+            self._warned_at = available
+            reasons = ", ".join(f"{reason} {count}" for reason, count in refused.most_common())
+            path = self._file.path
+            logger.warning("replay-DPO trains nothing: all %d pairs of %s are refused (%s)", available, path, reasons)
+        metrics = {
+            "pairs/in_file": float(len(self._file)),
+            "pairs/measured": float(self._released.measured),
+            "pairs/served": float(len(preferences)),
+            "pairs/pass": float(self._order.cursor.number),
+            "pairs/refused": float(len(self._refused)),
+            **{f"pairs/refused/{reason}": float(count) for reason, count in sorted(refused.items())},
+        }
         return PairDraw(preferences=list(preferences.values()), cursor=self._cursor(), metrics=metrics)
 
     def _measured(self) -> int:
@@ -114,15 +129,6 @@ class PairMixer:
             self._digest = (cursor.known, self._file.digest(cursor.known))
         return msgspec.structs.replace(cursor, digest=self._digest[1])
 
-    def _warn_refused(self, available: int, served: int) -> None:
-        """Warn once for each state of the file that no pair of it can be trained."""
-        if served or available in (0, self._warned_at):
-            return
-        self._warned_at = available
-        reasons = ", ".join(f"{reason} {count}" for reason, count in Counter(self._refused.values()).most_common())
-        path = self._file.path
-        logger.warning("replay-DPO trains nothing: all %d pairs of %s are refused (%s)", available, path, reasons)
-
     def _preference(self, index: int) -> Preference | None:
         if not self._released.allows(index):
             self._refused[index] = "gate"
@@ -138,18 +144,6 @@ class PairMixer:
             self._refused[index] = preference
             return None
         return preference
-
-    def _metrics(self, served: int) -> dict[str, float]:
-        """Return pairs/…: what the file holds, what was served, and refused pairs by reason, so far."""
-        refused = Counter(self._refused.values())
-        return {
-            "pairs/in_file": float(len(self._file)),
-            "pairs/measured": float(self._released.measured),
-            "pairs/served": float(served),
-            "pairs/pass": float(self._order.cursor.number),
-            "pairs/refused": float(len(self._refused)),
-            **{f"pairs/refused/{reason}": float(count) for reason, count in sorted(refused.items())},
-        }
 
 
 class PairOrder:
@@ -170,11 +164,9 @@ class PairOrder:
         self.cursor = cursor
         self._shuffle()
 
-    def next(self, available: int) -> int | None:
-        """Return the next pair's number; None while the file holds none. `available`: pairs in the file now."""
+    def next(self, available: int) -> int:
+        """Return the next pair's number. `available`: pairs in the file now, at least 1."""
         if self.cursor.position == self.cursor.known:
-            if not available:
-                return None
             number = self.cursor.number + (self.cursor.known > 0)
             self.cursor = PairCursor(number=number, known=available)
             self._shuffle()

@@ -195,6 +195,7 @@ class BatchLayout:
     """Token budget of one row."""
 
 
+@dataclass(slots=True, eq=False)
 class Batches:
     """Which groups each optimizer step trains, from formation until the trainer has taken the step.
 
@@ -202,29 +203,22 @@ class Batches:
     (world size, row length), in a thread, and kept for the ranks that ask later.
     """
 
-    def __init__(
-        self,
-        run_id: str,
-        *,
-        flops_per_token: float = 1.0,
-        flops_per_pair: float = 0.0,
-        sdpo_active: Callable[[int], bool] = lambda step: False,
-        steps_per_version: int = 1,
-    ) -> None:
-        """`sdpo_active(step)`: whether SDPO has a weight at that step, so that teacher documents are needed."""
-        self.versions = Versions(period=steps_per_version)
-        self.sdpo_active = sdpo_active
-        self.formed = 0
-        """Newest batch that has its groups."""
-        self._run_id = run_id
-        self._flops_per_token = flops_per_token
-        self._flops_per_pair = flops_per_pair
-        self._batches: dict[int, Batch] = {}
-        self._packed: dict[int, tuple[BatchLayout, asyncio.Task[list[bytes]]]] = {}
-        self._layouts: dict[int, BatchLayout] = {}
-        """By step: the layout that its first request named."""
-        self._last_layout: BatchLayout | None = None
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="pack")
+    run_id: str
+    flops: tuple[float, float] = (1.0, 0.0)
+    """FLOPs a token and a token pair, by which packing balances."""
+    sdpo_active: Callable[[int], bool] = lambda step: False
+    """Whether SDPO has a weight at a step, so that teacher documents are needed."""
+    versions: Versions = EVERY_STEP
+    formed: int = field(default=0, init=False)
+    """Newest batch that has its groups."""
+    _batches: dict[int, Batch] = field(default_factory=dict, init=False)
+    _packed: dict[int, tuple[BatchLayout, asyncio.Task[list[bytes]]]] = field(default_factory=dict, init=False)
+    _layouts: dict[int, BatchLayout] = field(default_factory=dict, init=False)
+    """By step: the layout that its first request named."""
+    _last_layout: BatchLayout | None = field(default=None, init=False)
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="pack"), init=False
+    )
 
     @property
     def trained(self) -> int:
@@ -308,12 +302,12 @@ class Batches:
             samples,
             batch.preferences,
             distil=sdpo,
-            run_id=self._run_id,
+            run_id=self.run_id,
             step=batch.step,
             world_size=layout.world_size,
             max_tokens=layout.max_tokens,
-            flops_per_token=self._flops_per_token,
-            flops_per_pair=self._flops_per_pair,
+            flops_per_token=self.flops[0],
+            flops_per_pair=self.flops[1],
         )
         trained_rows = sum(1 in row.loss_mask for rows in rows_by_rank for row in rows)
         step_totals = totals(samples, batch.preferences, distil=sdpo, micro_batches=trained_rows)
@@ -326,21 +320,15 @@ class Batches:
 
 
 def build_batches(config: Config, run_id: str, model_dir: Path) -> Batches:
-    per_token, per_pair = _flops(model_dir)
-    return Batches(
-        run_id,
-        flops_per_token=per_token,
-        flops_per_pair=per_pair,
-        sdpo_active=lambda step: config.channels.sdpo.weight_at(step) > 0,
-        steps_per_version=config.diloco.sync_every if config.diloco else 1,
-    )
-
-
-def _flops(model_dir: Path) -> tuple[float, float]:
-    """Return what packing balances by. Every token weighs the same where config.json lacks the usual keys."""
     values = json.loads((model_dir / "config.json").read_text())
     try:
-        return model_flops(values.get("text_config") or values)
+        flops = model_flops(values.get("text_config") or values)
     except KeyError as error:
         logger.warning("%s/config.json has no %s: packing balances tokens, not FLOPs", model_dir, error)
-        return 1.0, 0.0
+        flops = (1.0, 0.0)
+    return Batches(
+        run_id,
+        flops=flops,
+        sdpo_active=lambda step: config.channels.sdpo.weight_at(step) > 0,
+        versions=Versions(period=config.diloco.sync_every if config.diloco else 1),
+    )

@@ -107,13 +107,7 @@ class HintPlacer:
     def _find_opening(self) -> str:
         """Return the text that opens the assistant's turn."""
         probe = _CONVERSATIONS["user"]
-        try:
-            without, opened = self._render(probe, opening=False), self._render(probe, opening=True)
-        except RENDER_ERRORS as error:
-            raise ConfigError(_no_place(self._placement, f"it cannot render a user message: {error}")) from None
-        if opened[: len(without)] != without or len(opened) == len(without):
-            raise ConfigError(_no_place(self._placement, "the assistant's turn has no opening of its own"))
-        return self._decode(opened[len(without) :])
+        return self._decode(self._added(probe, probe, True, "the assistant's turn has no opening of its own"))
 
     def _closing(self, role: str) -> str | None:
         try:
@@ -126,13 +120,17 @@ class HintPlacer:
     def _message_ids(self, hint: str) -> list[int]:
         """Return the ids of a message with the hint, after another message. Raises ConfigError."""
         before = [{"role": "user", "content": "question"}]
+        after = [*before, {"role": self._placement, "content": hint}]
+        return self._added(before, after, False, "a further message changes the tokens before it")
+
+    def _added(self, before: list[dict], after: list[dict], opening: bool, reason: str) -> list[int]:
+        """Return the ids that `after` adds to `before`. Raises ConfigError, with `reason` where it changes others."""
         try:
-            shorter = self._render(before, opening=False)
-            longer = self._render([*before, {"role": self._placement, "content": hint}], opening=False)
+            shorter, longer = self._render(before, opening=False), self._render(after, opening=opening)
         except RENDER_ERRORS as error:
             raise ConfigError(_no_place(self._placement, f"{type(error).__name__}: {error}")) from None
         if longer[: len(shorter)] != shorter or len(longer) == len(shorter):
-            raise ConfigError(_no_place(self._placement, "a further message changes the tokens before it"))
+            raise ConfigError(_no_place(self._placement, reason))
         return longer[len(shorter) :]
 
     # -- tokens --------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import random
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from composer_prime.config.orchestrator import CurriculumConfig
@@ -35,29 +36,29 @@ class Curriculum(Protocol):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Shuffled:
     """Every task once per epoch, each epoch in its own order.
 
     Only the draw number decides, so the state is one integer. An endless task set (`num_tasks` None) goes in order.
     """
 
-    def __init__(self, *, num_tasks: int | None, seed: int) -> None:
-        self._num_tasks = num_tasks
-        self._seed = seed
-        self._drawn = 0
-        self._epoch = -1
-        self._order: list[int] = []
+    num_tasks: int | None
+    seed: int
+    _drawn: int = field(default=0, init=False)
+    _epoch: int = field(default=-1, init=False)
+    _order: list[int] = field(default_factory=list, init=False)
 
     def next_task(self) -> int:
         draw = self._drawn
         self._drawn += 1
-        if self._num_tasks is None:
+        if self.num_tasks is None:
             return draw
-        epoch, position = divmod(draw, self._num_tasks)
+        epoch, position = divmod(draw, self.num_tasks)
         if epoch != self._epoch:
             self._epoch = epoch
-            self._order = list(range(self._num_tasks))
-            random.Random(derive_seed(self._seed, "epoch", epoch)).shuffle(self._order)
+            self._order = list(range(self.num_tasks))
+            random.Random(derive_seed(self.seed, "epoch", epoch)).shuffle(self._order)
         return self._order[position]
 
     def observe(self, group: FinishedGroup) -> None:
@@ -70,6 +71,7 @@ class Shuffled:
         self._drawn = int(state["drawn"])
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Frontier:
     """Prefers tasks with an intermediate recent pass rate: p(1-p) is largest where a group carries most signal.
 
@@ -78,48 +80,40 @@ class Frontier:
     same for ten tasks and ten million. With probability `explore` it is any task: what was hard may now be easy.
     """
 
-    def __init__(
-        self,
-        *,
-        num_tasks: int | None,
-        seed: int,
-        window: int = 4,
-        candidates: int = 8,
-        explore: float = 0.05,
-        pass_threshold: float = 1.0,
-    ) -> None:
-        if num_tasks is None:
+    num_tasks: int | None
+    seed: int
+    window: int = 4
+    candidates: int = 8
+    explore: float = 0.05
+    pass_threshold: float = 1.0
+    _drawn: int = field(default=0, init=False)
+    _rates: dict[int, deque[float]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.num_tasks is None:
             raise ConfigError(
                 "orchestrator.curriculum is Frontier, which returns to tasks, but the task set never ends: "
                 "limit the task set or use orchestrator.tasks.curriculum:Shuffled"
             )
-        if candidates < 1 or window < 1 or not 0 <= explore <= 1:
+        if self.candidates < 1 or self.window < 1 or not 0 <= self.explore <= 1:
             raise ConfigError(
-                f"orchestrator.curriculum.kwargs: candidates = {candidates}, window = {window}, explore = {explore}; "
-                "candidates and window must be at least 1, explore between 0 and 1"
+                f"orchestrator.curriculum.kwargs: candidates = {self.candidates}, window = {self.window}, "
+                f"explore = {self.explore}; candidates and window must be at least 1, explore between 0 and 1"
             )
-        self._num_tasks = num_tasks
-        self._seed = seed
-        self._drawn = 0
-        self._window = window
-        self._candidates = candidates
-        self._explore = explore
-        self._pass_threshold = pass_threshold
-        self._rates: dict[int, deque[float]] = {}
 
     def next_task(self) -> int:
-        rng = random.Random(derive_seed(self._seed, "frontier", self._drawn))
+        rng = random.Random(derive_seed(self.seed, "frontier", self._drawn))
         self._drawn += 1
-        candidates = [rng.randrange(self._num_tasks) for _ in range(self._candidates)]
-        if rng.random() < self._explore:
+        candidates = [rng.randrange(self.num_tasks) for _ in range(self.candidates)]
+        if rng.random() < self.explore:
             return candidates[0]
         return max(candidates, key=self._signal)
 
     def observe(self, group: FinishedGroup) -> None:
         rewards = group.task_rewards
         if rewards:
-            rate = sum(reward >= self._pass_threshold for reward in rewards) / len(rewards)
-            self._rates.setdefault(group.plan.task_index, deque(maxlen=self._window)).append(rate)
+            rate = sum(reward >= self.pass_threshold for reward in rewards) / len(rewards)
+            self._rates.setdefault(group.plan.task_index, deque(maxlen=self.window)).append(rate)
 
     def _signal(self, task: int) -> float:
         rates = self._rates.get(task)
@@ -131,7 +125,7 @@ class Frontier:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._drawn = int(state["drawn"])
-        self._rates = {int(task): deque(rates, maxlen=self._window) for task, rates in state["rates"].items()}
+        self._rates = {int(task): deque(rates, maxlen=self.window) for task, rates in state["rates"].items()}
 
 
 def build_curriculum(config: CurriculumConfig, *, num_tasks: int | None, seed: int) -> Curriculum:

@@ -164,31 +164,25 @@ async def _continue(executor: ToolExecutor, choice: dict[str, Any], messages: li
     return bool(answers)
 
 
-class _Shared:
-    """An event loop's HTTP session, and how many rollouts hold it."""
-
-    def __init__(self) -> None:
-        self.holders = 0
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), trust_env=False
-        )
-
-
-_SHARED: dict[asyncio.AbstractEventLoop, _Shared] = {}
+_SESSIONS: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, int]] = {}
+"""An event loop's HTTP session, and how many rollouts hold it."""
 
 
 @asynccontextmanager
 async def _session() -> AsyncIterator[aiohttp.ClientSession]:
     """Yield the session of all rollouts in flight; the last one to leave closes it."""
     loop = asyncio.get_running_loop()
-    if loop not in _SHARED:
-        _SHARED[loop] = _Shared()
-    shared = _SHARED[loop]
-    shared.holders += 1
+    if loop in _SESSIONS:
+        session, holders = _SESSIONS[loop]
+    else:
+        connector, no_limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+        session, holders = aiohttp.ClientSession(connector=connector, timeout=no_limit, trust_env=False), 0
+    _SESSIONS[loop] = session, holders + 1
     try:
-        yield shared.session
+        yield session
     finally:
-        shared.holders -= 1
-        if shared.holders == 0:
-            del _SHARED[loop]
-            await shared.session.close()
+        _, holders = _SESSIONS.pop(loop)
+        if holders > 1:
+            _SESSIONS[loop] = session, holders - 1
+        else:
+            await session.close()

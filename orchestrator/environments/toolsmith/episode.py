@@ -192,10 +192,7 @@ class Episode:
 
     def tool_for(self, operation: str) -> Tool:
         """Return the tool that performs an operation. Raises KeyError where this episode offers none."""
-        for tool in self.tools:
-            if tool.operation == operation:
-                return tool
-        raise KeyError(operation)
+        return {tool.operation: tool for tool in self.tools}[operation]
 
 
 def episode_split(question: str) -> Split:
