@@ -1,8 +1,7 @@
 """`composer eval MODEL [MODEL ...] @ file.toml`: held-out scores with confidence intervals.
 
-The same roles evaluate a model as in training: `trainer` with run.max_steps = 0, in a run directory below
-outputs/evals. An earlier evaluation keeps its directory, and the new one gets a number. All models get the same tasks
-with the same seeds, so two of them are compared task by task.
+The same roles evaluate a model as in training: `trainer` with run.max_steps = 0. All models get the same tasks with the
+same seeds, so two of them are compared task by task.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_config import BaseConfig
@@ -133,25 +131,9 @@ def make_po_config(objective: str = "dr_grpo", **settings: Any) -> PolicyConfig:
 
     Raises ConfigError for an unknown objective or setting (with the nearest known one) or a wrong value.
     """
-    _check_known(objective, get_args(Objective), f"objective {objective!r} does not exist")
-    settable = [name for name in PolicyConfig.model_fields if name != "objective"]
-    for name in settings:
-        _check_known(name, settable, f"the policy loss has no setting {name!r}")
     try:
-        return PolicyConfig(objective=objective, **settings)  # pyright: ignore[reportArgumentType]
+        return PolicyConfig.model_validate({"objective": objective, **settings})
     except ValidationError as error:
-        raise ConfigError("; ".join(_sentence(problem) for problem in error.errors())) from error
+        from composer_prime.config.problems import describe_problems  # which imports this module
 
-
-def _check_known(name: str, known: Sequence[str], problem: str) -> None:
-    if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        suggestion = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ConfigError(f"{problem}{suggestion}; known: {', '.join(known)}")
-
-
-def _sentence(problem: Any) -> str:
-    if problem["type"] == "value_error":
-        return problem["msg"].removeprefix("Value error, ")
-    key = ".".join(str(part) for part in problem["loc"])
-    return f"{key} = {problem['input']!r}: {problem['msg']}"
+        raise ConfigError("; ".join(describe_problems(error, [], section=("channels", "policy")))) from None

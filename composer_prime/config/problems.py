@@ -22,11 +22,14 @@ from composer_prime.config.root import Config, DisagreementError
 Location = tuple[str | int, ...]
 
 
-def describe_problems(error: ValidationError, layers: Sequence[Layer]) -> list[str]:
-    """Return one sentence for each wrong key, in the order of the sections; `layers` tell where each was set."""
+def describe_problems(error: ValidationError, layers: Sequence[Layer], section: Location = ()) -> list[str]:
+    """Return one sentence for each wrong key, in the order of the sections; `layers` tell where each was set.
+
+    `section`: the part of the configuration that was validated; () for all of it.
+    """
     problems_at: dict[Location, list[Any]] = {}
     for problem in error.errors():
-        problems_at.setdefault(_key_location(problem["loc"]), []).append(problem)
+        problems_at.setdefault(_key_location((*section, *problem["loc"])), []).append(problem)
     sentences = []
     for location, problems in problems_at.items():
         cause = problems[0].get("ctx", {}).get("error")

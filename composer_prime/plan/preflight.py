@@ -147,11 +147,6 @@ def _remote_roles(config: Config, findings: Findings) -> None:
             f"trainer.address is set (ranks run elsewhere), but orchestrator.step_address is "
             f"{config.orchestrator.step_address!r}: ranks on another machine reach only a public interface"
         )
-    if config.inference.nodes == 0:
-        findings.notes.append(
-            f"inference.nodes is 0: sampling waits up to {config.orchestrator.no_node_timeout_s:g} s for "
-            "`inference join` from elsewhere"
-        )
 
 
 def _hints(config: Config, findings: Findings) -> None:

@@ -42,12 +42,12 @@ def test_what_the_user_sets_wins():
 @pytest.mark.parametrize(
     ("objective", "settings", "words"),
     [
-        ("gpso", {}, "objective 'gpso' does not exist; did you mean 'gspo'?; known: dr_grpo, grpo"),
-        ("ppo", {}, "objective 'ppo' does not exist"),
-        ("dapo", {"clip_hihg": 0.3}, "the policy loss has no setting 'clip_hihg'; did you mean 'clip_high'?"),
-        ("dapo", {"clip_low": 1.5}, "clip_low = 1.5: Input should be less than 1"),
-        ("dapo", {"entropy_weight": -1}, "entropy_weight = -1: Input should be greater than or equal to 0"),
-        ("dapo", {"kl": {"weight": -1}}, "kl.weight = -1: Input should be greater than or equal to 0"),
+        ("gpso", {}, "channels.policy.objective = 'gpso': expected 'dr_grpo', 'grpo'"),
+        ("gpso", {}, "'dapo', 'gspo' or 'cispo'; did you mean 'gspo'?"),
+        ("dapo", {"clip_hihg": 0.3}, "key channels.policy.clip_hihg; did you mean channels.policy.clip_high?"),
+        ("dapo", {"clip_low": 1.5}, "clip_low = 1.5: expected a value less than 1"),
+        ("dapo", {"entropy_weight": -1}, "entropy_weight = -1: expected a value greater than or equal to 0"),
+        ("dapo", {"kl": {"weight": -1}}, "kl.weight = -1: expected a value greater than or equal to 0"),
         ("dapo", {"dual_clip": 1.1}, "dual_clip is 1.1, but the ratio is clipped to 1 + clip_high = 1.28"),
         ("dr_grpo", {"dual_clip": 3.0}, "dual_clip is 3.0, but correction = dppo trusts ratios without a clip"),
         ("cispo", {"dual_clip": 3.0}, "dual_clip is 3.0, but objective = cispo caps ratios without a clip"),
