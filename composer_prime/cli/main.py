@@ -20,7 +20,7 @@ COMMANDS = {
     "rollouts": ("composer_prime.cli.rollouts_command", "look at rollouts: list, filter, show one"),
     "ingest": ("composer_prime.traces.ingest.command", "read real agent sessions (PATHS... -o states.jsonl)"),
     "replay": ("composer_prime.traces.replay.command", "let teachers vote on states, and write preference pairs"),
-    "pairs report": ("composer_prime.traces.replay.density_report", "measure pairs: density, agreement, margins, cost"),
+    "pairs report": ("composer_prime.traces.replay.density", "measure pairs: density, agreement, margins, cost"),
     "doctor": ("composer_prime.cli.doctor_command", "check this machine: Python, torch, GPUs, memory, ports, disk"),
 }
 """Each command's module, which has main(words), and its line in the help."""

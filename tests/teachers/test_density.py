@@ -17,13 +17,20 @@ from composer_prime.config.teachers import GateConfig
 from composer_prime.errors import ConfigError
 from composer_prime.plan.preflight import check_start
 from composer_prime.stats import plot
-from composer_prime.traces.overwrite_guard import check_own
 from composer_prime.traces.pairs import Pair, PairFile, PairState, check_binding, gate_file, read_gate
 from composer_prime.traces.replay.actions.canonical import RULES
-from composer_prime.traces.replay.density import Density, Margins, base_margins, measure
-from composer_prime.traces.replay.density_report import density_chart, main, report_lines
+from composer_prime.traces.replay.density import (
+    Density,
+    Margins,
+    base_margins,
+    density_chart,
+    main,
+    measure,
+    report_lines,
+)
 from composer_prime.traces.replay.records import ReplayRecords, StateRecord, VoteRecord, votes_beside
 from composer_prime.traces.replay.running_gate import RunningGate
+from composer_prime.traces.state import check_own
 from orchestrator.preferences import ReleasedPairs
 from tests.verdicts import release
 

@@ -13,7 +13,7 @@ from composer_prime.errors import ConfigError
 from composer_prime.traces.ingest.command import main as ingest
 from composer_prime.traces.pairs import gate_file
 from composer_prime.traces.replay.command import main as replay
-from composer_prime.traces.replay.density_report import main as report
+from composer_prime.traces.replay.density import main as report
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
 
 FOREIGN = [b'{"precious": 1}', b'{"precious": 1}\n', b"A letter.\n\nDear reader", b"\n\n[1, 2]\n", b"\xff\x00"]

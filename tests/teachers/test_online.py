@@ -19,10 +19,10 @@ from composer_prime.plan.plan import build_plan
 from composer_prime.run.costs import read_costs
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.pairs import gate_file
-from composer_prime.traces.replay.local_models import models_at
 from composer_prime.traces.replay.online import OnlineReplay
 from composer_prime.traces.replay.records import read_pairs, votes_beside
 from composer_prime.traces.replay.replay import open_replay
+from composer_prime.traces.replay.teachers import models_at
 from composer_prime.traces.state import write_state
 
 

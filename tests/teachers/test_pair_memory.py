@@ -10,7 +10,7 @@ import pytest
 from loopback import call
 
 from composer_prime.traces.pairs import Pair, PairState
-from composer_prime.traces.replay.density_report import main
+from composer_prime.traces.replay.density import main
 from composer_prime.traces.replay.records import ReplayRecords, votes_beside
 
 CONTEXT = 200_000

@@ -9,8 +9,7 @@ import pytest
 from loopback import Endpoint, call, configured, replayed, says, serving, state, xml
 
 from composer_prime.traces.pairs import Pair
-from composer_prime.traces.replay.density import measure
-from composer_prime.traces.replay.density_report import report_lines
+from composer_prime.traces.replay.density import measure, report_lines
 from composer_prime.traces.replay.records import StateRecord, read_pairs, read_records, votes_beside
 from composer_prime.traces.state import TraceState
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from loopback import USD, Endpoint, configured, overrule, play, replayed, serving, state
 
-from composer_prime.traces.replay.density import Density, measure
-from composer_prime.traces.replay.density_report import report_lines
+from composer_prime.traces.replay.density import Density, measure, report_lines
 from composer_prime.traces.replay.records import read_pairs, read_records, votes_beside
 
 KILL = {"mean_usd_per_trace": 2.5 * USD, "p95_usd_per_trace": 1e3, "error_rate": 1.0, "min_states": 3}

@@ -19,10 +19,9 @@ from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.llm.families import family_named
 from composer_prime.traces.ingest.formats import openhands
 from composer_prime.traces.ingest.ingest import FORMATS, ingest
-from composer_prime.traces.ingest.reading import FileStart, Limits
+from composer_prime.traces.ingest.reading import FileStart
 from composer_prime.traces.ingest.trace_file import Options, Recent, Tally
-from composer_prime.traces.overwrite_guard import check_own, lines_of, same_file
-from composer_prime.traces.state import write_state
+from composer_prime.traces.state import check_own, lines_of, same_file, write_state
 
 NOTHING = 1
 _MIB = 1 << 20
@@ -62,8 +61,6 @@ def ingest_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-mask", action="store_true", help="do not mask secrets, for traces that hold none")
     parser.add_argument("--overwrite", action="store_true", help="replace the output file")
-    parser.add_argument("--max-line-mib", type=_mib, default=16, help="longer lines are skipped (default 16)")
-    parser.add_argument("--max-document-mib", type=_mib, default=32, help="larger JSON documents are skipped (32)")
     return parser
 
 
@@ -74,12 +71,6 @@ class _Named(msgspec.Struct):
     state_id: str
 
 
-def _mib(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of MiB from 1 on")
-    return int(word)
-
-
 def ingest_files(options: argparse.Namespace) -> int:
     if options.output.is_dir():
         raise ConfigError(f"{options.output} is a folder: name the states file with -o")
@@ -87,16 +78,12 @@ def ingest_files(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.output} exists already: give another -o, or --overwrite to replace it")
     check_own(options.output, lines_of(_Named), "states")
     files = find_files(options.paths, options.output)
-    limits = Limits(line_bytes=options.max_line_mib << 20, document_bytes=options.max_document_mib << 20)
-    how = Options(
-        mask=not options.no_mask, model=options.model, family=options.family, format=options.format, limits=limits
-    )
-    console = Console(stderr=True)
-    tallies = _write(files, options.output, how, console)
+    how = Options(mask=not options.no_mask, model=options.model, family=options.family, format=options.format)
+    tallies = _write(files, options.output, how)
     for table in ingest_table(tallies):
         if table.row_count:
             Console().print(table)
-    total = sum((tally.states for _, tally in tallies), 0)
+    total = sum(tally.states for _, tally in tallies)
     print(f"{total} states in {options.output}")
     return 0 if total else NOTHING
 
@@ -135,8 +122,9 @@ def _inside(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _write(files: list[Path], output: Path, how: Options, console: Console) -> list[tuple[str, Tally]]:
+def _write(files: list[Path], output: Path, how: Options) -> list[tuple[str, Tally]]:
     """Write all states to a sibling file, then rename it. The output is complete or absent."""
+    console = Console(stderr=True)
     partial = output.with_name(f".{output.name}.partial")
     fingerprints, trace_ids, tallies = Recent(), Recent(), []
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -144,20 +132,16 @@ def _write(files: list[Path], output: Path, how: Options, console: Console) -> l
         output.parent.mkdir(parents=True, exist_ok=True)
         bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         with partial.open("wb") as file, bar:
-            advance = _advancing(bar, sum(map(_size, files)))
+            size = sum(
+                part.stat().st_size for path in files for part in (path.rglob("*.json") if path.is_dir() else [path])
+            )
+            advance = _advancing(bar, size)
             for path in files:
                 tally = Tally()
                 name = path.name.encode("utf-8", "replace").decode("utf-8")
                 bar.update(bar.task_ids[0], description=name[:40])
-                states = ingest(
-                    path,
-                    tally,
-                    how,
-                    fingerprints=fingerprints,
-                    trace_ids=trace_ids,
-                    progress=advance,
-                )
-                file.writelines(write_state(state) for state in states)
+                states = ingest(path, tally, how, fingerprints=fingerprints, trace_ids=trace_ids, progress=advance)
+                file.writelines(map(write_state, states))
                 tallies.append((name, tally))
             file.flush()
             os.fsync(file.fileno())
@@ -200,26 +184,17 @@ def ingest_table(tallies: list[tuple[str, Tally]]) -> list[Table]:
     if len(tallies) > 1:
         files.add_section()
         files.add_row("all", "", *_figures(total))
-    return [files, _reasons(total, tallies)]
-
-
-def _reasons(total: Tally, tallies: list[tuple[str, Tally]]) -> Table:
-    shown = Table(title="why", title_justify="left")
-    shown.add_column("what")
-    shown.add_column("reason", overflow="fold")
-    shown.add_column("count", justify="right")
-    shown.add_column("files", justify="right")
+    reasons = Table("what", title="why", title_justify="left")
+    reasons.add_column("reason", overflow="fold")
+    for name in ("count", "files"):
+        reasons.add_column(name, justify="right")
     for what, name in (("record skipped", "skipped"), ("turn passed over", "passed_over"), ("masked", "masked")):
         for reason, count in getattr(total, name).most_common():
-            files = sum(reason in getattr(tally, name) for _, tally in tallies)
-            shown.add_row(what, reason, f"{count:,}", f"{files:,}")
-    return shown
+            having = sum(reason in getattr(tally, name) for _, tally in tallies)
+            reasons.add_row(what, reason, f"{count:,}", f"{having:,}")
+    return [files, reasons]
 
 
 def _figures(tally: Tally) -> list[str]:
     figures = (tally.seen, tally.taken, tally.skipped.total(), tally.turns, tally.states)
     return [f"{figure:,}" for figure in figures]
-
-
-def _size(path: Path) -> int:
-    return sum(each.stat().st_size for each in path.rglob("*.json")) if path.is_dir() else path.stat().st_size

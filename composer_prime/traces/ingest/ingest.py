@@ -1,13 +1,17 @@
-"""Read one file of agent sessions: find its format by its content, never by its name alone, and yield its states.
+"""Turn one file of recorded agent sessions into states. Read this file first.
 
-ingest(path) -> Iterator[TraceState]         Tally: what was taken, skipped and masked, and why
+    file -> reading.py -> formats/ -> messages.py or record_tree.py -> trace_file.py -> TraceState
+            bounded JSON  a reader    |  contexts, open turns          |  masking/ masks every text on entry
+                          a format    `-> Tally: every record is taken, or skipped with a reason
+
+A file's format is found by its content, never by its name alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from composer_prime.errors import ConfigError
 from composer_prime.traces.ingest.formats import (
@@ -18,7 +22,7 @@ from composer_prime.traces.ingest.formats import (
     rollouts,
     swe_agent,
 )
-from composer_prime.traces.ingest.reading import FileStart, Limits, take_sample
+from composer_prime.traces.ingest.reading import FileStart, take_sample
 from composer_prime.traces.ingest.trace_file import Options, Recent, Tally, TraceFile, observed_tools
 from composer_prime.traces.state import TraceState
 
@@ -59,8 +63,10 @@ def ingest(
     options, tally = options or Options(), Tally() if tally is None else tally
     named_reader = _named(options.format) if options.format else None
     size = path.stat().st_size
-    detected_reader, whole = _detect(path, options.limits)
-    reader = named_reader or detected_reader
+    sample = take_sample(path, options.limits)
+    reader = named_reader or next((reader for reader in FORMATS if reader.matches(sample)), None)
+    whole = sample.document
+    del sample  # no lines are kept
     tally.format = f"{reader.NAME}/{reader.VERSION}" if reader else None
     file = TraceFile(
         path=path,
@@ -79,12 +85,6 @@ def ingest(
         file.observed = observed_tools(file, reader.read)
         file.tools = file.observed.schemas()
         yield from reader.read(file)
-
-
-def _detect(path: Path, limits: Limits) -> tuple[Format | None, Any]:
-    """Return (the first format that matches, the value of a file that is one document). No lines are kept."""
-    sample = take_sample(path, limits)
-    return next((reader for reader in FORMATS if reader.matches(sample)), None), sample.document
 
 
 def _named(name: str) -> Format:

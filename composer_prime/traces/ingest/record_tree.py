@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from composer_prime.traces.ingest.reading import Limits
@@ -26,8 +25,6 @@ MAX_RECORDS = 30_000
 """Records that are kept as possible parents."""
 CONTEXTS = 2
 """The tree holds the characters of this many contexts of the greatest length."""
-CLOSED = 8
-"""Closed turns whose context is kept, so that the next turn needs no walk to the root."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,22 +58,17 @@ class RecordNode:
         """Return this turn, or the nearest turn above."""
         return self if self.is_turn else self.above
 
+    @property
+    def unshown(self) -> str | None:
+        """Return why nothing that follows this node can be shown; None when it can."""
+        return self.maker.unshown or self.missing or (self.nearest.missing if self.nearest else None)
+
     def versions(self) -> list[RecordNode]:
         """Return this node and its later versions, one for each late result."""
         versions: list[RecordNode] = [self]
         while versions[-1].newest is not None:
             versions.append(versions[-1].newest)
         return versions
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """A walk from the root."""
-
-    messages: list[Message]
-    """The state of the next turn shares this list."""
-    digest: bytes
-    chars: int
 
 
 class RecordTree:
@@ -87,8 +79,6 @@ class RecordTree:
         self._nodes: dict[str, RecordNode] = {}
         self._open: dict[RecordNode, None] = {}
         self._keys: dict[str, RecordNode] = {}
-        self._contexts: dict[RecordNode, Context] = {}
-        """The context before each of the turns that were closed last."""
         self._held = 0
         self.tip: RecordNode | None = None
         """The node of the last record."""
@@ -114,8 +104,7 @@ class RecordTree:
 
     def note(self, parent: RecordNode, message: Message, queued: bool = False) -> RecordNode:
         """Add a message behind `parent`."""
-        above, size = parent.nearest, size_of(message)
-        missing = parent.maker.unshown or parent.missing or (above.missing if above else None)
+        above, size, missing = parent.nearest, size_of(message), parent.unshown
         if missing is None and parent.chars + size > self._limits.context_chars:
             missing = too_long(self._limits)
         if missing is not None:
@@ -127,8 +116,9 @@ class RecordTree:
 
     def turn(self, parent: RecordNode, turn: Turn) -> RecordNode:
         """Open a turn behind `parent`. The turn above must be closed."""
-        missing = parent.maker.unshown or parent.missing or (parent.nearest.missing if parent.nearest else None)
-        node = RecordNode(parent.maker, parent, is_turn=True, turn=turn, chars=parent.chars, missing=missing, uses=1)
+        node = RecordNode(
+            parent.maker, parent, is_turn=True, turn=turn, chars=parent.chars, missing=parent.unshown, uses=1
+        )
         self._open[node] = None
         if turn.key is not None:
             self._keys[turn.key] = node
@@ -182,18 +172,18 @@ class RecordTree:
         self.close(last.nearest)
         moved: dict[RecordNode, RecordNode] = {}
         for node in reversed(walk):
-            copies: list[RecordNode] = []
+            older: RecordNode | None = None
+            above = None if node.is_turn else behind.nearest
             for version in (first if node is walk[-1] else node).versions():
-                above = None if node.is_turn else behind.nearest
                 copy = RecordNode(
                     behind.maker, behind, above, node.is_turn, missing=version.missing, queued=node.queued
                 )
                 self._hold(copy, version.messages)
                 copy.chars = behind.chars + copy.held
                 moved[version] = self._node(copy)
-                copies.append(copy)
-            for copy, newer in pairwise(copies):
-                copy.newest = newer
+                if older is not None:
+                    older.newest = copy
+                older = copy
             behind = moved[node]
         for record, node in self._nodes.items():
             if node in moved:
@@ -209,16 +199,16 @@ class RecordTree:
         del self._open[node]
         if turn.key is not None and self._keys.get(turn.key) is node:
             del self._keys[turn.key]
-        context, node.missing = self._walk(node)
-        shown = node.maker.finish(turn, context.messages, context.digest, node.missing)
-        node.chars = context.chars + sum(map(size_of, shown))
+        walk = self._walk(node)
+        digest = b""
+        for above in walk:
+            digest = hashlib.blake2b(digest + above.digest, digest_size=8).digest() if above.messages else digest
+        messages = [message for above in walk for message in above.messages]
+        shown = node.maker.finish(turn, messages, digest, node.missing)
+        node.chars = sum(above.held for above in walk) + sum(map(size_of, shown))
         if node.missing is None and node.chars > self._limits.context_chars:
             node.missing = too_long(self._limits)
         self._hold(node, [] if node.missing else shown)
-        if node.missing is None:
-            self._contexts[node] = context
-            if len(self._contexts) > CLOSED:
-                del self._contexts[next(iter(self._contexts))]
         if node.missing is not None and node.parent is not None:
             parent, node.parent = node.parent, None
             self._release(parent)
@@ -236,28 +226,13 @@ class RecordTree:
             self.close(node.nearest)
             self._release(node)
 
-    def _walk(self, turn: RecordNode) -> tuple[Context, str | None]:
-        """Return (the context before an open turn, why it cannot be shown).
-
-        The walk stops at the nearest turn above whose context is kept.
-        """
-        nodes: list[RecordNode] = []
-        node = turn
-        while node.missing is None and node not in self._contexts and node.parent is not None:
-            node = node.parent
-            nodes.append(node)
-        if node.missing is not None:
-            return Context([], b"", 0), node.missing
-        start = self._contexts.pop(node, None)
-        if start is None:
-            start = Context([], b"", 0)
-        else:
-            self._contexts[node] = start
-        digest = start.digest
-        for node in reversed(nodes):
-            digest = hashlib.blake2b(digest + node.digest, digest_size=8).digest() if node.messages else digest
-        messages = [*start.messages, *(message for node in reversed(nodes) for message in node.messages)]
-        return Context(messages, digest, start.chars + sum(node.held for node in nodes)), None
+    def _walk(self, turn: RecordNode) -> list[RecordNode]:
+        """Return the nodes above a turn, the root first. Where they cannot be shown, note why in the turn."""
+        nodes = [turn]
+        while nodes[-1].missing is None and nodes[-1].parent is not None:
+            nodes.append(nodes[-1].parent)
+        turn.missing = nodes[-1].missing
+        return [] if turn.missing else nodes[:0:-1]
 
     def _node(self, node: RecordNode) -> RecordNode:
         if node.parent is not None:
@@ -283,7 +258,6 @@ class RecordTree:
             if at.uses:
                 return
             self._resize(at, 0)
-            self._contexts.pop(at, None)
             at = at.parent
 
 

@@ -73,7 +73,7 @@ class Turn:
         return True
 
     def fail(self, error: str) -> None:
-        """Record the error that the turn led to. The first one is kept."""
+        """Record the error that the turn led to, unless it has one."""
         self.error = error if self.error is None else self.error
 
     def unanswered(self) -> str | None:

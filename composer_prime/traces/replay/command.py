@@ -24,10 +24,9 @@ from composer_prime.config.load import resolve
 from composer_prime.console import INTERRUPTED, ProgressLines, clock, fail
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.llm.prices import CostForecast, cost_with_cap, forecast_cost
-from composer_prime.traces.overwrite_guard import same_file
 from composer_prime.traces.replay.records import UNDECIDED, votes_beside
 from composer_prime.traces.replay.replay import Replay, ReplayProgress, open_replay
-from composer_prime.traces.state import read_states
+from composer_prime.traces.state import read_states, same_file
 
 STOPPED = 3
 INTERRUPTION = "interrupted: repeat the command to go on"

@@ -27,17 +27,19 @@ from composer_prime.errors import ConfigError, ModelNotFoundError, TeacherError
 from composer_prime.llm.budget import Budget, teacher_budget
 from composer_prime.traces.pairs import Pair, PairState
 from composer_prime.traces.replay.actions.canonical import RULES, Files, canonical
-from composer_prime.traces.replay.local_models import (
+from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, content_of, digest, only_writer
+from composer_prime.traces.replay.running_gate import RunningGate
+from composer_prime.traces.replay.teachers import (
     CachedScorer,
     Scorer,
     ServedScorer,
+    Teacher,
+    TeacherPool,
+    check_teachers,
     likeliest,
     models_at,
     weights_mark,
 )
-from composer_prime.traces.replay.records import UNDECIDED, ReplayRecords, StateRecord, content_of, digest, only_writer
-from composer_prime.traces.replay.running_gate import RunningGate
-from composer_prime.traces.replay.teachers import Teacher, TeacherPool, check_teachers
 from composer_prime.traces.replay.voting import (
     Ballot,
     Candidate,

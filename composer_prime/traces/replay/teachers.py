@@ -1,26 +1,38 @@
-"""Teachers: models that are asked what they would have done at a state, and who may judge which trace."""
+"""Teachers: models that are asked what they would have done at a state, and who may judge which trace.
+
+Local ones and the frozen base, which scores answers, are served by a process of their own: inference/model_server.py,
+started by name only, by the launcher of a run or here.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import os
 import re
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+import httpx
 import msgspec
 
-from composer_prime.config.teachers import TeacherConfig, TeachersConfig
-from composer_prime.errors import ConfigError, TeacherError
+from composer_prime.config.teachers import MODELS_VARIABLE, TeacherConfig, TeachersConfig
+from composer_prime.errors import ConfigError, DeadlineError, RoleFailedError, TeacherError
 from composer_prime.llm.budget import Budget
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import ChatAnswer, ChatClient, ChatRequest, Endpoint, NoAnswerError
 from composer_prime.llm.families import UNKNOWN, family_named
 from composer_prime.llm.prices import ANSWER_SHARE, BYTES_PER_TOKEN, Price, price_of
 from composer_prime.llm.reply import ROUNDING, reply_text, split_thinking
-from composer_prime.model_source import resolve_model
-from composer_prime.traces.replay.local_models import weights_mark
+from composer_prime.model_source import resolve_model, weight_files
+from composer_prime.run.process import child_options, stop
+from composer_prime.run.run_dir import write_atomic
 from composer_prime.traces.state import Message, TraceState
 
 _TIERS = ("cheap", "mid", "frontier")
@@ -38,6 +50,11 @@ _REMEDIES = {
 _PARAMETER = re.compile("|".join(sorted(_REMEDIES, reverse=True)))
 _NAMED_PARAMETER = re.compile(r'"param":\s*"([^"]+)"')
 _UNSUPPORTED = re.compile("unsupported|not support", re.IGNORECASE)
+
+
+_END_S = 10.0
+_POLL_S = 0.5
+_MARK_BYTES = 1 << 16
 
 
 class NotAskedError(TeacherError):
@@ -74,34 +91,36 @@ class Teacher:
     def family(self) -> str:
         return self.config.known_family
 
-    def question(self, messages: list[Message], tools: list[dict[str, Any]]) -> Question:
-        shared = self._shared
+    def _question(self, state: TraceState) -> Question:
+        shared, messages = self._shared, state.messages
+        if shared.system_prompt and not (messages and messages[0]["role"] == "system"):
+            messages = [{"role": "system", "content": shared.system_prompt}, *messages]
         return Question(
             endpoint=self._identity,
             model=self.config.model,
             messages=messages,
-            tools=tools,
+            tools=state.tools,
             temperature=self.config.temperature_of(shared.temperature),
             max_tokens=shared.max_tokens,
         )
 
-    def bound_usd(self, question: Question) -> float:
+    def _bound_usd(self, question: Question) -> float:
         """Return the most that asking may cost, by the bytes of the question and the limit of the answer."""
         tokens = int(_size(question) / self._shared.budget.bytes_per_token) + _PROMPT_OVERHEAD_TOKENS
         return self.price.bound_usd(tokens, question.max_tokens)
 
-    def expected_usd(self, question: Question) -> float:
-        """Return about what asking will cost."""
+    def expected_usd(self, state: TraceState, *, now: bool = False) -> float:
+        """Return about what the vote on a state costs as first asked; `now`: nothing where the cache has the answer."""
+        question = self._question(state)
+        if now and self._cache.get(question.key) is not None:
+            return 0.0
         return self.price.cost_usd(int(_size(question) / BYTES_PER_TOKEN), int(ANSWER_SHARE * question.max_tokens))
 
-    def knows(self, question: Question) -> bool:
-        """Return whether the answer is in the cache, so that asking costs nothing."""
-        return self._cache.get(question.key) is not None
-
-    async def ask(self, question: Question, *, trace: str, state: str) -> ChatAnswer:
+    async def ask(self, state: TraceState) -> ChatAnswer:
         """Raises NoAnswerError when there is no usable answer, NotAskedError when it may not be asked for, CapError
         when the call would pass a cap.
         """
+        question = self._question(state)
         if self._client is None:
             stored = self._cache.get(question.key)
             if stored is None:
@@ -112,7 +131,11 @@ class Teacher:
             answer = ChatAnswer(answer=stored, key=question.key, cached=True, cost_usd=0.0, seconds=0.0)
         else:
             request = ChatRequest(
-                question=question, key=question.key, bound_usd=self.bound_usd(question), trace=trace, state=state
+                question=question,
+                key=question.key,
+                bound_usd=self._bound_usd(question),
+                trace=state.trace_id,
+                state=state.state_id,
             )
             try:
                 answer = await self._client.ask(request)
@@ -237,12 +260,11 @@ class TeacherPool:
                 f"the trace was written by family {writer!r}, which leaves {names} to judge it: two families are "
                 "needed; add teachers of others"
             )
-        rank: dict[str, int] = {}
-        ranked = []
+        seen, rank = Counter[str](), dict[str, int]()
         for teacher in allowed:
-            rank[teacher.family] = rank.get(teacher.family, -1) + 1
-            ranked.append((rank[teacher.family], teacher))
-        return [teacher for _, teacher in sorted(ranked, key=lambda entry: entry[0])]
+            rank[teacher.name] = seen[teacher.family]
+            seen[teacher.family] += 1
+        return sorted(allowed, key=lambda teacher: rank[teacher.name])
 
     async def ask(self, teacher: Teacher, state: TraceState) -> ChatAnswer:
         """Raises NoAnswerError; NotAskedError, also where the teacher is of the state's own family; CapError."""
@@ -250,21 +272,7 @@ class TeacherPool:
             raise NotAskedError(
                 f"{teacher.name} is of family {teacher.family!r}, which wrote the trace: it has no vote"
             )
-        return await teacher.ask(self.question(teacher, state), trace=state.trace_id, state=state.state_id)
-
-    def question(self, teacher: Teacher, state: TraceState) -> Question:
-        messages, system_prompt = state.messages, self.config.system_prompt
-        if system_prompt and not (messages and messages[0]["role"] == "system"):
-            messages = [{"role": "system", "content": system_prompt}, *messages]
-        return teacher.question(messages, state.tools)
-
-    def price_usd(self, teacher: Teacher, state: TraceState) -> float:
-        """Return about what this teacher's vote will cost now: nothing when its answer is in the cache."""
-        return 0.0 if teacher.knows(self.question(teacher, state)) else self.expected_usd(teacher, state)
-
-    def expected_usd(self, teacher: Teacher, state: TraceState) -> float:
-        """Return about what this teacher's vote would cost, were it not in the cache."""
-        return teacher.expected_usd(self.question(teacher, state))
+        return await teacher.ask(state)
 
     async def close(self) -> None:
         """Close every teacher, then the cache, also where one of them raises."""
@@ -272,3 +280,154 @@ class TeacherPool:
             stack.push_async_callback(asyncio.to_thread, self._cache.close)
             for teacher in self.teachers:
                 stack.push_async_callback(teacher.close)
+
+
+def weights_mark(model: str) -> str:
+    """Return a digest that tells a model's weights from others of the same name: of the sizes, headers and ends of its
+    weight files. Raises ModelNotFoundError.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for path in weight_files(resolve_model(model)):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            digest.update(size.to_bytes(8, "big") + file.read(_MARK_BYTES))
+            file.seek(max(size - _MARK_BYTES, 0))
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+@asynccontextmanager
+async def models_at(models: Sequence[str], *, threads: int, start_timeout_s: float) -> AsyncIterator[str]:
+    """Give the base URL where `models` are served: by the launcher (MODELS_VARIABLE), else by a process that ends with
+    this context. Raises RoleFailedError or DeadlineError.
+    """
+    url = os.environ.get(MODELS_VARIABLE)
+    if url is None:
+        async with local_models(models, threads=threads, start_timeout_s=start_timeout_s) as url:
+            yield url
+        return
+    await _until_served(url, set(models), start_timeout_s)
+    yield url
+
+
+async def _until_served(url: str, models: set[str], timeout_s: float) -> None:
+    """Raises DeadlineError, which names what was missing and what was there."""
+    status = "nothing answers there"
+    try:
+        async with asyncio.timeout(timeout_s), httpx.AsyncClient(base_url=url, trust_env=False) as client:
+            while True:
+                try:
+                    listed = (await client.get("/models")).json()["data"]
+                    if models <= {model["id"] for model in listed}:
+                        return
+                    status = f"it serves {', '.join(model['id'] for model in listed)}"
+                except (httpx.HTTPError, ValueError, LookupError, TypeError):
+                    pass
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        raise DeadlineError(
+            f"waited {timeout_s:g} s for {', '.join(sorted(models))} at {url}, and {status}: see logs/teachers.log, or "
+            "raise teachers.local_start_timeout_s"
+        ) from None
+
+
+@asynccontextmanager
+async def local_models(models: Sequence[str], *, threads: int, start_timeout_s: float) -> AsyncIterator[str]:
+    """Serve models on loopback while the context lasts; give the base URL. Raises RoleFailedError or DeadlineError."""
+    models = list(dict.fromkeys(models))
+    command = [sys.executable, "-m", "inference.model_server", "--threads", str(threads)]
+    for model in models:
+        command += ["--model", model]
+    # In a session of its own: Ctrl-C must not end the models while their last answers are waited for.
+    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    server = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, **child_options(environment)
+    )
+    assert server.stdout is not None
+    names = ", ".join(models)
+    try:
+        try:
+            line = await asyncio.wait_for(server.stdout.readline(), start_timeout_s)
+        except TimeoutError:
+            raise DeadlineError(
+                f"waited {start_timeout_s:g} s for local models ({names}) to load: raise teachers.local_start_timeout_s"
+            ) from None
+        if not line:
+            status = await server.wait()
+            raise RoleFailedError(f"the server of local models ({names}) ended with status {status}; see its message")
+        yield json.loads(line)["url"]
+    finally:
+        await stop(server, _END_S)
+
+
+class Scorer(Protocol):
+    """How likely the frozen base finds an answer. It chooses among agreeing answers, and measures pairs."""
+
+    async def logprob_per_token(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> float:
+        """Return the mean log-probability in nats of the answer's tokens after `messages`. Raises TeacherError."""
+        ...
+
+
+class ServedScorer:
+    """The base behind a local model server's /v1/score."""
+
+    def __init__(self, base_url: str, model: str, timeout_s: float) -> None:
+        self._model = model
+        self._client = httpx.AsyncClient(base_url=base_url, timeout=timeout_s, trust_env=False)
+
+    async def logprob_per_token(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> float:
+        body = {"model": self._model, "messages": messages, "tools": tools, "answer": answer}
+        try:
+            reply = await self._client.post("/score", json=body)
+        except httpx.HTTPError as error:
+            raise TeacherError(f"the frozen base did not score an answer: {error!r}") from None
+        if reply.status_code != 200:
+            raise TeacherError(f"the frozen base did not score an answer: {reply.text[:300]}")
+        return float(reply.json()["logprob_per_token"])
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+class CachedScorer:
+    """Scores on disk, by the base's weights and everything else that they depend on. So a replay from the cache gives
+    the same pairs. A missing score is asked of `inner`; without one there is no score."""
+
+    def __init__(self, folder: Path, mark: str, inner: Scorer | None) -> None:
+        """`mark` is the base's `weights_mark`."""
+        self._folder = folder
+        self._mark = mark
+        self._inner = inner
+
+    async def logprob_per_token(self, messages: list[Message], tools: list[dict[str, Any]], answer: Message) -> float:
+        content = msgspec.json.encode([self._mark, messages, tools, answer], order="deterministic")
+        key = hashlib.blake2b(content, digest_size=16).hexdigest()
+        path = self._folder / key[:2] / f"{key}.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=float)
+        except (OSError, msgspec.DecodeError):
+            pass
+        if self._inner is None:
+            raise TeacherError(f"{self._folder} holds no score of this answer, and no base is served")
+        score = await self._inner.logprob_per_token(messages, tools, answer)
+        await asyncio.to_thread(write_atomic, path, msgspec.json.encode(score))
+        return score
+
+
+async def likeliest(
+    scorer: Scorer | None, messages: list[Message], tools: list[dict[str, Any]], answers: tuple[Message, ...]
+) -> tuple[Message, str]:
+    """Return (the answer that the base finds likeliest per token, how it was chosen).
+
+    It is the first one where there is no scorer, or the base cannot read one of them (a context longer than its own).
+    """
+    distinct = [answer for index, answer in enumerate(answers) if answer not in answers[:index]]
+    if len(distinct) == 1:
+        return distinct[0], "only"
+    if scorer is None:
+        return distinct[0], "first"
+    try:
+        scores = [await scorer.logprob_per_token(messages, tools, answer) for answer in distinct]
+    except TeacherError:
+        return distinct[0], "first"
+    return distinct[scores.index(max(scores))], "likeliest"

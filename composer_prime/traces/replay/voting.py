@@ -244,7 +244,7 @@ class Voting:
     async def _sequence(self, ballot: Ballot, voters: list[Teacher]) -> None:
         """Ask for one vote after another, while the majority is open and the next ones are worth their price."""
         if self._config.voi.enabled:
-            ballot.expected_usd = sum(self._pool.expected_usd(each, ballot.state) for each in voters[: ballot.planned])
+            ballot.expected_usd = sum(each.expected_usd(ballot.state) for each in voters[: ballot.planned])
             self._voi.expect(ballot.expected_usd)
         for index, teacher in enumerate(voters):
             if settled(ballot.cast, ballot.planned):
@@ -252,7 +252,7 @@ class Voting:
             needed = max(ballot.planned // 2 + 1 - len(ballot.votes), 1)
             price_usd = 0.0
             if self._config.voi.enabled:
-                price_usd = sum(self._pool.price_usd(each, ballot.state) for each in voters[index : index + needed])
+                price_usd = sum(each.expected_usd(ballot.state, now=True) for each in voters[index : index + needed])
             if not self._voi.worth(ballot.situation, price_usd):
                 chance = self._voi.chance(ballot.situation)
                 ballot.stopped_by = f"P(pair) = {chance:.3f} is not worth votes for ${price_usd:.5f}"

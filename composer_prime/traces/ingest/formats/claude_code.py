@@ -88,7 +88,7 @@ class _Session:
         kind = string(record.get("type"))
         if record.get("isSidechain") is True:
             self._tally.skip("subagent (sidechain)")
-        elif (uuid := _mark(record)) is not None and _key(record.get("sessionId"), uuid) in self._seen:
+        elif (uuid := string(record.get("uuid"))) is not None and _key(record.get("sessionId"), uuid) in self._seen:
             self._tally.skip("repeated uuid")
         elif kind in ("user", "assistant"):
             self._spoken(kind, record)
@@ -150,7 +150,7 @@ class _Session:
 
     def _stands(self, record: dict[str, Any], node: RecordNode) -> None:
         """Mark the record as read, and make `node` the parent of what follows it."""
-        uuid = _mark(record)
+        uuid = string(record.get("uuid"))
         if uuid is not None:
             self._seen.add(_key(record.get("sessionId"), uuid))
         self.tree.place(uuid, node)
@@ -218,7 +218,8 @@ class _Session:
     def _keep(self, record: dict[str, Any]) -> None:
         """Move the messages that a compaction keeps (`preservedSegment`) behind the record that it names."""
         kept, tip = self._kept or {}, self.tree.tip
-        if _mark(record) is not None and _mark(record) == kept.get("anchorUuid") and tip is not None:
+        uuid = string(record.get("uuid"))
+        if uuid is not None and uuid == kept.get("anchorUuid") and tip is not None:
             first, last = (self.tree.get(str(kept.get(name))) for name in ("headUuid", "tailUuid"))
             if first is not None and last is not None:
                 self.tree.move(first, last, tip)
@@ -227,11 +228,12 @@ class _Session:
 
     def _aside(self, record: dict[str, Any], reason: str, read: bool = True) -> None:
         """Skip a record without a message; what follows it takes its place. An unread record may be repeated later."""
-        parent = self._parent(record) if _mark(record) is not None else None
+        uuid = string(record.get("uuid"))
+        parent = None if uuid is None else self._parent(record)
         if parent is not None and read:
             self._stands(record, parent)
         elif parent is not None:
-            self.tree.place(_mark(record), parent)
+            self.tree.place(uuid, parent)
         self._tally.skip(reason)
 
 
@@ -250,7 +252,7 @@ def _unusable(kind: str, record: dict[str, Any]) -> str | None:
 
 
 def _parts(message: dict[str, Any]) -> tuple[str, list[Call], str]:
-    """Return (text, calls, thinking) of a record of an answer."""
+    """Return (text, calls, thinking)."""
     text, thinking, calls = [], [], []
     for block in objects(_blocks(message)):
         kind = block.get("type")
@@ -289,15 +291,10 @@ def _is_said(parent: RecordNode, message: Message, queued: bool) -> bool:
     return False
 
 
-def _mark(record: dict[str, Any]) -> str | None:
-    return string(record.get("uuid"))
-
-
 def _key(session: object, uuid: str) -> bytes:
     return hashlib.blake2b(f"{session} {uuid}".encode("utf-8", "replace"), digest_size=8).digest()
 
 
 def _blocks(message: dict[str, Any]) -> list[Any]:
-    """Return the content as a list of blocks."""
     content = message.get("content")
     return content if isinstance(content, list) else [{"type": "text", "text": content}]

@@ -1,7 +1,6 @@
 """Mask secrets in a trace before anything else reads it: keys, tokens, passwords, e-mail addresses, home folders.
 
-    provider_tokens.py  tokens that their form gives away (detect-secrets' detectors and more)
-    contexts.py         secrets that headers, URLs and commands give away
+    secret_patterns.py  secrets that their form, a header, a URL or a command gives away
     named_values.py     values beside a telling name, in text and in JSON
     personal.py         what names a person
 
@@ -19,14 +18,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from composer_prime.traces.ingest.masking import contexts, named_values, personal, provider_tokens
+from composer_prime.traces.ingest.masking import named_values, personal
+from composer_prime.traces.ingest.masking.secret_patterns import RULES
 
-_RULES = [*contexts.PRIVATE_KEYS, *provider_tokens.RULES, *contexts.RULES]
 _SPACED = {"private-key", "bearer-token", "basic-auth", "password", "artifactory-token", "aws-key", "npm-token"}
 """Kinds whose matches may hold spaces or be short. All others are words of _SHORTEST_WORD characters or more."""
-_LITERALS = [(literal, number) for number, (_, literals, _) in enumerate(_RULES) for literal in literals]
-_IN_TEXT = [(literal, number) for literal, number in _LITERALS if _RULES[number][0] in _SPACED]
-_IN_WORDS = [(literal, number) for literal, number in _LITERALS if _RULES[number][0] not in _SPACED]
+_LITERALS = [(literal, number) for number, (_, literals, _) in enumerate(RULES) for literal in literals]
+_IN_TEXT = [(literal, number) for literal, number in _LITERALS if RULES[number][0] in _SPACED]
+_IN_WORDS = [(literal, number) for literal, number in _LITERALS if RULES[number][0] not in _SPACED]
 """Flat lists of (literal, rule number). Most texts hold no literal, and this scan is their whole cost."""
 _SHORTEST_WORD, _SPLIT_CHARS = 20, 1 << 20
 """The shortest word that is looked at, and the longest text that is split. Words of a longer text could take many times
@@ -60,7 +59,7 @@ class Masker:
         if not self._enabled or len(text) < 6:
             return text
         for number in _rules_of(text):
-            kind, _, patterns = _RULES[number]
+            kind, _, patterns = RULES[number]
             for pattern in patterns:
                 text = pattern.sub(self._replacer(kind), text)
         lowered = lower(text)
