@@ -11,7 +11,6 @@ Tied weights are one parameter and appear once. Frozen parameters (all but the a
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from diloco.codec import as_bytes
 from diloco.transport.messages import TensorLayout
 
 NamedParameter = tuple[str, nn.Parameter]
+_Unit = tuple[int | None, list[NamedParameter]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,27 +146,20 @@ def _trainable(parameters: Iterable[NamedParameter]) -> list[NamedParameter]:
     return trainable
 
 
-def _units(named: Sequence[NamedParameter]) -> list[tuple[int | None, list[NamedParameter]]]:
-    """Return (block number, its parameters) for each block, (None, [parameter]) for each parameter outside."""
-    blocks: dict[str, tuple[int, list[NamedParameter]]] = {}
-    single: list[tuple[int | None, list[NamedParameter]]] = []
+def _units(named: Sequence[NamedParameter]) -> list[_Unit]:
+    """Return each block with its number, and each parameter outside the blocks with None."""
+    units: dict[str, _Unit] = {}
     for name, parameter in named:
-        block = block_of(name)
-        if block is None:
-            single.append((None, [(name, parameter)]))
-        else:
-            blocks.setdefault(block[0], (block[1], []))[1].append((name, parameter))
-    return [*blocks.values(), *single]
+        block, number = block_of(name) or (name, None)
+        units.setdefault(block, (number, []))[1].append((name, parameter))
+    return list(units.values())
 
 
-def _in_order(
-    units: list[tuple[int | None, list[NamedParameter]]], kind: str
-) -> Iterable[tuple[int | None, list[NamedParameter]]]:
+def _in_order(units: list[_Unit], kind: str) -> list[_Unit]:
     by_size = sorted(units, key=lambda unit: (-_bytes(unit[1]), unit[1][0][0]))
     if kind == "balanced":
-        return ((None, members) for _, members in by_size)
-    blocks = (unit for unit in units if unit[0] is not None)
-    return itertools.chain(blocks, (unit for unit in by_size if unit[0] is None))
+        return [(None, members) for _, members in by_size]
+    return [unit for unit in units if unit[0] is not None] + [unit for unit in by_size if unit[0] is None]
 
 
 def _bytes(members: Sequence[NamedParameter]) -> int:

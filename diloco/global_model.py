@@ -20,7 +20,7 @@ from torch import Tensor
 from composer_prime.config.diloco import OuterConfig
 from composer_prime.errors import CheckpointError, ChecksumError
 from diloco.fragments import Fragment
-from diloco.outer_optimizer import build_outer, largest_of, weighted_mean
+from diloco.outer_optimizer import Muon, Nesterov, largest_of, weighted_mean
 from diloco.ranks import Ranks
 
 _TOO_LARGE = torch.finfo(torch.float32).max / 2
@@ -38,7 +38,11 @@ class GlobalModel:
         """float32 [numel] a fragment, on the CPU."""
         self.swept: list[Tensor] = [master.clone() for master in self.masters]
         """The masters as they were after the last full sweep."""
-        self.outer = build_outer(config, fragments, ranks or Ranks())
+        self.outer = (
+            Muon(config, fragments, ranks or Ranks())
+            if config.type == "muon"
+            else Nesterov(config.lr, config.momentum, [fragment.numel for fragment in fragments])
+        )
         self.outer_step = 0
         self._digests = [_digest(master) for master in self.masters]
 

@@ -116,19 +116,12 @@ def _lighthouse(words: argparse.Namespace) -> int:
 async def _serve(settings: RendezvousSettings, key: JointKey) -> None:
     from diloco.rendezvous.rendezvous import Rendezvous
 
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
     async with Rendezvous(settings, key) as server:
+        serving = asyncio.create_task(server.serve())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
         print(f"rendezvous of run {settings.run!r} at {server.endpoint}", flush=True)
         print(f"members: {server.lighthouse.url} (this machine only)", flush=True)
-        serving = asyncio.create_task(server.serve())
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if serving.done():
-            serving.result()
-        serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,44 +27,18 @@ from diloco.muon import matrices_of, orthogonal_steps
 from diloco.ranks import Ranks
 
 
-class OuterOptimizer(Protocol):
-    """Turns a round's mean delta into the next global values."""
-
-    velocity: list[Tensor]
-    """Momentum, float32 [numel] a fragment, with Muon only of what is not a matrix; empty without momentum."""
-
-    def step(self, fragment: int, master_n: Tensor, mean_n: Tensor) -> None:
-        """Update `master_n` (float32 [numel]) in place; leave `mean_n` as it is. With Muon it is a collective."""
-        ...
-
-    def reach(self, fragment: int, largest: float) -> float:
-        """Return a bound on every intermediate value, change and momentum of a step whose mean is at most `largest`."""
-        ...
-
-
-class Averaging:
-    """The global model becomes the mean of the peers' models."""
-
-    def __init__(self) -> None:
-        self.velocity: list[Tensor] = []
-
-    def step(self, fragment: int, master_n: Tensor, mean_n: Tensor) -> None:
-        master_n.sub_(mean_n)
-
-    def reach(self, fragment: int, largest: float) -> float:
-        return largest
-
-
 class Nesterov:
-    """Gradient descent with Nesterov momentum; without momentum plain steps of `lr`."""
+    """Gradient descent with Nesterov momentum. With `lr` 1 and no momentum, the peers' models are averaged."""
 
     def __init__(self, lr: float, momentum: float, sizes: Sequence[int]) -> None:
         """`sizes`: elements of each fragment on this rank."""
         self.lr = lr
         self.momentum = momentum
         self.velocity = [torch.zeros(size) for size in sizes] if momentum else []
+        """float32 [numel] a fragment; empty without momentum."""
 
     def step(self, fragment: int, master_n: Tensor, mean_n: Tensor) -> None:
+        """Update `master_n` (float32 [numel]) in place; leave `mean_n` as it is."""
         direction_n = mean_n
         if self.velocity:
             velocity_n = self.velocity[fragment].mul_(self.momentum).add_(mean_n)
@@ -73,7 +46,8 @@ class Nesterov:
         master_n.sub_(direction_n if self.lr == 1.0 else direction_n * self.lr)
 
     def reach(self, fragment: int, largest: float) -> float:
-        velocity = largest + (largest_of(self.velocity[fragment]) if self.velocity else 0.0)
+        """Return a bound on every intermediate value, change and momentum of a step whose mean is at most `largest`."""
+        velocity = largest + largest_of(self.velocity[fragment]) if self.velocity else 0.0
         return max(1.0, self.lr) * (largest + velocity)
 
 
@@ -103,6 +77,7 @@ class Muon:
         self.velocity = self._nesterov.velocity
 
     def step(self, fragment: int, master_n: Tensor, mean_n: Tensor) -> None:
+        """Update `master_n` in place. A collective."""
         self._step_rest(fragment, master_n, mean_n)
         matrices = self._matrices[fragment]
         for matrix, step_n in zip(matrices, orthogonal_steps(matrices, mean_n, self._lr, self._ranks), strict=True):
@@ -127,18 +102,6 @@ def largest_of(values_n: Tensor) -> float:
     """Return the largest absolute value, 0 of none; NaN when an element is NaN."""
     low, high = torch.aminmax(values_n) if values_n.numel() else (torch.zeros(()), torch.zeros(()))
     return max(-float(low), float(high))
-
-
-def build_outer(config: OuterConfig, fragments: Sequence[Fragment], ranks: Ranks) -> OuterOptimizer:
-    """Return the optimizer that `config` asks for.
-
-    Raises ConfigError when Muon finds no matrix, or one that `ranks` do not hold by rows.
-    """
-    if config.type == "average":
-        return Averaging()
-    if config.type == "muon":
-        return Muon(config, fragments, ranks)
-    return Nesterov(config.lr, config.momentum, [fragment.numel for fragment in fragments])
 
 
 def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

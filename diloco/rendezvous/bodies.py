@@ -163,10 +163,6 @@ class StateTransfers:
         )  # fmt: skip
         self.drop()
 
-    @property
-    def held_bytes(self) -> int:
-        return sum(len(blob.data) for blob in self.current.blobs.values()) if self.current is not None else 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bodies:
@@ -260,19 +256,21 @@ class Bodies:
         if known is not None and known.header.checksum == header.checksum:
             return
         limit = self.max_bytes
-        while self._held_bytes + header.size > limit and self.rounds.drop_oldest():
+        while self.held_bytes + header.size > limit and self.rounds.drop_oldest():
             newest = self.rounds.newest
             self.transfers.outgrow(self.rounds.oldest, -1 if newest is None else newest, self.clock())
-        if self._held_bytes + header.size > limit:
+        if self.held_bytes + header.size > limit:
             raise WireError(
                 f"{header.name} has {header.size / 1e9:.3g} GB, and what is under way holds "
-                f"{self._held_bytes / 1e9:.3g} of the rendezvous' {limit / 1e9:.3g} GB: start `diloco lighthouse` with "
+                f"{self.held_bytes / 1e9:.3g} of the rendezvous' {limit / 1e9:.3g} GB: start `diloco lighthouse` with "
                 "a larger --memory-gb"
             )
 
     @property
-    def _held_bytes(self) -> int:
-        return self.rounds.held_bytes + self.transfers.held_bytes
+    def held_bytes(self) -> int:
+        """Bytes of all deltas and of the state, whole or not."""
+        holders = [*self.rounds.rounds.values(), *([self.transfers.current] if self.transfers.current else [])]
+        return sum(len(blob.data) for holder in holders for blob in holder.blobs.values())
 
 
 def _check_header(header: Header, peer: Peer) -> None:

@@ -78,7 +78,7 @@ class RequestHandler:
             rounds=self.rounds, transfers=self.transfers, expected=settings.start_peers, gather_s=settings.gather_s,
             listens_until=clock() + settings.listen_s,
         )  # fmt: skip
-        self._bodies = Bodies(
+        self.bodies = Bodies(
             run=settings.run, header_key=header_key, max_bytes=settings.max_bytes, rounds=self.rounds,
             transfers=self.transfers, clock=clock, on_change=on_change,
         )  # fmt: skip
@@ -97,11 +97,11 @@ class RequestHandler:
             case Beat():
                 return self._beat(request)
             case DeltaOffer():
-                return self._bodies.offer(request.header, request.instance)
+                return self.bodies.offer(request.header, request.instance)
             case BodyChunk():
-                return self._bodies.chunk(request)
+                return self.bodies.chunk(request)
             case Get():
-                return self._bodies.get(request)
+                return self.bodies.get(request)
             case AskRound():
                 return self._outcome(request)
             case AskState():
@@ -116,7 +116,7 @@ class RequestHandler:
                 return request.peer, request.instance
             case DeltaOffer():
                 return request.header.peer, request.instance
-            case BodyChunk() if (blob := self._bodies.find(request.name)) is not None:
+            case BodyChunk() if (blob := self.bodies.find(request.name)) is not None:
                 return blob.header.peer, request.instance
         return None
 

@@ -91,10 +91,6 @@ class Round:
         bases = {(rank, blob.header.base_hash) for (_, rank), blob in self.blobs.items()}
         return len(bases) > len({rank for rank, _ in bases})
 
-    @property
-    def held_bytes(self) -> int:
-        return sum(len(blob.data) for blob in self.blobs.values())
-
 
 class Rounds:
     """The rounds that are kept, and the peers that take part in them."""
@@ -267,10 +263,6 @@ class Rounds:
         """The first outer step whose round is kept; that of the next round when none is."""
         kept = [step for step, each in self.rounds.items() if each.quorum_id is not None]
         return min(kept, default=0 if self.newest is None else self.newest + 1)
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(each.held_bytes for each in self.rounds.values())
 
     def drop_oldest(self) -> bool:
         """Drop the oldest closed round but the newest; return whether there was one."""

@@ -17,7 +17,7 @@ from composer_prime.config.diloco import DilocoConfig, GuardConfig, OuterConfig
 from composer_prime.errors import ChecksumError
 from diloco.fragments import Schedule, partition
 from diloco.global_model import GlobalModel
-from diloco.outer_optimizer import Averaging, Nesterov, weighted_mean
+from diloco.outer_optimizer import Nesterov, weighted_mean
 from diloco.outer_step import rejected, squared_norm
 from diloco.state import pack_state, unpack_state
 from diloco.streaming import agreed_settings
@@ -46,7 +46,7 @@ def test_averaging():
     generator = torch.Generator().manual_seed(0)
     master, locals_ = torch.randn(40, generator=generator), [torch.randn(40, generator=generator) for _ in range(3)]
     mean = weighted_mean([master - each for each in locals_], [1, 1, 1])
-    Averaging().step(0, master, mean)
+    Nesterov(1.0, 0.0, [40]).step(0, master, mean)
     assert torch.allclose(master, torch.stack(locals_).mean(dim=0), atol=1e-6)
 
 

@@ -15,7 +15,7 @@ def test_memory_is_bounded():
     rendezvous.begin("a", "b")
     for outer_step in range(9):
         rendezvous.close(outer_step, "a", "b", body=b"x" * 50)
-        assert rendezvous.rounds.held_bytes <= 500
+        assert rendezvous.handler.bodies.held_bytes <= 500
     assert rendezvous.rounds.oldest == 4 and rendezvous.rounds.closed(8) is not None
 
 

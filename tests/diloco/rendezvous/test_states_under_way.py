@@ -118,7 +118,7 @@ def test_a_joiner_that_died():
 def test_rounds_that_outgrow_the_memory(caplog):
     rendezvous = begun(keep_rounds=2, max_bytes=500)
     go_on(rendezvous, 6, body=b"x" * 50)
-    assert rendezvous.transfers.current is None and rendezvous.rounds.held_bytes <= 500
+    assert rendezvous.transfers.current is None and rendezvous.handler.bodies.held_bytes <= 500
     (said,) = caplog.messages
     assert "the state of peer a is given up: 0.0 of 0.0 MB of rank(s) [0] are here after 5 s, in which 4" in said
     assert "outgrew the memory: start `diloco lighthouse` with a larger --memory-gb" in said
@@ -134,7 +134,7 @@ def test_a_state_counts_in_memory():
     rendezvous.offer("a", 3, kind="state", body=b"s" * 300, serial=rendezvous.transfers.requested_from("a"))
     for outer_step in range(3, 5):
         rendezvous.close(outer_step, "a", "b", body=b"x" * 50)
-        assert rendezvous.rounds.held_bytes + rendezvous.transfers.held_bytes <= 500
+        assert rendezvous.handler.bodies.held_bytes <= 500
     assert rendezvous.rounds.oldest > 0 and ask(rendezvous) == 3
 
 
