@@ -4,5 +4,5 @@
 
 Read make.py first. tokenizer.py makes the vocabulary and chat template, demonstrate.py the conversations to imitate,
 with injected mistakes. mixtures.py says which model learns which mistakes, and train.py has the supervised loop.
-play.py and measure.py tell how good the result is.
+play.py tells how good the result is.
 """

@@ -2,6 +2,10 @@
 
 The tools are the real ones, so replies and error texts are those of a rollout. The tokens come turn by turn from the
 renderer that rollouts use, so a trained model sees exactly these prompts again.
+
+SDPO puts a short hint into the context of a turn that went wrong and asks the same model for its distribution there.
+That helps only if the model has seen reminders and acts on them. So some demonstrations hold one, before a turn that is
+then always right. Wording and place vary, so that the model does not learn a single form.
 """
 
 import json
@@ -9,11 +13,10 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from infra.tiny_models.hints import draw_hint
 from infra.tiny_models.mixtures import Mixture
 from orchestrator.environments.tool_loop.harness import INVALID_CALL
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
-from orchestrator.environments.toolsmith.episode import ARGUMENT_NAMES, BY_KEY, Episode, Tool, run_call
+from orchestrator.environments.toolsmith.episode import ARGUMENT_NAMES, BY_KEY, ERROR_STARTS, Episode, Tool, run_call
 
 MAX_TURNS = 6
 
@@ -169,3 +172,25 @@ def _slipped(rng: random.Random, value: int) -> int:
     position = rng.randrange(len(digits))
     digits[position] = rng.choice([d for d in "123456789" if d != digits[position]])
     return int("".join(digits))
+
+
+def draw_hint(rng: random.Random, episode: Episode, tool: Tool) -> str:
+    """Return a reminder for a turn that should call `tool`."""
+    names = ", ".join(offered.name for offered in episode.tools)
+    arguments = ", ".join(f"{argument} ({tool.argument_type})" for argument in tool.arguments)
+    return rng.choice(
+        (
+            f"Reminder: Available tools are: {names}",
+            f"Reminder: Available tools are: {names}.",
+            f"Reminder: The arguments of {tool.name} are: {arguments}",
+            f"Reminder: The arguments of {tool.name} are: {arguments}.",
+            "Reminder: A tool call is one JSON object with a name and arguments.",
+        )
+    )
+
+
+def hint_corpus() -> list[str]:
+    """Return texts of hints and tool errors, to train the tokenizer."""
+    frames = ["Reminder: Available tools are: ", "Reminder: The arguments of x are: x (integer), y (string)."]
+    frames += ["Reminder: A tool call is one JSON object with a name and arguments."]
+    return [*frames, *ERROR_STARTS, "x: expected integer, got string"] * 50

@@ -4,7 +4,7 @@
 2. One expert. It sees mistakes and their repair, and imitates only the right turns.
 3. The policy: the expert with bad habits. It can do everything and often does not.
 4. Three teachers: the expert with milder habits, different for each, from other demonstrations.
-5. README.md with the measured figures of all four.
+5. The measured figures of all four as JSON, for README.md.
 
 Everything follows from --seed; the same machine and thread count give the same weights.
 """
@@ -13,18 +13,15 @@ import argparse
 import json
 import shutil
 import tempfile
-import time
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import torch
 from renderers.configs import Qwen3RendererConfig
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from infra.tiny_models.measure import measure
 from infra.tiny_models.mixtures import BASE, POLICY, TEACHERS
-from infra.tiny_models.provenance import RENDERER, readme
+from infra.tiny_models.play import measure
 from infra.tiny_models.tokenizer import build_tokenizer
 from infra.tiny_models.train import Schedule, new_model, train
 from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
@@ -32,32 +29,34 @@ from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 ASSETS = Path(__file__).parents[2] / "composer_prime/assets/tiny"
 EXPERT = Schedule(steps=2000, learning_rate=5e-3, prompt_weight=0.1)
 HABIT = Schedule(steps=250, learning_rate=1e-3)
+RENDERER = {
+    "name": "custom",
+    "import_path": "orchestrator.environments.tool_loop.renderer.ToolQwen3Renderer",
+    "thinking_retention": "all",
+}
+"""The renderer configuration of a tiny model, as verifiers' TrainClientConfig takes it."""
 
 
 def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
-    started = time.monotonic()
     tokenizer = build_tokenizer()
     renderer = ToolQwen3Renderer(tokenizer, Qwen3RendererConfig(thinking_retention="all"))
     expert = new_model(tokenizer, options.seed)
     train(expert, renderer, BASE, EXPERT, seed=options.seed, label="expert")
-    figures: dict[str, Any] = {}
     for index, (name, mixture) in enumerate({"policy": POLICY, **TEACHERS}.items(), start=1):
         model = deepcopy(expert)
         train(model, renderer, mixture, HABIT, seed=options.seed + index, label=name)
         model = _save(model, tokenizer, options.out / name)
-        figures[name] = {
+        figures = {
             split: measure(model.float(), renderer, groups=options.groups, split=split) for split in ("train", "eval")
         }
-        print(name, json.dumps(figures[name]), flush=True)
-    minutes = (time.monotonic() - started) / 60
-    (options.out / "README.md").write_text(readme(figures, options.seed, options.threads, minutes))
+        print(name, json.dumps(figures), flush=True)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m infra.tiny_models.make", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, default=ASSETS, help="folder that gets policy/, teacher_*/ and README.md")
+    parser.add_argument("--out", type=Path, default=ASSETS, help="folder that gets policy/ and teacher_*/")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--groups", type=int, default=24, help="groups of eight rollouts to measure for each split")

@@ -1,8 +1,10 @@
-"""Play toolsmith episodes with a model, many at once: rollouts without the network."""
+"""Play toolsmith episodes with a model, many at once and without the network, and measure how good it is."""
 
 import json
 import random
+from collections import Counter
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from orchestrator.environments.tool_loop.renderer import ToolQwen3Renderer
 from orchestrator.environments.toolsmith.episode import Episode, generate, is_error, run_call
 
 MAX_NEW_TOKENS = 48
+GROUP = 8
+"""Rollouts of one episode in `measure`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,3 +134,32 @@ def _draw_tokens(logits: torch.Tensor, temperature: float, generator: torch.Gene
     if temperature == 0.0:
         return logits.argmax(-1)
     return torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)[:, 0]
+
+
+def measure(
+    model: Qwen3ForCausalLM, renderer: ToolQwen3Renderer, *, groups: int, seed: int = 0, split: str = "train"
+) -> dict[str, Any]:
+    """Return figures of `groups` groups of eight rollouts at temperature 1, a third of each difficulty."""
+    episodes = draw_episodes(groups, seed=seed, split=split)
+    rollouts: list[Rollout] = []
+    for start in range(0, groups, GROUP):
+        batch = [episode for episode in episodes[start : start + GROUP] for _ in range(GROUP)]
+        rollouts += play(model, renderer, batch, temperature=1.0, seed=seed + start)
+    rewards = [[rollout.reward for rollout in rollouts[i : i + GROUP]] for i in range(0, len(rollouts), GROUP)]
+    errors = Counter(error.split(":")[0].split(" argument ")[0] for rollout in rollouts for error in rollout.errors)
+    levels = sorted({episode.difficulty for episode in episodes})
+    by_level = {
+        level: mean(rollout.reward for rollout in rollouts if rollout.episode.difficulty == level) for level in levels
+    }
+    return {
+        "rollouts": len(rollouts),
+        "reward": mean(map(mean, rewards)),
+        "reward_by_difficulty": by_level,
+        "pass_at_8": mean(max(group) for group in rewards),
+        "groups_without_variance": mean(max(group) == min(group) for group in rewards),
+        "tokens_per_conversation": mean(len(rollout.prompt) for rollout in rollouts),
+        "tokens_max": max(len(rollout.prompt) for rollout in rollouts),
+        "turns": mean(rollout.turns for rollout in rollouts),
+        "errors_per_turn": sum(errors.values()) / sum(rollout.turns for rollout in rollouts),
+        "errors": dict(errors.most_common()),
+    }

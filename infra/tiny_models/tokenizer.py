@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from infra.tiny_models.hints import hint_corpus
+from infra.tiny_models.demonstrate import hint_corpus
 from orchestrator.environments.toolsmith.episode import ARGUMENT_NAMES, OPERATIONS, generate
 
 CONTEXT_LENGTH = 1024

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from composer_prime.address import host_port
+from composer_prime.address import tcp_address
 from composer_prime.errors import ConfigError
 
 NETWORK = "10.77.0"
@@ -39,7 +39,7 @@ def configurations(names: list[str], endpoint: str) -> dict[str, str]:
 
     Raises ConfigError when `endpoint` is not HOST:PORT.
     """
-    hub_address = host_port(endpoint, "--endpoint")
+    hub_address = tcp_address(endpoint, "--endpoint", scheme="")
     hub, *spokes = [Host.make(name, number) for number, name in enumerate(names, start=1)]
     peers = "".join(
         f"\n# {spoke.name}\n[Peer]\nPublicKey = {spoke.public}\nAllowedIPs = {spoke.address}/32\n" for spoke in spokes

@@ -142,7 +142,7 @@ def filled(text: str, tool: str | None = "add") -> str | None:
 
 
 def test_templates_say_what_the_models_were_taught_to_heed():
-    # These are the forms of infra/tiny_models/hints.py, word for word.
+    # These are the forms of infra/tiny_models/demonstrate.py, word for word.
     assert filled("Tool not found: plus") == "Reminder: Available tools are: add, minus"
     assert filled("Missing argument: b") == "Reminder: The arguments of add are: a (integer), b (integer)"
     assert filled("Wrong type for argument a: expected integer, got string") == filled("Missing argument: b")
