@@ -141,6 +141,12 @@ class BatchScheduler:
             if (share := self.buffer.filtered_share) is not None:
                 metrics["groups/filtered_share_recent"] = share
                 metrics["groups/filtered_too_many"] = float(share > self.config.max_filtered_share)
+                if share > self.config.max_filtered_share:
+                    logger.warning(
+                        "%.0f %% of the last groups had no advantage (orchestrator.max_filtered_share is %.0f %%): the "
+                        "tasks are too easy or too hard; change the task set or use "
+                        "orchestrator.tasks.curriculum:Frontier", 100 * share, 100 * self.config.max_filtered_share,
+                    )  # fmt: skip
             preferences = []
             if self.pairs is not None:
                 draw = await asyncio.to_thread(self.pairs.draw, step)
@@ -161,7 +167,6 @@ class BatchScheduler:
             self.batches.add(batch)
         self.counters["batches"] += 1
         self._note_supply()
-        self._warn_filtered(metrics)
         self._unlogged.append((step, [*groups, *dropped]))
         self.changed.notify()
         return True
@@ -353,14 +358,6 @@ class BatchScheduler:
                     f"{self._failed_in_row} groups in a row failed (orchestrator.max_failed_groups); the last error, "
                     f"from source {group.plan.source!r}: {failure.kind}: {failure.message}"
                 )
-
-    def _warn_filtered(self, metrics: dict[str, float]) -> None:
-        if metrics.get("groups/filtered_too_many"):
-            logger.warning(
-                "%.0f %% of the last groups had no advantage (orchestrator.max_filtered_share is %.0f %%): the tasks "
-                "are too easy or too hard; change the task set or use orchestrator.tasks.curriculum:Frontier",
-                100 * metrics["groups/filtered_share_recent"], 100 * self.config.max_filtered_share,
-            )  # fmt: skip
 
     def _oldest_state(self, newest: OrchestratorState) -> OrchestratorState:
         """Return the state of the oldest checkpoint that a resume may choose."""

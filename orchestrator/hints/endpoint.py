@@ -54,7 +54,12 @@ class ChatEndpoint:
 
         Raises ConfigError when the configured key variable is not set, or the cache cannot be opened.
         """
-        api_key = key or _api_key(config, name)
+        api_key = key or (os.environ.get(config.api_key_var) if config.api_key_var else None)
+        if config.api_key_var and not api_key:
+            raise ConfigError(
+                f"{name}.api_key_var is {config.api_key_var!r}, but the environment has no such variable: "
+                "export it, or leave the setting out for an endpoint without a key"
+            )
         self._config = config
         self._name = name
         self._ledger = ledger
@@ -80,27 +85,19 @@ class ChatEndpoint:
             proxied=False,
             strict=False,
         )
-        self._client = ChatClient(endpoint, self._budget, self._cache)
+        self.client = ChatClient(endpoint, self._budget, self._cache)
 
     @property
     def cost_usd(self) -> float:
         """Spent by this run, before its resumes too."""
         return self._budget.spent_usd
 
-    @property
-    def calls(self) -> int:
-        return self._client.calls
-
-    @property
-    def cached(self) -> int:
-        return self._client.cached
-
     async def close(self) -> None:
         """End the calls under way, and wait until all costs are kept."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(asyncio.to_thread, self._cache.close)
             stack.push_async_callback(asyncio.to_thread, self._cost_writer.shutdown)
-            stack.push_async_callback(self._client.close)
+            stack.push_async_callback(self.client.close)
 
     async def ask(self, messages: Messages, *, variant: str = "", check: Callable[[str], object] | None = None) -> str:
         """Return the answer's text. The same question is asked only once.
@@ -134,7 +131,7 @@ class ChatEndpoint:
             check=check_text,
         )
         try:
-            return self._text((await self._client.ask(request)).answer)
+            return self._text((await self.client.ask(request)).answer)
         except CapError:
             raise BudgetError(
                 f"{self._name}: a call may cost {bound_usd:.6f} USD, but {self.cost_usd:.6f} USD of budget_usd = "
@@ -180,16 +177,3 @@ class ChatEndpoint:
             self._cache.add_cost(key, usd)
         except OSError as error:
             logger.warning("%s: a call's cost could not be kept: %s", self._name, error)
-
-
-def _api_key(config: EndpointConfig, name: str) -> str | None:
-    """Return the endpoint's key. Raises ConfigError when its variable is not set."""
-    if config.api_key_var is None:
-        return None
-    key = os.environ.get(config.api_key_var)
-    if not key:
-        raise ConfigError(
-            f"{name}.api_key_var is {config.api_key_var!r}, but the environment has no such variable: "
-            "export it, or leave the setting out for an endpoint without a key"
-        )
-    return key

@@ -120,8 +120,8 @@ class HintStage:
         """Return what the endpoints cost so far."""
         return {
             "hints/cost_usd": sum(endpoint.cost_usd for endpoint in self.endpoints),
-            "hints/calls": float(sum(endpoint.calls for endpoint in self.endpoints)),
-            "hints/cached": float(sum(endpoint.cached for endpoint in self.endpoints)),
+            "hints/calls": float(sum(endpoint.client.calls for endpoint in self.endpoints)),
+            "hints/cached": float(sum(endpoint.client.cached for endpoint in self.endpoints)),
         }
 
     async def attach(self, group: Sequence[CompiledRollout]) -> list[CompiledRollout]:
@@ -168,7 +168,9 @@ class HintStage:
                 self._count_failure(work, f"failed/{name}", error)
                 continue
             for error in errors:
-                if _trained(work.rollout, error):
+                session = work.turns[error.message].session
+                # The policy does not train on turns that a simulated user or a judge wrote.
+                if session >= len(work.rollout.sessions) or work.rollout.sessions[session].trainable:
                     error_of_turn.setdefault(error.turn, error)
         return [error_of_turn[turn] for turn in sorted(error_of_turn)]
 
@@ -222,7 +224,7 @@ class HintStage:
         hinted = place_hint(
             *sample_and_span,
             placer=self.placer,
-            role=_role_before(work.rollout, error.message),
+            role="user" if turn.parent is None else work.turns[turn.parent].role,
             hint=hint,
             error=error,
             weight=self.config.weights.get(error.kind, 1.0),
@@ -251,17 +253,6 @@ class HintStage:
         if self._num_failures <= _LOGGED_FIRST:
             ours = isinstance(error, ComposerError)
             logger.warning("hints, %s: %s", name, error if ours else repr(error), exc_info=None if ours else error)
-
-
-def _trained(rollout: FinishedRollout, error: ErrorTurn) -> bool:
-    """Tell whether the policy trains on the turn: not when a simulated user or a judge wrote it."""
-    session = rollout.turns[error.message].session
-    return session >= len(rollout.sessions) or rollout.sessions[session].trainable
-
-
-def _role_before(rollout: FinishedRollout, message: int) -> str:
-    parent = rollout.turns[message].parent
-    return "user" if parent is None else rollout.turns[parent].role
 
 
 def build_hints(

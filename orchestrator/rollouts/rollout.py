@@ -105,7 +105,16 @@ class Permits:
     @contextlib.asynccontextmanager
     async def hold(self, lane: Lane, order: int) -> AsyncIterator[None]:
         """Hold a permit for one rollout; lower `order` goes first."""
-        await self._acquire(lane, order)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting[lane], (order, next(self._ticket), future))
+        self.grant()
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.running[lane] -= 1
+                self.grant()
+            raise
         try:
             yield
         finally:
@@ -122,18 +131,6 @@ class Permits:
             future = heapq.heappop(self._waiting[lane])[2]
             self.running[lane] += 1
             future.set_result(None)
-
-    async def _acquire(self, lane: Lane, order: int) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting[lane], (order, next(self._ticket), future))
-        self.grant()
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                self.running[lane] -= 1
-                self.grant()
-            raise
 
     def _next_lane(self, limit: int) -> Lane | None:
         for waiters in self._waiting.values():

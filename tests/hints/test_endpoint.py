@@ -34,7 +34,7 @@ def test_one_question_is_asked_once(tmp_path):
             first = ChatEndpoint(peer.config(**PRICES), name="judge", cache=cache, ledger=ledger)
             assert await asyncio.gather(first.ask(ASK), first.ask(ASK)) == ["use add"] * 2
             assert await first.ask(ASK) == "use add"
-            assert (len(peer.bodies), first.calls, first.cached) == (1, 1, 1)
+            assert (len(peer.bodies), first.client.calls, first.client.cached) == (1, 1, 1)
             assert first.cost_usd == pytest.approx(0.2)
             paid = spent(ledger.path)
             assert (paid.hint_calls, paid.usd, paid.calls) == (1, 0, 0) and paid.hint_usd == pytest.approx(0.2)
@@ -258,7 +258,7 @@ def test_what_nobody_waits_for_is_not_asked():
             await asyncio.gather(*asked, return_exceptions=True)
             peer.mode = "answer"
             assert await endpoint.ask(ASK, variant="3") == "use add"
-            assert (len(peer.bodies), endpoint.calls) == (2, 2)
+            assert (len(peer.bodies), endpoint.client.calls) == (2, 2)
             await endpoint.close()
 
     asyncio.run(run())
@@ -271,7 +271,7 @@ def test_one_who_leaves_takes_no_answer_from_the_other():
             first, second = (asyncio.create_task(endpoint.ask(ASK)) for _ in range(2))
             await asyncio.sleep(0)
             first.cancel()
-            assert await second == "use add" and endpoint.calls == 1
+            assert await second == "use add" and endpoint.client.calls == 1
             await endpoint.close()
 
     asyncio.run(run())

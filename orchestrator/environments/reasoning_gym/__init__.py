@@ -1,7 +1,4 @@
-"""reasoning_gym: procedurally generated reasoning tasks with verified answers, one model turn each.
-
-`taskset.py` is the verifiers task set over reasoning-gym's datasets. The plugin class is imported on first use.
-"""
+"""reasoning_gym: procedurally generated reasoning tasks with verified answers, one model turn each."""
 
 from typing import Any
 

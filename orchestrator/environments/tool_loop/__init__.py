@@ -1,7 +1,6 @@
 """tool_loop: the harness that plays a conversation in this process and runs the task's tools here.
 
-`harness.py` has the loop over the interception endpoint, and the protocol of a task with tools. `renderer.py` keeps
-broken tool calls visible. The plugin class is imported on first use, so `renderer.py` imports without verifiers.
+The plugin class is imported on first use, so `renderer.py` imports without verifiers.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
-"""toolsmith: a multi-turn tool-use task set small enough to learn on two CPU cores.
+"""toolsmith: a multi-turn tool-use task set small enough to learn on two CPU cores. Read `episode.py` first.
 
-Read `episode.py` first, then `taskset.py` (the verifiers plugin). The first imports nothing heavy. The plugin class is
-imported on first use, so code that needs only episodes does not import verifiers.
+The plugin class is imported on first use, so `episode.py` imports without verifiers.
 """
 
 from typing import Any
