@@ -42,18 +42,8 @@ class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Folder with the policy's tokenizer and chat template."""
     renderer: str | dict[str, Any] | None = None
     """A renderer's name or configuration; None chooses by the model folder (chat_renderer.py)."""
-    max_turns: int | None = None
-    max_input_tokens: int | None = None
-    """Prompt tokens of one rollout, each counted once."""
-    max_output_tokens: int | None = None
-    """Sampled tokens of one rollout."""
     max_total_tokens: int | None = None
-    select: dict[str, Any] = {}
-    """verifiers' task selection (include, exclude, shuffle, skip, limit), applied to every task set."""
-    env: dict[str, Any] = {}
-    """Further settings of verifiers' EnvConfig, for environments with several agents."""
-    token_variable: str = "COMPOSER_GATEWAY_TOKEN"
-    """Environment variable that holds the gateway's bearer token."""
+    """Prompt tokens of one rollout, each counted once, and sampled tokens."""
     heartbeat_s: float = 2.0
 
 
@@ -97,7 +87,6 @@ class RunRollout(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     """0 switches top-k off."""
     max_tokens: int | None = None
     """Per assistant turn; None lets the context be the limit."""
-    stop: list[str] = []
 
 
 class CancelRollout(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):

@@ -53,6 +53,8 @@ from orchestrator.workers.protocol import (
 
 logger = logging.getLogger(__name__)
 
+_TOKEN_VARIABLE = "COMPOSER_GATEWAY_TOKEN"
+"""Environment variable that holds the gateway's bearer token."""
 _ANY_NUMBER = 1_000_000
 _BACKLOG = 4096
 """Connections that may wait to be accepted: as many rollouts can start at once."""
@@ -164,7 +166,6 @@ class Environment:
             "temperature": request.temperature,
             "max_tokens": request.max_tokens,
             "seed": request.seed,
-            "stop": request.stop or None,
             "top_p": request.top_p if request.top_p < 1 else None,
             "top_k": request.top_k if request.top_k > 0 else None,
         }
@@ -176,7 +177,7 @@ class Environment:
         if config is None:
             config = self._clients[gateway_url] = vf.TrainClientConfig(
                 base_url=gateway_url,
-                api_key_var=self.spec.token_variable,
+                api_key_var=_TOKEN_VARIABLE,
                 renderer=self._renderer,
                 renderer_model_name=self.spec.model_path,
                 # One renderer is shared by all; beyond this number verifiers would build another one, slowly.
@@ -192,21 +193,16 @@ class _Tasks:
     """The tasks of one set, by index. Those of an endless set are made on first use."""
 
     def __init__(self, env: Env, spec: SourceSpec, taskset: str) -> None:
-        try:
-            view = env.taskset.select(vf.SelectConfig(**spec.select)) if spec.select else env.taskset
-        except ValueError as error:
-            raise ConfigError(f"source {spec.name!r}: select = {spec.select}: {error}") from error
-        self._rest: Iterator[vf.Task] = iter(view)
+        self._rest: Iterator[vf.Task] = iter(env.taskset)
         self._made: list[vf.Task] = []
         self.count: int | None = None
-        if view.bounded:
+        if env.taskset.bounded:
             self._made = list(self._rest)
             self.count = len(self._made)
         if self.count == 0:
             raise EmptyTaskSetError(
-                f"source {spec.name!r}: its task set {taskset!r} ({spec.tasksets[taskset]}) has no task"
-                + (f" that select = {spec.select} keeps" if spec.select else "")
-                + ": check its settings"
+                f"source {spec.name!r}: its task set {taskset!r} ({spec.tasksets[taskset]}) has no task: "
+                "check its settings"
             )
 
     def __getitem__(self, index: int) -> vf.Task:
@@ -254,17 +250,12 @@ def _problems(error: pydantic.ValidationError, spec: SourceSpec, taskset: dict[s
 
 
 def _env_config(spec: SourceSpec, taskset: dict[str, Any]) -> dict[str, Any]:
-    limits = {
-        name: value
-        for name in ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens")
-        if (value := getattr(spec, name)) is not None
-    }
-    seat = {"harness": dict(spec.harness), "runtime": {"type": "subprocess"}, **limits}
-    env_class = loaders.env_config_type(taskset["id"], spec.env.get("id", ""))
-    names = agent_config_fields(env_class()) or {"agent": None}
-    seats = {name: {**seat, **spec.env.get(name, {})} for name in names}
+    seat = {"harness": dict(spec.harness), "runtime": {"type": "subprocess"}}
+    if spec.max_total_tokens is not None:
+        seat["max_total_tokens"] = spec.max_total_tokens
+    agents = agent_config_fields(loaders.env_config_type(taskset["id"], "")()) or ["agent"]
     # One server, so one client and one connection pool, for all rollouts of this process.
-    return {**spec.env, **seats, "taskset": dict(taskset), "interception": {"type": "server"}}
+    return {**{name: dict(seat) for name in agents}, "taskset": dict(taskset), "interception": {"type": "server"}}
 
 
 def _check_plugin(source: str, kind: str, plugin_id: Any, load: Any) -> None:

@@ -146,10 +146,10 @@ def test_a_template_that_cannot_render_is_not_retried(tmp_path: Path) -> None:
 
 
 def test_limits_stop_a_rollout_that_is_scored(model_path: str) -> None:
-    """max_turns cuts the conversation; the rollout is complete, scored and marked as truncated."""
-    reply = play(environment(model_path, harness={"id": "bench_env", "turns": 5}, max_turns=2), Peer())
+    """max_total_tokens cuts the conversation; the rollout is complete, scored and marked as truncated."""
+    reply = play(environment(model_path, harness={"id": "bench_env", "turns": 5}, max_total_tokens=40), Peer())
     assert (reply.reward, reply.error) == (2.0, None)
-    assert (reply.stop_reason, reply.truncated) == ("max_turns", True)
+    assert (reply.stop_reason, reply.truncated) == ("max_total_tokens", True)
     assert sum(turn.role == "assistant" for turn in reply.turns) == 2
 
 
@@ -166,16 +166,6 @@ def test_an_endless_task_set_gives_tasks_by_index(model_path: str) -> None:
     assert env.num_tasks is None
     assert [env.describe(index)[1] for index in (5, 6)] == ["plain 5", "plain 6"]
     assert env.describe(0)[0] == "task-0"
-
-
-def test_select_chooses_tasks_and_may_leave_none(model_path: str) -> None:
-    """verifiers' task selection applies; a selection that keeps nothing is an empty task set."""
-    env = environment(model_path, select={"skip": 2, "limit": 3})
-    assert [env.describe(index)[0] for index in range(3)] == ["count-2", "count-3", "count-4"]
-    with pytest.raises(IndexError):
-        env.describe(3)
-    with pytest.raises(EmptyTaskSetError, match="select"):
-        environment(model_path, select={"skip": 8})
 
 
 def test_every_agent_of_an_environment_has_its_session(model_path: str) -> None:
@@ -215,7 +205,6 @@ def test_a_plugin_without_task_set_is_told(model_path: str) -> None:
         ),
         ({"tasksets": {"train": {"id": "bench_env", "num_tasks": 0}}}, EmptyTaskSetError, "'src'.*num_tasks"),
         ({"harness": {"id": "bench_env", "turn": 3}}, ConfigError, r"turn: no such setting; did you mean turns\?"),
-        ({"select": {"limt": 3}}, ConfigError, "limt"),
     ],
 )
 def test_what_cannot_load_says_why(model_path: str, changes: dict[str, Any], error: type[Exception], says: str) -> None:
