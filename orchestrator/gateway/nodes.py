@@ -137,10 +137,6 @@ class Nodes:
         """Return the attached node of a connection."""
         return self._by_identity.get(identity)
 
-    def get(self, node_id: str) -> AttachedNode | None:
-        """Return the node of this name, attached or away."""
-        return self._by_id.get(node_id)
-
     def holder(self, identity: bytes, hello: NodeHello) -> AttachedNode | None:
         """Return the attached node that has the name in `hello` but is another process."""
         namesake = self._by_id.get(hello.node_id)
