@@ -24,16 +24,11 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if self.is_ipv6 else f"{self.host}:{self.port}"
 
 
-def tcp_address(text: str, key: str, *, bind: bool = False) -> Address:
-    """Parse tcp://HOST:PORT. With `bind`, port 0 (a free one) and host `*` (every interface) are allowed.
+def tcp_address(text: str, key: str, *, bind: bool = False, scheme: str = "tcp://") -> Address:
+    """Parse HOST:PORT after `scheme`. With `bind`, port 0 (a free one) and host `*` (every interface) are allowed.
 
     Raises ConfigError, which names `key`, for anything else.
     """
-    return host_port(text, key, bind=bind, scheme="tcp://")
-
-
-def host_port(text: str, key: str, *, bind: bool = False, scheme: str = "") -> Address:
-    """Parse HOST:PORT after `scheme`, otherwise as `tcp_address`."""
     host, colon, port = text.removeprefix(scheme).rpartition(":")
     if not text.startswith(scheme) or not colon or not host:
         raise ConfigError(f"{key} is {text!r}; expected {scheme}HOST:PORT")

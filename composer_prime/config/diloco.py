@@ -26,19 +26,10 @@ MUON_LR = 1.5
 class CodecConfig(BaseConfig):
     type: Literal["fp32", "bf16", "int8", "int4", "e3m0", "sparse"] = "int4"
     """How a pseudo-gradient travels: 32, 16, about 7.5, 3.4, 3.6 bits a parameter, or the largest entries only."""
-    block: int = Field(default=256, ge=8)
-    """Parameters that share one scale (int8, int4, e3m0)."""
+    block: int = Field(default=256, ge=8, le=MAX_BLOCK, multiple_of=2)
+    """Parameters that share one scale (int8, int4, e3m0); even, because two 4-bit values share a byte."""
     density: float = Field(default=1 / 64, gt=0, le=0.5)
     """Share of the entries that sparse sends, chosen in each chunk of 4096."""
-
-    @field_validator("block")
-    @classmethod
-    def _even(cls, block: int) -> int:
-        if block > MAX_BLOCK:
-            raise ValueError(f"diloco.codec.block is {block}, but peers decode at most {MAX_BLOCK}: 256 is usual")
-        if block % 2:
-            raise ValueError(f"diloco.codec.block is {block}, but two 4-bit values share a byte: use {block + 1}")
-        return block
 
 
 class OuterConfig(BaseConfig):

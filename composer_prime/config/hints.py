@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
@@ -74,7 +74,7 @@ class HintsConfig(BaseConfig):
     """Most turns of one rollout that get a hint; later ones are left out and counted."""
     max_hint_chars: int = Field(default=600, ge=16)
     """A longer hint is cut at a word."""
-    weights: dict[str, float] = {}
+    weights: dict[str, Annotated[float, Field(ge=0)]] = {}
     """Weight of a turn's divergence by kind of error; 1 for other kinds. Turns of a kind with weight 0 are counted, but
     get no hint and are not distilled."""
     filtered_groups: bool = True
@@ -89,14 +89,6 @@ class HintsConfig(BaseConfig):
         if not layers or len(set(layers)) < len(layers):
             raise ValueError(f"orchestrator.hints.layers is {layers}: name at least one layer, and each only once")
         return layers
-
-    @field_validator("weights")
-    @classmethod
-    def _weights_not_negative(cls, weights: dict[str, float]) -> dict[str, float]:
-        negative = {kind: weight for kind, weight in weights.items() if not weight >= 0}
-        if negative:
-            raise ValueError(f"orchestrator.hints.weights has {negative}: a weight is a number >= 0")
-        return weights
 
     @model_validator(mode="after")
     def _llm_has_an_endpoint(self) -> HintsConfig:

@@ -163,7 +163,6 @@ class ChatClient:
         self._pacer = CallPacer(endpoint.requests_per_minute)
         self._places = asyncio.Semaphore(endpoint.max_concurrent)
         self._under_way: dict[str, _Call] = {}
-        self._random = random.Random()
         self._failures_in_row = 0
         self._rests_until = 0.0
         self.calls = 0
@@ -386,7 +385,7 @@ class ChatClient:
         """Full jitter below a doubling bound. The endpoint's Retry-After counts, up to the longest pause."""
         endpoint = self._endpoint
         bound_s = backoff_s(attempt, first_s=endpoint.retry_base_s, longest_s=endpoint.retry_max_s)
-        return max(min(retry_after_s, endpoint.retry_max_s), self._random.uniform(bound_s / 2, bound_s))
+        return max(min(retry_after_s, endpoint.retry_max_s), random.uniform(bound_s / 2, bound_s))
 
 
 class CallPacer:

@@ -98,9 +98,8 @@ def family_named(word: str) -> str:
 
 def _of(name: str, *, folder: bool) -> str:
     """Return the family of a name. What stands before the last slash is who serves the model, unless it is a folder."""
-    families = _matching(_NAMED, name.rpartition("/")[2]) or ([] if folder else _matching(_HINTED, name))
+    own_name = name.rpartition("/")[2]
+    families = [family for family, pattern in _NAMED.items() if pattern.search(own_name)]
+    if not families and not folder:
+        families = [family for family, pattern in _HINTED.items() if pattern.search(name)]
     return families[0] if len(families) == 1 else UNKNOWN
-
-
-def _matching(patterns: dict[str, re.Pattern[str]], text: str) -> list[str]:
-    return [family for family, pattern in patterns.items() if pattern.search(text)]

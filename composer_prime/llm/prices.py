@@ -62,10 +62,6 @@ def price_of(teacher: TeacherConfig) -> Price:
         )
     if teacher.local:
         return Price(input_usd=0.0, output_usd=0.0)
-    return _listed(teacher)
-
-
-def _listed(teacher: TeacherConfig) -> Price:
     from genai_prices import Usage, calc_price
 
     try:
@@ -76,9 +72,12 @@ def _listed(teacher: TeacherConfig) -> Price:
             f"genai-prices has no price for teacher {teacher.name!r} ({teacher.model} at {teacher.base_url}: {error}): "
             "set input_usd_per_mtok and output_usd_per_mtok for it"
         ) from None
-    dearest = {"input_usd": _dearest(listed.input_mtok), "output_usd": _dearest(listed.output_mtok)}
-    request_usd = float(listed.calc_price(Usage(input_tokens=0, output_tokens=0))["total_price"])
-    return Price(**dearest, request_usd=request_usd, tiers=listed)
+    return Price(
+        input_usd=_dearest(listed.input_mtok),
+        output_usd=_dearest(listed.output_mtok),
+        request_usd=float(listed.calc_price(Usage(input_tokens=0, output_tokens=0))["total_price"]),
+        tiers=listed,
+    )
 
 
 def _dearest(price: Decimal | TieredPrices | None) -> float:

@@ -101,14 +101,12 @@ def answer_of(completion: Completion, tokens: tuple[int, int], usd: float, secon
     content = split_thinking(reply_text(choice.message.content))[0].strip()
     message: Message = {"role": "assistant", "content": content or None}
     if choice.message.tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id or f"call_{index}",
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
-            for index, call in enumerate(choice.message.tool_calls)
-        ]
+        message["tool_calls"] = []
+        for index, call in enumerate(choice.message.tool_calls):
+            given = call.function.arguments
+            text = storable_arguments(given) if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+            function = {"name": call.function.name, "arguments": text}
+            message["tool_calls"].append({"id": call.id or f"call_{index}", "type": "function", "function": function})
     return CachedAnswer(
         message=message,
         finish_reason=choice.finish_reason or "stop",
@@ -117,12 +115,6 @@ def answer_of(completion: Completion, tokens: tuple[int, int], usd: float, secon
         cost_usd=usd,
         seconds=seconds,
     )
-
-
-def _arguments(arguments: str | dict[str, Any] | None) -> str:
-    if isinstance(arguments, str):
-        return storable_arguments(arguments)
-    return json.dumps(arguments or {}, ensure_ascii=False)
 
 
 def lenient_json(content: bytes) -> Any:
