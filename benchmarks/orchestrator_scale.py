@@ -25,7 +25,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -54,16 +54,6 @@ class Load:
     @property
     def rollouts(self) -> int:
         return self.concurrent * self.rollouts_per_slot
-
-
-class Driver(Protocol):
-    """Plays rollouts against a gateway."""
-
-    name: str
-
-    async def play(self, gateway: Gateway, load: Load) -> list[float]:
-        """Seconds that each request took, in no order."""
-        ...
 
 
 class HttpDriver:
@@ -127,7 +117,7 @@ class Result:
     added_p99_s: float
 
 
-async def measure(gateway: Gateway, driver: Driver, load: Load, delay_s: float) -> Result:
+async def measure(gateway: Gateway, driver: HttpDriver, load: Load, delay_s: float) -> Result:
     """One level, after the loop has been idle for a moment."""
     await asyncio.sleep(1.0)
     lag = LoopLag(interval_s=0.01)
@@ -189,7 +179,7 @@ def _config(model_dir: Path, concurrent: int) -> Config:
 
 
 async def run(args: argparse.Namespace) -> list[Result]:
-    driver: Driver = HttpDriver(args.client_processes)
+    driver = HttpDriver(args.client_processes)
     print(f"driver: {driver.name}; node delay {args.delay_s} s, {args.turns} turns, {args.num_tokens} tokens a turn")
     print(f"load average before: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores\n")
     print(

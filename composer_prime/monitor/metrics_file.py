@@ -28,17 +28,13 @@ class MetricsFile:
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Append one line. Leaves out None (not measured); writes a number that is not finite as text."""
-        line = {"step": step, "time": round(time.time(), 3), "role": self.role}
-        line |= {name: _plain(value) for name, value in metrics.items() if value is not None}
+        line: Line = {"step": step, "time": round(time.time(), 3), "role": self.role}
+        for name, value in metrics.items():
+            if value is not None:
+                line[name] = str(value) if isinstance(value, float) and not math.isfinite(value) else value
         data = json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
         with contextlib.suppress(OSError), self.path.open("ab", buffering=0) as file:
             file.write(data)
-
-
-def _plain(value: Metric) -> Metric:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 class Tail:

@@ -252,9 +252,10 @@ def _siblings(units: Sequence[Unit], max_tokens: int) -> list[Bundle]:
 
 def _rows(bundles: list[Bundle], cost: FlopCost, world_size: int, max_tokens: int) -> list[_Row]:
     """Put all bundles into rows, a multiple of `world_size` in number."""
-    by_cost = sorted(
-        ((_flops(bundle, cost), bundle) for bundle in bundles), key=lambda pair: (-pair[0], pair[1][0].name)
-    )
+    # Common beginnings of units that share a row count once.
+    layouts = [prefix_layout([document for unit in bundle for document in unit.documents]) for bundle in bundles]
+    by_cost = [(cost(layout.trees), bundle) for layout, bundle in zip(layouts, bundles, strict=True)]
+    by_cost.sort(key=lambda pair: (-pair[0], pair[1][0].name))
     rows = _first_fit(by_cost, max_tokens)
     count = -(-max(len(rows), 1) // world_size) * world_size
     return _spread(by_cost, count, max_tokens) or rows + [_Row() for _ in range(count - len(rows))]
@@ -262,11 +263,6 @@ def _rows(bundles: list[Bundle], cost: FlopCost, world_size: int, max_tokens: in
 
 def _tokens(bundle: Bundle) -> int:
     return sum(unit.tokens for unit in bundle)
-
-
-def _flops(bundle: Bundle, cost: FlopCost) -> float:
-    """Count the FLOPs of units that share a row; common beginnings count once."""
-    return cost(prefix_layout([document for unit in bundle for document in unit.documents]).trees)
 
 
 def _first_fit(by_cost: list[tuple[float, Bundle]], max_tokens: int) -> list[_Row]:

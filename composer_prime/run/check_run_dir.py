@@ -143,12 +143,7 @@ def _without_free_keys(value: Any) -> Any:
     """Return sources without the settings that may change between starts; any other value as it is."""
     if not isinstance(value, list):
         return value
-    return [
-        {name: part for name, part in source.items() if name not in _FREE_IN_SOURCES}
-        if isinstance(source, dict)
-        else source
-        for source in value
-    ]
+    return [{name: part for name, part in source.items() if name not in _FREE_IN_SOURCES} for source in value]
 
 
 def changed_settings(old: Any, new: Any, name: str = "") -> list[tuple[str, Any, Any]]:

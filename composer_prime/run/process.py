@@ -115,12 +115,7 @@ def last_words(log: os.PathLike[str], offset: int = 0, count: int = 25) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError as error:
         return f"    (unreadable: {error})"
-    return indented(lines[-count:])
-
-
-def indented(lines: Iterable[str]) -> str:
-    """Return a process's output as an error message shows it."""
-    return "\n".join(f"    {line}" for line in lines) or "    (it wrote nothing)"
+    return "\n".join(f"    {line}" for line in lines[-count:]) or "    (it wrote nothing)"
 
 
 class OrphanGuard:
@@ -195,19 +190,14 @@ def _members(mark: str, sessions: set[int]) -> list[psutil.Process]:
     members = []
     for process in psutil.process_iter():
         try:
-            member = process.pid != own and (os.getsid(process.pid) in sessions or _marked(process, mark))
+            member = process.pid != own and (
+                os.getsid(process.pid) in sessions or process.environ().get(MARK_VARIABLE) == mark
+            )
             if member and process.status() != psutil.STATUS_ZOMBIE:
                 members.append(process)
-        except (psutil.Error, OSError):
+        except (psutil.Error, OSError, ValueError):
             continue  # It has ended, or belongs to another user.
     return members
-
-
-def _marked(process: psutil.Process, mark: str) -> bool:
-    try:
-        return process.environ().get(MARK_VARIABLE) == mark
-    except (psutil.Error, OSError, ValueError):
-        return False
 
 
 def _guard(mark: str, grace_s: float) -> None:

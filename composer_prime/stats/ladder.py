@@ -76,7 +76,8 @@ def group_into_arms(runs: Iterable[Run]) -> list[Arm]:
         settings = {name: value for name, value in run.settings.items() if name not in _OF_ONE_RUN}
         arm = next((arm for arm in arms if arm.settings == settings), None)
         if arm is None:
-            arms.append(arm := Arm(name=_arm_name(run), settings=settings))
+            name = run.name.removesuffix(f"seed{run.seed}").rstrip("-_") or run.name  # a2-seed1 -> a2
+            arms.append(arm := Arm(name=name, settings=settings))
         if run.seed in arm.runs:
             raise ConfigError(
                 f"{arm.runs[run.seed].name} and {run.name} have the same configuration and the same seed {run.seed}; "
@@ -132,8 +133,3 @@ def differences(base: Mapping[int, float | None], other: Mapping[int, float | No
     """Return other - base for every seed that has both."""
     pairs = {seed: (base.get(seed), value) for seed, value in other.items()}
     return {seed: value - start for seed, (start, value) in pairs.items() if start is not None and value is not None}
-
-
-def _arm_name(run: Run) -> str:
-    """Return the run's name without its seed: a2-seed1 -> a2."""
-    return run.name.removesuffix(f"seed{run.seed}").rstrip("-_") or run.name

@@ -13,7 +13,6 @@ from composer_prime.run.run_dir import write_atomic
 from composer_prime.stats.intervals import Interval
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLORS = ("#1b6ca8", "#c1440e", "#3a7d44", "#7b4b94", "#a67c00", "#44546a", "#b0306a", "#008080")
@@ -96,18 +95,12 @@ def reward_curve(title: str, rewards: Mapping[int, float], evaluations: Mapping[
     axes.plot(steps, values, color="#9fc3dd", linewidth=1, label="reward of a step")
     axes.plot(steps, means, color=COLORS[0], linewidth=2, label=f"mean of {_MEAN_STEPS} steps")
     if evaluations:
-        _draw_evaluations(axes, evaluations)
+        after, held_out = zip(*sorted(evaluations.items()), strict=True)
+        below = [0.0 if each.low is None else each.mean - each.low for each in held_out]
+        above = [0.0 if each.high is None else each.high - each.mean for each in held_out]
+        figures, label = [each.mean for each in held_out], "held-out tasks [95 %]"
+        axes.errorbar(after, figures, yerr=[below, above], fmt="o", color=COLORS[1], capsize=3, label=label)
     axes.set(title=title, xlabel="step", ylabel="mean reward")
     axes.grid(color="#ddd")
     axes.legend(frameon=False)
     return figure
-
-
-def _draw_evaluations(axes: Axes, evaluations: Mapping[int, Interval]) -> None:
-    steps = sorted(evaluations)
-    means, below, above = [], [], []
-    for each in (evaluations[step] for step in steps):
-        means.append(each.mean)
-        below.append(0.0 if each.low is None else each.mean - each.low)
-        above.append(0.0 if each.high is None else each.high - each.mean)
-    axes.errorbar(steps, means, yerr=[below, above], fmt="o", color=COLORS[1], capsize=3, label="held-out tasks [95 %]")
