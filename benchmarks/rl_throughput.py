@@ -31,8 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.rl_throughput_sides import ours, trl_runs
 from benchmarks.rl_throughput_sides.plan import CASES, Case, Plan
 from benchmarks.rl_throughput_sides.processes import SideFailedError, environment, python_module
-from benchmarks.rl_throughput_sides.report import Pair, case_lines, figures
-from benchmarks.rl_throughput_sides.result import SideResult
+from benchmarks.rl_throughput_sides.report import Pair, SideResult, case_lines, figures
 from benchmarks.rl_throughput_sides.trl_tools import NOTES
 
 ROLLOUT_TOKENS, TURN_TOKENS, CONTEXT = 256, 64, 512

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.rl_throughput_sides.plan import BETAS, EPS, MAX_GRAD_NORM, MODEL, SOURCE, Plan
 from benchmarks.rl_throughput_sides.processes import environment, start, watch
-from benchmarks.rl_throughput_sides.result import SideResult
+from benchmarks.rl_throughput_sides.report import SideResult
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir, read_run_id
 from composer_prime.run.weights import WeightStore, open_signed, verified

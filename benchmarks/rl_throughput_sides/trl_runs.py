@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.rl_throughput_sides.plan import Plan
 from benchmarks.rl_throughput_sides.processes import CpuRecord, environment, python_module, start, watch
-from benchmarks.rl_throughput_sides.result import SideResult
+from benchmarks.rl_throughput_sides.report import SideResult
 
 
 @dataclass(frozen=True)
