@@ -18,21 +18,7 @@ from dataclasses import dataclass, field
 from composer_prime.errors import ChecksumError, RunMismatchError, WireError
 from diloco.rendezvous.peers import Base, Peer
 from diloco.rendezvous.rounds import Blob, Rounds
-from diloco.transport.messages import (
-    BodyChunk,
-    Get,
-    Gone,
-    Header,
-    Piece,
-    Position,
-    Received,
-    RequestRefused,
-    RoundClosed,
-    ToPeer,
-    authenticate,
-    largest_body,
-    layout_hash,
-)
+from diloco.transport import messages
 
 logger = logging.getLogger(__name__)
 _MAX_PIECE_BYTES = 1 << 22
@@ -118,7 +104,7 @@ class StateTransfers:
         current = self.current
         return current.serial if current is not None and current.source == peer and not current.complete else 0
 
-    def state(self, header: Header, now: float) -> Blob | None:
+    def state(self, header: messages.Header, now: float) -> Blob | None:
         """Return the blob of a state that was requested; None for any other."""
         current = self.current
         if current is None or header.serial != current.serial or header.peer != current.source:
@@ -176,65 +162,73 @@ class Bodies:
     on_change: Callable[[], None]
     """Called when a body is whole."""
 
-    def offer(self, header: Header, instance: int) -> ToPeer:
+    def offer(self, header: messages.Header, instance: int) -> messages.ToPeer:
         """Answer from which byte on a body may come. Raises WireErrors for one that does not belong here."""
-        authenticate(header, self.header_key, run=self.run)
+        messages.authenticate(header, self.header_key, run=self.run)
         now = self.clock()
         peer = self.rounds.peers.get(header.peer)
         if peer is None or peer.instance != instance or header.rank not in peer.layouts:
-            return Gone(reason="send a hello first")
+            return messages.Gone(reason="send a hello first")
         _check_header(header, peer)
         peer.heard[header.rank] = now
         if header.kind == "state":
             return self._offer_state(header, now)
         if self.rounds.closed(header.outer_step):
-            return RoundClosed(outer_step=header.outer_step)
+            return messages.RoundClosed(outer_step=header.outer_step)
         if not self.rounds.accepts(header.outer_step, now):
-            return Gone(
+            return messages.Gone(
                 reason=f"peer {header.peer} brings a delta of outer step {header.outer_step}, the others are at "
                 f"{self.rounds.front(now)}"
             )
         # More recent than the last beat.
-        peer.note(header.rank, Position(header.outer_step, header.base_hash, peer.positions[header.rank].training), now)
+        peer.note(
+            header.rank,
+            messages.Position(header.outer_step, header.base_hash, peer.positions[header.rank].training),
+            now,
+        )
         self._make_room(header)
         blob = self.rounds.delta(header)
         if blob.complete:
             self.rounds.note_whole(header.outer_step, now)
-        return Received(name=header.name, size=blob.received)
+        return messages.Received(name=header.name, size=blob.received)
 
-    def _offer_state(self, header: Header, now: float) -> ToPeer:
+    def _offer_state(self, header: messages.Header, now: float) -> messages.ToPeer:
         if self.transfers.requested_from(header.peer) == header.serial:
             self._make_room(header)
         blob = self.transfers.state(header, now)
-        return Received(name=header.name, size=blob.received) if blob else Gone(reason="this state is not wanted")
+        return (
+            messages.Received(name=header.name, size=blob.received)
+            if blob
+            else messages.Gone(reason="this state is not wanted")
+        )
 
-    def chunk(self, chunk: BodyChunk) -> ToPeer:
+    def chunk(self, chunk: messages.BodyChunk) -> messages.ToPeer:
         """Keep some bytes of a body that was offered; answer how many are here."""
         blob = self.find(chunk.name)
         peer = self.rounds.peers.get(blob.header.peer) if blob is not None else None
         if blob is None or peer is None or peer.instance != chunk.instance:
-            return Gone(reason=f"nothing called {chunk.name} is expected")
+            return messages.Gone(reason=f"nothing called {chunk.name} is expected")
         peer.heard[blob.header.rank] = self.clock()
         try:
             blob.add(chunk.offset, chunk.data)
         except ChecksumError as error:
             logger.warning("%s", error)
-            return RequestRefused(error=str(error))
+            return messages.RequestRefused(error=str(error))
         if blob.header.kind == "state" and self.transfers.current:
             self.transfers.current.progress_at = self.clock()
         if blob.complete:
             if blob.header.kind == "delta":
                 self.rounds.note_whole(blob.header.outer_step, self.clock())
             self.on_change()
-        return Received(name=chunk.name, size=blob.received)
+        return messages.Received(name=chunk.name, size=blob.received)
 
-    def get(self, get: Get) -> ToPeer:
+    def get(self, get: messages.Get) -> messages.ToPeer:
         """Answer with some bytes of a body that is whole."""
         blob = self.find(get.name)
         if blob is None or not blob.complete:
-            return Gone(reason=f"{get.name} is not kept any more")
+            return messages.Gone(reason=f"{get.name} is not kept any more")
         length = max(0, min(get.length, _MAX_PIECE_BYTES))
-        return Piece(name=get.name, offset=get.offset, data=bytes(blob.data[get.offset : get.offset + length]))
+        return messages.Piece(name=get.name, offset=get.offset, data=bytes(blob.data[get.offset : get.offset + length]))
 
     def find(self, name: str) -> Blob | None:
         """Return a body by its `Header.name`; None where it is not kept."""
@@ -250,15 +244,14 @@ class Bodies:
         kept = self.rounds.rounds.get(int(number))
         return kept.blobs.get((peer, int(rank))) if kept else None
 
-    def _make_room(self, header: Header) -> None:
+    def _make_room(self, header: messages.Header) -> None:
         """Drop the oldest rounds for a body that is to come. Raises WireError when it does not fit even then."""
         known = self.find(header.name)
         if known is not None and known.header.checksum == header.checksum:
             return
         limit = self.max_bytes
         while self.held_bytes + header.size > limit and self.rounds.drop_oldest():
-            newest = self.rounds.newest
-            self.transfers.outgrow(self.rounds.oldest, -1 if newest is None else newest, self.clock())
+            self.transfers.outgrow(self.rounds.oldest, self.rounds.newest, self.clock())
         if self.held_bytes + header.size > limit:
             raise WireError(
                 f"{header.name} has {header.size / 1e9:.3g} GB, and what is under way holds "
@@ -273,17 +266,17 @@ class Bodies:
         return sum(len(blob.data) for holder in holders for blob in holder.blobs.values())
 
 
-def _check_header(header: Header, peer: Peer) -> None:
+def _check_header(header: messages.Header, peer: Peer) -> None:
     """Raises WireErrors when the header is neither a delta's nor a state's, or does not fit the peer's layout."""
     if header.kind not in ("delta", "state") or header.outer_step < 0 or header.size < 0:
         raise WireError(
             f"{header.name} of outer step {header.outer_step} with {header.size} bytes is neither a delta nor a state"
         )
-    expected = layout_hash(peer.layouts[header.rank])
+    expected = messages.layout_hash(peer.layouts[header.rank])
     if header.layout_hash != expected:
         raise RunMismatchError(
             f"{header.name} is of layout {header.layout_hash}, but the hello of peer {peer.name} was of {expected}"
         )
-    limit = largest_body(peer.layouts[header.rank], None if header.kind == "state" else header.fragment)
+    limit = messages.largest_body(peer.layouts[header.rank], None if header.kind == "state" else header.fragment)
     if header.size > limit:
         raise WireError(f"{header.name} has {header.size} bytes, a {header.kind} of its layout at most {limit}")

@@ -117,14 +117,14 @@ class Joins:
 
     def _decide(self, peer: Peer, join: JoinAttempt, rank: int, now: float) -> JoinAnswer:
         training = [each for each in self.rounds.awaited(now) if each.name != peer.name]
-        silent = [each.name for each in training if not each.heard_since(join.began)]
+        silent = [each.name for each in training if min(each.heard.values()) < join.began]
         if silent:
             return RoundNotReady(waiting_for=f"a sign of life of {', '.join(sorted(silent))}")
         if not training:
             return self._gather(peer, join, now)
         newest, step = self.rounds.newest, join.outer_step
         leaders = leading(training)
-        front = max(leaders[0].outer_step, -1 if newest is None else newest + 1)
+        front = max(leaders[0].outer_step, newest + 1)
         if step > front:
             return self._ahead(peer, join, front)
         same = any(each.outer_step == step and each.base == join.base for each in leaders)
@@ -142,12 +142,8 @@ class Joins:
         return closed is not None and closed.base == base
 
     def _keep(self, join: JoinAttempt) -> Current:
-        join.own_state = Current(newest=self._newest)
+        join.own_state = Current(newest=self.rounds.newest)
         return join.own_state
-
-    @property
-    def _newest(self) -> int:
-        return -1 if self.rounds.newest is None else self.rounds.newest
 
     def _ahead(self, peer: Peer, join: JoinAttempt, front: int) -> JoinAnswer:
         if not self.rounds.settled:
@@ -168,13 +164,13 @@ class Joins:
             return RoundNotReady(waiting_for=f"a sign of life of every rank of peer {peer.name}")
         leaders = leading(here)
         lead, newest = leaders[0].outer_step, self.rounds.newest
-        if newest is None and not any(each.outer_step for each in self.rounds.alive(now)):  # a new run
+        if newest < 0 and not any(each.outer_step for each in self.rounds.alive(now)):  # a new run
             return self._keep(join)
         missing = max(self.expected, len(self.rounds.peers)) - len(here)
         left_s = self.gather_s - (now - min(self._joins[each.name].began for each in here))
         if missing > 0 and left_s > 0:
             return RoundNotReady(waiting_for=f"{missing} more peer(s) to come, {left_s:.0f} s at most")
-        if newest is not None and lead != newest + 1:
+        if newest >= 0 and lead != newest + 1:
             if lead <= newest and self._ended_with(newest, now) and self._replayable(join.outer_step, join.base):
                 return self._keep(join)
             self._go_to(lead, leaders)
@@ -206,7 +202,7 @@ class Joins:
             return RoundNotReady(waiting_for="a peer that trains")
         join.awaited_state = transfer.serial
         if not transfer.complete:
-            progress = transfer.progress(self._newest, now)
+            progress = transfer.progress(self.rounds.newest, now)
             return RoundNotReady(waiting_for=f"the state of peer {transfer.source}: {progress}")
         if transfer.outer_step is None:  # its ranks answered at different steps
             self.transfers.drop()
@@ -218,5 +214,5 @@ class Joins:
             self.transfers.refuse(transfer.serial)
             return RoundNotReady(waiting_for="a state that the rounds since go on from")
         join.replays_from = transfer.outer_step
-        newest = join.newest_by_state.setdefault(transfer.serial, self._newest)
+        newest = join.newest_by_state.setdefault(transfer.serial, self.rounds.newest)
         return StateReady(header=transfer.blobs[rank].header, newest=newest)

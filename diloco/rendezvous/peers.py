@@ -37,10 +37,6 @@ class Peer:
         """Return whether every rank was heard within `timeout_s`."""
         return len(self.heard) == self.ranks and all(now - at <= timeout_s for at in self.heard.values())
 
-    def heard_since(self, moment: float) -> bool:
-        """Return whether every rank was heard since `moment`."""
-        return len(self.heard) == self.ranks and min(self.heard.values()) >= moment
-
     @property
     def training(self) -> bool:
         return len(self.positions) == self.ranks and all(each.training for each in self.positions.values())

@@ -11,26 +11,7 @@ from diloco.rendezvous.bodies import Bodies, StateTransfers
 from diloco.rendezvous.joining import Joins
 from diloco.rendezvous.peers import Base, largest_party
 from diloco.rendezvous.rounds import Round, Rounds
-from diloco.transport.messages import (
-    PROTOCOL,
-    AskRound,
-    AskState,
-    Beat,
-    BeatReply,
-    BodyChunk,
-    DeltaOffer,
-    FromPeer,
-    Get,
-    Gone,
-    PeerHello,
-    PeerWelcome,
-    Position,
-    RequestRefused,
-    RoundNotReady,
-    RoundOutcome,
-    ToPeer,
-    Unusable,
-)
+from diloco.transport import messages
 
 logger = logging.getLogger(__name__)
 _MAX_RANKS = 4096
@@ -84,7 +65,7 @@ class RequestHandler:
         )  # fmt: skip
         self._unsettled_since = clock()
 
-    def answer(self, request: FromPeer) -> ToPeer:
+    def answer(self, request: messages.FromPeer) -> messages.ToPeer:
         """Answer one request; RoundNotReady asks the sender to come again.
 
         Raises WireErrors for a request that does not belong here.
@@ -92,70 +73,71 @@ class RequestHandler:
         if (sender := self._sender(request)) is not None:
             self.rounds.check_not_replaced(*sender)
         match request:
-            case PeerHello():
+            case messages.PeerHello():
                 return self._hello(request)
-            case Beat():
+            case messages.Beat():
                 return self._beat(request)
-            case DeltaOffer():
+            case messages.DeltaOffer():
                 return self.bodies.offer(request.header, request.instance)
-            case BodyChunk():
+            case messages.BodyChunk():
                 return self.bodies.chunk(request)
-            case Get():
+            case messages.Get():
                 return self.bodies.get(request)
-            case AskRound():
+            case messages.AskRound():
                 return self._outcome(request)
-            case AskState():
+            case messages.AskState():
                 return self.joins.answer(request, self._clock())
-            case Unusable():
+            case messages.Unusable():
                 return self._unusable(request)
 
-    def _sender(self, request: FromPeer) -> tuple[str, int] | None:
+    def _sender(self, request: messages.FromPeer) -> tuple[str, int] | None:
         """Return the peer and which start of it; None where it does not matter."""
         match request:
-            case PeerHello() | Beat() | AskRound() | AskState() | Unusable():
-                return request.peer, request.instance
-            case DeltaOffer():
+            case messages.DeltaOffer():
                 return request.header.peer, request.instance
-            case BodyChunk() if (blob := self.bodies.find(request.name)) is not None:
-                return blob.header.peer, request.instance
-        return None
+            case messages.BodyChunk():
+                blob = self.bodies.find(request.name)
+                return (blob.header.peer, request.instance) if blob is not None else None
+            case messages.Get():
+                return None
+        return request.peer, request.instance
 
-    def _hello(self, hello: PeerHello) -> ToPeer:
-        if hello.protocol != PROTOCOL:
-            return RequestRefused(
-                error=f"peer {hello.peer} speaks {hello.protocol or 'an older protocol'}, this rendezvous {PROTOCOL}: "
-                "use one release on all machines"
+    def _hello(self, hello: messages.PeerHello) -> messages.ToPeer:
+        if hello.protocol != messages.PROTOCOL:
+            return messages.RequestRefused(
+                error=f"peer {hello.peer} speaks {hello.protocol or 'an older protocol'}, this rendezvous "
+                f"{messages.PROTOCOL}: use one release on all machines"
             )
         if hello.run != self.settings.run:
-            return RequestRefused(
+            return messages.RequestRefused(
                 error=f"peer {hello.peer} joins run {hello.run!r}, this rendezvous serves {self.settings.run!r}: "
                 "check diloco.run and diloco.rendezvous"
             )
         if not 0 <= hello.rank < hello.ranks <= _MAX_RANKS:
-            return RequestRefused(
+            return messages.RequestRefused(
                 error=f"the hello of peer {hello.peer} is of rank {hello.rank} of {hello.ranks}, expected 1 to "
                 f"{_MAX_RANKS} ranks and one of them"
             )
         waiting_for = self.rounds.admit(hello, self._clock())
         if waiting_for is not None:
-            return RoundNotReady(waiting_for=waiting_for)
+            return messages.RoundNotReady(waiting_for=waiting_for)
         self._compare_models(hello.peer, hello.rank)
         self._on_change()
         logger.info("peer %s rank %d sent a hello at outer step %d", hello.peer, hello.rank, hello.outer_step)
-        return PeerWelcome(beat_s=self.settings.beat_timeout_s / 5)
+        return messages.PeerWelcome(beat_s=self.settings.beat_timeout_s / 5)
 
-    def _beat(self, beat: Beat) -> ToPeer:
+    def _beat(self, beat: messages.Beat) -> messages.ToPeer:
         now = self._clock()
         peer = self.rounds.peers.get(beat.peer)
         if peer is None or peer.instance != beat.instance or beat.rank not in peer.layouts:
-            return BeatReply(known=False, open_round=None, left_s=None, state_wanted=0)
-        peer.note(beat.rank, Position(beat.outer_step, beat.base_hash, beat.training), now)
+            return messages.BeatReply(known=False, open_round=None, left_s=None, state_wanted=0)
+        peer.note(beat.rank, messages.Position(beat.outer_step, beat.base_hash, beat.training), now)
         if peer.training:
             self.joins.note_training(peer.name)
         self._compare_models(peer.name, beat.rank)
         self._on_change()
         current = self.rounds.open_round()
-        return BeatReply(
+        return messages.BeatReply(
             known=True,
             open_round=current.outer_step if current else None,
             left_s=self.rounds.left_s(current, now) if current else None,
@@ -170,14 +152,14 @@ class RequestHandler:
             if difference:
                 logger.error("%s", difference)
 
-    def _unusable(self, unusable: Unusable) -> ToPeer:
+    def _unusable(self, unusable: messages.Unusable) -> messages.ToPeer:
         source = self.transfers.refuse(unusable.serial)
         if source is not None:
             logger.warning(
                 "the state of peer %s is dropped, peer %s reports: %s", source, unusable.peer, unusable.reason
             )
             self._on_change()
-        return Gone(reason="this state is given to nobody")
+        return messages.Gone(reason="this state is given to nobody")
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -187,27 +169,27 @@ class RequestHandler:
         self.transfers.expire(self.rounds.oldest)
         return closed
 
-    def _outcome(self, ask: AskRound) -> ToPeer:
+    def _outcome(self, ask: messages.AskRound) -> messages.ToPeer:
         closed, now = self.rounds.closed(ask.outer_step), self._clock()
         if closed is not None:
             if not _starts_from(ask, closed.base):
                 return _differs(ask, closed.members)
-            return RoundOutcome(
+            return messages.RoundOutcome(
                 outer_step=ask.outer_step,
                 quorum_id=closed.quorum_id or 0,
                 headers=[closed.blobs[name, ask.rank].header for name in closed.members],
-                newest=self.rounds.newest if self.rounds.newest is not None else ask.outer_step,
+                newest=self.rounds.newest,
                 digest=closed.digest,
             )
         if not self.rounds.accepts(ask.outer_step, now):
-            return Gone(reason=f"round {ask.outer_step} is over and its deltas are not kept any more")
+            return messages.Gone(reason=f"round {ask.outer_step} is over and its deltas are not kept any more")
         current = self.rounds.open_round()
         if current is not None and current.split and self.may_close(now):
             winners, others = self.rounds.parties(now)
             # A peer that took over the winners' model since asks from there; its earlier delta is still in the round.
             if ask.peer in others and _starts_from(ask, others[ask.peer]):
                 return _differs(ask, sorted(winners))
-        return RoundNotReady(waiting_for=self._missing(ask.outer_step, now))
+        return messages.RoundNotReady(waiting_for=self._missing(ask.outer_step, now))
 
     def may_close(self, now: float) -> bool:
         """Return whether rounds may end: after a (re)start, the most advanced peers must have had time to be heard.
@@ -238,12 +220,12 @@ class RequestHandler:
         return " and ".join(waits) or "the lighthouse's quorum"
 
 
-def _starts_from(ask: AskRound, base: Base) -> bool:
+def _starts_from(ask: messages.AskRound, base: Base) -> bool:
     return 0 <= ask.rank < len(base) and base[ask.rank] == ask.base_hash
 
 
-def _differs(ask: AskRound, members: Sequence[str]) -> Gone:
-    return Gone(
+def _differs(ask: messages.AskRound, members: Sequence[str]) -> messages.Gone:
+    return messages.Gone(
         reason=f"the global model of peer {ask.peer} before outer step {ask.outer_step} is not that of "
         f"{', '.join(members)}"
     )

@@ -81,7 +81,8 @@ class Round:
         for name, peer in peers.items():
             parts = [self.blobs.get((name, rank)) for rank in range(peer.ranks)]
             headers = [part.header for part in parts if part is not None and part.complete]
-            if len(headers) == peer.ranks and len({_shared_fields(header) for header in headers}) == 1:
+            common = {(header.fragment, header.codec, header.weight, header.inner_steps) for header in headers}
+            if len(headers) == peer.ranks and len(common) == 1:
                 whole[name] = tuple(header.base_hash for header in headers)
         return whole
 
@@ -101,8 +102,8 @@ class Rounds:
         self._keep = keep
         self.peers: dict[str, Peer] = {}
         self.rounds: dict[int, Round] = {}
-        self.newest: int | None = None
-        """The last closed round; None before the first."""
+        self.newest = -1
+        """The last closed round; -1 before the first."""
         self.settled = False
         """A round was closed since the start, or since `go_to`: until then the highest outer step wins."""
         self.agreement = ModelAgreement()
@@ -166,11 +167,11 @@ class Rounds:
     def accepts(self, outer_step: int, now: float) -> bool:
         """Return whether a delta of this outer step can still enter a round."""
         front = self.front(now)
-        return outer_step == front if self.newest is not None else outer_step >= front
+        return outer_step == front if self.newest >= 0 else outer_step >= front
 
     def front(self, now: float) -> int:
         """Return the outer step that the next round is for; after a restart that of the most advanced peer."""
-        if self.newest is not None:
+        if self.newest >= 0:
             return self.newest + 1
         return max((peer.outer_step for peer in self.awaited(now)), default=0)
 
@@ -252,26 +253,21 @@ class Rounds:
 
     def go_to(self, lead: int) -> None:
         """Let the run go on from outer step `lead`: later rounds are void, those that lead up to it stay if kept."""
-        contiguous = self.newest is not None and lead <= self.newest + 1
+        contiguous = self.newest >= 0 and lead <= self.newest + 1
         closed = [each for each in self.rounds.values() if contiguous and each.quorum_id is not None]
         self.rounds = {each.outer_step: each for each in closed if each.outer_step < lead}
-        self.newest, self.settled = (lead - 1 if lead else None), False
+        self.newest, self.settled = lead - 1, False
         self.agreement.go_to(lead)
 
     @property
     def oldest(self) -> int:
         """The first outer step whose round is kept; that of the next round when none is."""
         kept = [step for step, each in self.rounds.items() if each.quorum_id is not None]
-        return min(kept, default=0 if self.newest is None else self.newest + 1)
+        return min(kept, default=self.newest + 1)
 
     def drop_oldest(self) -> bool:
         """Drop the oldest closed round but the newest; return whether there was one."""
-        if self.newest is None or self.oldest >= self.newest:
+        if self.oldest >= self.newest:
             return False
         del self.rounds[self.oldest]
         return True
-
-
-def _shared_fields(header: Header) -> tuple[int, str, float, int]:
-    """Return what the parts of one peer's delta have in common."""
-    return header.fragment, header.codec, header.weight, header.inner_steps

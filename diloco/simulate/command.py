@@ -53,30 +53,25 @@ def simulate_parser(add: argparse._SubParsersAction) -> None:
         help="utilization, bytes and goodput against bandwidth, latency, peers and codec",
         description="What a joint run would get from its link. Nothing is measured and nothing is sent.",
     )
-    words.add_argument("--parameters", type=float, default=1e9, help="trained parameters (default 1e9)")
-    words.add_argument("--layers", type=int, default=24, help="transformer blocks (default 24)")
-    words.add_argument("--step-s", type=float, default=0.1, help="compute time of an inner step, seconds (default 0.1)")
-    words.add_argument("--sync-every", type=int, default=96, help="H, diloco.sync_every (default 96)")
-    words.add_argument("--fragments", type=int, default=8, help="P, diloco.fragments: divides H (default 8)")
-    words.add_argument("--delay", type=int, default=1, help="tau, inner steps: less than H / P (default 1)")
+    for name, default, text in (
+        ("--parameters", 1e9, "trained parameters (default 1e9)"),
+        ("--layers", 24, "transformer blocks (default 24)"),
+        ("--step-s", 0.1, "compute time of an inner step, seconds (default 0.1)"),
+        ("--sync-every", 96, "H, diloco.sync_every (default 96)"),
+        ("--fragments", 8, "P, diloco.fragments: divides H (default 8)"),
+        ("--delay", 1, "tau, inner steps: less than H / P (default 1)"),
+        ("--ranks", 1, "trainer.ranks of a peer: they share codec work (default 1)"),
+        ("--gbit", 1.0, "each peer's link, Gbit/s (default 1)"),
+        ("--latency-ms", 100.0, "one way (default 100)"),
+        ("--slowest", 1.0, "slowest peer's step time over the fastest's (default 1)"),
+        ("--deadline-s", 120.0, "diloco.round_deadline_s (default 120)"),
+        ("--heal-timeout-s", 900.0, "diloco.heal_timeout_s (default 900)"),
+    ):
+        words.add_argument(name, type=type(default), default=default, help=text)
     words.add_argument("--codec", choices=sorted(ENCODE_NS), default="int4", help="how deltas travel (default int4)")
-    words.add_argument(
-        "--ranks", type=int, default=1, help="trainer.ranks of a peer: they share codec work (default 1)"
-    )  # fmt: skip
-    words.add_argument(
-        "--peers", type=int, nargs="+", default=[2, 8, 64, 512], help="numbers of clusters (default 2 8 64 512)"
-    )  # fmt: skip
-    words.add_argument("--gbit", type=float, default=1.0, help="each peer's link, Gbit/s (default 1)")
-    words.add_argument("--latency-ms", type=float, default=100.0, help="one way (default 100)")
-    words.add_argument("--relay-gbit", type=float, default=None, help="the rendezvous' link (default: as a peer's)")
-    words.add_argument(
-        "--slowest", type=float, default=1.0, help="slowest peer's step time over the fastest's (default 1)"
-    )  # fmt: skip
-    words.add_argument("--deadline-s", type=float, default=120.0, help="diloco.round_deadline_s (default 120)")
-    words.add_argument(
-        "--heal-timeout-s", type=float, default=900.0, help="diloco.heal_timeout_s (default 900)"
-    )  # fmt: skip
-    words.add_argument("--mtbf-h", type=float, default=None, help="hours between a peer's failures (default: none)")
+    words.add_argument("--peers", type=int, nargs="+", default=[2, 8, 64, 512], help="clusters (default 2 8 64 512)")
+    words.add_argument("--relay-gbit", type=float, help="the rendezvous' link (default: as a peer's)")
+    words.add_argument("--mtbf-h", type=float, help="hours between a peer's failures (default: none)")
     words.add_argument("--plot", type=Path, default=None, help="write utilization against bandwidth as SVG or PNG")
     words.set_defaults(run=simulate)
 
@@ -113,16 +108,12 @@ def simulate(words: argparse.Namespace) -> int:
 
 def _check(words: argparse.Namespace) -> None:
     for name, value in vars(words).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected a finite number")
-    positive = ("parameters", "layers", "step_s", "sync_every", "fragments", "ranks", "gbit", "deadline_s")
-    optional = (name for name in ("relay_gbit", "mtbf_h") if getattr(words, name) is not None)
-    for name in (*positive, "heal_timeout_s", *optional):
-        if getattr(words, name) <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(words, name)}; expected a value above 0")
-    for name in ("latency_ms", "delay"):
-        if getattr(words, name) < 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(words, name):g}; expected 0 or more")
+        if isinstance(value, int | float):
+            flag, least = f"--{name.replace('_', '-')}", "0 or more" if name in ("latency_ms", "delay") else "above 0"
+            if not math.isfinite(value):
+                raise ConfigError(f"{flag} is {value}; expected a finite number")
+            if value < 0 or (value == 0 and least == "above 0"):
+                raise ConfigError(f"{flag} is {value}; expected a value {least}")
     wrong = wrong_schedule(words.sync_every, words.fragments, words.delay, lambda key: "--" + key.replace("_", "-"))
     if wrong is not None:
         raise ConfigError(wrong)

@@ -21,23 +21,7 @@ import zmq.asyncio
 from composer_prime.errors import DeadlineError, WireError
 from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.sockets import dealer
-from diloco.transport.messages import (
-    BodyChunk,
-    DeltaOffer,
-    FromPeer,
-    Get,
-    Gone,
-    Header,
-    Piece,
-    Received,
-    RequestRefused,
-    RoundClosed,
-    ToPeer,
-    check_body,
-    encode,
-    running_checksum,
-    to_peer,
-)
+from diloco.transport import messages
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +36,7 @@ _SLOW_S = 2.0
 """An answer that takes longer shows that the link's queue is full."""
 _RESEND_S = 3.0
 _PIECE_TIMEOUT_S = 15.0
-BodyRequest = TypeVar("BodyRequest", BodyChunk, Get)
+BodyRequest = TypeVar("BodyRequest", messages.BodyChunk, messages.Get)
 
 
 class RefusedError(WireError):
@@ -126,7 +110,7 @@ class Connection:
         self._context = zmq.asyncio.Context()
         self._socket = dealer(self._context, address, keys, identity.encode())
         self._numbers = itertools.count()
-        self._waiting: dict[bytes, asyncio.Future[ToPeer]] = {}
+        self._waiting: dict[bytes, asyncio.Future[messages.ToPeer]] = {}
         rate = rate_limit_mbit * 1e6 / 8 if rate_limit_mbit is not None else None
         self._bucket = TokenBucket(rate, min(2 * PIECE_BYTES, int(rate or PIECE_BYTES)))  # a second's worth at most
         self.receiver = asyncio.create_task(self._receive())
@@ -138,7 +122,7 @@ class Connection:
         self._socket.close(linger=200)
         self._context.term()
 
-    async def call(self, request: FromPeer, timeout_s: float = float("inf")) -> ToPeer:
+    async def call(self, request: messages.FromPeer, timeout_s: float = float("inf")) -> messages.ToPeer:
         """Return the answer to `request`, which is sent again every few seconds.
 
         Raises DeadlineError after `timeout_s`, or RefusedError with the rendezvous' words.
@@ -152,12 +136,12 @@ class Connection:
             "`diloco lighthouse` running there, with the same key file?"
         )
 
-    async def _send(self, request: FromPeer) -> asyncio.Future[ToPeer]:
+    async def _send(self, request: messages.FromPeer) -> asyncio.Future[messages.ToPeer]:
         number = next(self._numbers).to_bytes(8, "little")
-        future: asyncio.Future[ToPeer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[messages.ToPeer] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         future.add_done_callback(lambda _: self._waiting.pop(number, None))
-        raw = encode(request)
+        raw = messages.encode(request)
         self.bytes_sent += len(raw)
         await self._socket.send_multipart([number, raw])
         return future
@@ -170,43 +154,43 @@ class Connection:
                 continue  # the answer to a request that was sent again
             self.bytes_received += len(frames[1])
             try:
-                future.set_result(to_peer(frames[1]))
+                future.set_result(messages.to_peer(frames[1]))
             except WireError as error:
                 future.set_exception(error)
 
-    async def upload(self, header: Header, body: memoryview, instance: int) -> bool:
+    async def upload(self, header: messages.Header, body: memoryview, instance: int) -> bool:
         """Upload a blob; return False when its round closed or it is not wanted any more. Raises RefusedError."""
         flow = Flow()
         while True:
-            answer = await self.call(DeltaOffer(header=header, instance=instance))
-            if isinstance(answer, RoundClosed | Gone):
+            answer = await self.call(messages.DeltaOffer(header=header, instance=instance))
+            if isinstance(answer, messages.RoundClosed | messages.Gone):
                 return False
-            assert isinstance(answer, Received)
+            assert isinstance(answer, messages.Received)
             if answer.size == header.size:
                 return True
             chunks = (
-                BodyChunk(name=header.name, offset=at, data=bytes(body[at : at + size]), instance=instance)
+                messages.BodyChunk(name=header.name, offset=at, data=bytes(body[at : at + size]), instance=instance)
                 for at, size in _spans(answer.size, header.size, flow)
             )
             # Whatever goes wrong on the way, the answer to the next offer tells where to go on.
             with contextlib.suppress(TimeoutError):
                 async for chunk, reply in self._pipelined(chunks, flow):
-                    if not isinstance(reply, Received) or reply.size < chunk.offset + len(chunk.data):
+                    if not isinstance(reply, messages.Received) or reply.size < chunk.offset + len(chunk.data):
                         break
 
-    async def download(self, header: Header, progress: str = "") -> bytearray | None:
+    async def download(self, header: messages.Header, progress: str = "") -> bytearray | None:
         """Return a blob's body; None when it is not kept any more. Raises ChecksumError, WireError, RefusedError.
 
         `progress`: its name in the log, about every ten seconds.
         """
-        body, done, checksum, flow = bytearray(header.size), 0, running_checksum(), Flow()
+        body, done, checksum, flow = bytearray(header.size), 0, messages.running_checksum(), Flow()
         logged_at = time.monotonic()
         while done < header.size:
             spans = _spans(done, header.size, flow)
-            requests = (Get(name=header.name, offset=at, length=size) for at, size in spans)
+            requests = (messages.Get(name=header.name, offset=at, length=size) for at, size in spans)
             with contextlib.suppress(TimeoutError):
                 async for get, piece in self._pipelined(requests, flow):
-                    if not isinstance(piece, Piece):
+                    if not isinstance(piece, messages.Piece):
                         return None
                     if len(piece.data) != get.length:
                         raise WireError(f"{header.name}: {len(piece.data)} bytes at {get.offset}, not {get.length}")
@@ -216,22 +200,22 @@ class Connection:
                     if progress and time.monotonic() - logged_at > 10:
                         logged_at = time.monotonic()
                         logger.info("%s: %.0f %% of %.1f MB", progress, 100 * done / header.size, header.size / 1e6)
-        check_body(header, len(body), checksum.hexdigest())
+        messages.check_body(header, len(body), checksum.hexdigest())
         return body
 
     async def _pipelined(
         self, requests: Iterable[BodyRequest], flow: Flow
-    ) -> AsyncIterator[tuple[BodyRequest, ToPeer]]:
+    ) -> AsyncIterator[tuple[BodyRequest, messages.ToPeer]]:
         """Yield requests, made one by one, with their answers, in order; `flow` decides how many are under way.
 
         Raises TimeoutError when an answer does not come.
         """
-        waiting: deque[tuple[BodyRequest, float, asyncio.Future[ToPeer]]] = deque()
+        waiting: deque[tuple[BodyRequest, float, asyncio.Future[messages.ToPeer]]] = deque()
         source = iter(requests)
         try:
             while True:
                 while len(waiting) < flow.window and (request := next(source, None)) is not None:
-                    if isinstance(request, BodyChunk):
+                    if isinstance(request, messages.BodyChunk):
                         await self._bucket.take(len(request.data))
                     waiting.append((request, time.monotonic(), await self._send(request)))
                 if not waiting:
@@ -257,7 +241,7 @@ def _spans(start: int, end: int, flow: Flow) -> Iterator[tuple[int, int]]:
         start += size
 
 
-def _accepted(answer: ToPeer) -> ToPeer:
-    if isinstance(answer, RequestRefused):
+def _accepted(answer: messages.ToPeer) -> messages.ToPeer:
+    if isinstance(answer, messages.RequestRefused):
         raise RefusedError(answer.error)
     return answer

@@ -13,21 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from composer_prime.errors import RunMismatchError
+from diloco.transport import messages
 from diloco.transport.connection import Connection
-from diloco.transport.messages import (
-    AskRound,
-    AskState,
-    Current,
-    Gone,
-    Header,
-    PeerHello,
-    RoundNotReady,
-    RoundOutcome,
-    StateReady,
-    authenticate,
-    largest_body,
-    layout_hash,
-)
 
 logger = logging.getLogger(__name__)
 _NOTHING = memoryview(b"")
@@ -39,7 +26,7 @@ _LOG_EVERY_S = 10.0
 class RoundResult:
     """A closed round, whole and checked."""
 
-    outcome: RoundOutcome
+    outcome: messages.RoundOutcome
     bodies: list[memoryview]
     """Of outcome.headers, in their order."""
 
@@ -62,7 +49,7 @@ class JoinSource:
 
     newest: int
     """The last closed round; -1 for none. Rounds from the state's outer step to this one are kept."""
-    header: Header | None = None
+    header: messages.Header | None = None
     """None: this rank's own state will do."""
     body: bytearray = field(default_factory=bytearray)
 
@@ -76,18 +63,18 @@ class JoinSource:
 class Exchange:
     connection: Connection
     header_key: bytes
-    hello: PeerHello
+    hello: messages.PeerHello
     """Which rank asks; where it stood at its start."""
     waiting_for: str = "the rendezvous' answer"
     upload_s: float = 0.0
     """How long the upload of the last delta took."""
 
     async def take_part(
-        self, outer_step: int, base_hash: str, header: Header | None = None, body: memoryview = _NOTHING
+        self, outer_step: int, base_hash: str, header: messages.Header | None = None, body: memoryview = _NOTHING
     ) -> RoundResult | MustRejoin:
         """Bring a delta, if given, and fetch the result of its round. Raises WireErrors."""
         hello = self.hello
-        ask = AskRound(
+        ask = messages.AskRound(
             peer=hello.peer, rank=hello.rank, instance=hello.instance, outer_step=outer_step, base_hash=base_hash
         )
         uploaded = False
@@ -97,21 +84,21 @@ class Exchange:
                 if await self.connection.upload(header, body, hello.instance) and not uploaded:
                     uploaded, self.upload_s = True, time.monotonic() - began
             answer = await self.connection.call(ask)
-            if isinstance(answer, RoundOutcome):
+            if isinstance(answer, messages.RoundOutcome):
                 self._check_outcome(answer, outer_step, base_hash)
                 own = {header.checksum: body} if header is not None else {}
                 bodies = await self._bodies(answer.headers, own)
                 if bodies is not None:
                     return RoundResult(answer, bodies)
-            if isinstance(answer, Gone):
+            if isinstance(answer, messages.Gone):
                 return MustRejoin(answer.reason)
-            if isinstance(answer, RoundNotReady):
+            if isinstance(answer, messages.RoundNotReady):
                 self.waiting_for = answer.waiting_for
 
-    def _check_outcome(self, outcome: RoundOutcome, outer_step: int, base_hash: str) -> None:
+    def _check_outcome(self, outcome: messages.RoundOutcome, outer_step: int, base_hash: str) -> None:
         """Raises WireErrors when a header is forged, of another run, or of another round."""
         for header in outcome.headers:
-            authenticate(header, self.header_key, run=self.hello.run)
+            messages.authenticate(header, self.header_key, run=self.hello.run)
             identity = (header.kind, header.outer_step, header.rank, header.base_hash)
             if identity != ("delta", outer_step, self.hello.rank, base_hash):
                 raise RunMismatchError(
@@ -123,14 +110,14 @@ class Exchange:
         if peers != sorted(set(peers)):
             raise RunMismatchError(f"round {outer_step} lists the peers {peers}, expected each once, in order")
 
-    def _check_layout(self, header: Header) -> None:
-        if header.layout_hash != (own := layout_hash(self.hello.layout)):
+    def _check_layout(self, header: messages.Header) -> None:
+        if header.layout_hash != (own := messages.layout_hash(self.hello.layout)):
             raise RunMismatchError(
                 f"{header.name} is of layout {header.layout_hash}, this rank has layout {own}: use the same model, "
                 "sharding, adapters and diloco.fragments"
             )
 
-    async def _bodies(self, headers: Sequence[Header], own: dict[str, memoryview]) -> list[memoryview] | None:
+    async def _bodies(self, headers: Sequence[messages.Header], own: dict[str, memoryview]) -> list[memoryview] | None:
         """Return the bodies of `headers`; None when the rendezvous lost them meanwhile.
 
         A body that is larger than it can be is left empty: then no peer decodes it.
@@ -138,7 +125,7 @@ class Exchange:
         bodies = []
         for header in headers:
             body = own.get(header.checksum)
-            if header.size > largest_body(self.hello.layout, header.fragment):
+            if header.size > messages.largest_body(self.hello.layout, header.fragment):
                 body = _NOTHING
             if body is None:
                 fetched = await self.connection.download(header)
@@ -154,37 +141,37 @@ class Exchange:
         Raises WireErrors when the state is not the one that was requested.
         """
         hello = self.hello
-        ask = AskState(
+        ask = messages.AskState(
             peer=hello.peer, rank=hello.rank, instance=hello.instance, attempt=attempt, outer_step=outer_step,
             base_hash=base_hash,
         )  # fmt: skip
         logged_at = time.monotonic()
         while True:
             answer = await self.connection.call(ask)
-            if isinstance(answer, Current):
+            if isinstance(answer, messages.Current):
                 return JoinSource(answer.newest)
-            if isinstance(answer, StateReady):
+            if isinstance(answer, messages.StateReady):
                 self._check_state(answer, outer_step)
                 body = await self.connection.download(answer.header, progress=f"state of peer {answer.header.peer}")
                 if body is not None:
                     return JoinSource(answer.newest, answer.header, body)
-            self.waiting_for = answer.waiting_for if isinstance(answer, RoundNotReady) else self.waiting_for
+            self.waiting_for = answer.waiting_for if isinstance(answer, messages.RoundNotReady) else self.waiting_for
             if time.monotonic() - logged_at > _LOG_EVERY_S:
                 logged_at = time.monotonic()
                 logger.info("joining at outer step %d waits for %s", outer_step, self.waiting_for)
             await asyncio.sleep(0.05)
 
-    def _check_state(self, ready: StateReady, outer_step: int) -> None:
+    def _check_state(self, ready: messages.StateReady, outer_step: int) -> None:
         """Raises WireErrors when it is forged, of another run, kind, rank or layout, or would take this rank back."""
         header = ready.header
-        authenticate(header, self.header_key, run=self.hello.run)
+        messages.authenticate(header, self.header_key, run=self.hello.run)
         if header.kind != "state" or header.rank != self.hello.rank:
             raise RunMismatchError(
                 f"the rendezvous gives {header.name} as the state of rank {self.hello.rank}: a misplaced header is "
                 "refused"
             )
         self._check_layout(header)
-        limit = largest_body(self.hello.layout, None)
+        limit = messages.largest_body(self.hello.layout, None)
         if header.size > limit:
             raise RunMismatchError(f"{header.name} has {header.size} bytes, a state of this layout at most {limit}")
         reached = max(header.outer_step, ready.newest + 1)

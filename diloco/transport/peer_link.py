@@ -25,21 +25,10 @@ from msgspec import structs
 
 from composer_prime.config.diloco import DilocoConfig
 from composer_prime.errors import DeadlineError, RunMismatchError, WireError
+from diloco.transport import messages
 from diloco.transport.connection import Connection, RefusedError
 from diloco.transport.exchange import Exchange, JoinSource, MustRejoin, RoundResult
 from diloco.transport.keys import JointKey
-from diloco.transport.messages import (
-    Beat,
-    BeatReply,
-    Header,
-    PeerHello,
-    PeerWelcome,
-    RoundNotReady,
-    Unusable,
-    body_checksum,
-    layout_hash,
-    seal_header,
-)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,13 +38,13 @@ _BEAT_TIMEOUT_S = 3.0
 
 
 class PeerLink:
-    def __init__(self, config: DilocoConfig, key: JointKey, hello: PeerHello) -> None:
+    def __init__(self, config: DilocoConfig, key: JointKey, hello: messages.PeerHello) -> None:
         self._config = config
         self._hello = hello
         """Which rank this is, and where it stands now."""
         self._client_keys = key.client()
         self._header_key = key.derive("headers")
-        self._layout_hash = layout_hash(hello.layout)
+        self._layout_hash = messages.layout_hash(hello.layout)
         self._connection: Connection | None = None
         """This and the exchange are made in the link thread, where their event loop runs."""
         self._exchange: Exchange | None = None
@@ -66,7 +55,7 @@ class PeerLink:
         """How often the rendezvous admitted this rank: more than once when it was restarted."""
         self._round_hellos = 0
         """`_hellos` when the round was begun."""
-        self._status = BeatReply(known=True, open_round=None, left_s=None, state_wanted=0)
+        self._status = messages.BeatReply(known=True, open_round=None, left_s=None, state_wanted=0)
         """The last answer to a beat."""
         self._status_at = 0.0
         self._failure: BaseException | None = None
@@ -114,18 +103,18 @@ class PeerLink:
         if training is not None and self._connection is not None:
             self._submit(self._beat_early())
 
-    def header(self, kind: str, body: memoryview, outer_step: int, base_hash: str, **fields: Any) -> Header:
+    def header(self, kind: str, body: memoryview, outer_step: int, base_hash: str, **fields: Any) -> messages.Header:
         """Return the header, not sealed yet, of a body that belongs to the global values with that hash."""
-        return Header(
+        return messages.Header(
             kind=kind, run=self._hello.run, peer=self._hello.peer, rank=self._hello.rank, size=len(body),
             outer_step=outer_step, base_hash=base_hash, layout_hash=self._layout_hash,
-            checksum=body_checksum(body), **fields,
+            checksum=messages.body_checksum(body), **fields,
         )  # fmt: skip
 
-    def seal(self, header: Header) -> Header:
-        return seal_header(header, self._header_key)
+    def seal(self, header: messages.Header) -> messages.Header:
+        return messages.seal_header(header, self._header_key)
 
-    def offer(self, header: Header, body: memoryview) -> None:
+    def offer(self, header: messages.Header, body: memoryview) -> None:
         """Begin a round: bring a delta, then fetch the result; `body` must not change any more."""
         self._entry = (header.outer_step, header.base_hash, header, body)
         self.retry_round()
@@ -167,7 +156,7 @@ class PeerLink:
         serial = self._status.state_wanted
         return serial if serial != self._answered_request else 0
 
-    def serve_state(self, header: Header, body: memoryview) -> None:
+    def serve_state(self, header: messages.Header, body: memoryview) -> None:
         """Upload a copy of the state in the background; `body` must not change any more."""
         self._answered_request = header.serial
         upload = self._submit(self._connection.upload(self.seal(header), body, self._hello.instance))
@@ -177,7 +166,7 @@ class PeerLink:
         """Report that this state cannot be taken over: another source is asked. Never waits."""
         self._exchange.waiting_for = f"another state, because {reason}"
         hello = self._hello
-        unusable = Unusable(peer=hello.peer, instance=hello.instance, serial=serial, reason=reason)
+        unusable = messages.Unusable(peer=hello.peer, instance=hello.instance, serial=serial, reason=reason)
         self._submit(self._connection.call(unusable))
 
     def request_source(self, outer_step: int, base_hash: str) -> None:
@@ -247,10 +236,10 @@ class PeerLink:
         timeout_s, began = self._config.connect_timeout_s, time.monotonic()
         while True:
             answer = await self._connection.call(self._hello, timeout_s)
-            if isinstance(answer, PeerWelcome):
+            if isinstance(answer, messages.PeerWelcome):
                 self._beat_s, self._hellos = answer.beat_s, self._hellos + 1
                 return
-            waiting_for = answer.waiting_for if isinstance(answer, RoundNotReady) else type(answer).__name__
+            waiting_for = answer.waiting_for if isinstance(answer, messages.RoundNotReady) else type(answer).__name__
             if time.monotonic() - began > timeout_s:
                 raise DeadlineError(f"the rendezvous did not admit peer {self._hello.peer}: it waits for {waiting_for}")
             await asyncio.sleep(0.2)
@@ -275,14 +264,14 @@ class PeerLink:
     async def _beat(self) -> None:
         """Report where this rank stands. Raises DeadlineError or RefusedError."""
         hello = self._hello
-        beat = Beat(
+        beat = messages.Beat(
             peer=hello.peer, rank=hello.rank, instance=hello.instance, outer_step=hello.outer_step,
             base_hash=hello.base_hash, training=hello.training,
         )  # fmt: skip
         answer = await self._connection.call(beat, _BEAT_TIMEOUT_S)
-        if isinstance(answer, BeatReply) and answer.known:
+        if isinstance(answer, messages.BeatReply) and answer.known:
             self._status, self._status_at = answer, time.monotonic()
-        elif isinstance(answer, BeatReply):
+        elif isinstance(answer, messages.BeatReply):
             logger.info("the rendezvous does not know this peer (any more): sending a hello")
             await self._greet()
 

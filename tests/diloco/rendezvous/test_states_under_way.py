@@ -29,7 +29,7 @@ def begun(**settings):
 def ask(rendezvous, joiner="c", rank=0, attempt=1):
     """What it waits for, or the outer step of the state that it gets."""
     for peer in "ab":
-        rendezvous.beat(peer, (rendezvous.rounds.newest or 0) + 1)
+        rendezvous.beat(peer, max(rendezvous.rounds.newest, 0) + 1)
     answer = rendezvous.ask(joiner, 0, rank=rank, attempt=attempt, base_hash=f"other{rank}")
     return answer.header.outer_step if isinstance(answer, StateReady) else answer.waiting_for
 
@@ -148,7 +148,7 @@ def test_a_slow_source(make_rendezvous, key_file, caplog, monkeypatch):
     config = partial(settings, server.endpoint, key_file, sync_every=1, codec={"type": "sparse"}, heal_timeout_s=20)
 
     def newest():
-        return server.server.rounds.newest or 0
+        return server.server.rounds.newest
 
     def late():
         until(lambda: newest() >= 3, "no rounds")
