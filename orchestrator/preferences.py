@@ -90,7 +90,12 @@ class PairMixer:
 
         Warns once for each state of the file that no pair of it can be trained.
         """
-        available = self._measured() if self._active(step) else 0
+        available = 0
+        if self._active(step):
+            self._file.refresh()
+            if self._released.refresh():  # New verdicts give withheld pairs another try.
+                self._refused = {index: reason for index, reason in self._refused.items() if reason != "gate"}
+            available = self._released.measured
         preferences: dict[str, Preference] = {}
         for _ in range(2 * available):
             if len(preferences) == self._per_step or len(self._refused) + len(preferences) >= available:
@@ -114,13 +119,6 @@ class PairMixer:
             **{f"pairs/refused/{reason}": float(count) for reason, count in sorted(refused.items())},
         }
         return PairDraw(preferences=list(preferences.values()), cursor=self._cursor(), metrics=metrics)
-
-    def _measured(self) -> int:
-        """Return how many of the file's first pairs have a verdict. A new verdict gives withheld pairs another try."""
-        self._file.refresh()
-        if self._released.refresh():
-            self._refused = {index: reason for index, reason in self._refused.items() if reason != "gate"}
-        return self._released.measured
 
     def _cursor(self) -> PairCursor:
         """Return the order's cursor with the digest of the pairs that its pass covers."""

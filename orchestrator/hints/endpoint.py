@@ -107,8 +107,10 @@ class ChatEndpoint:
         Raises BudgetError before a call that could pass the budget, EndpointError when no usable answer came.
         """
         config = self._config
-        bound_usd = self._bound_usd(messages)
-        key = self._cache_key(messages, variant)
+        size = sum(len(message["content"].encode()) + 16 for message in messages)
+        bound_usd = self._price.bound_usd(size // _BYTES_PER_TOKEN, config.max_tokens)
+        parts = [_KEY_VERSION, config.model, config.temperature, config.max_tokens, variant, messages]
+        key = hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
 
         def check_text(answer: CachedAnswer) -> None:
             text = self._text(answer)
@@ -146,15 +148,6 @@ class ChatEndpoint:
                 f"{self._config.max_tokens} tokens: raise it, or have the endpoint not think"
             )
         return text
-
-    def _bound_usd(self, messages: Messages) -> float:
-        size = sum(len(message["content"].encode()) + 16 for message in messages)
-        return self._price.bound_usd(size // _BYTES_PER_TOKEN, self._config.max_tokens)
-
-    def _cache_key(self, messages: Messages, variant: str) -> str:
-        config = self._config
-        parts = [_KEY_VERSION, config.model, config.temperature, config.max_tokens, variant, messages]
-        return hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
 
     def _record(self, kind: str, **values: Any) -> None:
         """Write down what a call cost. A disk that refuses costs the line only."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peer import Peer
 
 from composer_prime.errors import ConfigError
-from orchestrator.environments.reasoning_gym.taskset import (
+from orchestrator.environments.reasoning_gym import (
     ReasoningGym,
     ReasoningGymConfig,
     find_answer,

@@ -46,26 +46,18 @@ class ToolExecutor(Protocol):
         ...
 
 
-class NoTools:
-    """The executor of a task without tools."""
-
-    def __init__(self) -> None:
-        self.schemas: list[dict[str, Any]] = []
-
-    async def call(self, name: str, arguments_json: str) -> str:
-        return f"Tool not found: {name}"
-
-
-async def answer_calls(executor: ToolExecutor, message: dict[str, Any]) -> list[dict[str, Any]]:
+async def answer_calls(executor: ToolExecutor | None, message: dict[str, Any]) -> list[dict[str, Any]]:
     """Return tool messages in OpenAI form: one for each call of an assistant message, then one for each broken call.
 
-    An empty list means that the message calls no tool.
+    An empty list means that the message calls no tool. `executor`: None for a task without tools.
     """
     answers = []
     for call in message.get("tool_calls") or []:
         function = call["function"]
-        reply = await executor.call(function["name"], function["arguments"])
-        answers.append(_tool_message(call["id"], function["name"], reply))
+        name, reply = function["name"], f"Tool not found: {function['name']}"
+        if executor is not None:
+            reply = await executor.call(name, function["arguments"])
+        answers.append(_tool_message(call["id"], name, reply))
     broken = TOOL_CALL_OR_REST.findall(message.get("content") or "")
     answers += [_tool_message(f"broken_{index}", None, INVALID_CALL) for index in range(len(broken))]
     return answers
@@ -105,9 +97,9 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
     ) -> ProgramResult:
         """Play until a reply without a tool call, a cut reply, or `max_turns`."""
         task = trace.task.data
-        executor: ToolExecutor = getattr(task, "tool_executor", NoTools)()
+        executor: ToolExecutor | None = task.tool_executor() if hasattr(task, "tool_executor") else None
         body: dict[str, Any] = {"model": ctx.model, "messages": self._opening(data)}
-        if executor.schemas:
+        if executor is not None and executor.schemas:
             body["tools"] = executor.schemas
         try:
             async with _session() as session:
@@ -154,7 +146,7 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
         raise HarnessError(f"tool_loop: the model endpoint answered {response.status}: {detail}")
 
 
-async def _continue(executor: ToolExecutor, choice: dict[str, Any], messages: list[dict[str, Any]]) -> bool:
+async def _continue(executor: ToolExecutor | None, choice: dict[str, Any], messages: list[dict[str, Any]]) -> bool:
     """Append the reply and the tools' answers to `messages`. Return False where the conversation is over."""
     messages.append(choice["message"])
     if choice["finish_reason"] == "length":

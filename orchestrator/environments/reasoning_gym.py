@@ -1,4 +1,4 @@
-"""reasoning-gym's datasets as a verifiers task set. Importing this module imports verifiers and reasoning-gym.
+"""reasoning-gym's datasets as a verifiers task set: generated reasoning tasks, one model turn each.
 
     taskset = { id = "orchestrator.environments.reasoning_gym", datasets = { chain_sum = { max_terms = 3 } } }
 
@@ -28,6 +28,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", SyntaxWarning)  # From a dependency's source, at its first import.
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
+
+__all__ = ["ReasoningGym"]
 
 logger = logging.getLogger(__name__)
 
