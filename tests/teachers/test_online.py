@@ -15,7 +15,6 @@ from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.errors import ConfigError, DeadlineError
 from composer_prime.llm.prices import forecast_cost
 from composer_prime.monitor.metrics_file import MetricsFile
-from composer_prime.plan.plan import build_plan
 from composer_prime.run.costs import read_costs
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.pairs import gate_file
@@ -312,20 +311,9 @@ def test_the_forecast(tmp_path: Path) -> None:
     expected = forecast_cost(run_config(tmp_path, "http://x/v1", states=path))
     prompt = int(len(line) / 4)
     assert expected is not None and expected.states == 30
-    assert expected.state_usd == pytest.approx(2 * (prompt + 5) / 1000)
     assert expected.low_usd == pytest.approx(30 * 2 * (prompt + 5) / 1000)
     assert expected.high_usd == pytest.approx(30 * 3 * (prompt + 20) / 1000)
     assert forecast_cost(run_config(tmp_path, "http://x/v1")) is None
-
-
-# A value of a pair that does not pay for its votes would leave out nearly all states: the plan says so beforehand.
-def test_a_value_below_the_price_of_the_votes(tmp_path: Path) -> None:
-    (path := tmp_path / "states.jsonl").write_bytes(write_state(state(0)) * 30)
-    told = []
-    for value_usd in (0.02, 20.0, None):
-        config = run_config(tmp_path, "http://x/v1", states=path, voi={"enabled": True, "pair_value_usd": value_usd})
-        told.append([note for note in build_plan(config, starter=None).notes if "pair_value_usd" in note])
-    assert "only the share explore = 0.05 of the states gets votes" in told[0][0] and told[1:] == [[], []]
 
 
 async def until(condition, timeout_s: float = 60.0) -> None:

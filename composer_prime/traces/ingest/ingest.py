@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 from composer_prime.errors import ConfigError
 from composer_prime.traces.ingest.formats import (
@@ -22,26 +21,12 @@ from composer_prime.traces.ingest.formats import (
     rollouts,
     swe_agent,
 )
-from composer_prime.traces.ingest.reading import FileStart, take_sample
+from composer_prime.traces.ingest.reading import take_sample
 from composer_prime.traces.ingest.trace_file import Options, Recent, Tally, TraceFile, observed_tools
 from composer_prime.traces.state import TraceState
 
-
-class Format(Protocol):
-    """What a format's module defines."""
-
-    NAME: str
-    VERSION: int
-    """Version of the format that the reader is written for. Every state records it."""
-
-    @staticmethod
-    def matches(sample: FileStart) -> bool: ...
-
-    @staticmethod
-    def read(file: TraceFile) -> Iterator[TraceState]: ...
-
-
-FORMATS: tuple[Format, ...] = (claude_code, openhands, swe_agent, rollouts, mini_swe_agent, chat_messages)  # pyright: ignore
+FORMATS = (claude_code, openhands, swe_agent, rollouts, mini_swe_agent, chat_messages)
+"""Each has its NAME, the VERSION of the format that it is written for, `matches(sample)` and `read(file)`."""
 
 
 def ingest(
@@ -61,10 +46,13 @@ def ingest(
     ConfigError for an unknown `options.format`. Bad content is counted and never raises.
     """
     options, tally = options or Options(), Tally() if tally is None else tally
-    named_reader = _named(options.format) if options.format else None
+    named = [reader for reader in FORMATS if options.format == reader.NAME]
+    if options.format and not named:
+        names = ", ".join(reader.NAME for reader in FORMATS)
+        raise ConfigError(f"there is no trace format {options.format!r}: choose one of {names}, or let it be detected")
     size = path.stat().st_size
     sample = take_sample(path, options.limits)
-    reader = named_reader or next((reader for reader in FORMATS if reader.matches(sample)), None)
+    reader = next((reader for reader in named or FORMATS if named or reader.matches(sample)), None)
     whole = sample.document
     del sample  # no lines are kept
     tally.format = f"{reader.NAME}/{reader.VERSION}" if reader else None
@@ -85,11 +73,3 @@ def ingest(
         file.observed = observed_tools(file, reader.read)
         file.tools = file.observed.schemas()
         yield from reader.read(file)
-
-
-def _named(name: str) -> Format:
-    for reader in FORMATS:
-        if name == reader.NAME:
-            return reader
-    names = ", ".join(reader.NAME for reader in FORMATS)
-    raise ConfigError(f"there is no trace format {name!r}: choose one of {names}, or leave it out to detect it")

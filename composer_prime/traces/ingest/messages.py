@@ -68,13 +68,8 @@ class TraceBuilder:
         self._turn_marks |= {mark} if mark else set()
 
     def tool_result(self, call_id: str | None, text: str, *, error: str | None = None, mark: str | None = None) -> bool:
-        """Store the result of a call of the open turn; without a `call_id`, of the first one that has none.
-
-        Return False when the turn made no such call or has its result.
-        """
-        if self._turn is None:
-            return False
-        if not self._turn.answer(self._turn.unanswered() if call_id is None else call_id, text, error):
+        """Store the result of a call of the open turn, as `Turn.answer` does. Return False when it took none."""
+        if self._turn is None or not self._turn.answer(call_id, text, error):
             return False
         self._turn_marks |= {mark} if mark else set()
         return True
@@ -249,7 +244,6 @@ def why_unreadable(message: Any) -> str | None:
 
 
 def _listed_calls(message: dict[str, Any]) -> list[Any]:
-    """Return the calls as written, in the form that the message uses."""
     listed, older = message.get("tool_calls"), message.get("function_call")
     calls = [call for call in listed if call is not None] if isinstance(listed, list) else []
     named = [older] if isinstance(older, dict) and older.get("name") else []

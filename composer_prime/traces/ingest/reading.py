@@ -117,7 +117,6 @@ def _decoded(raw: bytes, torn: bool) -> Any:
 
 
 def _is_deep(value: Any) -> bool:
-    """Check whether lists and objects nest deeper than MAX_DEPTH."""
     level = [value] if isinstance(value, list | dict) else []
     for _ in range(MAX_DEPTH):
         inner = (node for outer in level for node in (outer.values() if isinstance(outer, dict) else outer))
@@ -222,7 +221,6 @@ def take_sample(path: Path, limits: Limits | None = None) -> FileStart:
 
 
 def _first(path: Path, limits: Limits) -> Iterator[Any]:
-    """Yield the values of a file's first lines, `Bad` ones too."""
     read: list[int] = []
     for record in islice(lines(path, limits, read.append), SAMPLE_RECORDS):
         yield record

@@ -240,7 +240,6 @@ class RecordTree:
         return node
 
     def _hold(self, node: RecordNode, messages: list[Message]) -> None:
-        """Make `messages` what the node shows."""
         node.messages, node.digest = messages, b""
         for message in messages:
             node.digest = digest_of(node.digest, message)
@@ -262,7 +261,6 @@ class RecordTree:
 
 
 def _characters(value: Any) -> int:
-    """Count the characters of the strings in a JSON value."""
     if isinstance(value, str):
         return len(value)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

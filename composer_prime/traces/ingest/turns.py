@@ -64,7 +64,12 @@ class Turn:
         self.calls += [call for call in calls if call.call_id not in call_ids]
 
     def answer(self, call_id: str | None, text: str, error: str | None) -> bool:
-        """Store the result of a call. Return False when the turn made no such call or has its result already."""
+        """Store the result of a call; None stands for the first one without a result.
+
+        Return False when the turn made no such call or has its result already.
+        """
+        if call_id is None:
+            call_id = next((call.call_id for call in self.calls if call.call_id not in self.results), None)
         if call_id is None or call_id in self.results or all(call.call_id != call_id for call in self.calls):
             return False
         self.results[call_id] = text
@@ -75,10 +80,6 @@ class Turn:
     def fail(self, error: str) -> None:
         """Record the error that the turn led to, unless it has one."""
         self.error = error if self.error is None else self.error
-
-    def unanswered(self) -> str | None:
-        """Return the id of the first call that has no result yet."""
-        return next((call.call_id for call in self.calls if call.call_id not in self.results), None)
 
 
 class ObservedTools:

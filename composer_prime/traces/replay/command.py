@@ -144,7 +144,6 @@ def _interruptible(run: Replay) -> Iterator[None]:
 
 
 async def _show(bar: Bar, progress: ReplayProgress, total: int) -> None:
-    """Show the bar; where it is disabled, its figures as lines."""
     task, lines = bar.add_task("replaying", total=total, result=""), ProgressLines()
 
     def line() -> str:

@@ -176,7 +176,6 @@ def _traces(records: Iterable[StateRecord]) -> list[str]:
 
 
 def _missed(density: Density) -> list[str]:
-    """Return the gates that were missed, each with its figures."""
     missed = []
     if density.pairs_a_trace < density.min_pairs:
         missed.append(f"{density.pairs_a_trace:.2f} pairs a trace, {density.min_pairs:g} are wanted (--min-pairs)")
@@ -351,7 +350,9 @@ def report_pairs(options: argparse.Namespace) -> int:
     if options.base:
         resolve_model(options.base, timeout_s=options.timeout_s)  # before a process is started for it
     margins = asyncio.run(_margins(options, pairs)) if options.base and pairs else None
-    density = measure(records, pairs, margins, min_pairs=_min_pairs(options, path))
+    gate = read_gate(path)
+    last_min_pairs = gate.verdicts[-1].min_pairs_a_trace if gate and gate.verdicts else MIN_PAIRS_A_TRACE
+    density = measure(records, pairs, margins, min_pairs=options.min_pairs or last_min_pairs)
     drawn = _chart(density, chart)
     if not density.votes:
         verdict = f"none: there are no votes in {votes}"
@@ -374,16 +375,7 @@ def _chart(density: Density, path: Path) -> str:
     return str(path)
 
 
-def _min_pairs(options: argparse.Namespace, path: Path) -> float:
-    """Return the pairs a trace that the user asks for, else those that the last verdict on the file asked for."""
-    if options.min_pairs is not None:
-        return options.min_pairs
-    gate = read_gate(path)
-    return gate.verdicts[-1].min_pairs_a_trace if gate and gate.verdicts else MIN_PAIRS_A_TRACE
-
-
 def _verdict(pairs: Path, digest: str, density: Density, votes: int) -> str:
-    """Write the verdict beside the pairs. Return where it is."""
     before = read_gate(pairs)
     if density.margins is None and before is not None and before.passed:
         return f"{gate_file(pairs)}, as it was: without --base nothing was measured that could replace it"

@@ -123,7 +123,6 @@ class OnlineReplay:
             logger.warning("the replay did not end within %g s (teachers.timeout_s): %s", end_s, dropped)
 
     def _left_s(self) -> float:
-        """Return how long the end of the run still waits."""
         since = time.monotonic() if self._ending_since is None else self._ending_since
         return max(since + self._config.teachers.end_timeout_s - time.monotonic(), 0.0)
 
@@ -156,7 +155,6 @@ class OnlineReplay:
                 await asyncio.sleep(LOOK_S)
 
     def _left_out(self, error: ConfigError) -> None:
-        """Count a line that is no state. The others are replayed all the same."""
         self._bad_lines += 1
         if self._bad_lines <= NAMED_LINES:
             logger.warning("left out of the replay: %s", error)
@@ -175,7 +173,6 @@ class OnlineReplay:
             self._log(replay)
 
     def _log(self, replay: Replay) -> None:
-        """Write the replay/… metrics, and each new reason for a missing vote to the log."""
         progress = replay.progress
         for reason in [reason for reason in progress.without_vote if reason not in self._logged]:
             self._logged.add(reason)
@@ -196,15 +193,11 @@ class OnlineReplay:
         )
 
     def _gate(self, replay: Replay) -> dict[str, float]:
-        """Return the gate/… metrics: pairs with a verdict, those that may be trained, windows by verdict, beta.
-
-        gate/beta is the weight of replay-DPO on these pairs: 0 until a window has passed, or where another file is
-        trained.
-        """
         if replay.gate is None:
             return {}
         gate, config = replay.gate.gate, self._config
         passed = sum(verdict.passed for verdict in gate.verdicts)
+        # The weight of replay-DPO on these pairs: 0 until a window has passed, or where another file is trained.
         trained = gate.passed > 0 and config.orchestrator.preferences.pairs is None
         return {
             "gate/measured": float(gate.measured),
@@ -216,5 +209,4 @@ class OnlineReplay:
 
 
 def _stopped(replay: Replay) -> bool:
-    """Return whether something ended the replay before the run did."""
     return replay.progress.stopped not in (None, END)

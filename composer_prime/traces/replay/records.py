@@ -131,7 +131,14 @@ class ReplayRecords:
             _end_last_line(path, kind)
         self.history = list(read_records(votes))
         """Of earlier replays."""
-        self._check_rules()
+        other = [record.rules for record in self.history if record.votes and record.rules != RULES]
+        if other:
+            raise ConfigError(
+                f"{self.votes_path} holds {len(other)} states whose votes were compared by rules {other[0]}, this "
+                f"release compares by rules {RULES}, and one file of pairs has one: replay into another (answers come "
+                f"from the cache, for nothing); in a run, move {self.pairs_path.stem}*.json* in "
+                f"{self.pairs_path.parent} elsewhere, or set teachers.online = false"
+            )
         self._ids: dict[tuple[str, str, str], str] = {}
         self.contents: set[bytes] = set()
         for pair in read_pairs(pairs):
@@ -143,16 +150,6 @@ class ReplayRecords:
             if record.outcome not in UNDECIDED and pair_ids.issuperset(record.pairs)
         }
         """(trace, state) -> digest of the state; "" where an older release did not write it."""
-
-    def _check_rules(self) -> None:
-        other = [record.rules for record in self.history if record.votes and record.rules != RULES]
-        if other:
-            raise ConfigError(
-                f"{self.votes_path} holds {len(other)} states whose votes were compared by rules {other[0]}, this "
-                f"release compares by rules {RULES}, and one file of pairs has one: replay into another (answers come "
-                f"from the cache, for nothing); in a run, move {self.pairs_path.stem}*.json* in "
-                f"{self.pairs_path.parent} elsewhere, or set teachers.online = false"
-            )
 
     def add(self, record: StateRecord, pairs: list[Pair]) -> int:
         """Write both down. Return how many pairs the file did not hold before. Raises OSError."""
@@ -230,7 +227,7 @@ def _append(path: Path, values: list[Any]) -> None:
 
 
 def _read(path: Path, kind: type[T]) -> Iterator[T]:
-    """Yield every whole line that is a `kind`."""
+    """Yield every line that is a `kind`."""
     if not path.is_file():
         return
     decoder = msgspec.json.Decoder(kind)
@@ -247,18 +244,12 @@ def _end_last_line(path: Path, kind: type) -> None:
     if not path.is_file():
         return
     with path.open("rb+") as file:
-        content_end = file.seek(0, os.SEEK_END)
-        while content_end > 0:
-            start = max(content_end - 65536, 0)
-            file.seek(start)
-            newline = file.read(content_end - start).rfind(b"\n")
-            if newline >= 0:
-                content_end = start + newline + 1
-                break
-            content_end = start
-        file.seek(content_end)
-        last = file.read()
-        if last and lines_of(kind)(last):
-            file.write(b"\n")
-        else:
-            file.truncate(content_end)
+        last, end = b"", 0
+        for last in file:
+            end += len(last)
+        file.seek(end)
+        if last and not last.endswith(b"\n"):
+            if lines_of(kind)(last):
+                file.write(b"\n")
+            else:
+                file.truncate(end - len(last))

@@ -17,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,11 @@ from composer_prime.traces.replay.voting import (
     Ballot,
     Candidate,
     KillSwitch,
-    Situation,
     ValueOfInformation,
     Voting,
     candidates,
     length_ratio,
+    situation_of,
     without_thinking,
 )
 from composer_prime.traces.state import TraceState
@@ -76,7 +76,13 @@ async def open_replay(
         stack.enter_context(only_writer(pairs))  # before reading what was spent
         records = ReplayRecords(pairs, votes)  # before anything is written: another file is left as it is
         budget = teacher_budget(teachers.budget, costs)
-        mark = _base_mark(base) if teachers.score else None
+        try:
+            mark = weights_mark(base) if teachers.score else None
+        except ModelNotFoundError as error:
+            raise ConfigError(
+                f"{error}; the frozen base chooses among agreeing answers: to take the first of them instead, set "
+                "teachers.score = false"
+            ) from None
         addresses: dict[str, str] = {}
         served: ServedScorer | None = None
         if models:
@@ -92,17 +98,6 @@ async def open_replay(
         stack.push_async_callback(pool.close)
         gate = RunningGate(teachers.gate, records, served) if gated else None
         yield Replay(teachers, pool, budget, records, scorer, seed=config.run.seed, gate=gate)
-
-
-def _base_mark(base: str) -> str:
-    """Return what tells the base's weights from others. Raises ConfigError where there is no base."""
-    try:
-        return weights_mark(base)
-    except ModelNotFoundError as error:
-        raise ConfigError(
-            f"{error}; the frozen base chooses among agreeing answers: to take the first of them instead, set "
-            "teachers.score = false"
-        ) from None
 
 
 @dataclass(slots=True)
@@ -237,34 +232,28 @@ class Replay:
         if record.outcome not in ("agreed", "overruled", "no_majority", "cannot_run") or not record.votes:
             return
         minority = record.outcome == "agreed" and any(not vote.agrees for vote in record.votes)
-        before = Situation(error=record.error, entropy=record.entropy)
-        after = replace(before, cheap_disagrees=not record.votes[0].agrees)
-        for situation in (before, after):
+        for disagrees in (None, not record.votes[0].agrees):
+            situation = situation_of(error=record.error, entropy=record.entropy, cheap_disagrees=disagrees)
             self._voi.learn(situation, minority or record.outcome == "overruled")
 
     def _begin(self, state: TraceState, running: set[asyncio.Task[None]]) -> None:
         place, content = (state.trace_id, state.state_id), _content(state)
-        seen = self._seen.setdefault(place, self._records.done.get(place))
-        if seen is not None:
-            self._skip(state, same=seen in ("", content))
-            return
-        self._seen[place] = content
-        self.progress.stopped = self.progress.stopped or self._switch.tripped()
-        if self.progress.stopped is None:
-            running.add(asyncio.ensure_future(self._one(state)))
-
-    def _skip(self, state: TraceState, *, same: bool) -> None:
-        """Skip a state whose id was there before: of the same state, or of another, which is left out."""
-        if same:
-            self.progress.resumed += 1
-            return
-        self.progress.left_out += 1
-        if self.progress.why_left_out is None:
-            self.progress.why_left_out = (
-                f"trace {state.trace_id!r} has another state {state.state_id!r}, in this file or in "
-                f"{self._records.votes_path}: give each state an id of its own, or write to another pairs file"
-            )
-            logger.warning("left out of the replay: %s", self.progress.why_left_out)
+        progress, seen = self.progress, self._seen.setdefault(place, self._records.done.get(place))
+        if seen is None:
+            self._seen[place] = content
+            progress.stopped = progress.stopped or self._switch.tripped()
+            if progress.stopped is None:
+                running.add(asyncio.ensure_future(self._one(state)))
+        elif seen in ("", content):
+            progress.resumed += 1
+        else:
+            progress.left_out += 1
+            if progress.why_left_out is None:
+                progress.why_left_out = (
+                    f"trace {state.trace_id!r} has another state {state.state_id!r}, in this file or in "
+                    f"{self._records.votes_path}: give each state an id of its own, or write to another pairs file"
+                )
+                logger.warning("left out of the replay: %s", progress.why_left_out)
 
     async def _one(self, state: TraceState) -> None:
         """Vote on one state and write down the result. An unexpected error fails this state alone."""
@@ -356,7 +345,7 @@ class Replay:
         pairs: list[Pair] = []
         dropped: Counter[str] = Counter()
         student = without_thinking(ballot.state.student_action)
-        for candidate in candidates(ballot.votes, student, ballot.student, ballot.planned, ballot.can_run):
+        for candidate in candidates(ballot, student):
             pair = await self._pair(ballot, candidate)
             written = self._records.written_as(pair) is not None
             if length_ratio(pair.chosen, pair.rejected) > self.config.max_length_ratio:
@@ -411,7 +400,6 @@ class Replay:
         progress.stopped = progress.stopped or self._budget.closed or self._switch.tripped()
 
     def _note(self, record: StateRecord, *, usd: float) -> None:
-        """Show the kill switch a state."""
         calls = sum(not vote.cached for vote in record.votes) + record.failed_calls
         self._switch.note(
             record.trace, usd, record.seconds, calls=calls, failed=record.failed_calls, broken=record.broken
@@ -432,7 +420,6 @@ async def _each(states: Iterable[TraceState] | AsyncIterator[TraceState]) -> Asy
 
 
 async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

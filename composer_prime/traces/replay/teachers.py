@@ -311,7 +311,6 @@ async def models_at(models: Sequence[str], *, threads: int, start_timeout_s: flo
 
 
 async def _until_served(url: str, models: set[str], timeout_s: float) -> None:
-    """Raises DeadlineError, which names what was missing and what was there."""
     status = "nothing answers there"
     try:
         async with asyncio.timeout(timeout_s), httpx.AsyncClient(base_url=url, trust_env=False) as client:

@@ -15,7 +15,7 @@ import asyncio
 import random
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,19 +51,13 @@ class Vote:
     message: Message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
-    """What is known of a state before a vote."""
+Situation = tuple[bool, int | None, bool | None]
+"""(an error followed, level of uncertainty, the cheap teacher disagreed): what is known of a state before a vote."""
 
-    error: bool
-    entropy: float | None = None
-    cheap_disagrees: bool | None = None
-    """None before the first vote."""
 
-    @property
-    def bucket(self) -> tuple[object, ...]:
-        level = None if self.entropy is None else bisect_right(_LEVELS_NATS, self.entropy)
-        return (self.error, level, self.cheap_disagrees)
+def situation_of(*, error: bool, entropy: float | None, cheap_disagrees: bool | None) -> Situation:
+    """`entropy` is None where it is not known, `cheap_disagrees` before the first vote."""
+    return error, None if entropy is None else bisect_right(_LEVELS_NATS, entropy), cheap_disagrees
 
 
 class ValueOfInformation:
@@ -82,12 +76,12 @@ class ValueOfInformation:
         self._random = random.Random(seed)
         self._states = 0
         self._votes_usd = 0.0
-        self._counts: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._counts: dict[Situation, tuple[int, int]] = {}
         """(states that gave a pair, states) by situation."""
 
     def chance(self, situation: Situation) -> float:
         """Return P(the votes give a pair)."""
-        gave, seen = self._counts.get(situation.bucket, (0, 0))
+        gave, seen = self._counts.get(situation, (0, 0))
         config = self._config
         return (gave + config.prior_disagreement * config.prior_weight) / (seen + config.prior_weight)
 
@@ -111,8 +105,8 @@ class ValueOfInformation:
         return self.chance(situation) * self.pair_value_usd >= price_usd
 
     def learn(self, situation: Situation, gave_pair: bool) -> None:
-        count, seen = self._counts.get(situation.bucket, (0, 0))
-        self._counts[situation.bucket] = (count + gave_pair, seen + 1)
+        count, seen = self._counts.get(situation, (0, 0))
+        self._counts[situation] = (count + gave_pair, seen + 1)
 
 
 @dataclass(slots=True)
@@ -195,10 +189,8 @@ class Ballot:
     @property
     def situation(self) -> Situation:
         disagrees = not self.votes[0].record.agrees if self.votes else None
-        return Situation(error=self.state.error is not None, entropy=self.state.entropy, cheap_disagrees=disagrees)
-
-    def can_run(self, message: Message, form: Canonical) -> bool:
-        return obstacle(message, form, self.state) is None
+        error, entropy = self.state.error is not None, self.state.entropy
+        return situation_of(error=error, entropy=entropy, cheap_disagrees=disagrees)
 
     def obstacle(self, form: Canonical) -> str | None:
         """Return why no action of a majority for this form can run; None where one can."""
@@ -293,7 +285,11 @@ class Voting:
             ballot.cached_usd += answer.cost_usd
             ballot.cached_s += answer.seconds
         form = canonical(answer.message, state.tools, ballot.files)
-        fault = _fault(form, answer.finish_reason, self._config.max_tokens)
+        fault = "is empty" if form is None else None
+        if answer.finish_reason == "length":
+            fault = f"was cut at teachers.max_tokens = {self._config.max_tokens}"
+        elif answer.finish_reason == "content_filter":
+            fault = "was filtered by its endpoint (finish_reason content_filter)"
         if form is None or fault is not None:
             self._no_vote(ballot, f"an answer of {teacher.name} {fault}", called=not reply.cached)
             return reply.seconds
@@ -321,15 +317,6 @@ class Voting:
     def count_no_vote(self, reason: str) -> None:
         reasons = self._no_vote_reasons
         reasons[reason if reason in reasons or len(reasons) < MAX_REASONS else "other reasons"] += 1
-
-
-def _fault(form: Canonical | None, finish_reason: str, max_tokens: int) -> str | None:
-    """Return why an answer is no vote; None where it is one."""
-    if finish_reason == "length":
-        return f"was cut at teachers.max_tokens = {max_tokens}"
-    if finish_reason == "content_filter":
-        return "was filtered by its endpoint (finish_reason content_filter)"
-    return "is empty" if form is None else None
 
 
 def majority(cast: Sequence[Cast], planned: int) -> Canonical | None:
@@ -379,22 +366,17 @@ class Candidate:
         return "rejected" if form == self.rejected_form else "neither"
 
 
-def candidates(
-    votes: Sequence[Vote],
-    student: Message,
-    student_form: Canonical,
-    planned: int,
-    can_run: Callable[[Message, Canonical], bool],
-) -> list[Candidate]:
-    """Return the pairs that the votes give. `can_run` tells which actions may be chosen."""
-    form = majority([(vote.record.family, vote.form) for vote in votes], planned)
+def candidates(ballot: Ballot, student: Message) -> list[Candidate]:
+    """Return the pairs that the votes give, with actions that can run as chosen ones. `student`: its own action."""
+    votes, form = ballot.votes, majority(ballot.cast, ballot.planned)
     if form is None:
         return []
-    chosen = tuple(message for message in preferred(votes, student, student_form, form) if can_run(message, form))
+    actions = preferred(votes, student, ballot.student, form)
+    chosen = tuple(message for message in actions if obstacle(message, form, ballot.state) is None)
     if not chosen:
         return []
-    beaten = {student_form: student}
-    if form == student_form:
+    beaten = {ballot.student: student}
+    if form == ballot.student:
         beaten = {vote.form: vote.message for vote in reversed(votes) if vote.form != form}
     doubt = epsilon(sum(vote.form == form for vote in votes), len(votes))
     return [

@@ -101,9 +101,9 @@ class _Session:
         self.tree.trim()
 
     def _spoken(self, kind: str, record: dict[str, Any]) -> None:
-        reason, message = _unusable(kind, record), record.get("message")
-        if reason is not None or not isinstance(message, dict):
-            self._aside(record, reason or "message is not an object", read=reason == SYNTHETIC)
+        reason, message = _unusable(kind, record), object_at(record, "message")
+        if reason is not None:
+            self._aside(record, reason, read=reason == SYNTHETIC)
             return
         parent = self._parent(record) or self._begin(record)
         if kind == "assistant":

@@ -48,6 +48,5 @@ def _messages(document: Any) -> list[Any] | None:
 
 
 def _commands(messages: list[Any]) -> bool:
-    """Check whether an answer among the first messages holds a fenced command."""
     answers = [message for message in objects(messages[:12]) if message.get("role") == "assistant"]
     return any(_COMMAND.search(string(answer.get("content")) or "") for answer in answers)

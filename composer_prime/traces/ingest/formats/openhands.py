@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 from composer_prime.traces.ingest.messages import TraceBuilder, arguments_of, calls_of, feed
@@ -229,7 +228,6 @@ def _mark(event: dict[str, Any]) -> str | None:
 
 
 def _exit_code(event: dict[str, Any]) -> bool:
-    """Check whether a command ended with an exit status other than 0."""
     extras = object_at(event, "extras")
     code = extras.get("exit_code", at(extras, "metadata", "exit_code"))
     return isinstance(code, int) and not isinstance(code, bool) and code != 0
@@ -243,7 +241,7 @@ _PEEKED = 100
 
 def matches(sample: FileStart) -> bool:
     if sample.path.is_dir():
-        return _is_folder(sample.path)
+        return (sample.path / "base_state.json").is_file() and (sample.path / "events").is_dir()
     value = sample.document
     if value is not None:
         events = value if isinstance(value, list) else value.get("history") if isinstance(value, dict) else None
@@ -269,7 +267,6 @@ def read(file: TraceFile) -> Iterator[TraceState]:
 
 
 def _records(file: TraceFile) -> Iterator[TraceState]:
-    """Read a file of lines: an output.jsonl, or the events of one trace."""
     kind, records = _peek(file.records())
     if kind != "output":
         yield from _events(file, TraceBuilder(file, file.path.stem), records)
@@ -356,10 +353,6 @@ def _is_v1(event: dict[str, Any]) -> bool:
 def _is_v0(event: dict[str, Any]) -> bool:
     named = isinstance(event.get("action"), str) and isinstance(event.get("args"), dict)
     return named or (isinstance(event.get("observation"), str) and "content" in event)
-
-
-def _is_folder(path: Path) -> bool:
-    return (path / "base_state.json").is_file() and (path / "events").is_dir()
 
 
 def _model(record: Any) -> str | None:

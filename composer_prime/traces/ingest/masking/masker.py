@@ -79,7 +79,9 @@ class Masker:
         if not self._enabled:
             return value
         if isinstance(value, str):
-            return self._named(name, value)
+            masked = self.text(value)
+            secrets = named_values.secrets(name, masked)
+            return self._mask(masked, secrets[1], kind=secrets[0]) if secrets else masked
         if isinstance(value, list):
             return [self.value(item, beside) for beside, item in named_values.beside_items(value, name)]
         if isinstance(value, dict):
@@ -96,11 +98,6 @@ class Masker:
                 shown = f"{name} {alike[name] + 1}"
             masked[shown] = self.value(item, beside)
         return masked
-
-    def _named(self, name: str, value: str) -> str:
-        masked = self.text(value)
-        secrets = named_values.secrets(name, masked)
-        return self._mask(masked, secrets[1], kind=secrets[0]) if secrets else masked
 
     def _replacer(self, kind: str) -> Callable[[re.Match[str]], str]:
         def replace(match: re.Match[str]) -> str:
@@ -130,7 +127,6 @@ class Masker:
 
 
 def _rules_of(text: str) -> list[int]:
-    """Return the numbers of the rules of which a literal occurs, in order."""
     words = text
     if len(text) <= _SPLIT_CHARS:
         words = " ".join([word for word in text.split() if len(word) >= _SHORTEST_WORD])
@@ -152,7 +148,6 @@ def _is_value(value: str) -> bool:
 
 
 def _secret_of(match: re.Match[str], kind: str) -> tuple[int, int]:
-    """Return (start, end) of the secret in the text."""
     if "secret" in match.re.groupindex:
         return match.span("secret")
     if kind in _PARTIAL and match.re.groups:

@@ -83,7 +83,6 @@ def canonical(action: Message, tools: list[dict[str, Any]], files: Files | None 
 
 
 def _turn(forms: list[Canonical], kind: str) -> Canonical:
-    """Return the form of all that a turn does."""
     if set(forms) == {PROSE}:
         return PROSE
     acts = any(form[0] in ("shell", "edit") for form in forms)
@@ -104,31 +103,25 @@ def _call(function: dict[str, Any], tools: list[dict[str, Any]], files: Files) -
 def _form(name: str, arguments: dict[str, Any], tools: list[dict[str, Any]], files: Files) -> Canonical:
     defaults = _defaults(name, tools)
     if name.lower() in _ENDS:
-        return _end(name.lower(), _kept(arguments, defaults, _COSMETIC | _LAST_WORDS))
+        kept = _kept(arguments, defaults, _COSMETIC | _LAST_WORDS)
+        # Prose, unless it says more than that the task is done.
+        done = ("{}", '{"task_completed": "true"}', '{"task_completed": true}')
+        return PROSE if kept in done else ("call", name.lower(), kept)
     key = next((key for key in _COMMANDS if isinstance(arguments.get(key), str)), None)
     if name.lower() in _SHELLS and key is not None:
         others = _kept(arguments, defaults, _LABELS | {key})
-        several = len({offered for offered in _names(tools) if offered.lower() in _SHELLS}) > 1
+        offered = {str((tool.get("function") or {}).get("name")) for tool in tools}
+        several = sum(other.lower() in _SHELLS for other in offered) > 1
         return ("shell", shell(arguments[key]), others, *([name] if several else []))
     edit = edit_of(name, arguments)
     if edit is not None:
-        return (*_edit(edit, files), _kept(arguments, defaults, _LABELS | EDIT_ARGUMENTS))
+        path, after = posixpath.normpath(edit.path), files.after(edit)
+        effect = edit.replacements if after is None else (after.rstrip("\n"),)
+        return ("edit", path, *effect, _kept(arguments, defaults, _LABELS | EDIT_ARGUMENTS))
     return ("call", name, _kept(arguments, defaults, _COSMETIC))
 
 
-def _end(name: str, kept: str) -> Canonical:
-    """Return the form of the call that ends a trace: prose, unless it says more than that the task is done."""
-    done = ("{}", '{"task_completed": "true"}', '{"task_completed": true}')
-    return PROSE if kept in done else ("call", name, kept)
-
-
-def _edit(edit: Edit, files: Files) -> Canonical:
-    path, after = posixpath.normpath(edit.path), files.after(edit)
-    return ("edit", path, *edit.replacements) if after is None else ("edit", path, after.rstrip("\n"))
-
-
 def _kept(arguments: dict[str, Any], defaults: dict[str, Any], without: set[str]) -> str:
-    """Return the sorted JSON of the arguments that count."""
     plain = {key: _plain(key, value) for key, value in arguments.items() if value is not None and key not in without}
     usual = {key: _json(_plain(key, value)) for key, value in defaults.items()}
     return _json({key: value for key, value in plain.items() if usual.get(key) != _json(value)})
@@ -146,12 +139,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
-def _names(tools: list[dict[str, Any]]) -> list[str]:
-    return [str((tool.get("function") or {}).get("name")) for tool in tools]
-
-
 def _defaults(name: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the defaults in the tool's schema."""
     for tool in tools:
         function = tool.get("function") or {}
         if function.get("name") != name:
