@@ -39,20 +39,16 @@ def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
         matrices = [p for block in blocks(policy.lm) for p in block.parameters() if p.ndim == 2 and p.requires_grad]
     matrix_ids = {id(parameter) for parameter in matrices}
     rest = [parameter for parameter in trainable if id(parameter) not in matrix_ids]
-    parts: list[torch.optim.Optimizer] = [_adamw(rest, config)]
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},  # norms and biases keep their scale
+    ]
+    filled = [group for group in groups if group["params"]]
+    adamw = torch.optim.AdamW(filled, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    parts: list[torch.optim.Optimizer] = [adamw]
     if matrices:
         parts.append(ShardedMuon(matrices, config.muon_lr, config.momentum, config.weight_decay))
     return Optimizer(parts, config.max_grad_norm)
-
-
-def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """Return AdamW with weight decay for matrices only: norms and biases keep their scale."""
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    filled = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(filled, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 class ShardedMuon(torch.optim.Optimizer):

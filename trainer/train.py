@@ -119,9 +119,9 @@ class Trainer:
 
         The weight store and the ledger are cut back to it: a resume takes later steps again.
         """
-        resume = self.config.run.resume
-        start = self.run_dir.newest_checkpoint() if resume else 0
-        if resume:
+        start = 0
+        if self.config.run.resume:
+            start = self.run_dir.newest_checkpoint()
             self.checkpoints.load(start)
             logger.info("resumed from the checkpoint of step %d", start)
         self.publisher.rewind(start)

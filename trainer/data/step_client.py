@@ -218,20 +218,19 @@ class StepClient:
 
         Raises as `batch` does, but never Stopped: a checkpoint that was begun is finished, also during a stop.
         """
-        never = lambda: False
         if self._unacknowledged:
             awaited = f"the orchestrator to note step {self._unacknowledged[-1].step}"
-            self._ask(None, awaited, lambda _: not self._unacknowledged, never)
+            self._ask(None, awaited, lambda _: not self._unacknowledged)
         request = CheckpointRequest(run_id=self._info.run_id, step=step)
         awaited = f"the orchestrator's part of checkpoint {step}"
-        return self._ask(request, awaited, lambda m: isinstance(m, CheckpointSaved) and m.step == step, never)
+        return self._ask(request, awaited, lambda m: isinstance(m, CheckpointSaved) and m.step == step)
 
     def _ask(
         self,
         request: FromTrainer | None,
         awaited: str,
         accept: Callable[[ToTrainer], bool],
-        should_stop: Callable[[], bool],
+        should_stop: Callable[[], bool] = lambda: False,
     ):
         """Send `request`, if any, and return the message that `accept` takes; drop older or repeated answers."""
         started = heard = time.monotonic()
@@ -251,7 +250,11 @@ class StepClient:
                     raise RunMismatchError(f"the orchestrator refused the request for {awaited}: {message.error}")
                 if accept(message):
                     return message
-                if _is_not_ready(message, request):
+                if (
+                    isinstance(message, BatchNotReady)
+                    and isinstance(request, StepRequest)
+                    and message.step == request.step
+                ):
                     if now >= log_at:
                         log_at = now + LOG_EVERY_S
                         logger.info("waiting for %s (%.0f s): %s", awaited, now - started, message.waiting_for)
@@ -298,7 +301,3 @@ def _is_batch(message: ToTrainer, step: int) -> bool:
     if isinstance(message, StepReply) and message.step > step:
         raise RunMismatchError(f"asked for the batch of step {step}, the orchestrator sent that of step {message.step}")
     return isinstance(message, RunFinished) or (isinstance(message, StepReply) and message.step == step)
-
-
-def _is_not_ready(message: ToTrainer, request: FromTrainer | None) -> bool:
-    return isinstance(message, BatchNotReady) and isinstance(request, StepRequest) and message.step == request.step

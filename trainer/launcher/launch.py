@@ -165,7 +165,10 @@ class _RunMonitor:
             self._count_links(line)
             for feeder in self._feeders:
                 feeder.put(line["step"], numbers_of(line))
-        self._measure_memory(supervisor)
+        if time.monotonic() - self._measured_at >= MEMORY_EVERY_S:
+            self._measured_at = time.monotonic()
+            self._memory_bytes = _resident_bytes([each.process.pid for each in supervisor.children if each.running])
+            self.peak_bytes = max(self.peak_bytes, self._memory_bytes)
         if new_steps and self._memory_bytes:
             self._metrics.log(new_steps[-1].step, {"memory/total_bytes": self._memory_bytes})
         self.view.refresh(self.progress, new_steps, self._memory_bytes)
@@ -179,12 +182,6 @@ class _RunMonitor:
                 self._link_totals[name] = int(count)
                 count -= before if count >= before else 0
             self.link_bytes[name] += int(count)
-
-    def _measure_memory(self, supervisor: Supervisor) -> None:
-        if time.monotonic() - self._measured_at >= MEMORY_EVERY_S:
-            self._measured_at = time.monotonic()
-            self._memory_bytes = _resident_bytes([each.process.pid for each in supervisor.children if each.running])
-            self.peak_bytes = max(self.peak_bytes, self._memory_bytes)
 
 
 def _resident_bytes(roots: list[int]) -> int:

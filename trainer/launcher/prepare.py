@@ -1,8 +1,7 @@
-"""Prepare the run directory before any role starts.
+"""Prepare the run directory before any role starts; composer_prime/run/check_run_dir.py has the rules.
 
-new run      the folder must be missing or empty, or run.overwrite empties it (only if it is a run directory)
---resume     continues from the newest complete checkpoint; a run that crashed before its first one starts over and
-             keeps what was paid for: answers of endpoints, teachers' pairs and votes, and their costs
+A run that crashed before its first checkpoint starts over and keeps what was paid for: answers of endpoints, teachers'
+pairs and votes, and their costs.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ def _resume(run_dir: RunDir, changes: list[str]) -> tuple[int, list[str]]:
                 path.unlink()
         return steps[-1], [f"resuming after step {steps[-1]}", *changes]
     _empty(run_dir, keep=_KEPT_ON_RESTART)
-    kept = "keys, logs and what was paid for"
-    return 0, [f"no complete checkpoint yet: starting over from step 0 ({kept} are kept)", *changes]
+    note = "no complete checkpoint yet: starting over from step 0 (keys, logs and what was paid for are kept)"
+    return 0, [note, *changes]
 
 
 def _empty(run_dir: RunDir, *, keep: set[str]) -> None:

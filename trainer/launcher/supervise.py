@@ -208,7 +208,10 @@ class Supervisor:
 
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> None:
         """End every process of the run. As soon as `hurry()` is true, kill what is left."""
-        descendants = self._descendants()
+        descendants = []  # they may leave their sessions, and the mark is hidden from us on macOS
+        for child in self.children:
+            with suppress(psutil.Error):
+                descendants += psutil.Process(child.process.pid).children(recursive=True) if child.running else []
         for kind in _STOP_ORDER:
             self._stop_kind(kind, hurry)
         leftovers = {process.pid: process for process in [*descendants, *self.guard.members()]}
@@ -216,14 +219,6 @@ class Supervisor:
             [each for each in leftovers.values() if each.is_running()],
             0 if hurry() else min(self.config.run.stop_grace_s, 2),
         )
-
-    def _descendants(self) -> list[psutil.Process]:
-        """Return what the children started: it may leave their sessions, and the mark is hidden from us on macOS."""
-        descendants = []
-        for child in self.children:
-            with suppress(psutil.Error):
-                descendants += psutil.Process(child.process.pid).children(recursive=True) if child.running else []
-        return descendants
 
     def _stop_kind(self, kind: Kind, hurry: Callable[[], bool]) -> None:
         group = [child for child in self.children if child.role.kind == kind and child.running]

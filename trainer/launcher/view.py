@@ -104,9 +104,6 @@ class PlainView:
                 self.event(f"eval after step {step}: {eval_text(figures)}")
         if fresh:
             self._show_waits_at, self._waits_shown = time.time() + NEXT_WAIT_S, {}
-        self._waits(progress)
-
-    def _waits(self, progress: RunProgress) -> None:
         now = time.time()
         due = now >= self._show_waits_at
         for role, waiting in progress.waiting.items():

@@ -129,7 +129,6 @@ def _check(key: str, value: float) -> str:
 def _parse(lines: list[str]) -> dict[str, float]:
     """Return the sides whose lines are whole."""
     values: dict[str, float] = {}
-    damaged = 0
     for line in lines:
         try:
             entry = json.loads(line)
@@ -138,8 +137,7 @@ def _parse(lines: list[str]) -> dict[str, float]:
                 raise ValueError(line)
             values[key] = value
         except (ValueError, KeyError, TypeError):
-            damaged += 1
-    if damaged:
-        text = pluralize(damaged, "damaged line")
-        logger.warning("%s of cached reference log-probabilities: computed again", text)
+            continue
+    if damaged := len(lines) - len(values):
+        logger.warning("%s of cached reference log-probabilities: computed again", pluralize(damaged, "damaged line"))
     return values

@@ -1,9 +1,5 @@
 """What a step reads under other weights before it trains: the self-teacher's states, reference log-probabilities.
 
-    frozen start weights    reference of the KL penalty | teacher (frozen, trust_region) | pairs not in the cache
-    moving averages         reference of the KL penalty | teacher (ema)
-    the policy's weights    teacher (live), where a pass of its own is cheaper than the row (`teachers_in_row`)
-
 Teachers (SDPO, arXiv 2601.20802, and its code). `live` is the policy itself. `ema` follows it: theta_T += rate *
 (theta - theta_T) after each step. `frozen` is the start. `trust_region` mixes logits: (1 - mix) * frozen + mix * live.
 Which weights read the teacher's documents, and with what share of the teacher's logits:
@@ -14,17 +10,14 @@ Which weights read the teacher's documents, and with what share of the teacher's
     frozen           frozen            1           no
     trust_region     frozen            1 - mix     apart                    mix
 
+The frozen weights, or an average of their own, are also the reference of the KL penalty. The frozen ones score pairs.
 Each set of weights takes the policy's place once a step. Its results are [D, H] and [T], detached. Every pass gathers
 parameters from all ranks, so the ranks first agree on what is read.
 
-Where a live teacher's documents are read is the cheaper of two ways, counted in FLOPs from the batch: products with the
-blocks' weights by token, attention by pair of positions.
+A live teacher's documents are read where it costs fewer FLOPs (`teachers_in_row`):
 
     in the row    what they add to the samples' trees, forward and backward: their gradients are 0, but are computed
     apart         all of their trees, forward only: contexts that the samples hold are computed again
-
-So a long context with a short turn is read in the row, a short one apart. The output layer sees the same rows either
-way. Not counted: a pass of its own gathers sharded parameters once more, and starts more kernels.
 
 No second model is built. A set of weights is exchanged with the policy's shards; a forward pass gathers it as it would
 the policy's; then the exchange is undone to the last bit. No backward pass may be under way meanwhile.
@@ -138,7 +131,7 @@ class SelfTeacher:
     def start_anew(self) -> None:
         """Begin the averages at the policy's present weights: their past is another model's."""
         for average in self._averages.values():
-            average.reset()
+            average.follow(1.0)
 
     def averages(self) -> dict[str, dict[str, Tensor]]:
         """Return the moving averages by name, for the checkpoint; loading writes into these tensors."""
@@ -147,7 +140,7 @@ class SelfTeacher:
     def begin(self, name: str) -> None:
         """Begin the average `name`, which the checkpoint lacks, at the policy's present weights."""
         logger.info("the checkpoint holds no moving average for the %s: it starts from the policy's weights", name)
-        self._averages[name].reset()
+        self._averages[name].follow(1.0)
 
     def _taught(self, rows: Sequence[PackedRow]) -> list[bool]:
         """Return for each row whether any rank has teacher documents apart from it."""
@@ -250,13 +243,9 @@ class WeightSnapshot:
 
     @torch.no_grad()
     def follow(self, rate: float) -> None:
-        """Move by `rate` of the way towards the parameters: the moving average of one step."""
+        """Move by `rate` of the way towards the parameters, which is the moving average of a step; 1 takes them."""
         for name, parameter in _trained(self._module):
             _local(self.values[name]).lerp_(_local(parameter), rate)
-
-    def reset(self) -> None:
-        """Take the parameters' values."""
-        self.follow(1.0)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
