@@ -84,13 +84,9 @@ class ModelServer:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        app.add_routes(
-            [
-                web.post("/v1/chat/completions", _answering(self._chat)),
-                web.post("/v1/score", _answering(self._score)),
-                web.get("/v1/models", _answering(self._models)),
-            ]
-        )
+        app.router.add_post("/v1/chat/completions", _answering(self._chat))
+        app.router.add_post("/v1/score", _answering(self._score))
+        app.router.add_get("/v1/models", _answering(self._models))
         return app
 
     async def _chat(self, request: web.Request) -> dict[str, Any]:
@@ -105,8 +101,7 @@ class ModelServer:
             stop_token_ids=[served.tokenizer.eos_token_id],
         )
         done = await served.engine.generate(request_id, prompt, sampling, request_id)
-        text = served.tokenizer.decode(done.token_ids, skip_special_tokens=True)
-        message = _message(text)
+        message = _message(served.tokenizer.decode(done.token_ids, skip_special_tokens=True))
         finish = "tool_calls" if message.get("tool_calls") and done.finish_reason == "stop" else done.finish_reason
         count = len(done.token_ids)
         return {
@@ -173,27 +168,30 @@ async def _load(name: str, config: InferenceConfig) -> _Served:
 
 def _message(text: str) -> dict[str, Any]:
     """Return the answer in OpenAI's form. A broken call stays in the text."""
-    text = _THINK.sub("", text)
-    calls = [(block, read_tool_call(block[1])) for block in TOOL_CALL.finditer(text)]
-    found = [call for _, call in calls if call is not None]
-    content = text
-    for block, call in calls:
-        content = content.replace(block[0], "") if call is not None else content
+    calls = []
+
+    def take(block: re.Match[str]) -> str:
+        if (call := read_tool_call(block[1])) is None:
+            return block[0]
+        calls.append(call)
+        return ""
+
+    content = TOOL_CALL.sub(take, _THINK.sub("", text))
     message: dict[str, Any] = {"role": "assistant", "content": content.strip() or None}
-    if found:
+    if calls:
         message["tool_calls"] = [
             {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-            for index, (name, arguments) in enumerate(found)
+            for index, (name, arguments) in enumerate(calls)
         ]
     return message
 
 
 def _with_content(message: dict[str, Any]) -> dict[str, Any]:
     """Return the message as templates need it: they print None, and they expect arguments as objects."""
-    filled = message if message.get("content") is not None else {**message, "content": ""}
-    if not message.get("tool_calls"):
-        return filled
-    return {**filled, "tool_calls": [_decoded(call) for call in message["tool_calls"]]}
+    filled = {**message, "content": message.get("content") or ""}
+    if message.get("tool_calls"):
+        filled["tool_calls"] = [_decoded(call) for call in message["tool_calls"]]
+    return filled
 
 
 def _decoded(call: dict[str, Any]) -> dict[str, Any]:

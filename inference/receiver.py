@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -83,10 +84,12 @@ class Receiver:
         if signed == self.installed:
             return
         manifest = open_signed(signed, Ed25519PublicKey.from_public_bytes(verify_key), run_id=run_id)
-        if self.installed is None and manifest.version == self._engine.version and await self._matches(manifest):
-            logger.info("weights v%d are those of %s: nothing to load", manifest.version, self._folder)
-            self.installed = signed
-            return
+        if self.installed is None and manifest.version == self._engine.version:
+            with suppress(CanaryError):
+                await self._prove(manifest)
+                logger.info("weights v%d are those of %s: nothing to load", manifest.version, self._folder)
+                self.installed = signed
+                return
         start = time.monotonic()
         tensors = await self._fetch(manifest)
         pulled = time.monotonic()
@@ -100,14 +103,6 @@ class Receiver:
             time.monotonic() - pulled,
             self.canary_error or 0.0,
         )
-
-    async def _matches(self, manifest: Manifest) -> bool:
-        """Return whether the engine's weights give the canary's logprobs."""
-        try:
-            await self._prove(manifest)
-        except CanaryError:
-            return False
-        return True
 
     # -- pull ----------------------------------------------------------------------------------------------------
 
@@ -164,15 +159,12 @@ class Receiver:
                 await self._prove(manifest)
             except ComposerError:  # An engine that gives no scores proves nothing.
                 self.rollbacks += 1
-                await self._engine.load_weights(self.version, await self._previous())
+                if self._good is None:
+                    self._good = await asyncio.to_thread(_folder_tensors, self._folder)
+                await self._engine.load_weights(self.version, self._good)
                 raise
         finally:
             self.settled.set()
-
-    async def _previous(self) -> Mapping[str, torch.Tensor]:
-        if self._good is None:
-            self._good = await asyncio.to_thread(_folder_tensors, self._folder)
-        return self._good
 
     async def _prove(self, manifest: Manifest) -> None:
         """Score the canary with the engine. Raises CanaryError when it is off by more than the tolerance."""

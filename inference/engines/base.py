@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from composer_prime.config.inference import InferenceConfig
+from composer_prime.errors import BadRequestError, ContextOverflowError, WeightError
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
 
@@ -90,3 +91,30 @@ def build_engine(inference: InferenceConfig, model_folder: Path, max_context: in
     else:
         from inference.engines.local.engine import LocalEngine as Chosen
     return Chosen(model_folder, inference, max_context)
+
+
+def check_prompt(token_ids: list[int], *, vocab: int, max_context: int, new_tokens: int = 1) -> None:
+    """Raises BadRequestError for no ids or unknown ones, ContextOverflowError without room for `new_tokens` more."""
+    if not token_ids:
+        raise BadRequestError("the prompt is empty: send at least one token")
+    if len(token_ids) + new_tokens > max_context:
+        raise ContextOverflowError(
+            f"Prompt length ({len(token_ids)}) exceeds maximum context length ({max_context}) less {new_tokens} for "
+            "the completion: shorten the prompt or raise model.max_context"
+        )
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab:
+        raise BadRequestError(
+            f"token ids span {low}..{high}, the model's vocabulary is 0..{vocab - 1}: "
+            "check that the tokenizer belongs to model.path"
+        )
+
+
+def refuse_misfits(**faults: list[str]) -> None:
+    """Raises WeightError naming the tensors, such as `missing=[...]`, when there are any."""
+    faulty = [f"{kind}: {', '.join(names[:5])} ({len(names)} in all)" for kind, names in faults.items() if names]
+    if faulty:
+        raise WeightError(
+            "the new weights do not fit the model in use (" + "; ".join(faulty) + "); check that node and trainer use "
+            "the same model.path"
+        )

@@ -143,7 +143,7 @@ def _decode_inputs(
 
     The query heads of one KV head become rows of one query, so that each cached key is read once.
     """
-    keys, values = plan.cache.layer(module.layer_idx)
+    keys, values = plan.cache.layers[module.layer_idx]
     heads, size, kv_heads = query.shape[0], query.shape[2], keys.shape[0]
     rows, slots = slice(group.row, group.row + group.count), slice(group.slot, group.slot + group.count)
     columns = slice(group.first, group.columns)
@@ -173,7 +173,7 @@ def _decode_families(
         part, lse = flash(grouped, keys, values, attn_mask=mask, scale=scaling)
         rows = slice(group.row, group.row + group.count)
         out[rows], tail_lse[rows] = _rows(part), _rows(lse)
-    keys, values = plan.cache.layer(module.layer_idx)
+    keys, values = plan.cache.layers[module.layer_idx]
     kv_heads, size = keys.shape[0], query.shape[2]
     family_query = query.index_select(1, plan.members).reshape(kv_heads, -1, len(plan.members), size).transpose(1, 2)
     parts, part_lses, first = [], [], 0
@@ -208,7 +208,7 @@ def _prefill(
             query[None], key[None], value[None], is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
         )[0]
     if segment.start > 0:
-        keys, values = plan.cache.layer(module.layer_idx)
+        keys, values = plan.cache.layers[module.layer_idx]
         end = segment.start + count
         key, value = keys[:, segment.slot, :end], values[:, segment.slot, :end]
     repeat = heads // kv_heads

@@ -219,7 +219,7 @@ class Computer:
         places = torch.arange(2, device=self._device)
         probe = StepPlan(cache=self._cache, segments=[Segment(0, 2, 0, 0)], places=places)
         self._forward(torch.zeros(1, 2, dtype=torch.int64, device=self._device), torch.arange(2)[None], probe, None)
-        check_supported(self._model, self._cache.num_layers)
+        check_supported(self._model, len(self._cache.layers))
         self._share = self._device.type == "cpu" and not self._cache.windowed and self._config.local.prefix_cache
         capacity = self._capacity()
         self._cache.limit(capacity, self._context)

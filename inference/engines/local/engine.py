@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.errors import BadRequestError, ContextOverflowError, EngineError
+from composer_prime.errors import BadRequestError, EngineError
 from composer_prime.wire.node import Sampling
-from inference.engines.base import EngineCompletion, EngineStats
+from inference.engines.base import EngineCompletion, EngineStats, check_prompt
 from inference.engines.local.compute import Computer, EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -75,34 +75,17 @@ class LocalEngine:
             del self._active[request_id]
 
     def _request(self, request_id: str, prompt_ids: list[int], sampling: Sampling, session: str) -> EngineRequest:
-        prompt = self._checked_ids(prompt_ids)
-        if len(prompt) >= self._context:
-            raise ContextOverflowError(
-                f"Prompt length ({len(prompt)}) exceeds maximum context length ({self._context}): "
-                "no room is left for a token"
-            )
+        check_prompt(prompt_ids, vocab=self._serving().vocab, max_context=self._context)
         _check_sampling(sampling)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1)
         return EngineRequest(
             request_id=request_id,
             session=session,
-            prompt=prompt,
+            prompt=np.array(prompt_ids, dtype=np.int32),
             sampling=sampling,
-            limit=min(self._context, len(prompt) + sampling.max_tokens),
+            limit=min(self._context, len(prompt_ids) + sampling.max_tokens),
             seed=seed,
         )
-
-    def _checked_ids(self, token_ids: list[int]) -> np.ndarray:
-        """int32 [T]."""
-        if not token_ids:
-            raise BadRequestError("the prompt is empty: send at least one token")
-        ids, vocab = np.asarray(token_ids, dtype=np.int64), self._serving().vocab
-        if ids.min() < 0 or ids.max() >= vocab:
-            raise BadRequestError(
-                f"token ids span {ids.min()}..{ids.max()}, the model's vocabulary is 0..{vocab - 1}: "
-                "check that the tokenizer belongs to model.path"
-            )
-        return ids.astype(np.int32)
 
     async def cancel(self, request_id: str) -> None:
         if request_id in self._active:
@@ -116,11 +99,9 @@ class LocalEngine:
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """Raises BadRequestError or ContextOverflowError."""
-        ids = self._checked_ids(token_ids)
-        if len(ids) > self._context:
-            raise ContextOverflowError(f"{len(ids)} tokens to score exceed the context length ({self._context})")
         computer = self._serving()
-        return await computer.submit(computer.score, ids.tolist())
+        check_prompt(token_ids, vocab=computer.vocab, max_context=self._context, new_tokens=0)
+        return await computer.submit(computer.score, token_ids)
 
     async def drain(self) -> None:
         self._draining = True
@@ -150,15 +131,11 @@ class LocalEngine:
             logger.info("closed while the model was loading")
             return
         ended, _ = await asyncio.wait([self._computer.ended], timeout=_CLOSE_S)
-        if not ended:
-            self._abandon()
-
-    def _abandon(self) -> None:
-        """Leave a compute thread that hangs in a step. It is a daemon and ends with the process."""
-        logger.error("the compute thread does not end within %g s: it is left behind", _CLOSE_S)
-        for future in self._active.values():
-            if not future.done():
-                future.set_exception(EngineError("the local engine is closed; its compute thread hangs"))
+        if not ended:  # It hangs in a step. It is a daemon and ends with the process.
+            logger.error("the compute thread does not end within %g s: it is left behind", _CLOSE_S)
+            for future in self._active.values():
+                if not future.done():
+                    future.set_exception(EngineError("the local engine is closed; its compute thread hangs"))
 
     def _serving(self) -> Computer:
         if self._computer is None or not self._computer.ready.done():

@@ -25,22 +25,19 @@ class KvCache:
         self.windowed = False
         """Whether some layer attends to a sliding window only."""
         self._limits = (1 << 62, 1 << 62)
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Keys and values of each layer, [heads, slots, columns, head size]."""
 
     def limit(self, slots: int, columns: int) -> None:
         """Bound growth to this many slots and columns. On a CPU, reserve the address space at once."""
         self._limits = (slots, columns)
-        if all(keys.device.type == "cpu" for keys, _ in self._layers.values()):
+        if all(keys.device.type == "cpu" for keys, _ in self.layers.values()):
             self.reserve(slots, columns)
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._layers)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token over all layers; known after the first forward pass."""
-        tensors = [tensor for pair in self._layers.values() for tensor in pair]
+        tensors = [tensor for pair in self.layers.values() for tensor in pair]
         return sum(tensor.shape[0] * tensor.shape[3] * tensor.element_size() for tensor in tensors)
 
     def reserve(self, slots: int, columns: int) -> None:
@@ -49,8 +46,8 @@ class KvCache:
             return
         self.slots = max(self.slots, min(_grown(self.slots, slots, step=8), self._limits[0]))
         self.columns = max(self.columns, min(_grown(self.columns, columns, step=_COLUMNS_STEP), self._limits[1]))
-        for layer, (keys, values) in self._layers.items():
-            self._layers[layer] = (self._enlarged(keys), self._enlarged(values))
+        for layer, (keys, values) in self.layers.items():
+            self.layers[layer] = (self._enlarged(keys), self._enlarged(values))
 
     def _enlarged(self, old: torch.Tensor) -> torch.Tensor:
         heads, slots, columns, size = old.shape
@@ -58,27 +55,20 @@ class KvCache:
         new[:, :slots, :columns] = old
         return new
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, [heads, slots, columns, head size]."""
-        return self._layers[index]
-
     def write(self, index: int, key: torch.Tensor, value: torch.Tensor, places: torch.Tensor) -> None:
         """Store `key`, `value` [heads, N, head size] at flat `places` [N] (slot * columns + position)."""
-        if index not in self._layers:
-            self._layers[index] = (self._empty_like(key), self._empty_like(value))
-        keys, values = self._layers[index]
+        if index not in self.layers:
+            shape = (key.shape[0], self.slots, self.columns)
+            self.layers[index] = (_zeros((*shape, key.shape[2]), key), _zeros((*shape, value.shape[2]), value))
+        keys, values = self.layers[index]
         if keys.shape[0] != key.shape[0] or keys.shape[3] != key.shape[2]:
             raise EngineError(f"layer {index} changed its KV shape; the local engine cannot serve this model")
         keys.view(key.shape[0], -1, key.shape[2]).index_copy_(1, places, key)
         values.view(value.shape[0], -1, value.shape[2]).index_copy_(1, places, value)
 
-    def _empty_like(self, new: torch.Tensor) -> torch.Tensor:
-        heads, _, size = new.shape
-        return _zeros((heads, self.slots, self.columns, size), new)
-
     def copy(self, source: int, target: int, count: int) -> None:
         """Copy the first `count` columns of one slot to another: a shared prefix, or a move."""
-        for pair in self._layers.values():
+        for pair in self.layers.values():
             for tensor in pair:
                 tensor[:, target, :count] = tensor[:, source, :count]
 

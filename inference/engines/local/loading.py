@@ -11,6 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ConfigError, EngineError, ModelNotFoundError, WeightError
+from inference.engines.base import refuse_misfits
 from inference.engines.local.attention import IMPLEMENTATION
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -75,7 +76,7 @@ def swap_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) ->
         names_by_parameter.setdefault(parameter, []).append(name)
     persistent = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
     targets = {name: parameter for parameter, names in names_by_parameter.items() for name in names} | persistent
-    _refuse(
+    refuse_misfits(
         missing=[names[0] for names in names_by_parameter.values() if not any(name in tensors for name in names)],
         unexpected=[name for name in tensors if name not in targets],
         misshapen=[
@@ -90,15 +91,6 @@ def swap_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) ->
             raise WeightError(f"the model ties {present}, but the new weights differ between them")
     for name, tensor in tensors.items():
         targets[name].copy_(tensor)
-
-
-def _refuse(**faults: list[str]) -> None:
-    faulty = [f"{kind}: {', '.join(names[:5])} ({len(names)} in all)" for kind, names in faults.items() if names]
-    if faulty:
-        raise WeightError(
-            "the new weights do not fit the model in use (" + "; ".join(faulty) + "); check that node and trainer use "
-            "the same model.path"
-        )
 
 
 def check_context(model: PreTrainedModel, max_context: int) -> None:

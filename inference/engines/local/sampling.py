@@ -91,12 +91,8 @@ def _narrowed(logits: torch.Tensor, rows: SamplingRows, chosen: np.ndarray) -> t
 
 def _top_k(logits: torch.Tensor, top_k: np.ndarray) -> torch.Tensor:
     """Keep each row's `top_k` [R] largest logits."""
-    off = top_k >= logits.shape[1]
-    widest = int(top_k[~off].max())
-    largest = logits.topk(widest, dim=-1).values
-    kth = torch.from_numpy(np.minimum(top_k, widest) - 1).to(logits.device)[:, None]
-    floor = largest.gather(-1, kth)
-    floor[torch.from_numpy(off).to(logits.device)] = float("-inf")
+    largest = logits.topk(int(top_k.max()), dim=-1).values
+    floor = largest.gather(-1, torch.from_numpy(top_k - 1).to(logits.device)[:, None])
     return logits.masked_fill(logits < floor, float("-inf"))
 
 

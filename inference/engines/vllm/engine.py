@@ -10,32 +10,30 @@ import asyncio
 import importlib.util
 import itertools
 import json
+import socket
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.errors import (
-    BadRequestError,
-    ContextOverflowError,
-    DeadlineError,
-    EngineError,
-    WeightError,
-    WireError,
-)
+from composer_prime.errors import BadRequestError, DeadlineError, EngineError, WireError
 from composer_prime.model_source import check_model_folder, tensor_shapes
+from composer_prime.run.process import child_options, exit_text, last_words, stop
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.node import Sampling
-from inference.engines.base import EngineCompletion, EngineStats
+from inference.engines.base import EngineCompletion, EngineStats, check_prompt, refuse_misfits
 from inference.engines.vllm import messages
-from inference.engines.vllm.child import VllmProcess
 
 if TYPE_CHECKING:
     import torch
+
+_EXIT_GRACE_S = 5.0
 
 
 class VllmEngine:
@@ -101,7 +99,7 @@ class VllmEngine:
             raise self._failure
         if self._draining:
             raise EngineError("this engine is draining: send the request to another node")
-        self._check_prompt(prompt_ids)
+        check_prompt(prompt_ids, vocab=self._vocab, max_context=self._max_context)
         if request_id in self._generating:
             raise BadRequestError(f"request id {request_id!r} is in use: give each request its own")
         room = self._max_context - len(prompt_ids)
@@ -138,7 +136,16 @@ class VllmEngine:
         """
         if self._failure is not None or self._private is None:
             raise self._failure or EngineError("the vLLM engine is closed")
-        self._check_weights(version, tensors)
+        optional = {"lm_head.weight"} if self._tied else set()
+        refuse_misfits(
+            missing=sorted(self._shapes.keys() - tensors.keys() - optional),
+            unexpected=sorted(tensors.keys() - self._shapes.keys() - optional),
+            misshapen=[
+                f"{name} {tuple(tensor.shape)} instead of {self._shapes[name]}"
+                for name, tensor in tensors.items()
+                if name in self._shapes and tuple(tensor.shape) != self._shapes[name]
+            ],
+        )
         path = self._private.path / f"v{version}.safetensors"
         try:
             await asyncio.to_thread(_save, tensors, path)
@@ -153,14 +160,13 @@ class VllmEngine:
         """See Engine. Raises DeadlineError after inference.vllm.swap_timeout_s."""
         if self._failure is not None:
             raise self._failure
-        self._check_prompt(token_ids)
+        check_prompt(token_ids, vocab=self._vocab, max_context=self._max_context)
         message = messages.VllmScore(call=next(self._numbers), token_ids=token_ids)
         limit = self._inference.vllm.swap_timeout_s
         done = await self._within(self._call(message), limit, "vLLM to score (inference.vllm.swap_timeout_s)")
         return done.logprobs
 
     async def drain(self) -> None:
-        """See Engine."""
         self._draining = True
         while self._generating:
             waiting = [self._waiting[number] for number in self._generating.values() if number in self._waiting]
@@ -261,38 +267,76 @@ class VllmEngine:
                 future.set_exception(error)
                 future.exception()  # Mark it retrieved: a cancelled waiter must leave no warning.
 
-    def _check_prompt(self, prompt_ids: list[int]) -> None:
-        if not prompt_ids:
-            raise BadRequestError("the prompt is empty: give at least one token")
-        if len(prompt_ids) >= self._max_context:
-            raise ContextOverflowError(
-                f"the prompt has {len(prompt_ids)} tokens and model.max_context is {self._max_context}: no room for a "
-                "token; shorten the prompt or raise model.max_context"
-            )
-        low, high = min(prompt_ids), max(prompt_ids)
-        if low < 0 or high >= self._vocab:
-            raise BadRequestError(f"token id {low if low < 0 else high} is outside the vocabulary of {self._vocab}")
-
-    def _check_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        optional = {"lm_head.weight"} if self._tied else set()
-        missing = self._shapes.keys() - tensors.keys() - optional
-        unexpected = tensors.keys() - self._shapes.keys() - optional
-        misshapen = [
-            f"{name} {tuple(tensor.shape)} instead of {self._shapes[name]}"
-            for name, tensor in tensors.items()
-            if name in self._shapes and tuple(tensor.shape) != self._shapes[name]
-        ]
-        faults = {"missing": sorted(missing), "unexpected": sorted(unexpected), "misshapen": misshapen}
-        differences = "; ".join(f"{kind}: {', '.join(names[:3])}" for kind, names in faults.items() if names)
-        if differences:
-            raise WeightError(
-                f"weights v{version} are not those of {self._folder} ({differences}); v{self.version} stays in use: "
-                "check that the trainer started from the same model"
-            )
-
 
 def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     # safetensors refuses views that share memory (a tied head) or are not contiguous.
     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmProcess:
+    """A running child: `receive`, `send`, `stop`."""
+
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    log: Path
+
+    @classmethod
+    async def spawn(cls, config: InferenceConfig, log: Path) -> VllmProcess:
+        """Start the child. It ends itself when our end of the socket pair closes, also when this process is killed."""
+        ours, theirs = socket.socketpair()
+        with theirs, log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "inference.engines.vllm.server", str(theirs.fileno())),
+                stdout=output,
+                stderr=output,
+                **child_options(_environment(config), pass_fds=[theirs.fileno()]),
+            )
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        return cls(process, reader, writer, log)
+
+    def send(self, message: messages.ToChild) -> None:
+        self.writer.write(messages.frame(message))
+
+    async def receive(self) -> messages.FromChild:
+        """Return the next message. Raises EOFError when the child has closed its end, WireError for a bad message."""
+        (length,) = messages.LENGTH.unpack(await self.reader.readexactly(messages.LENGTH.size))
+        if length > messages.MAX_BYTES:
+            raise WireError(f"vLLM's process announces a message of {length} bytes, at most {messages.MAX_BYTES}")
+        body = await self.reader.readexactly(length)
+        try:
+            return messages.from_child(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError(f"vLLM's process sent {length} bytes that are no message ({error})") from None
+
+    async def end_report(self) -> str:
+        """Describe how the child ended, with the last lines of its log."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), _EXIT_GRACE_S)
+        status = self.process.returncode
+        how = "closed its link" if status is None else exit_text(status)
+        return f"vLLM {how}; the last lines of {self.log}:\n{last_words(self.log)}"
+
+    async def stop(self) -> None:
+        """Close the link, wait a little for an orderly end, then kill what is left of the child's session.
+
+        The session outlives its leader where vLLM has worker processes (tensor parallelism).
+        """
+        self.writer.close()
+        await stop(self.process, _EXIT_GRACE_S, request=False)
+
+
+def _environment(config: InferenceConfig) -> dict[str, str]:
+    """Keep vLLM in one process, offline and unbound from cores."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(config.threads),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from composer_prime.config.inference import InferenceConfig
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
 
@@ -28,9 +27,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     max_context: int
     inference: str
     """The [inference] section as JSON."""
-
-    def config(self) -> InferenceConfig:
-        return InferenceConfig.model_validate_json(self.inference)
 
 
 class VllmGenerate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
@@ -60,7 +56,7 @@ class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    device: str
+    """vLLM serves."""
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True, tag="broken"):
@@ -88,8 +84,6 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
     call: int
-    seconds: float
-    """How long sampling stood still."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

