@@ -93,10 +93,8 @@ class CostForecast:
     """USD of a whole replay, from the lengths and families of a sample of its states."""
 
     states: int
-    state_usd: float
-    """Two votes on one state, from the cheapest two families that may judge it, with answers of mean length."""
     low_usd: float
-    """`state_usd` for each state."""
+    """Two votes on each state, from the cheapest two families that may judge it, with answers of mean length."""
     high_usd: float
     """Votes of all voters on each state, the dearest that may judge it, with answers of max_tokens. At most the cap."""
 
@@ -122,7 +120,7 @@ def forecast_cost(config: Config, states_file: Path | None = None) -> CostForeca
     costs = [_state_usd(teachers, priced, _family(line, teachers), len(line) / BYTES_PER_TOKEN) for line in lines]
     low, high = (sum(each) / len(lines) for each in zip(*costs, strict=True)) if lines else (0.0, 0.0)
     cap = teachers.budget.usd_per_run
-    return CostForecast(states=states, state_usd=low, low_usd=min(states * low, cap), high_usd=min(states * high, cap))
+    return CostForecast(states=states, low_usd=min(states * low, cap), high_usd=min(states * high, cap))
 
 
 def cost_with_cap(config: Config, forecast: CostForecast | None) -> str:
