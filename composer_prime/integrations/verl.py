@@ -37,7 +37,15 @@ def register(name: str, policy: PolicyConfig) -> Callable[..., tuple[Tensor, dic
 
     Raises ConfigError for settings that verl's interface has no data for.
     """
-    _check(name, policy)
+    refused = {
+        "denominator = micro_batch (bnpo)": policy.denominator == "micro_batch",
+        "kl.weight > 0 (use actor.use_kl_loss)": policy.kl.weight > 0,
+        "entropy_weight > 0 (use actor.entropy_coeff)": policy.entropy_weight > 0,
+        "entropy_floor > 0": policy.entropy_floor > 0,
+    }
+    for setting, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"policy loss {name!r} has {setting}: verl's interface does not provide what it needs")
 
     def loss(
         old_log_prob: Tensor,
@@ -63,18 +71,6 @@ def register(name: str, policy: PolicyConfig) -> Callable[..., tuple[Tensor, dic
         return share * ranks, {f"actor/{key.removeprefix('policy/')}": value for key, value in metrics.items()}
 
     return register_policy_loss(name)(loss)
-
-
-def _check(name: str, policy: PolicyConfig) -> None:
-    refused = {
-        "denominator = micro_batch (bnpo)": policy.denominator == "micro_batch",
-        "kl.weight > 0 (use actor.use_kl_loss)": policy.kl.weight > 0,
-        "entropy_weight > 0 (use actor.entropy_coeff)": policy.entropy_weight > 0,
-        "entropy_floor > 0": policy.entropy_floor > 0,
-    }
-    for setting, is_set in refused.items():
-        if is_set:
-            raise ConfigError(f"policy loss {name!r} has {setting}: verl's interface does not provide what it needs")
 
 
 for _objective in OBJECTIVES:

@@ -12,12 +12,14 @@ import contextlib
 import importlib
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from composer_prime.config import Config
 from composer_prime.errors import ConfigError
+from composer_prime.monitor.metrics_file import Line
+from composer_prime.monitor.progress import numeric_field
 
 Numbers = dict[str, float]
 Tracker = tuple[Callable[[int, Numbers], object], Callable[[], object]]
@@ -113,14 +115,14 @@ def start_trackers(config: Config, folder: Path, warn: Callable[[str], None]) ->
     ]
 
 
-def numbers_of(line: Mapping[str, Any]) -> Numbers:
+def numbers_of(line: Line) -> Numbers:
     """Return the numeric fields of a metrics line. The trainer's keep their names; others get their role's prefix."""
     role = str(line.get("role", ""))
     prefix = "" if role.startswith("trainer") else f"{role}/"
     return {
-        prefix + name: float(value)
-        for name, value in line.items()
-        if name not in ("step", "time") and isinstance(value, int | float) and not isinstance(value, bool)
+        prefix + name: value
+        for name in line
+        if name not in ("step", "time") and (value := numeric_field(line, name)) is not None
     }
 
 

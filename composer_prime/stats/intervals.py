@@ -33,19 +33,16 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0
 
 
-def bootstrap_interval(
-    values: Sequence[float],
-    *,
-    clusters: Sequence[str] | None = None,
-    level: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> tuple[float, float] | None:
-    """Return the percentile bootstrap interval of the mean of unbounded `values`, such as costs or seconds.
+_BOUNDS = ((1 - 0.95) / 2, (1 + 0.95) / 2)
+"""Quantiles of an interval of level 95 %."""
+
+
+def bootstrap_interval(values: Sequence[float], *, clusters: Sequence[str] | None = None) -> tuple[float, float] | None:
+    """Return the 95 % percentile bootstrap interval of the mean of unbounded `values`, such as costs or seconds.
 
     `clusters` ([values]) names the cluster of each value. Values of one cluster are alike, as the steps of a trace are,
     so whole clusters are drawn (Davison and Hinkley 1997, 3.8). None for fewer than two values or clusters. The same
-    values and seed give the same interval.
+    values give the same interval.
     """
     sums = np.asarray(values, dtype=np.float64)
     counts = np.ones(len(sums))
@@ -54,23 +51,21 @@ def bootstrap_interval(
         sums, counts = np.bincount(places, weights=sums), np.bincount(places).astype(np.float64)
     if len(sums) < 2:
         return None
-    drawn = np.random.default_rng(seed).integers(0, len(sums), size=(resamples, len(sums)))
+    drawn = np.random.default_rng(0).integers(0, len(sums), size=(2000, len(sums)))
     means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(means, _BOUNDS)
     return float(low), float(high)
 
 
-def bounded_interval(
-    values: Sequence[float], *, least: float, most: float, level: float = 0.95, draws: int = 4000, seed: int = 0
-) -> tuple[float, float] | None:
-    """Return the interval of the mean of `values` between `least` and `most`, one value per randomly drawn task.
+def bounded_interval(values: Sequence[float], *, least: float, most: float) -> tuple[float, float] | None:
+    """Return the 95 % interval of the mean of `values` between `least` and `most`, one value per randomly drawn task.
 
     This is the Bayesian bootstrap (Rubin 1981) with half an extra observation at each bound. For values only at the
     bounds, such as passes and failures, it is the Jeffreys interval of a proportion (Brown, Cai and DasGupta 2001),
     which about keeps its level down to few tasks and to means of 0 and 1. Resampling the values alone does not: for
     tasks with equal values it gives an interval without width. The mean is always inside.
 
-    None for fewer than two values. The same values and seed give the same interval. Raises ValueError for values
+    None for fewer than two values. The same values give the same interval. Raises ValueError for values
     outside the bounds.
     """
     if len(values) < 2:
@@ -80,8 +75,8 @@ def bounded_interval(
         raise ValueError(f"values from {data.min():g} to {data.max():g} are not between {least:g} and {most:g}")
     points, counts = np.unique(np.concatenate([data, [least, most]]), return_counts=True)
     counts = counts - 0.5 * ((points == least) | (points == most))
-    weights = np.random.default_rng(seed).standard_gamma(counts, size=(draws, len(points)))
-    low, high = np.quantile(weights @ points / weights.sum(axis=1), [(1 - level) / 2, (1 + level) / 2])
+    weights = np.random.default_rng(0).standard_gamma(counts, size=(4000, len(points)))
+    low, high = np.quantile(weights @ points / weights.sum(axis=1), _BOUNDS)
     mean = float(data.mean())
     # Sums are rounded: the mean of values at a bound may come out beyond it.
     return max(min(float(low), mean), least), min(max(float(high), mean), most)

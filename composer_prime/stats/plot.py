@@ -15,7 +15,6 @@ from composer_prime.stats.intervals import Interval
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLORS = ("#1b6ca8", "#c1440e", "#3a7d44", "#7b4b94", "#a67c00", "#44546a", "#b0306a", "#008080")
 _MARK = "drawn by composer-prime"
 """In the first bytes of every chart, so that a chart of ours may be replaced and another file is left alone."""
 _MEAN_STEPS = 10
@@ -72,9 +71,8 @@ def line_chart(title: str, x_label: str, series: Mapping[str, Sequence[tuple[flo
 
     figure = new_figure(9, 4.6)
     axes = figure.subplots()
-    for index, (name, points) in enumerate(series.items()):
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, label=name, color=COLORS[index % len(COLORS)])
+    for name, points in series.items():
+        axes.plot(*zip(*points, strict=True), label=name)
     axes.set(title=title, xlabel=x_label, xscale="log", ylim=(0, 1))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(color="#ddd")
@@ -92,14 +90,14 @@ def reward_curve(title: str, rewards: Mapping[int, float], evaluations: Mapping[
     steps = sorted(rewards)
     values = [rewards[step] for step in steps]
     means = [fmean(values[max(0, index + 1 - _MEAN_STEPS) : index + 1]) for index in range(len(values))]
-    axes.plot(steps, values, color="#9fc3dd", linewidth=1, label="reward of a step")
-    axes.plot(steps, means, color=COLORS[0], linewidth=2, label=f"mean of {_MEAN_STEPS} steps")
+    axes.plot(steps, values, color="C0", alpha=0.4, linewidth=1, label="reward of a step")
+    axes.plot(steps, means, color="C0", linewidth=2, label=f"mean of {_MEAN_STEPS} steps")
     if evaluations:
         after, held_out = zip(*sorted(evaluations.items()), strict=True)
         below = [0.0 if each.low is None else each.mean - each.low for each in held_out]
         above = [0.0 if each.high is None else each.high - each.mean for each in held_out]
         figures, label = [each.mean for each in held_out], "held-out tasks [95 %]"
-        axes.errorbar(after, figures, yerr=[below, above], fmt="o", color=COLORS[1], capsize=3, label=label)
+        axes.errorbar(after, figures, yerr=[below, above], fmt="o", color="C1", capsize=3, label=label)
     axes.set(title=title, xlabel="step", ylabel="mean reward")
     axes.grid(color="#ddd")
     axes.legend(frameon=False)
