@@ -37,7 +37,8 @@ def problems(page: Path) -> list[str]:
     if page.suffix == ".md":
         lines += [f"broken link {link}" for link in _LINK.findall(text) if not (page.parent / link).exists()]
     for name in sorted(set(_SETTING.findall(text))):
-        is_file = name.endswith((".py", ".safetensors")) or (ROOT / name.replace(".", "/")).exists()
+        path = ROOT / name.replace(".", "/")
+        is_file = name.endswith((".py", ".safetensors")) or path.exists() or path.with_suffix(".py").exists()
         if not is_file and not has_setting(Config, name.split(".")):
             lines.append(f"no setting {name}")
     return lines

@@ -331,7 +331,8 @@ class BatchScheduler:
     def _drop(self, group: FinishedGroup) -> None:
         self.counters[group.outcome.value] += 1
         if len(self._dropped) >= _DROPPED_WHOLE:
-            group = without_text(group)
+            rollouts = [msgspec.structs.replace(rollout, turns=[], sessions=[]) for rollout in group.rollouts]
+            group = msgspec.structs.replace(group, rollouts=rollouts)
         self._dropped.append(group)
         self._write(Dropped(seq=self.journal.next_seq(), group=group))
 
@@ -364,13 +365,6 @@ class BatchScheduler:
         complete = self.run_dir.complete_checkpoints()
         oldest = min(complete, default=newest.step)
         return newest if oldest >= newest.step else load_state(self.run_dir, oldest, self.run_id)
-
-
-def without_text(group: FinishedGroup) -> FinishedGroup:
-    """Return `group` with its figures only."""
-    return msgspec.structs.replace(
-        group, rollouts=[msgspec.structs.replace(rollout, turns=[], sessions=[]) for rollout in group.rollouts]
-    )
 
 
 def _log_rollouts(run_dir: RunDir, step: int, groups: list[FinishedGroup]) -> None:

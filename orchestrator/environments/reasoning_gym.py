@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import itertools
 import logging
 import re
 import warnings
@@ -51,26 +52,6 @@ def question_split(question: str, eval_share: float) -> Split:
     """Return "eval" for a share `eval_share` (0..1) of all questions."""
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
     return "eval" if int.from_bytes(digest) < eval_share * 2**64 else "train"
-
-
-def entries_of(dataset: Any, name: str, *, split: Split, eval_share: float, count: int) -> Iterator[dict[str, Any]]:
-    """Yield the first `count` entries of a reasoning-gym dataset that belong to `split`.
-
-    Raises ConfigError when the dataset has too few questions of that split.
-    """
-    num_found = 0
-    limit = count * _TRIES_PER_TASK
-    for index in range(limit):
-        entry = dataset[index]
-        if question_split(entry["question"], eval_share) == split:
-            yield entry
-            num_found += 1
-            if num_found == count:
-                return
-    raise ConfigError(
-        f"reasoning_gym: {name} gave {num_found} of {count} {split} tasks in {limit} tries: it has too few different "
-        f"questions. Ask for fewer tasks, widen its settings, or change eval_share (now {eval_share:g})"
-    )
 
 
 class ReasoningGymConfig(vf.TasksetConfig):
@@ -166,6 +147,7 @@ class ReasoningGym(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
             yield next(streams[index % len(streams)])
 
     def _stream(self, name: str, count: int) -> Iterator[ReasoningGymTask]:
+        """Yield `count` tasks of one dataset. Raises ConfigError when it has too few questions of the split."""
         config = self.config
         try:
             dataset = reasoning_gym.create_dataset(name, **{"seed": config.seed, **config.datasets[name]})
@@ -176,8 +158,11 @@ class ReasoningGym(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
             )
             raise ConfigError(message) from error
         system = _INSTRUCTIONS[config.answer_in] if config.instruction is None else config.instruction or None
-        entries = entries_of(dataset, name, split=config.split, eval_share=config.eval_share, count=count)
-        for index, entry in enumerate(entries):
+        tries = count * _TRIES_PER_TASK
+        entries = (dataset[index] for index in range(tries))
+        of_split = (entry for entry in entries if question_split(entry["question"], config.eval_share) == config.split)
+        index = -1
+        for index, entry in enumerate(itertools.islice(of_split, count)):
             data = ReasoningGymData(
                 name=f"{name}-{config.split}-{index}",
                 prompt=entry["question"],
@@ -186,6 +171,12 @@ class ReasoningGym(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
                 answer=None if entry["answer"] is None else str(entry["answer"]),
             )
             yield ReasoningGymTask(data, config, dataset=dataset, entry=entry)
+        if index + 1 < count:
+            raise ConfigError(
+                f"reasoning_gym: {name} gave {index + 1} of {count} {config.split} tasks in {tries} tries: it has too "
+                "few different questions. Ask for fewer tasks, widen its settings, or change eval_share (now "
+                f"{config.eval_share:g})"
+            )
 
 
 def find_answer(reply: str, place: AnswerPlace) -> str | None:

@@ -105,8 +105,14 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
             async with _session() as session:
                 for _ in range(self.config.max_turns):
                     choice = await self._complete(session, trace, endpoint, secret, body)
-                    if choice is None or not await _continue(executor, choice, body["messages"]):
+                    if choice is None:
                         return _DONE
+                    body["messages"].append(choice["message"])
+                    was_cut = choice["finish_reason"] == "length"
+                    answers = [] if was_cut else await answer_calls(executor, choice["message"])
+                    if not answers:
+                        return _DONE
+                    body["messages"] += answers
         except aiohttp.ClientError as error:
             message = f"tool_loop: {endpoint}: {type(error).__name__}: {error}"
             return ProgramResult(exit_code=MODEL_TRANSPORT_ERROR_EXIT_CODE, stdout="", stderr=message)
@@ -144,16 +150,6 @@ class ToolLoop(vf.Harness[ToolLoopConfig]):
             trace.stop("context_full")
             return None
         raise HarnessError(f"tool_loop: the model endpoint answered {response.status}: {detail}")
-
-
-async def _continue(executor: ToolExecutor | None, choice: dict[str, Any], messages: list[dict[str, Any]]) -> bool:
-    """Append the reply and the tools' answers to `messages`. Return False where the conversation is over."""
-    messages.append(choice["message"])
-    if choice["finish_reason"] == "length":
-        return False
-    answers = await answer_calls(executor, choice["message"])
-    messages += answers
-    return bool(answers)
 
 
 _SESSIONS: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, int]] = {}

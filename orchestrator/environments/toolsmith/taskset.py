@@ -107,20 +107,18 @@ class ToolsmithTaskset(vf.Taskset[ToolsmithTask, ToolsmithConfig]):
     """Task i of a configuration is always the same episode."""
 
     def load(self) -> Iterator[ToolsmithTask]:
-        for index in range(self.config.num_tasks):
-            yield ToolsmithTask(self._data(index), self.config.task)
-
-    def _data(self, index: int) -> ToolsmithData:
         config = self.config
-        rng = random.Random(f"toolsmith/{config.seed}/{index}")
-        difficulty = rng.randint(config.min_difficulty, config.max_difficulty)
-        seed = rng.getrandbits(53)
-        episode = generate(seed=seed, difficulty=difficulty, split=config.split)
-        return ToolsmithData(
-            name=f"toolsmith-{config.split}-{index}",
-            prompt=episode.question,
-            seed=seed,
-            difficulty=difficulty,
-            split=config.split,
-            answer=episode.answer,
-        )
+        for index in range(config.num_tasks):
+            rng = random.Random(f"toolsmith/{config.seed}/{index}")
+            difficulty = rng.randint(config.min_difficulty, config.max_difficulty)
+            seed = rng.getrandbits(53)
+            episode = generate(seed=seed, difficulty=difficulty, split=config.split)
+            data = ToolsmithData(
+                name=f"toolsmith-{config.split}-{index}",
+                prompt=episode.question,
+                seed=seed,
+                difficulty=difficulty,
+                split=config.split,
+                answer=episode.answer,
+            )
+            yield ToolsmithTask(data, config.task)
