@@ -130,7 +130,7 @@ def streaming(seed: int, codec_type: str, outer: OuterConfig, every: int, words:
             sent += synchronize(copies, feedback, codec)
     if len({copy.hash for copy in copies}) != 1:
         raise SystemExit("the peers' global models differ: that must not happen")
-    copies[0].install_all()
+    copies[0].install(copies[0].masters)
     count = sum(len(master) for master in copies[0].masters)
     return Outcome(held_out(models[0], chain), sent, sent * 8 / count / (steps / every))
 

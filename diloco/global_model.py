@@ -103,22 +103,20 @@ class GlobalModel:
         part = self.fragments[fragment]
         return self.masters[fragment] + (part.read() - part.rounded(before_n))
 
-    def install_all(self) -> None:
-        """Give the parameters the global values."""
-        for fragment, master_n in zip(self.fragments, self.masters, strict=True):
-            fragment.write(master_n)
+    def install(self, values: Sequence[Tensor]) -> None:
+        """Give the parameters these values, float32 [numel] a fragment."""
+        for fragment, values_n in zip(self.fragments, values, strict=True):
+            fragment.write(values_n)
 
     @contextlib.contextmanager
     def installed(self, *, swept: bool = False) -> Iterator[None]:
         """Give the parameters the global values within the context; with `swept`, those after the last full sweep."""
         local = [fragment.read() for fragment in self.fragments]
-        for fragment, values_n in zip(self.fragments, self.swept if swept else self.masters, strict=True):
-            fragment.write(values_n)
+        self.install(self.swept if swept else self.masters)
         try:
             yield
         finally:
-            for fragment, values_n in zip(self.fragments, local, strict=True):
-                fragment.write(values_n)
+            self.install(local)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return masters, momentum, and the last full sweep where it differs from the masters, by name; not copies."""

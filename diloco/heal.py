@@ -91,7 +91,8 @@ class Healer:
             source = self.link.join_source(POLL_S)
             ready, in_time = self.ranks.smallest([source is not None, time.monotonic() < deadline])
             if ready and source is not None:
-                if self.ranks.equal([source.serial, source.newest]):
+                serial = source.header.serial if source.header is not None else 0
+                if self.ranks.equal([serial, source.newest]):
                     tensors = self._unpack(source.header, source.body) if source.header is not None else None
                     if self.ranks.all(source.header is None or tensors is not None):
                         self.link.release_source()

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from diloco.rendezvous.request_handler import RendezvousSettings
     from diloco.transport.keys import JointKey
 
-FAILED = 1
-
 
 def main(argv: list[str] | None = None) -> int:
     return until_the_reader_leaves(lambda: _main(argv))
@@ -44,7 +42,7 @@ def _main(argv: list[str] | None) -> int:
         return EXIT_USAGE
     except (ComposerError, OSError) as error:
         print(f"diloco: {error}", file=sys.stderr)
-        return FAILED
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

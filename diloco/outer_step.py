@@ -198,8 +198,8 @@ class OuterSteps:
         return silent_s
 
     def _same_on_all_ranks(self, result: RoundResult) -> bool:
-        """Return whether all ranks of this peer got the same outcome. A collective."""
-        ((lowest, highest),) = self.ranks.bounds([result.digest])
+        digest = int(result.outcome.digest[:15] or "0", 16)  # 60 bits
+        ((lowest, highest),) = self.ranks.bounds([digest])
         self._disputes = 0 if lowest == highest else self._disputes + 1
         if self._disputes == _MAX_DISPUTES:
             raise RunMismatchError(
@@ -257,7 +257,6 @@ class OuterSteps:
         return accepted
 
     def _settle_residual(self, fragment: int, status: DeltaStatus, pending: PendingDelta | None) -> None:
-        """Update what compression still owes, now that the round is in the global model."""
         if status is DeltaStatus.COUNTED and pending is not None:
             self.replica.feedback.settle(fragment, pending.residual_n)
         elif status is DeltaStatus.PREDECESSOR:

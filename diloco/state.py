@@ -142,7 +142,7 @@ class LocalProgress:
 
     def replace_all(self) -> None:
         """Take the global values everywhere."""
-        self._model.install_all()
+        self._model.install(self._model.masters)
         for fragment in range(len(self.held)):
             self._settle(fragment, DeltaStatus.REPLACED, None)
 

@@ -88,7 +88,10 @@ class StreamingDiLoCo:
             config=config, link=self._link, ranks=self.ranks, replica=self.replica, steps=self._steps,
             on_catch_up=on_catch_up, on_state_replaced=on_state_replaced,
         )  # fmt: skip
-        self._pace = StepPace(min(2.0, config.round_deadline_s / 4))
+        self._step_s = 0.0
+        """How long the last inner step took."""
+        self._stepped_at = time.monotonic()
+        """When it ended, or when the wait after it was over."""
         self._should_stop = should_stop
         self._optimizer = optimizer
         self._hook: torch.utils.hooks.RemovableHandle | None = None
@@ -102,7 +105,7 @@ class StreamingDiLoCo:
             self._link.start(self.global_model.outer_step, self.global_model.hash)
             self._healer.join()
             self._steps.mark_in_step()
-            self._pace.restart()
+            self._stepped_at = time.monotonic()
             self._complete_if_due()
         except BaseException:
             self._link.close()
@@ -127,8 +130,10 @@ class StreamingDiLoCo:
         replica = self.replica
         replica.inner += 1
         replica.progress.count(LocalWork(steps=1))
-        self._pace.step_ended()
-        hurry = self._pace.would_miss(self._link.time_left_s(self.outer_step))
+        now = time.monotonic()
+        self._step_s, self._stepped_at = now - self._stepped_at, now
+        left_s, beat_late_s = self._link.time_left_s(self.outer_step), min(2.0, self.config.round_deadline_s / 4)
+        hurry = left_s is not None and left_s < 1.5 * self._step_s + beat_late_s  # another may miss the round
         patient, state_request = self.ranks.smallest([not hurry, self._link.state_request])
         if state_request:
             self._steps.serve_state(state_request)
@@ -155,7 +160,7 @@ class StreamingDiLoCo:
         if self.replica.pending is not None and self.replica.inner >= self.replica.due:
             if self._complete(self._should_stop):
                 self._offer_again()
-            self._pace.restart()
+            self._stepped_at = time.monotonic()
 
     def _complete(self, should_stop: Callable[[], bool]) -> bool:
         """Take the result of the round under way, and of those that were closed meanwhile.
@@ -277,25 +282,3 @@ def agreed_settings(config: DilocoConfig) -> dict[str, str]:
         inner = value if isinstance(value, dict) else {"": value}
         flat |= {f"diloco.{name}.{key}".rstrip("."): str(each) for key, each in inner.items()}
     return flat
-
-
-class StepPace:
-    """Measures how long an inner step takes, for a peer that must not miss a deadline by one step."""
-
-    def __init__(self, margin_s: float) -> None:
-        """`margin_s`: how late a beat may bring a deadline."""
-        self._margin_s = margin_s
-        self._step_s = 0.0
-        self._since = time.monotonic()
-
-    def restart(self) -> None:
-        """Leave out what passed since the last step, such as the wait for a result."""
-        self._since = time.monotonic()
-
-    def step_ended(self) -> None:
-        now = time.monotonic()
-        self._step_s, self._since = now - self._since, now
-
-    def would_miss(self, left_s: float | None) -> bool:
-        """Return whether another step may take longer than `left_s`; None: nothing is due."""
-        return left_s is not None and left_s < 1.5 * self._step_s + self._margin_s

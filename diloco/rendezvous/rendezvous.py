@@ -253,7 +253,6 @@ class Rendezvous:
                 await asyncio.wait_for(changed.wait(), left_s)
 
     def _wake_waiting(self) -> None:
-        """Wake every request that waits."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -275,7 +274,6 @@ class Rendezvous:
             await asyncio.sleep(_TICK_S)
 
     def _log_arrivals(self, now: float) -> None:
-        """Log which peers came and went."""
         present = {peer.name: peer for peer in self.rounds.alive(now)}
         for name in sorted(present.keys() - self._present):
             logger.info("peer %s is here: %s", name, ", ".join(sorted(present)))

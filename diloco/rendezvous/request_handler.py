@@ -207,7 +207,6 @@ class RequestHandler:
         return waited_s >= self.settings.gather_s and any(peer.outer_step > 0 for peer in training)
 
     def _missing(self, outer_step: int, now: float) -> str:
-        """Describe what the round waits for."""
         current, training = self.rounds.rounds.get(outer_step), self.rounds.awaited(now)
         contributors = current.contributors(self.rounds.peers) if current else {}
         missing = sorted(peer.name for peer in training if peer.name not in contributors)

@@ -126,7 +126,6 @@ def _check(words: argparse.Namespace) -> None:
 
 
 def _plot(path: Path, workload: Workload, schemes: Sequence[Scheme], own: JointRun) -> None:
-    """Draw utilization against bandwidth."""
     bandwidths = grid(-3, 3, 121)
     rows = [(scheme.name, workload, scheme, lambda gbit: Pipe(gbit_s=gbit)) for scheme in schemes]
     rows.append((f"{own.scheme.name}, relayed", own.workload, own.scheme, lambda gbit: own.pipe(own.net(gbit))))

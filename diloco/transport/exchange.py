@@ -30,11 +30,6 @@ class RoundResult:
     bodies: list[memoryview]
     """Of outcome.headers, in their order."""
 
-    @property
-    def digest(self) -> int:
-        """60 bits of the outcome's digest, for ranks to compare."""
-        return int(self.outcome.digest[:15] or "0", 16)
-
 
 @dataclass(frozen=True, slots=True)
 class MustRejoin:
@@ -52,11 +47,6 @@ class JoinSource:
     header: messages.Header | None = None
     """None: this rank's own state will do."""
     body: bytearray = field(default_factory=bytearray)
-
-    @property
-    def serial(self) -> int:
-        """Serial of the state; 0 for this rank's own."""
-        return self.header.serial if self.header is not None else 0
 
 
 @dataclass(slots=True)

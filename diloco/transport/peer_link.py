@@ -67,7 +67,7 @@ class PeerLink:
         self._answered_request = 0
         """Serial of the last request for this peer's state that was served."""
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="diloco-link", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="diloco-link", daemon=True)
 
     # -- training thread -----------------------------------------------------------------------------------------
 
@@ -206,10 +206,6 @@ class PeerLink:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     # -- link thread ---------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
     async def _open(self) -> None:
         config, hello = self._config, self._hello

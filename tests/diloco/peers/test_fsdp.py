@@ -39,7 +39,7 @@ def rank_main(result: str, name: str, peer: int, rank: int, port: int, values: d
             engine.count(tokens=1)
             inner_step(model, optimizer, peer, step)
         facts = {"outer_step": engine.outer_step, "hash": engine.global_model.hash, "metrics": engine.metrics}
-        engine.global_model.install_all()
+        engine.global_model.install(engine.global_model.masters)
     whole = {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
     torch.save({"facts": facts, "parameters": whole}, f"{result}.partial")
     os.rename(f"{result}.partial", result)
