@@ -2,7 +2,7 @@
 
     a state's record, its pairs ──> window ── teachers.gate.window_pairs, of 8 traces ──> measure ──> PAIRS.gate.json
                                            └─ no more states ─────────────────────────────┘
-                                                                         (read by orchestrator/preferences/mixer.py)
+                                                                         (read by orchestrator/preferences.py)
 
 Pairs of fewer traces can pass no permutation test, so their window stays open until more traces gave a pair.
 
