@@ -271,3 +271,10 @@ def setting_notes(config: Config) -> Iterator[str]:
             "tokens shares its row with the hinted documents of its turns: long rollouts lose hints (counted as "
             f"row_full); set micro_batch_tokens >= {2 * context:,} (2 x max_context)"
         )
+    beta = channels.sdpo.beta
+    if channels.sdpo.weight and (0 < beta < 0.05 or 0.95 < beta < 1):
+        end = round(beta)
+        yield (
+            f"channels.sdpo.beta is {beta}: near its ends the generalized JSD goes to 0, not to the KL divergence "
+            f"that beta = {end} gives; set beta = {end}, or a value in 0.05..0.95"
+        )

@@ -38,6 +38,11 @@ def notes(folder: Path, *words: str) -> str:
             (*ON, "--channels.sdpo.schedule.start_step", "9"),
             "channels.sdpo.schedule.start_step is 9, but run.max_steps is 8: this loss never gets its weight of 0.5",
         ),
+        (
+            (*ON, "--channels.sdpo.beta", "0.05"),
+            (*ON, "--channels.sdpo.beta", "0.01"),
+            "channels.sdpo.beta is 0.01: near its ends the generalized JSD goes to 0",
+        ),
         ((*ON, *CONTEXT, "4096"), (*ON, *CONTEXT, "4095"), "set micro_batch_tokens >= 4,096 (2 x max_context)"),
         ((*CONTEXT, "4096"), (*ON, *CONTEXT, "2048"), "trainer.micro_batch_tokens is 2,048"),
     ],
