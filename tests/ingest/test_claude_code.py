@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ingest_traces import SESSION, answer, lines, prompt, result, roles, taken, text, use
+
+from composer_prime.traces.ingest.reading import Limits
 
 
 # Four lines of one message.id are one turn; its context is what came before, its error what came after.
@@ -116,3 +119,56 @@ def test_tools_that_are_not_offered(tmp_path: Path) -> None:
     states, tally = taken(lines(tmp_path / "t.jsonl", *records))
     assert len(states) == len(states[0].tools) == 128
     assert tally.passed_over == {"its tool is not among the first 128 of the file": 2}
+
+
+def _beside(kind: str, uuid: str, parent: str, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "uuid": uuid, "parentUuid": parent, "sessionId": "s1", **more}
+
+
+# A microcompaction takes results out of what follows it, not out of what came before.
+def test_microcompaction_clears_the_results_that_it_names(tmp_path: Path) -> None:
+    metadata = {"trigger": "auto", "compactedToolIds": ["t1", "elsewhere"]}
+    cleared = _beside("system", "c1", "a5", subtype="microcompact_boundary", microcompactMetadata=metadata)
+    records = [*SESSION, cleared, prompt("u2", "c1", "And now?"), answer("a9", "u2", text("Done."))]
+    states, tally = taken(lines(tmp_path / "s.jsonl", *records))
+    results = [[message["content"] for message in state.messages if message["role"] == "tool"] for state in states]
+    assert results == [[], ["a.py", "no such file"], ["[Old tool result content cleared]", "no such file"]]
+    assert not tally.skipped
+
+
+# A context that a microcompaction made short enough is shown again.
+def test_microcompaction_makes_room(tmp_path: Path) -> None:
+    metadata = {"compactedToolIds": ["t1"]}
+    cleared = _beside("system", "c1", "a2", subtype="microcompact_boundary", microcompactMetadata=metadata)
+    records = [
+        prompt("u1", None, "Read it."),
+        answer("a1", "u1", use("t1", "Read", file_path="a.py")),
+        result("r1", "a1", "t1", "x" * 300),
+        answer("a2", "r1", text("Read.")),
+        cleared,
+        prompt("u2", "c1", "y" * 300),
+        answer("a3", "u2", text("Done.")),
+    ]
+    states, tally = taken(lines(tmp_path / "s.jsonl", *records), limits=Limits(context_chars=500))
+    assert len(states) == 3 and not tally.passed_over
+
+
+# The model saw what Claude Code attached: a file named with @, a nested CLAUDE.md, a hook's words.
+def test_attachments_are_shown(tmp_path: Path) -> None:
+    attached = [
+        {"type": "file", "filename": "/r/a.py", "content": {"type": "text", "file": {"content": "x = 1"}}},
+        {"type": "nested_memory", "path": "/r/CLAUDE.md", "content": {"path": "/r/CLAUDE.md", "content": "Use uv."}},
+        {"type": "hook_additional_context", "hookName": "PostToolUse:Edit", "content": ["Tests pass.", "Go on."]},
+        {"type": "todo_reminder", "content": [], "itemCount": 0},
+    ]
+    parents = ["u1", "b0", "b1", "b2"]
+    records = [_beside("attachment", f"b{n}", parents[n], attachment=each) for n, each in enumerate(attached)]
+    session = [prompt("u1", None, "Fix @a.py."), *records, answer("a1", "b3", text("Fixed."))]
+    states, tally = taken(lines(tmp_path / "s.jsonl", *session))
+    assert [message["content"] for message in states[0].messages] == [
+        "Fix @a.py.",
+        "<system-reminder>\nContents of /r/a.py:\nx = 1\n</system-reminder>",
+        "<system-reminder>\nContents of /r/CLAUDE.md:\nUse uv.\n</system-reminder>",
+        "<system-reminder>\nPostToolUse:Edit hook:\nTests pass.\nGo on.\n</system-reminder>",
+    ]
+    assert tally.skipped == {"attachment todo_reminder": 1}

@@ -191,7 +191,7 @@ def test_queued_prompts(tmp_path: Path) -> None:
     assert tally.skipped == {"queued prompt that is there already": 1}
     other = {**queued("q", "r1", ""), "attachment": {"type": "todo_reminder", "content": []}}
     states, tally = taken(lines(tmp_path / "s.jsonl", *start, other, answer("a2", "q", text("done"))))
-    assert contents(states[1]) == ["task", None, "one"] and tally.skipped == {"record type attachment": 1}
+    assert contents(states[1]) == ["task", None, "one"] and tally.skipped == {"attachment todo_reminder": 1}
 
 
 # A compaction may keep the last messages: they stand behind its summary, and what is said then behind them.

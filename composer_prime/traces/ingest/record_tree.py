@@ -13,6 +13,7 @@ context.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,8 @@ from composer_prime.traces.state import Message
 
 MAX_RECORDS = 30_000
 """Records that are kept as possible parents."""
+CLEARED = "[Old tool result content cleared]"
+"""What Claude Code shows instead of a result that it took out of the context."""
 CONTEXTS = 2
 """The tree holds the characters of this many contexts of the greatest length."""
 
@@ -50,6 +53,9 @@ class RecordNode:
     missing: str | None = None
     """Why the walk cannot be shown; None when it can."""
     queued: bool = False
+    """Whether it is no prompt of its own: typed while the agent worked, or attached by its program."""
+    cleared: frozenset[str] = frozenset()
+    """Calls above whose results the agent no longer sees from here on."""
     uses: int = 0
     """Number of records that lead here and of nodes below, plus one each while open and while the tip."""
 
@@ -114,6 +120,15 @@ class RecordTree:
         self._hold(node, [message])
         return self._node(node)
 
+    def clear(self, parent: RecordNode, call_ids: Collection[str]) -> RecordNode:
+        """Add a node from which on the results of these calls read CLEARED."""
+        node = RecordNode(parent.maker, parent, parent.nearest, chars=parent.chars, cleared=frozenset(call_ids))
+        above: RecordNode | None = parent
+        while above is not None:
+            node.chars += sum(map(size_of, _without(above.messages, node.cleared))) - sum(map(size_of, above.messages))
+            above = above.parent
+        return self._node(node)
+
     def turn(self, parent: RecordNode, turn: Turn) -> RecordNode:
         """Open a turn behind `parent`. The turn above must be closed."""
         node = RecordNode(
@@ -176,7 +191,13 @@ class RecordTree:
             above = None if node.is_turn else behind.nearest
             for version in (first if node is walk[-1] else node).versions():
                 copy = RecordNode(
-                    behind.maker, behind, above, node.is_turn, missing=version.missing, queued=node.queued
+                    behind.maker,
+                    behind,
+                    above,
+                    node.is_turn,
+                    missing=version.missing,
+                    queued=node.queued,
+                    cleared=node.cleared,
                 )
                 self._hold(copy, version.messages)
                 copy.chars = behind.chars + copy.held
@@ -199,13 +220,9 @@ class RecordTree:
         del self._open[node]
         if turn.key is not None and self._keys.get(turn.key) is node:
             del self._keys[turn.key]
-        walk = self._walk(node)
-        digest = b""
-        for above in walk:
-            digest = hashlib.blake2b(digest + above.digest, digest_size=8).digest() if above.messages else digest
-        messages = [message for above in walk for message in above.messages]
+        messages, digest = _context(self._walk(node))
         shown = node.maker.finish(turn, messages, digest, node.missing)
-        node.chars = sum(above.held for above in walk) + sum(map(size_of, shown))
+        node.chars = sum(map(size_of, messages)) + sum(map(size_of, shown))
         if node.missing is None and node.chars > self._limits.context_chars:
             node.missing = too_long(self._limits)
         self._hold(node, [] if node.missing else shown)
@@ -240,9 +257,7 @@ class RecordTree:
         return node
 
     def _hold(self, node: RecordNode, messages: list[Message]) -> None:
-        node.messages, node.digest = messages, b""
-        for message in messages:
-            node.digest = digest_of(node.digest, message)
+        node.messages, node.digest = messages, _digest(messages)
         self._resize(node, sum(map(size_of, messages)))
 
     def _resize(self, node: RecordNode, size: int) -> None:
@@ -258,6 +273,35 @@ class RecordTree:
                 return
             self._resize(at, 0)
             at = at.parent
+
+
+def _context(walk: list[RecordNode]) -> tuple[list[Message], bytes]:
+    """Return (messages, digest) of a walk as its end sees it."""
+    cleared: frozenset[str] = frozenset()
+    parts: list[tuple[list[Message], bytes]] = []
+    for node in reversed(walk):
+        messages = _without(node.messages, cleared)
+        parts.append((messages, node.digest if messages is node.messages else _digest(messages)))
+        cleared |= node.cleared
+    digest, context = b"", list[Message]()
+    for messages, own in reversed(parts):
+        digest = hashlib.blake2b(digest + own, digest_size=8).digest() if messages else digest
+        context += messages
+    return context, digest
+
+
+def _without(messages: list[Message], cleared: frozenset[str]) -> list[Message]:
+    """Return the messages with CLEARED as the results of `cleared` calls; the same list where there are none."""
+    if cleared.isdisjoint(message.get("tool_call_id") for message in messages):
+        return messages
+    return [{**each, "content": CLEARED} if each.get("tool_call_id") in cleared else each for each in messages]
+
+
+def _digest(messages: list[Message]) -> bytes:
+    digest = b""
+    for message in messages:
+        digest = digest_of(digest, message)
+    return digest
 
 
 def _characters(value: Any) -> int:

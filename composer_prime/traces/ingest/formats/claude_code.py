@@ -5,8 +5,9 @@
    without a parent, or whose parent is not in the file, follows the line before it.
 3. `compact_boundary` starts a new context. The summary after it is the first message. Messages that it keeps
    (`preservedSegment`) follow the record that it names. A resumed session repeats its earlier lines: the same `uuid`s
-   in one file, equal states in two files. Both count once. A prompt typed while the agent worked may be present only
-   as an attachment (`queued_command`). It counts as a message.
+   in one file, equal states in two files. Both count once. After `microcompact_boundary` the results of the calls that
+   it names read CLEARED. What Claude Code attaches (a prompt typed while the agent worked, a file named with @, a
+   nested CLAUDE.md, the context of a hook) is a message of the user.
 4. Sidechains (subagents) are another agent's conversation and are skipped.
 5. Thinking stays in the action and is never shown to anyone else. The format lists no tools (turns.py gathers them).
 """
@@ -17,7 +18,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-from composer_prime.traces.ingest.reading import FileStart, object_at, objects, string, text_of
+from composer_prime.traces.ingest.reading import FileStart, at, object_at, objects, string, text_of
 from composer_prime.traces.ingest.record_tree import RecordNode, RecordTree
 from composer_prime.traces.ingest.trace_file import Recent, StateMaker, TraceFile
 from composer_prime.traces.ingest.turns import Call
@@ -94,8 +95,8 @@ class _Session:
             self._spoken(kind, record)
         elif kind == "system":
             self._system(record)
-        elif kind == "attachment" and (prompt := _queued(record)):
-            self._note(record, self._parent(record) or self._begin(record), prompt, queued=True)
+        elif kind == "attachment":
+            self._attachment(record)
         else:
             self._aside(record, f"record type {kind}" if kind in _KNOWN_ASIDE else "unknown record type")
         self.tree.trim()
@@ -202,6 +203,15 @@ class _Session:
         else:
             self._tally.take()
 
+    def _attachment(self, record: dict[str, Any]) -> None:
+        attachment = object_at(record, "attachment")
+        text = _attached(attachment).strip()
+        if text:
+            self._note(record, self._parent(record) or self._begin(record), text, queued=True)
+        else:
+            kind = string(attachment.get("type"))
+            self._aside(record, f"attachment {kind if kind and len(kind) <= 40 else 'without type'}")
+
     def _system(self, record: dict[str, Any]) -> None:
         subtype = string(record.get("subtype"))
         label = subtype if subtype and len(subtype) <= 40 else "without subtype"
@@ -212,6 +222,11 @@ class _Session:
             self._kept = object_at(record, "compactMetadata", "preservedSegment")
             self._keep(record)
             self._tally.skip(f"system record: {label}")
+        elif subtype == "microcompact_boundary" and (parent := self._parent(record)) is not None:
+            listed = object_at(record, "microcompactMetadata").get("compactedToolIds")
+            call_ids = [call_id for call_id in listed if isinstance(call_id, str)] if isinstance(listed, list) else []
+            self._stands(record, self.tree.clear(parent, call_ids))
+            self._tally.take()
         else:
             self._aside(record, f"system record: {label}")
 
@@ -267,10 +282,38 @@ def _parts(message: dict[str, Any]) -> tuple[str, list[Call], str]:
     return "\n\n".join(text), calls, "\n\n".join(thinking)
 
 
-def _queued(record: dict[str, Any]) -> str:
-    """Return the prompt that was typed while the agent worked; an empty string for another attachment."""
-    attachment = object_at(record, "attachment")
-    return text_of(attachment.get("prompt")).strip() if attachment.get("type") == "queued_command" else ""
+def _attached(attachment: dict[str, Any]) -> str:
+    """Return what the model was shown of an attachment; an empty string where nothing is known of it."""
+    kind, content = attachment.get("type"), attachment.get("content")
+    name = attachment.get("filename") or attachment.get("path") or object_at(content).get("path")
+    hook = f"{attachment.get('hookName') or attachment.get('hookEvent')} hook"
+    match kind:
+        case "queued_command":
+            return text_of(attachment.get("prompt"))
+        case "file":
+            return _reminder(f"Contents of {name}:", text_of(at(content, "file", "content") or content))
+        case "directory":
+            return _reminder(f"Files in {name}:", text_of(content))
+        case "nested_memory":
+            return _reminder(f"Contents of {name}:", text_of(at(content, "content") or content))
+        case "edited_text_file":
+            return _reminder(f"{name} was modified by the user or a linter:", text_of(attachment.get("snippet")))
+        case "selected_lines_in_ide":
+            return _reminder(f"The user selected these lines of {name}:", text_of(content))
+        case "hook_additional_context":
+            return _reminder(f"{hook}:", text_of(content))
+        case "hook_success" if attachment.get("hookEvent") in ("SessionStart", "UserPromptSubmit"):
+            return _reminder(f"{hook}:", text_of(content))
+        case "hook_blocking_error":
+            return _reminder(f"{hook} blocked:", text_of(at(attachment, "blockingError", "blockingError")))
+        case "critical_system_reminder":
+            return _reminder("", text_of(content))
+    return ""
+
+
+def _reminder(title: str, text: str) -> str:
+    """Return a text between the tags with which Claude Code marks what no person wrote."""
+    return f"<system-reminder>\n{title}\n{text}\n</system-reminder>" if text.strip() else ""
 
 
 def _is_said(parent: RecordNode, message: Message, queued: bool) -> bool:
