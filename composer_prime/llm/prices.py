@@ -117,8 +117,13 @@ def forecast_cost(config: Config, states_file: Path | None = None) -> CostForeca
         return None
     states, lines = _sampled(path)
     priced = [(teacher, price_of(teacher)) for teacher in teachers.teacher]
-    costs = [_state_usd(teachers, priced, _family(line, teachers), len(line) / BYTES_PER_TOKEN) for line in lines]
-    low, high = (sum(each) / len(lines) for each in zip(*costs, strict=True)) if lines else (0.0, 0.0)
+    tokens = [len(line) / BYTES_PER_TOKEN for line in lines]
+    costs = [
+        _state_usd(teachers, priced, _family(line, teachers), length)
+        for line, length in zip(lines, tokens, strict=True)
+        if length <= config.model.max_context  # the replay refuses longer ones
+    ]
+    low, high = (sum(each) / len(lines) for each in zip(*costs, strict=True)) if costs else (0.0, 0.0)
     cap = teachers.budget.usd_per_run
     return CostForecast(states=states, low_usd=min(states * low, cap), high_usd=min(states * high, cap))
 

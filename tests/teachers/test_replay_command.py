@@ -12,6 +12,7 @@ from loopback import Endpoint, run_config, serving, state
 
 from composer_prime import console as progress_lines
 from composer_prime.config import Config
+from composer_prime.errors import ConfigError
 from composer_prime.plan.preflight import check_start
 from composer_prime.run.costs import read_costs
 from composer_prime.traces.replay.command import INTERRUPTION, Arguments, main, replay, replay_summary
@@ -165,3 +166,45 @@ def test_a_missing_key_is_found_before_a_run(tmp_path: Path, monkeypatch: pytest
     assert "LOOPBACK_KEY" not in problems(config)
     monkeypatch.delenv("LOOPBACK_KEY")
     assert "teacher 'gpt-a' needs a key" in problems(config)
+
+
+# A state that no step of the run can hold is refused, and nobody is paid for it.
+@pytest.mark.parametrize(("letters", "row_tokens"), [(400, 8192), (150, 384)])
+def test_states_beyond_a_training_step_are_not_paid_for(tmp_path: Path, letters: int, row_tokens: int) -> None:
+    states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
+    long = [{"role": "user", "content": "0 " * letters}]
+    states.write_bytes(write_state(state(0)) + write_state(state(1, messages=long)))
+    endpoint = Endpoint(answers=overrule)
+
+    async def run() -> tuple:
+        async with serving(endpoint):
+            config = run_config(tmp_path, endpoint.url, budget={"usd_per_call": 10.0})
+            trainer = config.trainer.model_copy(update={"micro_batch_tokens": row_tokens})
+            config = config.model_copy(update={"trainer": trainer})
+            return await replay(Arguments(states=states, pairs=pairs, config=config))
+
+    progress, _ = asyncio.run(run())
+    assert progress.outcomes == {"overruled": 1, "refused": 1}
+    assert not any("0 0 0" in question for _, question in endpoint.answered)
+    (reason,) = progress.refusals
+    assert ("model.max_context = 384" if letters == 400 else "trainer.micro_batch_tokens = 384") in reason
+
+
+# A replay that is finished can be repeated, although some of its states can never be judged.
+def test_repeating_a_finished_replay(tmp_path: Path) -> None:
+    states, pairs = tmp_path / "s.jsonl", tmp_path / "p.jsonl"
+    states.write_bytes(write_state(state(0)) + write_state(state(1, family="unknown")))
+    only = tmp_path / "only.jsonl"
+    only.write_bytes(write_state(state(1, family="unknown")))
+
+    async def run() -> None:
+        async with serving(Endpoint(answers=overrule)) as endpoint:
+            config = run_config(tmp_path, endpoint.url)
+            arguments = Arguments(states=states, pairs=pairs, config=config)
+            assert (await replay(arguments))[0].outcomes == {"overruled": 1, "refused": 1}
+            again, _ = await replay(arguments)
+            assert (again.resumed, again.stopped, again.outcomes) == (1, None, {"refused": 1})
+            with pytest.raises(ConfigError, match="all 1 states were refused"):
+                await replay(Arguments(states=only, pairs=tmp_path / "q.jsonl", config=config))
+
+    asyncio.run(run())

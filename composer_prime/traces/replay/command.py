@@ -105,7 +105,10 @@ async def replay(arguments: Arguments) -> tuple[ReplayProgress, CostForecast | N
                     progress = await run.run(read_states(arguments.states))
             finally:
                 showing.cancel()
-    if progress.states and progress.outcomes["refused"] == progress.states:
+    only_refused = progress.outcomes["refused"] == progress.states
+    if only_refused and progress.resumed:  # a finished replay, repeated: the others were decided then
+        return progress, expected
+    if progress.states and only_refused:
         reasons = "; ".join(reason for reason, _ in progress.refusals.most_common(3))
         raise ConfigError(f"all {progress.states} states were refused: {reasons}")
     if progress.states and sum(progress.outcomes[outcome] for outcome in UNDECIDED) == progress.states:

@@ -1,6 +1,7 @@
 """Replay: states in, votes and pairs out. Read this file first.
 
     states ──> [ concurrent_states at a time ]
+                 longer than a training step holds? refused
                  voters (never the trace's own family, cheapest first)
                  vote ── settled? no ── worth it? yes ── next vote ...
                  candidates ── length, duplicates ── text by the base's likelihood ──> ReplayRecords
@@ -40,6 +41,7 @@ from composer_prime.traces.replay.teachers import (
     models_at,
     weights_mark,
 )
+from composer_prime.traces.replay.training_limits import TrainingLimits, training_limits
 from composer_prime.traces.replay.voting import (
     Ballot,
     Candidate,
@@ -97,7 +99,8 @@ async def open_replay(
         pool = await asyncio.to_thread(TeacherPool, teachers, budget, addresses)
         stack.push_async_callback(pool.close)
         gate = RunningGate(teachers.gate, records, served) if gated else None
-        yield Replay(teachers, pool, budget, records, scorer, seed=config.run.seed, gate=gate)
+        limits = await asyncio.to_thread(training_limits, config)
+        yield Replay(teachers, pool, budget, records, scorer, seed=config.run.seed, gate=gate, limits=limits)
 
 
 @dataclass(slots=True)
@@ -146,8 +149,10 @@ class Replay:
         *,
         seed: int = 0,
         gate: RunningGate | None = None,
+        limits: TrainingLimits | None = None,
     ) -> None:
-        """`gate` measures the pairs as they come, where they are trained while the replay goes on."""
+        """`gate` measures the pairs as they come, where they are trained while the replay goes on. States beyond
+        `limits` are refused before anyone is asked."""
         self.config = config
         self.gate = gate
         self.progress = ReplayProgress()
@@ -155,6 +160,8 @@ class Replay:
         self._budget = budget
         self._records = records
         self._scorer = scorer
+        self._limits = limits
+        self._counting = asyncio.Lock()
         self._spent_before_usd = budget.spent_usd
         self._voi = ValueOfInformation(config.voi, seed)
         self._voting = Voting(config, pool, self._voi, self.progress.without_vote)
@@ -263,6 +270,7 @@ class Replay:
         broken = False
         try:
             try:
+                await self._check_length(state)
                 ballot, voters = self._ballot(state)
             except TeacherError as error:
                 outcome, reason = "refused", str(error)
@@ -330,6 +338,15 @@ class Replay:
             rules=RULES,
             **voted,
         )
+
+    async def _check_length(self, state: TraceState) -> None:
+        """Raise TeacherError where no step could train on a pair of the state."""
+        if self._limits is None:
+            return
+        async with self._counting:
+            excess = await asyncio.to_thread(self._limits.excess, state)
+        if excess is not None:
+            raise TeacherError(excess)
 
     def _ballot(self, state: TraceState) -> tuple[Ballot, list[Teacher]]:
         """Return (ballot, voters). Raises TeacherError where nobody can judge the state."""
