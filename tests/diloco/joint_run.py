@@ -73,7 +73,7 @@ class RendezvousThread:
         self._loop, self._ready = asyncio.new_event_loop(), threading.Event()
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()), daemon=True)
         self._thread.start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(200)
         self.settings["bind"] = self.endpoint
 
     async def _serve(self) -> None:
@@ -173,7 +173,7 @@ def together(*calls: Callable[[], Any], timeout_s: float = 50) -> list[Any]:
 
 def until(condition: Callable[[], object], what: str) -> None:
     """Wait for `condition`; `what` is wrong when it does not come true within 30 s."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 200
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.002)

@@ -43,7 +43,7 @@ class PeerProcess:
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
 
-    def end(self, timeout_s: float = 60) -> int:
+    def end(self, timeout_s: float = 200) -> int:
         """Exit code; negative for a signal."""
         self.process.join(timeout_s)
         if self.process.is_alive():

@@ -138,7 +138,7 @@ def test_a_reader_that_leaves_early(errors):
         [sys.executable, "-m", "diloco.main", "simulate"], stdout=subprocess.PIPE, stderr=errors, cwd=ROOT
     )
     process.stdout.close()
-    assert process.wait(60) == 141
+    assert process.wait(200) == 141
     assert errors == subprocess.STDOUT or process.stderr.read() == b""
 
 
@@ -197,7 +197,7 @@ def test_lighthouse_process(key_file):
         assert {address for address, _ in listening(process.pid)} == {"127.0.0.1"}
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(200) == 0
     assert "torchft::" not in process.stdout.read()
 
 

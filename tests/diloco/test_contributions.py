@@ -40,8 +40,42 @@ def test_wrong_contributions(wrong, reason):
     good, bad = contribution("a", values), contribution("b", values, **wrong)
     found = accept([good[0], bad[0]], [good[1], bad[1]], fragment=1, n=300, guard=GuardConfig(), ranks=Ranks())
     assert list(found.rejections) == ["b"] and re.search(reason, found.rejections["b"]) and found.weights == [2.0]
-    assert torch.allclose(found.deltas[0], values, atol=1 / 127)
+    assert torch.allclose(next(found.deltas()), values, atol=1 / 127)
     assert found.norms["a"] == pytest.approx(float(values.norm()), rel=0.01)
+
+
+# A peer that claims an impossible part of the work gets at most max_weight_ratio times the round's median: before, the
+# global model became this peer's own. Honest peers of unequal size count in full, and zeros do not lower the median.
+def test_weights_are_capped():
+    def weights(*claimed: float) -> list[float]:
+        values = torch.linspace(-1, 1, 300)
+        pairs = [contribution(name, values, weight=weight) for name, weight in zip("abc", claimed, strict=False)]
+        headers, bodies = zip(*pairs, strict=True)
+        return accept(headers, bodies, fragment=1, n=300, guard=GuardConfig(), ranks=Ranks()).weights
+
+    assert weights(100.0, 4e14, 120.0) == [100.0, 960.0, 120.0]
+    assert weights(100.0, 4e14) == [100.0, 800.0]
+    assert weights(100.0, 700.0) == [100.0, 700.0]
+    assert weights(0.0, 100.0, 400.0) == [0.0, 100.0, 400.0] and weights(0.0, 0.0) == [0.0, 0.0]
+
+
+# Every norm is remembered at most at what would have been accepted. So a broken peer cannot make its norms the usual
+# ones while another is there, and a change that is meant is accepted in the end.
+def test_remembered_norms():
+    history: list[float] = []
+    values, guard = torch.linspace(-1, 1, 300), GuardConfig(max_norm_ratio=10)
+
+    def round_of(**scales: float) -> set[str]:
+        pairs = [contribution(name, values * scale) for name, scale in scales.items()]
+        headers, bodies = zip(*pairs, strict=True)
+        found = accept(headers, bodies, fragment=1, n=300, guard=guard, ranks=Ranks(), history=history)
+        history[:] = [*history, *found.remembered][-16:]
+        return set(found.rejections)
+
+    assert not round_of(a=1.0, b=1.0)
+    assert all(round_of(a=1.0, b=1e6) == {"b"} for _ in range(40))
+    alone = [round_of(b=50.0) for _ in range(20)]
+    assert alone[0] == {"b"} and alone[-1] == set()
 
 
 # The largest block that the configuration allows is one that peers decode.

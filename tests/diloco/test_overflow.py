@@ -31,18 +31,12 @@ def test_squared_norm(values, shift):
     assert found == pytest.approx(exact, rel=1e-14) and found == squared_norm(torch.tensor(values))
 
 
-# A finite delta that no model can be trained with is rejected also of two peers, where there is no median.
+# A finite delta that no model can be trained with is rejected also of one peer alone, where there is no median.
 def test_too_large_a_delta():
     good, bad = (squared_norm(values) for values in (torch.randn(100), torch.full((100,), 3e38)))
     assert list(rejected({"a": good, "b": bad}, GuardConfig())) == ["b"]
-    assert not rejected({"a": good, "b": LARGEST_NORM**2 / 2}, GuardConfig())
-
-
-# From three peers on the median shows which one is out of line. Of two either may be, and both count.
-def test_out_of_line_from_three_peers_on():
-    squared, strict = {"a": 1.0, "b": 100.0}, GuardConfig(max_norm_ratio=1.5)
-    assert not rejected(squared, strict)
-    assert list(rejected(squared | {"c": 1.0}, strict)) == ["b"]
+    assert list(rejected({"b": bad}, GuardConfig())) == ["b"]
+    assert not rejected({"b": LARGEST_NORM**2 / 2}, GuardConfig())
 
 
 # Whatever finite deltas come in, whatever the outer optimizer: a step that is allowed leaves finite values and
@@ -60,7 +54,7 @@ def test_steps_that_are_allowed_stay_finite(rounds, outer):
     model = GlobalModel(partition(named, 1, "strided"), outer)
     for values in rounds:
         deltas = [torch.tensor([value, 0.0, value, value, -value]) for value in values]
-        if model.can_advance(0, deltas):
+        if model.can_advance(0, max(abs(value) for value in values)):
             model.advance(0, deltas, [1.0, 2.0])
         else:
             velocity = max((float(each.abs().max()) for each in model.outer.velocity), default=0.0)

@@ -75,5 +75,5 @@ def test_final_loads_with_transformers(finished):
 def test_a_second_start_in_the_same_folder_is_refused(finished):
     """An existing run is never overwritten by accident; the message names both ways on."""
     again = QuickRun(finished.output_dir, finished.name, steps=3)
-    assert again.start().wait(60) != 0
+    assert again.start().wait(200) != 0
     assert "--resume" in again.output() and "overwrite" in again.output()

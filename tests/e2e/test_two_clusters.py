@@ -70,4 +70,4 @@ def test_two_clusters(tmp_path):
             assert (folder / "checkpoints/step_000004/trainer/diloco-0.safetensors").is_file()
     finally:
         rendezvous.terminate()
-        assert rendezvous.wait(20) == 0
+        assert rendezvous.wait(200) == 0

@@ -168,9 +168,9 @@ def test_the_child_dies_with_a_killed_node(folder: Path, tmp_path: Path, moment:
     assert children
     os.kill(node.pid, signal.SIGKILL)
     node.wait()
-    until = time.monotonic() + 30
+    until = time.monotonic() + 200
     while alive := [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < until, f"still running 30 s after the node was killed: {alive}"
+        assert time.monotonic() < until, f"still running long after the node was killed: {alive}"
         time.sleep(0.1)
 
 

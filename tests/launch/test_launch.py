@@ -69,7 +69,7 @@ class Stand:
                 continue
         return found
 
-    def wait_for(self, condition, timeout_s: float = 100) -> None:
+    def wait_for(self, condition, timeout_s: float = 200) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, "the stand did not get there in time"

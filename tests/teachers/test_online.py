@@ -316,7 +316,7 @@ def test_the_forecast(tmp_path: Path) -> None:
     assert forecast_cost(run_config(tmp_path, "http://x/v1")) is None
 
 
-async def until(condition, timeout_s: float = 60.0) -> None:
+async def until(condition, timeout_s: float = 200) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.05)

@@ -39,7 +39,7 @@ class RankProcess:
             raise AssertionError(f"rank did not end within {timeout_s} s; its output:\n{self.output}")
         return self.process.exitcode
 
-    def wait_for(self, text: str, timeout_s: float = 60) -> None:
+    def wait_for(self, text: str, timeout_s: float = 200) -> None:
         deadline = time.monotonic() + timeout_s
         while text not in self.output:
             assert time.monotonic() < deadline and self.process.is_alive(), f"no {text!r} in:\n{self.output}"

@@ -69,7 +69,7 @@ class StepPeer:
         started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), daemon=True)
         self._thread.start()
-        assert started.wait(10)
+        assert started.wait(200)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -101,7 +101,7 @@ def stopped(rank, step: int) -> None:
     """Stop a rank after `step`; it leaves a checkpoint of just that step."""
     rank.wait_for(f"step {step}:", 200)
     os.kill(rank.pid, signal.SIGTERM)
-    assert rank.wait(60) == 128 + signal.SIGTERM
+    assert rank.wait(200) == 128 + signal.SIGTERM
     assert f"stopped after step {step}: its checkpoint is written" in rank.output, rank.output
 
 

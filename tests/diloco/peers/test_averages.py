@@ -67,10 +67,10 @@ def join_late(make_rendezvous, key_file, keep_rounds: int, seed: int) -> Cluster
             advanced.set()  # a state is served after a step
             until(lambda: finished.is_set() or first.engine._link.state_request, "nobody wants a state")
         if step == 11:
-            assert finished.wait(30)
+            assert finished.wait(200)
 
     def late() -> Cluster:
-        assert advanced.wait(30)
+        assert advanced.wait(200)
         try:
             return Cluster(config("b"), 1, seed).train(0)
         finally:
@@ -116,13 +116,13 @@ def test_averages_follow_rounds_since_a_state(make_rendezvous, key_file):
         if step == 10:
             until(lambda: done[0].is_set() or first.engine._link.state_request, "nobody wants a state")
         if step in (11, 14):
-            assert done[step == 14].wait(30)
+            assert done[step == 14].wait(200)
 
     def late(index: int) -> Cluster:
         joiner = Cluster(config("bc"[index]), 1 + index, seed=7)
         if index:
             joiner.engine.load(checkpoint)
-        assert ready[index].wait(30)
+        assert ready[index].wait(200)
         try:
             return joiner.train(0)
         finally:
@@ -147,7 +147,7 @@ def test_only_steps_elsewhere_count(make_rendezvous, key_file):
 
     def lag(step: int) -> None:
         if step == 4:
-            assert alone.wait(30)
+            assert alone.wait(200)
             until(lambda: server.server.rounds.newest == 4, "peer a does not go on alone")
 
     a, b = together(lambda: Cluster(config("a"), 0).train(10, lead), lambda: Cluster(config("b"), 1).train(6, lag))

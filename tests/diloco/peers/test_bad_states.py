@@ -51,13 +51,13 @@ def test_another_source_is_asked(make_rendezvous, key_file, caplog, fault):
             if step == 1:
                 if name == "a":
                     fault(engine)
-                ready.wait(30)
+                ready.wait(200)
             finished.wait(0.02)
 
         return train(apart(name), peer, 5000, before_step=before_step, stop=finished.is_set)
 
     def join():
-        ready.wait(30)
+        ready.wait(200)
         try:
             return train(apart("c", heal_timeout_s=20), 2, 1, seed=7)
         finally:
@@ -84,7 +84,7 @@ def test_no_other_source(make_rendezvous, key_file):
         train(config, 0, 5000, before_step=before_step, stop=finished.is_set)
 
     def join():
-        assert ready.wait(30)
+        assert ready.wait(200)
         try:
             with pytest.raises(
                 DeadlineError, match=r"heal_timeout_s = 2 s: .* waits for another state, because .* peer a "

@@ -44,7 +44,7 @@ def test_a_state_is_let_go_of(make_rendezvous, key_file, monkeypatch):
         train(apart("a"), 0, 4000, before_step=before_step, stop=finished.is_set)
 
     def late():
-        assert advanced.wait(30)
+        assert advanced.wait(200)
         try:
             train(apart("c"), 1, 2, seed=7)
         finally:

@@ -156,7 +156,7 @@ def test_one_resumes(make_rendezvous, key_file, uninterrupted, cut):
 
     def wait(step, engine):
         if step == (7 if cut == 7 else 10):
-            assert back.wait(30)
+            assert back.wait(200)
 
     def closed():
         until(lambda: server.server.rounds.newest == (1 if cut == 7 else 2), "the round under way does not end")

@@ -58,7 +58,7 @@ def test_rounds_close_with_all_after_a_pause(key_file):
     finally:
         process.send_signal(signal.SIGCONT)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(200) == 0
     assert_same_globals(*seen)
     participants = [[each.metrics[step]["diloco/participants"] for step in (1, 2, 3, 4)] for each in seen]
     assert participants == [[2] * 4] * 2
