@@ -20,6 +20,7 @@ import zmq
 
 from composer_prime.run.keys import ClientKeys
 from composer_prime.wire.node import (
+    MAX_PLACES,
     CancelGenerate,
     Drain,
     Generate,
@@ -42,7 +43,7 @@ def run_node(endpoint: str, token: str, delay_s: float, reply: list[int]) -> Non
     decoder, encode = msgspec.msgpack.Decoder(ToNode), msgspec.msgpack.Encoder().encode
     ids, logprobs = pack_ints(reply), pack_floats(np.full(len(reply), -0.5))
     spans = [VersionSpan(0, len(reply), 0)]
-    hello = NodeHello(node_id="fixed-delay", engine="fixed-delay", run_id=None, version=0, max_concurrent=1 << 20)
+    hello = NodeHello(node_id="fixed-delay", engine="fixed-delay", run_id=None, version=0, max_concurrent=MAX_PLACES)
     socket.send(encode(hello))
     due: list[tuple[float, int, str]] = []
     cancelled: set[int] = set()

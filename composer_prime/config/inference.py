@@ -55,7 +55,7 @@ class InferenceConfig(BaseConfig):
     """auto: float32 on CPU, bfloat16 on CUDA."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of a node."""
-    max_concurrent: int = Field(default=128, ge=1)
+    max_concurrent: int = Field(default=128, ge=1, le=16384)
     """Requests a node takes at a time."""
     local: LocalEngineConfig = LocalEngineConfig()
     """Settings of the local engine."""

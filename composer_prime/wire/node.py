@@ -11,9 +11,18 @@ Hello the gateway holds no lease of that node: earlier requests are reissued.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from composer_prime.wire.types import VersionSpan
+
+MAX_PLACES = 1 << 14
+"""Requests that a node may hold at a time."""
+
+Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,14 +116,14 @@ class GenerateFailed(msgspec.Struct, frozen=True, kw_only=True, tag="generate_fa
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
-    """Heartbeat; also sent at once after a weight swap."""
+    """Heartbeat; also sent at once after a weight swap. Figures out of range do not decode."""
 
-    version: int
-    running: int
-    waiting: int
-    kv_used: float
+    version: Annotated[int, Meta(ge=0)]
+    running: Count
+    waiting: Count
+    kv_used: Share
     """Share of the KV cache in use, 0..1."""
-    tokens_per_s: float
+    tokens_per_s: Annotated[float, Meta(ge=0)]
     canary_error: float | None
     """Largest |logprob - manifest| of the last canary, in nats; None before the first swap."""
     weight_error: str | None = None

@@ -1,19 +1,24 @@
 """Find how many rollouts may run at a time, within bounds.
 
-    no node queues, caches have room, the limit is used  ->  double (start), later + a little
-    twice in a row nodes queue or a KV cache fills up    ->  x 0.75
+    no node queues, caches have room, the limit is used     ->  double (start), later + a little
+    twice in a row nodes queue or their KV caches fill up   ->  x 0.75
 
 This is additive increase, multiplicative decrease, as in congestion control. Too few rollouts leave nodes idle. Too
 many only wait inside the engines and grow stale there.
+
+The limit is the whole fleet's: it follows sums and means over the nodes. A single full node changes it by that node's
+share only, and the router gives it no further conversations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from composer_prime.wire.node import Status
 
-_KV_HIGH = 0.9
+KV_FULL = 0.9
+"""Share of KV caches in use from which they count as full."""
 _KV_LOW = 0.75
 _QUEUE_SHARE = 0.25
 """Requests waiting inside engines, relative to those running, that count as pressure. A few always wait briefly."""
@@ -47,8 +52,8 @@ class AdaptiveLimit:
             return
         running = sum(report.running for report in reports)
         waiting = sum(report.waiting for report in reports) + queued
-        kv_used = max(report.kv_used for report in reports)
-        pressed = waiting > max(1.0, _QUEUE_SHARE * running) or kv_used > _KV_HIGH
+        kv_used = fmean(report.kv_used for report in reports)
+        pressed = waiting > max(1.0, _QUEUE_SHARE * running) or kv_used > KV_FULL
         has_room = waiting <= _IDLE_QUEUE_SHARE * running and kv_used < _KV_LOW
         self._pressed_in_row = self._pressed_in_row + 1 if pressed else 0
         if self._pressed_in_row >= _PRESSED_IN_ROW:

@@ -200,7 +200,7 @@ class Gateway:
                 self._fail(error)
             if now >= next_observation:
                 next_observation = now + inference.heartbeat_s
-                reports = [node.status for node in router.serving() if node.status is not None]
+                reports = [status for node in router.serving() if (status := node.credible_status) is not None]
                 self.adaptive.observe(reports, queued=router.queued, in_use=len(self.records))
 
     # -- state ---------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import zmq
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import WeightStore
 from composer_prime.wire.node import (
+    MAX_PLACES,
     ChunkMissing,
     ChunkRequest,
     FromNode,
@@ -250,10 +251,10 @@ class NodeLink:
             return f"the node served run {hello.run_id!r}, this is run {self._run_id!r}: restart the node"
         if not 1 <= len(hello.node_id) <= 200 or not hello.node_id.isprintable():
             return f"node id {hello.node_id[:200]!r} is not 1 to 200 printable characters: choose another --node-name"
-        if hello.max_concurrent < 1 or hello.version < 0:
+        if not 1 <= hello.max_concurrent <= MAX_PLACES or hello.version < 0:
             return (
-                f"max_concurrent is {hello.max_concurrent} and version {hello.version}: "
-                "a node needs at least one place and a version from 0"
+                f"max_concurrent is {hello.max_concurrent} and version {hello.version}: a node has 1 to {MAX_PLACES} "
+                "places (inference.max_concurrent, --max-concurrent) and a version from 0"
             )
         return None
 

@@ -14,15 +14,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from composer_prime.errors import WireError
 from composer_prime.wire.node import Generated, NodeHello, Sampling, Status
 from composer_prime.wire.types import FLOAT, INT, VersionSpan, floats, ints
+from orchestrator.gateway.adaptive import KV_FULL
 
 logger = logging.getLogger(__name__)
 
 _COUNTERS = ("answers", "failures", "bad_answers", "late_answers", "garbage", "tokens_out")
+_UNPROVEN_PLACES = 32
+"""As how many places a node counts, at most, that has not answered anything yet."""
 _NO_EVIDENCE = -9999.0
 """vLLM's value for a missing logprob."""
 _ROUNDING = 1e-3
@@ -116,6 +120,26 @@ class AttachedNode:
         if now < self.suspended_until:
             return f"suspended for {self.suspended_until - now:.1f} s after {self.failures_in_row} failures in a row"
         return None
+
+    @property
+    def load(self) -> float:
+        """Its requests relative to the places that its answers so far make credible.
+
+        A node that claims many places gets a larger share than others only after it has answered that many requests.
+        """
+        return len(self.leases) / min(self.max_concurrent, _UNPROVEN_PLACES + self.answers)
+
+    @property
+    def cache_is_full(self) -> bool:
+        return self.status is not None and self.status.kv_used > KV_FULL
+
+    @property
+    def credible_status(self) -> Status | None:
+        """Its last report, with no more requests than it was given; None before its first heartbeat."""
+        status, held = self.status, len(self.leases)
+        if status is None or max(status.running, status.waiting) <= held:
+            return status
+        return msgspec.structs.replace(status, running=min(status.running, held), waiting=min(status.waiting, held))
 
 
 class Nodes:

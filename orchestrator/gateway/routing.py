@@ -7,9 +7,9 @@
     every tick: enforce_deadlines() -> requests past request_timeout_s         -> 503, the run goes on
                                     -> requests that waited for a node in vain -> 503, and the run ends
 
-A session goes to the node that served it last while that node has a free place, because its prefix cache is warm there.
-Any other request goes to the least loaded node. Everything runs on one event loop. Only `generate` waits, at most until
-one of its deadlines.
+A session goes to the node that served it last while that node has a free place and room in its KV cache, because its
+prefixes are warm there. Any other request goes to the least loaded node, to one with a full cache last. Everything runs
+on one event loop. Only `generate` waits, at most until one of its deadlines.
 """
 
 from __future__ import annotations
@@ -169,10 +169,17 @@ class Router:
             return None
         warm = self._node_of_session.get(request.session)
         for node in free:
-            if node.node_id == warm and warm != request.avoid:
+            if node.node_id == warm and warm != request.avoid and not node.cache_is_full:
                 return node
         return min(
-            free, key=lambda node: (node.node_id == request.avoid, len(node.leases) / node.max_concurrent, node.node_id)
+            free,
+            key=lambda node: (
+                node.node_id == request.avoid,
+                node.cache_is_full,
+                node.node_id != warm,
+                node.load,
+                node.node_id,
+            ),
         )
 
     def _assign(self, request: GatewayRequest, node: AttachedNode) -> None:

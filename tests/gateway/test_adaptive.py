@@ -37,3 +37,18 @@ def test_an_unused_limit_does_not_rise_and_a_full_cache_lowers_it():
     for _ in range(200):
         observe(limit, 8, in_use=limit.limit())
     assert limit.limit() == 100
+
+
+def test_one_full_node_does_not_set_the_limit_of_the_fleet():
+    """255 nodes have room and one is full: the limit stays where it is; when most are full, it falls."""
+    for full, falls in ((1, False), (250, True)):
+        limit = AdaptiveLimit(floor=8, ceiling=4096)
+        for _ in range(8):
+            observe(limit, 4096, in_use=limit.limit())
+        reports = [
+            Status(version=0, running=16, waiting=0, kv_used=kv, tokens_per_s=0.0, canary_error=None)
+            for kv in [0.97] * full + [0.3] * (256 - full)
+        ]
+        for _ in range(44):
+            limit.observe(reports, queued=0, in_use=limit.limit())
+        assert (limit.limit() == 8) if falls else (limit.limit() == 4096)
