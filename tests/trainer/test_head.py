@@ -291,7 +291,7 @@ def test_an_adapted_output_layer_trains_its_adapters():
     # Low-rank adapters on the output layer: values and adapter gradients equal those of peft's own forward pass; with
     # the adapters scaled to nothing the layer is the base.
     from composer_prime.config.trainer import LoraConfig
-    from trainer.model.build import inject_adapters
+    from trainer.model.adapters import inject_adapters
     from trainer.teacher.self_teacher import adapters_off
 
     torch.manual_seed(0)

@@ -26,15 +26,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from composer_prime.config import Config
-from composer_prime.config.trainer import LoraConfig
 from composer_prime.errors import ConfigError, ModelNotFoundError
 from trainer.data.rows import reading_of
 from trainer.head.kernels import check_kernels
+from trainer.model.adapters import inject_adapters
 from trainer.model.attention import PACKED, attention_name
 from trainer.model.policy import FORWARD_METHODS, Policy
 from trainer.world import World
 
-ADAPTER = "default"
 PROBE_LENGTHS = (7, 12)
 PROBE_TOLERANCE = 1e-3
 """Nats."""
@@ -112,29 +111,6 @@ def _adapt(lm: PreTrainedModel, config: Config) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs for good
         inject_adapters(lm, config.trainer.lora)
-
-
-def inject_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
-    """Replace the target modules of `lm` by adapted ones; only the adapters still require gradients.
-
-    Raises ConfigError when no module matches.
-    """
-    import peft  # it takes seconds to import
-
-    peft_config = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        lora_dropout=config.dropout,
-        target_modules=config.target_modules,
-        task_type="CAUSAL_LM",
-    )
-    try:
-        peft.inject_adapter_in_model(peft_config, lm, ADAPTER, low_cpu_mem_usage=next(lm.parameters()).is_meta)
-    except ValueError as error:
-        raise ConfigError(
-            f"trainer.lora.target_modules {config.target_modules!r} cannot be adapted: {error}; name modules of the "
-            "model, or use 'all-linear'"
-        ) from None
 
 
 def blocks(lm: PreTrainedModel) -> list[nn.Module]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -32,7 +31,8 @@ from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import RunDir
 from composer_prime.run.weights import Canary, Manifest, WeightStore, open_signed, sign
 from diloco.streaming import StreamingDiLoCo
-from trainer.model.build import ADAPTER, empty_model
+from trainer.model.adapters import merged_parameters
+from trainer.model.build import empty_model
 from trainer.model.policy import Policy
 from trainer.world import World
 
@@ -140,26 +140,12 @@ def whole_tensors(policy: Policy, world: World, dtype: torch.dtype) -> dict[str,
         if isinstance(module, FSDPModule):  # a forward pass without a backward leaves whole parameters behind
             module.reshard()
     tensors = {}
-    for name, tensor in _plain_parameters(policy):
+    for name, tensor in merged_parameters(policy.lm) if policy.adapted else policy.lm.named_parameters():
         cast = tensor.to(dtype)
         gathered = cast.full_tensor() if isinstance(cast, DTensor) else cast
         if world.first:
             tensors[name] = gathered.detach().to("cpu").contiguous()
     return tensors if world.first else None
-
-
-def _plain_parameters(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters under their Hugging Face names: W + (alpha / rank) B A where adapted."""
-    if not policy.adapted:
-        yield from policy.lm.named_parameters()
-        return
-    from peft.tuners.lora import LoraLayer  # peft takes seconds to import
-
-    layers = {f"{name}.weight": module for name, module in policy.lm.named_modules() if isinstance(module, LoraLayer)}
-    for name, parameter in policy.lm.named_parameters():
-        if not re.search(r"\.lora_\w+\.", name):
-            plain = name.replace(".base_layer.", ".")
-            yield plain, parameter + layers[plain].get_delta_weight(ADAPTER) if plain in layers else parameter
 
 
 def plain_model(config: Config, folder: Path) -> PreTrainedModel:

@@ -1,0 +1,97 @@
+"""Low-rank adapters: peft puts them into the model, `merged_parameters` takes them out of the published weights.
+
+peft adapts a linear layer by a module around it, and a tensor of fused experts by a wrapper around the module that
+holds it, one wrapper a tensor. So a parameter's adapter is found by the parameter's own name, not by its module's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from composer_prime.config.trainer import LoraConfig
+from composer_prime.errors import ConfigError
+
+_ADAPTER = "default"
+_WRAPPER = re.compile(r"\.base_layer(?=\.|$)")
+_FACTOR = re.compile(r"\.lora_\w+\.")
+
+
+def inject_adapters(lm: PreTrainedModel, config: LoraConfig) -> None:
+    """Replace the target modules of `lm` by adapted ones; only the adapters still require gradients.
+
+    Raises ConfigError when no module matches, or when one cannot be adapted.
+    """
+    import peft  # it takes seconds to import
+
+    peft_config = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=config.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        peft.inject_adapter_in_model(peft_config, lm, _ADAPTER, low_cpu_mem_usage=next(lm.parameters()).is_meta)
+    except ValueError as error:
+        remedy = "name modules of the model, or use 'all-linear'"
+        if "lora_dropout" in str(error):
+            remedy = f"trainer.lora.dropout is {config.dropout:g}: set it to 0, or name linear layers only"
+        raise ConfigError(
+            f"trainer.lora.target_modules {config.target_modules!r} cannot be adapted: {error}; {remedy}"
+        ) from None
+    names = {_plain(name) for name, _ in lm.named_parameters()}
+    lost = sorted(_adapted(lm).keys() - names)
+    if lost:
+        raise ConfigError(
+            f"trainer.lora.target_modules {config.target_modules!r}: the adapters of {', '.join(lost[:3])} "
+            f"({len(lost)} in all) belong to no parameter, so no published weights can hold them: name other modules"
+        )
+
+
+def merged_parameters(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of `lm` under their names without adapters: W + (alpha / rank) B A where adapted.
+
+    A collective where parameters are sharded.
+    """
+    layers = _adapted(lm)
+    for name, parameter in lm.named_parameters():
+        if not _FACTOR.search(name):
+            layer = layers.get(_plain(name))
+            yield _plain(name), parameter if layer is None else parameter + _delta(layer, parameter)
+
+
+def _plain(name: str) -> str:
+    return _WRAPPER.sub("", name)
+
+
+def _adapted(lm: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return peft's layers by the plain name of the parameter that each adapts."""
+    from peft.tuners.lora import LoraLayer  # peft takes seconds to import
+
+    layers = ((name, module) for name, module in lm.named_modules() if isinstance(module, LoraLayer))
+    return {f"{_plain(name)}.{getattr(layer, 'parameter_name', 'weight')}": layer for name, layer in layers}
+
+
+def _delta(layer, parameter: Tensor) -> Tensor:
+    """Return (alpha / rank) B A, sharded as `parameter`."""
+    if parameter.ndim == 2:
+        return layer.get_delta_weight(_ADAPTER)
+    # The factors of all experts lie in one matrix each, and shards cut it between experts: gather both.
+    a_ri, b_or = (_whole(factor[_ADAPTER].weight) for factor in (layer.lora_A, layer.lora_B))
+    experts = parameter.shape[0]
+    a_eri, b_ore = a_ri.view(experts, -1, a_ri.shape[1]), b_or.view(b_or.shape[0], -1, experts)
+    is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
+    delta = torch.einsum("ore,eri->eio" if is_transposed else "ore,eri->eoi", b_ore, a_eri) * layer.scaling[_ADAPTER]
+    if not isinstance(parameter, DTensor):
+        return delta
+    return distribute_tensor(delta, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
