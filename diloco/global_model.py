@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from diloco.ranks import Ranks
 
 _TOO_LARGE = torch.finfo(torch.float32).max / 2
 """Half of the range, which leaves room for what rounding adds."""
+REMEMBERED_NORMS = 16
 
 
 class GlobalModel:
@@ -43,6 +44,9 @@ class GlobalModel:
             if config.type == "muon"
             else Nesterov(config.lr, config.momentum, [fragment.numel for fragment in fragments])
         )
+        self.norms = [torch.zeros(REMEMBERED_NORMS) for _ in fragments]
+        """float32 [REMEMBERED_NORMS] a fragment: norms of its last deltas, 0 where there was none. All peers hold the
+        same, for the guard compares with them."""
         self.outer_step = 0
         self._digests = [_digest(master) for master in self.masters]
 
@@ -64,20 +68,24 @@ class GlobalModel:
         part = self.fragments[fragment]
         return part.rounded(self.masters[fragment]) - part.read()
 
-    def can_advance(self, fragment: int, deltas: Sequence[Tensor]) -> bool:
-        """Return whether an outer step along a mean of `deltas` leaves finite values and momentum on this rank.
+    def can_advance(self, fragment: int, largest: float) -> bool:
+        """Return whether an outer step along a mean of deltas leaves finite values and momentum on this rank.
 
-        It looks at largest absolute values, which are exact, so all peers decide the same.
+        `largest`: of the deltas' absolute values. Such values are exact, so all peers decide the same.
         """
-        largest = max(map(largest_of, deltas), default=0.0)
         return largest_of(self.masters[fragment]) + self.outer.reach(fragment, largest) < _TOO_LARGE
 
-    def advance(self, fragment: int, deltas: Sequence[Tensor], weights: Sequence[float]) -> None:
+    def advance(
+        self, fragment: int, deltas: Iterable[Tensor], weights: Sequence[float], norms: Sequence[float] = ()
+    ) -> None:
         """Take one outer step along the mean delta; without any delta the values stay and the step counts all the same.
 
-        With Muon it is a collective: all ranks give deltas, or none does.
+        `norms`: what later deltas of this fragment are compared with. With Muon it is a collective: all ranks give
+        deltas, or none does.
         """
-        if deltas:
+        if norms:
+            self.norms[fragment] = torch.cat([self.norms[fragment], torch.tensor(norms)])[-REMEMBERED_NORMS:].clone()
+        if weights:
             self.outer.step(fragment, self.masters[fragment], weighted_mean(deltas, weights))
             self._digests[fragment] = _digest(self.masters[fragment])
         self.outer_step += 1
@@ -119,7 +127,7 @@ class GlobalModel:
             self.install(local)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return masters, momentum, and the last full sweep where it differs from the masters, by name; not copies."""
+        """Return masters, momentum, norms, and the last full sweep where it differs from the masters; not copies."""
         return self._tensors_at(self.outer_step)
 
     def _tensors_at(self, outer_step: int) -> dict[str, Tensor]:
@@ -128,6 +136,7 @@ class GlobalModel:
             **{f"master.{index}": master for index, master in enumerate(self.masters)},
             **{f"velocity.{index}": velocity for index, velocity in enumerate(self.outer.velocity)},
             **{f"swept.{index}": values for index, values in enumerate(self.swept[:advanced])},
+            **{f"norms.{index}": norms for index, norms in enumerate(self.norms)},
         }
 
     def verify(self, tensors: Mapping[str, Tensor], outer_step: int, expected_hash: str) -> None:

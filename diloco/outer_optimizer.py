@@ -15,7 +15,7 @@ Departures:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -104,14 +104,15 @@ def largest_of(values_n: Tensor) -> float:
     return max(-float(low), float(high))
 
 
-def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return sum_i (w_i / sum w) delta_i, float32 [numel], added up in the order given.
+def weighted_mean(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return sum_i (w_i / sum w) delta_i, float32 [numel], added up in the order given, one delta at a time.
 
     Weights are tokens, samples or ones. Weights that are all 0 count the same.
     """
     total = sum(weights)
     shares = [weight / total for weight in weights] if total > 0 else [1.0 / len(weights)] * len(weights)
-    mean_n = deltas[0] * shares[0]
-    for delta_n, share in zip(deltas[1:], shares[1:], strict=True):
-        mean_n.add_(delta_n * share)
+    each_n = iter(deltas)
+    mean_n = next(each_n) * shares[0]
+    for share in shares[1:]:
+        mean_n.add_(next(each_n) * share)
     return mean_n

@@ -15,9 +15,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import median_low
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from composer_prime.config.diloco import DilocoConfig, GuardConfig
 from composer_prime.errors import DeadlineError, RunMismatchError
 from diloco.codec import codec_from_spec, shared_bytes
 from diloco.fragments import Schedule
+from diloco.outer_optimizer import largest_of
 from diloco.ranks import POLL_S, Ranks
 from diloco.state import DeltaStatus, PendingDelta, Replica, delta_status, pack_state
 from diloco.transport.exchange import MustRejoin, RoundResult
@@ -40,8 +41,6 @@ _MAX_DISPUTES = 3
 
 # -- the deltas that count ---------------------------------------------------------------------------------------
 
-MEDIAN_FROM = 3
-"""From so many peers on the median shows which one is out of line; of two, either may be."""
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 """1.8e19. The squares of larger values are infinite in float32: no model with them can be trained."""
 MAX_WEIGHT = 1e15
@@ -49,57 +48,106 @@ MAX_WEIGHT = 1e15
 _LANES = 1 << 14
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedDeltas:
-    deltas: list[Tensor]
-    """float32 [numel], in order of the peers' names."""
+    n: int
+    """Elements of the fragment on this rank."""
+    counted: list[tuple[Header, memoryview]]
+    """What was accepted, encoded, in order of the peers' names."""
     weights: list[float]
+    """Of those, each at most diloco.guard.max_weight_ratio times their median."""
+    largest: float
+    """Largest absolute value of those on this rank."""
     norms: dict[str, float]
     """L2 norm over all ranks, by peer."""
+    remembered: list[float]
+    """Norms that later rounds are compared with: of every finite delta, none above what would have been accepted."""
     rejections: dict[str, str]
     """Why a peer's delta does not count."""
 
+    def deltas(self) -> Iterator[Tensor]:
+        """Decode float32 [n] one by one: several whole deltas at once would be the peak of a cluster's host memory."""
+        return (codec_from_spec(header.codec).decode(shared_bytes(body), self.n) for header, body in self.counted)
+
 
 def accept(
-    headers: Sequence[Header], bodies: Sequence[memoryview], *, fragment: int, n: int, guard: GuardConfig, ranks: Ranks
+    headers: Sequence[Header],
+    bodies: Sequence[memoryview],
+    *,
+    fragment: int,
+    n: int,
+    guard: GuardConfig,
+    ranks: Ranks,
+    history: Sequence[float] = (),
 ) -> AcceptedDeltas:
-    """Decode this rank's part of a round's deltas. A peer that fails on one rank fails on all. A collective."""
-    deltas: dict[str, Tensor] = {}
+    """Check this rank's part of a round's deltas. A peer that fails on one rank fails on all. A collective.
+
+    `history`: norms that this fragment's deltas had before.
+    """
+    own: list[float] = []
+    largest: dict[str, float] = {}
     undecodable: dict[str, str] = {}
     for header, body in zip(headers, bodies, strict=True):
         try:
-            deltas[header.peer] = _decode(header, body, fragment, n)
+            delta_n = _decode(header, body, fragment, n)
+            own.append(squared_norm(delta_n))
+            largest[header.peer] = largest_of(delta_n)
+            del delta_n  # before the next one is decoded
         except ValueError as error:
+            own.append(math.nan)
             undecodable[header.peer] = str(error)
-    own = [squared_norm(deltas[header.peer]) if header.peer in deltas else math.nan for header in headers]
     squared = {header.peer: total for header, total in zip(headers, ranks.total(own), strict=True)}
     elsewhere = [peer for peer, mine in zip(squared, own, strict=True) if math.isnan(squared[peer]) and mine >= 0]
     another_rank = "another rank of this cluster cannot use its part: see that rank's log"
-    rejections = rejected(squared, guard) | dict.fromkeys(elsewhere, another_rank) | undecodable
-    counted = [header for header in headers if header.peer not in rejections]
+    rejections = rejected(squared, guard, history) | dict.fromkeys(elsewhere, another_rank) | undecodable
+    counted = [(header, body) for header, body in zip(headers, bodies, strict=True) if header.peer not in rejections]
+    norms = {peer: math.sqrt(value) for peer, value in squared.items()}
+    usual = _usual_norm(norms.values(), history)
+    bound = min(LARGEST_NORM, guard.max_norm_ratio * usual if usual else LARGEST_NORM)
     return AcceptedDeltas(
-        deltas=[deltas[header.peer] for header in counted],
-        weights=[header.weight for header in counted],
-        norms={peer: math.sqrt(value) for peer, value in squared.items()},
+        n=n,
+        counted=counted,
+        weights=_capped([header.weight for header, _ in counted], guard.max_weight_ratio),
+        largest=max((largest[header.peer] for header, _ in counted), default=0.0),
+        norms=norms,
+        remembered=[min(norm, bound) for norm in norms.values() if math.isfinite(norm)],
         rejections=rejections,
     )
 
 
-def rejected(squared_norms: Mapping[str, float], config: GuardConfig) -> dict[str, str]:
+def rejected(squared_norms: Mapping[str, float], config: GuardConfig, history: Sequence[float] = ()) -> dict[str, str]:
     """Return why each rejected peer's delta does not count; `squared_norms` are of whole deltas, over all ranks."""
     norms = {peer: math.sqrt(value) for peer, value in squared_norms.items() if math.isfinite(value)}
     reasons = {peer: "it holds NaN or infinity" for peer in squared_norms if peer not in norms}
-    middle = median(norms.values()) if len(norms) >= MEDIAN_FROM else None
+    usual = _usual_norm(norms.values(), history)
     for peer, norm in norms.items():
         if norm > LARGEST_NORM:
             reasons[peer] = f"its norm {norm:.4g} is above {LARGEST_NORM:.4g}: no model can be trained with such values"
         elif config.max_norm is not None and norm > config.max_norm:
             reasons[peer] = f"its norm {norm:.4g} is above diloco.guard.max_norm = {config.max_norm:g}"
-        elif middle and norm > config.max_norm_ratio * middle:
+        elif usual and norm > config.max_norm_ratio * usual:
             reasons[peer] = (
-                f"its norm {norm:.4g} is above {config.max_norm_ratio:g} times the round's median {middle:.4g}"
+                f"its norm {norm:.4g} is above {config.max_norm_ratio:g} (diloco.guard.max_norm_ratio) times the usual "
+                f"{usual:.4g} of this round and those before"
             )
     return reasons
+
+
+def _usual_norm(norms: Iterable[float], history: Sequence[float]) -> float | None:
+    """Return the larger of two medians: of this round's norms, from two on, and of those before; None without either.
+
+    Both medians are low ones, so half of the peers cannot raise them. What the peers of a round have in common (a new
+    learning rate, a phase without any reward that ends) passes, whatever was before. A norm of 0 shows nothing.
+    """
+    of_round, before = [[norm for norm in each if 0 < norm < math.inf] for each in (norms, history)]
+    medians = ([median_low(of_round)] if len(of_round) > 1 else []) + ([median_low(before)] if before else [])
+    return max(medians, default=None)
+
+
+def _capped(weights: Sequence[float], ratio: float) -> list[float]:
+    """Return the weights, each at most `ratio` times the low median of those above 0."""
+    positive = [weight for weight in weights if weight > 0]
+    return [min(weight, ratio * median_low(positive)) for weight in weights] if positive else list(weights)
 
 
 def squared_norm(delta_n: Tensor) -> float:
@@ -235,7 +283,7 @@ class OuterSteps:
         offered = pending and pending.header
         status = delta_status(self.config.peer_id, offered, result.outcome.headers, accepted.rejections)
         before_n = model.masters[fragment].clone() if status is DeltaStatus.MISSED else None
-        model.advance(fragment, accepted.deltas, accepted.weights)
+        model.advance(fragment, accepted.deltas(), accepted.weights, accepted.remembered)
         self._settle_residual(fragment, status, pending)
         replica.progress.install(fragment, status, pending and pending.coverage, before_n)
         self.link.set_position(model.outer_step, model.hash)
@@ -246,14 +294,21 @@ class OuterSteps:
         model = self.replica.global_model
         accepted = accept(
             result.outcome.headers, result.bodies, fragment=fragment, n=self.replica.fragments[fragment].numel,
-            guard=self.config.guard, ranks=self.ranks,
+            guard=self.config.guard, ranks=self.ranks, history=model.norms[fragment].tolist(),
         )  # fmt: skip
-        if not self.ranks.all(model.can_advance(fragment, accepted.deltas)):
+        if not self.ranks.all(model.can_advance(fragment, accepted.largest)):
             reason = "the outer step along the round's mean would leave the range of float32"
             rejections = dict.fromkeys(accepted.norms, reason) | accepted.rejections
-            accepted = replace(accepted, deltas=[], weights=[], rejections=rejections)
+            accepted = replace(accepted, counted=[], weights=[], rejections=rejections)
         for peer, reason in accepted.rejections.items():
             logger.warning("outer step %d: the delta of peer %s is rejected: %s", model.outer_step, peer, reason)
+        for (header, _), weight in zip(accepted.counted, accepted.weights, strict=True):
+            if weight < header.weight:
+                logger.warning(
+                    "outer step %d: the delta of peer %s claims the weight %g and counts %g, %g times the round's "
+                    "median (diloco.guard.max_weight_ratio)", model.outer_step, header.peer, header.weight, weight,
+                    self.config.guard.max_weight_ratio,
+                )  # fmt: skip
         return accepted
 
     def _settle_residual(self, fragment: int, status: DeltaStatus, pending: PendingDelta | None) -> None:

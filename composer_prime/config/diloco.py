@@ -62,7 +62,10 @@ class OuterConfig(BaseConfig):
 
 class GuardConfig(BaseConfig):
     max_norm_ratio: float = Field(default=10.0, gt=1)
-    """Reject a delta whose norm exceeds this many times the median norm of the round (from three peers on)."""
+    """Reject a delta whose norm exceeds this many times the usual one: the median of the round or, where that is
+    larger, of the fragment's last 16 deltas."""
+    max_weight_ratio: float = Field(default=8.0, ge=1)
+    """A delta counts at most this many times the round's median weight, whatever weight its peer claims."""
     max_norm: float | None = Field(default=None, gt=0)
     """Reject a delta with a norm above this; None has no such limit."""
 

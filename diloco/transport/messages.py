@@ -31,7 +31,7 @@ import msgspec
 
 from composer_prime.errors import ChecksumError, RunMismatchError, WireError
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 @dataclass(frozen=True, slots=True)

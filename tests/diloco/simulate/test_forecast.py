@@ -86,6 +86,7 @@ def test_step_time_of_the_run(tmp_path):
 
 # `composer plan` shows them among its rows, in lines that the terminal has room for: the rest of a row stands below its
 # text, and nothing is lost.
+@pytest.mark.process
 def test_composer_plan(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("COLUMNS", "72")
