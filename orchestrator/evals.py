@@ -25,6 +25,7 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import bounded_interval, pass_at_k, scale_of
 from orchestrator.event_loop import Notifier
 from orchestrator.rollouts import rollout_log
+from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.groups import FinishedRollout, turn_error_rate
 from orchestrator.rollouts.rollout import (
     Lane,
@@ -55,6 +56,7 @@ class Evaluator:
     requests: RequestFactory
     run_dir: RunDir
     metrics: MetricsFile
+    failures: FailureLog
     serving_version: Callable[[], int | None]
     """Returns the oldest version of the serving nodes; None while no node serves."""
     changed: Notifier
@@ -111,7 +113,8 @@ class Evaluator:
     async def run(self) -> None:
         """Serve requests until cancelled.
 
-        Raises EnvironmentWorkerError, or DeadlineError when no node gets the version in time.
+        Raises EnvironmentWorkerError, RolloutError when the first tasks fail alike, or DeadlineError when no node gets
+        the version in time.
         """
         while True:
             while self._requested is None:
@@ -186,12 +189,18 @@ class Evaluator:
             rollout = finished_rollout(
                 result, sibling=sample, seed=request.seed or 0, samples=[], failure=failure, earlier=earlier
             )
-            if failure is None or not failure.retryable or attempt == self.config.max_retries:
+            if failure is None:
+                break
+            self.failures.note_try(source, rollout.rollout_id, failure)
+            if not failure.retryable or attempt == self.config.max_retries:
                 break
             earlier.append(failure)
             await asyncio.sleep(retry_pause_s(attempt))
+        await asyncio.to_thread(self.failures.note_end, step, source, rollout)
         task.append(rollout)
         self._done_rollouts += 1
+        if len(task) == self.config.eval.samples:
+            self.failures.note_group(source, task)
 
 
 def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> dict[str, float]:

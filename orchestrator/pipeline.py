@@ -51,6 +51,7 @@ from orchestrator.hints.stage import build_hints
 from orchestrator.preferences import build_mixer
 from orchestrator.rollouts.behavior import build_behavior
 from orchestrator.rollouts.dispatch import Dispatcher
+from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
 from orchestrator.step_server import POLL_S, StepServer
 from orchestrator.tasks.sources import WHOLE, Sources, eval_sources, source_spec
@@ -271,7 +272,11 @@ class Pipeline:
         permits = Permits(self.gateway.adaptive.limit, orchestrator.eval.share)
         runner = RolloutRunner(self.pools, self.gateway.records, permits)
         requests = RequestFactory(config=orchestrator, gateway_url=url, seed=config.run.seed)
-        dispatcher = await self._build_dispatcher(stack, runner, requests)
+        failures = FailureLog(
+            path=self.run_dir.failed_rollouts,
+            show=lambda text: self.metrics.log(self.batches.trained, {"problem": text}),
+        )
+        dispatcher = await self._build_dispatcher(stack, runner, requests, failures)
         scheduler = BatchScheduler(
             config=orchestrator,
             run_id=self.run_id,
@@ -297,6 +302,7 @@ class Pipeline:
             requests=requests,
             run_dir=self.run_dir,
             metrics=self.metrics,
+            failures=failures,
             serving_version=self._oldest_served,
             changed=self.changed,
         )
@@ -314,7 +320,7 @@ class Pipeline:
         return Training(permits=permits, scheduler=scheduler, evaluator=evaluator, watchdog=watchdog)
 
     async def _build_dispatcher(
-        self, stack: AsyncExitStack, runner: RolloutRunner, requests: RequestFactory
+        self, stack: AsyncExitStack, runner: RolloutRunner, requests: RequestFactory, failures: FailureLog
     ) -> Dispatcher:
         config, orchestrator = self.config, self.config.orchestrator
         wants_hints: Callable[[], bool] = lambda: True
@@ -339,6 +345,8 @@ class Pipeline:
             requests=requests,
             serving_version=self._serving_version,
             on_error=self.fail,
+            failures=failures,
+            next_step=lambda: self.batches.formed + 1,
             behavior=await asyncio.to_thread(build_behavior, orchestrator.behaviour, self.model_dir),
             hints=hints,
             wants_hints=wants_hints,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
+from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import Rollout, failure_text, open_run, read_rollouts, rollout_files
 from composer_prime.run.run_dir import RunDir
@@ -19,7 +22,8 @@ def main(words: list[str]) -> int:
     chosen = [rollout for rollout in select(run_dir, options) if passes(rollout, options)]
     shown = chosen[-options.limit :] if options.last else chosen[: options.limit]
     print("\n".join(listing(shown)))
-    print(f"{len(shown)} of {len(chosen)} rollouts; show one with: composer rollouts {options.run} ROLLOUT_ID")
+    count = f"{len(shown)} of {pluralize(len(chosen), 'rollout')}"
+    print(f"{count}; show one with: composer rollouts {options.run} ROLLOUT_ID")
     return 0
 
 
@@ -34,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", help="only tasks whose id contains this")
     parser.add_argument("--min-reward", type=float, help="only rollouts with at least this reward")
     parser.add_argument("--max-reward", type=float, help="only rollouts with at most this reward")
-    parser.add_argument("--failed", action="store_true", help="only rollouts that failed (they have no reward)")
+    parser.add_argument("--failed", action="store_true", help="every rollout that failed (it has no reward)")
     parser.add_argument("--tool-errors", action="store_true", help="only rollouts in which a tool call was an error")
     parser.add_argument("--status", help="only trained, filtered, stale, failed or evaluated ones")
     parser.add_argument("--limit", type=int, default=20, help="lines of the list (default 20)")
@@ -44,25 +48,32 @@ def _parser() -> argparse.ArgumentParser:
 
 def select(run_dir: RunDir, options: argparse.Namespace) -> Iterator[Rollout]:
     """Yield the rollouts of the chosen step or steps. Raises ConfigError when there is no such file."""
+    if options.failed and run_dir.failed_rollouts.is_file():  # They are there before the batch of their step.
+        for rollout in read_rollouts(run_dir.failed_rollouts):
+            is_eval = rollout.get("group") is None
+            if is_eval == options.eval and options.step in (None, rollout.get("step")):
+                yield rollout
+        return
     kind = "eval" if options.eval else "step"
     files = rollout_files(run_dir, kind)
     if not files:
         raise ConfigError(f"{run_dir.root} has no rollouts of this kind yet ({kind}_*.jsonl)")
-    steps = list(files) if options.all else [options.step if options.step is not None else max(files)]
+    every = options.all or (options.failed and options.step is None)
+    steps = list(files) if every else [options.step if options.step is not None else max(files)]
     for step in steps:
         if step not in files:
-            present = f"steps {min(files)} to {max(files)} ({len(files)} files)"
+            present = f"steps {min(files)} to {max(files)} ({pluralize(len(files), 'file')})"
             raise ConfigError(f"there is no {kind} file of step {step}; there are {present}")
         yield from read_rollouts(files[step])
 
 
 def find(run_dir: RunDir, rollout_id: str) -> Rollout:
     """Return the newest rollout with this id. Raises ConfigError when the run has none."""
-    for kind in ("step", "eval"):
-        for path in reversed(rollout_files(run_dir, kind).values()):
-            for rollout in read_rollouts(path):
-                if rollout.get("rollout_id") == rollout_id:
-                    return rollout
+    paths = [path for kind in ("step", "eval") for path in reversed(rollout_files(run_dir, kind).values())]
+    for path in [*paths, run_dir.failed_rollouts]:
+        for rollout in read_rollouts(path) if path.is_file() else ():
+            if rollout.get("rollout_id") == rollout_id:
+                return rollout
     raise ConfigError(f"{run_dir.root} has no rollout {rollout_id!r}: list them with composer rollouts {run_dir.root}")
 
 
@@ -99,23 +110,66 @@ def listing(rollouts: list[Rollout]) -> list[str]:
 
 
 def show(rollout: Rollout) -> list[str]:
-    """Return everything about one rollout, turn by turn."""
+    """Return everything about one rollout: its figures, the tools on offer, the failure, then turn by turn."""
     lines = [f"rollout {rollout.get('rollout_id')}  ({_task(rollout)})"]
     for name in ("step", "status", "reward", "advantage", "parts", "metrics", "policy_versions", "stop_reason", "cost"):
         value = rollout.get(name)
         if value not in (None, {}, []):
-            lines.append(f"  {name:<16} {value}")
-    failure = failure_text(rollout)
-    if failure:
-        lines.append(f"  {'failed':<16} {failure}")
+            lines.append(f"  {name:<16} {_value(value)}")
+    for name, failure in _failures(rollout):
+        lines.append(f"  {name:<16} {failure_text({'error': failure})}")
+    detail = (rollout.get("error") or {}).get("detail")
+    lines += [f"    {line}" for line in str(detail).splitlines()] if detail else []
+    lines += [f"  {'tool' if index == 0 else '':<16} {text}" for index, text in enumerate(_tools(rollout))]
     for index, turn in enumerate(rollout.get("turns", [])):
-        count = turn.get("token_count")
-        lines += ["", f"[{index}] {turn.get('role')}{f', {count} tokens' if count else ''}"]
-        text = str(turn.get("text") or "")
+        count, error, text = turn.get("token_count"), turn.get("error"), str(turn.get("text") or "")
+        is_failed_call = bool(error) and text.lstrip().startswith(str(error))  # The text says it in full.
+        notes = [f"{count} tokens"] if count else []
+        notes += ["a failed call"] if is_failed_call else []
+        lines += ["", f"[{index}] {', '.join([str(turn.get('role')), *notes])}"]
         lines += [f"    {line}" for line in text.splitlines()]
         lines += [f"    -> {call.get('name')}({call.get('arguments')})" for call in turn.get("tool_calls") or []]
-        lines += [f"    {kind}: {turn[kind]}" for kind in ("error", "hint") if turn.get(kind)]
+        lines += [f"    error: {error}"] if error and not is_failed_call else []
+        lines += [f"    hint: {turn['hint']}"] if turn.get("hint") else []
     return lines
+
+
+def _failures(rollout: Rollout) -> Iterator[tuple[str, Any]]:
+    """Yield what to call each failed try, and the failure; equal ones once."""
+    earlier = rollout.get("failed_attempts") or []
+    last = rollout.get("error")
+    counted = Counter(failure_text({"error": failure}) for failure in [*earlier, *([last] if last else [])])
+    seen = set()
+    for name, failure in [*(("an earlier try", failure) for failure in earlier), *([("failed", last)] if last else [])]:
+        text = failure_text({"error": failure})
+        if name == "an earlier try" and last and text == failure_text({"error": last}):
+            continue
+        if text not in seen:
+            seen.add(text)
+            yield f"{name}{f' x {counted[text]}' if counted[text] > 1 else ''}", failure
+
+
+def _tools(rollout: Rollout) -> Iterator[str]:
+    """Yield `name(parameter: type, optional?: type)  description` for each tool on offer."""
+    for tool in rollout.get("tools") or []:
+        function = tool.get("function") or tool
+        schema = function.get("parameters") or {}
+        required = schema.get("required") or []
+        parameters = ", ".join(
+            f"{name}{'' if name in required else '?'}: {(each or {}).get('type', 'any')}"
+            for name, each in (schema.get("properties") or {}).items()
+        )
+        first_line = next(iter(str(function.get("description") or "").splitlines()), "")
+        yield f"{function.get('name')}({parameters})  {first_line}".rstrip()
+
+
+def _value(value: Any) -> str:
+    """Return a figure, or the figures of a table, as text for people."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_value(each)}" for name, each in value.items() if each is not None)
+    if isinstance(value, list):
+        return ", ".join(map(_value, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _task(rollout: Rollout) -> str:

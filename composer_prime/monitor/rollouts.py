@@ -40,7 +40,8 @@ def failure_text(rollout: Rollout) -> str | None:
     """Return why the rollout has no reward; None when it has one."""
     failure = rollout.get("failure") or rollout.get("error")
     if isinstance(failure, dict):
-        return str(failure.get("message") or failure.get("kind") or failure)
+        where = failure.get("where")
+        return str(failure.get("message") or failure.get("kind") or failure) + (f" ({where})" if where else "")
     return str(failure) if failure else None
 
 

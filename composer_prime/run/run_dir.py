@@ -82,6 +82,7 @@ class RunDir:
         self.final = root / "final"
         self.reference = root / "reference" / "logprobs.jsonl"
         """Cached reference log-probabilities of preference pairs."""
+        self.failed_rollouts = root / "rollouts" / "failed.jsonl"
         self.checkpoints = root / "checkpoints"
         self.endpoints = root / "endpoints.json"
         """The addresses that roles bound, as JSON; processes on this machine find one another by it."""

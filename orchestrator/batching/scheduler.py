@@ -357,7 +357,7 @@ class BatchScheduler:
                 failure = next(rollout.failure for rollout in group.rollouts if rollout.failure is not None)
                 raise RolloutError(
                     f"{self._failed_in_row} groups in a row failed (orchestrator.max_failed_groups); the last error, "
-                    f"from source {group.plan.source!r}: {failure.kind}: {failure.message}"
+                    f"from source {group.plan.source!r}: {failure.text()}"
                 )
 
     def _oldest_state(self, newest: OrchestratorState) -> OrchestratorState:

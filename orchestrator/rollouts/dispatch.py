@@ -15,7 +15,6 @@ at most as many. It takes none of their places, opens none for dispatch, and cou
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from composer_prime.errors import NonFiniteError, RolloutError
 from composer_prime.wire.types import Sample
 from orchestrator.hints.stage import HintStage
 from orchestrator.rollouts.behavior import BehaviorRewards
+from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.groups import CompiledRollout, FinishedGroup, GroupOutcome, GroupPlan
 from orchestrator.rollouts.rollout import (
     Lane,
@@ -43,10 +43,6 @@ from orchestrator.rollouts.rollout import (
 from orchestrator.rollouts.samples import compile_rollout, numbered_turns, sdpo_only, with_advantage
 from orchestrator.workers.protocol import RolloutFailure
 
-logger = logging.getLogger(__name__)
-
-_LOGGED_FIRST = 20
-_LOGGED_EVERY = 100
 _STD_FLOOR = 1e-4
 
 
@@ -72,6 +68,9 @@ class Dispatcher:
     serving_version: Callable[[], int]
     """Returns the oldest policy version that a rollout begun now may be sampled with."""
     on_error: Callable[[BaseException], None]
+    failures: FailureLog
+    next_step: Callable[[], int]
+    """Returns the step that rollouts are gathered for."""
     behavior: BehaviorRewards | None = None
     hints: HintStage | None = None
     wants_hints: Callable[[], bool] = lambda: True
@@ -79,8 +78,6 @@ class Dispatcher:
     in_flight: dict[int, GroupInFlight] = field(default_factory=dict, init=False)
     """By group number."""
     retries: int = field(default=0, init=False)
-    failures: dict[str, int] = field(default_factory=dict, init=False)
-    """Failed tries by kind."""
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="compile"), init=False
     )
@@ -121,7 +118,7 @@ class Dispatcher:
         return {
             "rollouts/retries": self.retries,
             **(self.hints.metrics() if self.hints is not None else {}),
-            **{f"rollouts/failed/{kind}": count for kind, count in sorted(self.failures.items())},
+            **{f"rollouts/failed/{kind}": count for kind, count in sorted(self.failures.counts.items())},
         }
 
     async def close(self) -> None:
@@ -146,6 +143,8 @@ class Dispatcher:
             if fatal is not None:
                 raise fatal
             ended = [result for result in results if not isinstance(result, BaseException)]
+            if not group.stale:
+                self.failures.note_group(plan.source, [rollout for rollout, _ in ended])
             on_end(await self._finish(group, ended))
         except asyncio.CancelledError:
             raise
@@ -173,19 +172,15 @@ class Dispatcher:
             rollout, samples = await self._attempt(group, sibling, attempt, earlier)
             if rollout.failure is None:
                 break
-            self._count(rollout.rollout_id, rollout.failure)
+            self.failures.note_try(group.plan.source, rollout.rollout_id, rollout.failure)
             if not rollout.failure.retryable or attempt == self.config.max_retries:
                 break
             earlier.append(rollout.failure)
             self.retries += 1
             await asyncio.sleep(retry_pause_s(attempt))
+        note_end = self.failures.note_end
+        await asyncio.to_thread(note_end, self.next_step(), group.plan.source, rollout, group.plan.group)
         return rollout, samples
-
-    def _count(self, rollout_id: str, failure: RolloutFailure) -> None:
-        """Count a failed try. The log gets the first ones of a kind, then every hundredth; metrics get all."""
-        self.failures[failure.kind] = count = self.failures.get(failure.kind, 0) + 1
-        if count <= _LOGGED_FIRST or count % _LOGGED_EVERY == 0:
-            logger.warning("rollout %s failed (%s, number %d): %s", rollout_id, failure.kind, count, failure.message)
 
     async def _attempt(
         self, group: GroupInFlight, sibling: int, attempt: int, earlier: list[RolloutFailure]

@@ -2,7 +2,7 @@
 
 A training step's file holds the rollouts of its batch. It also holds, with another `status`, those of groups that were
 dropped since the batch before. Files are written whole and atomically: a batch that is served again after a crash does
-not double its lines.
+not double its lines. rollouts/failed.jsonl gets each failed rollout as it ends, also before the first step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from composer_prime.run.run_dir import write_atomic
+from composer_prime.run.run_dir import append_line, write_atomic
 from orchestrator.rollouts.groups import FinishedGroup, FinishedRollout, GroupOutcome
 from orchestrator.workers.protocol import MessageRecord, RolloutFailure
 
@@ -64,8 +64,15 @@ def write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     write_atomic(path, b"".join(encoder.encode(line) + b"\n" for line in lines))
 
 
+def append(path: Path, line: dict[str, Any]) -> None:
+    """Append one line. Raises OSError."""
+    append_line(path, msgspec.json.encode(line))
+
+
 def _failure(failure: RolloutFailure | None) -> dict[str, Any] | None:
-    return None if failure is None else {"kind": failure.kind, "message": failure.message, "detail": failure.detail}
+    if failure is None:
+        return None
+    return {name: getattr(failure, name) for name in ("kind", "message", "where", "detail")}
 
 
 def _turn(turn: MessageRecord) -> dict[str, Any]:

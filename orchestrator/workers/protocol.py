@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import struct
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
@@ -152,6 +153,17 @@ class RolloutFailure(msgspec.Struct, frozen=True, kw_only=True):
     retryable: bool
     detail: str | None = None
     """End of the traceback, where there is one."""
+    where: str | None = None
+    """`file:line, in function` of the code that raised, where it is known."""
+
+    def text(self) -> str:
+        """Return kind, message and place in one line."""
+        return f"{self.kind}: {self.message}{f' ({self.where})' if self.where else ''}"
+
+    @property
+    def cause(self) -> tuple[str, str]:
+        """Equal for failures of one cause: the same line of code, or the same message but for its numbers."""
+        return self.kind, self.where or re.sub(r"\d+", "#", self.message)
 
 
 class RolloutReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
@@ -184,11 +196,12 @@ def failed_reply(
     *,
     retryable: bool = True,
     detail: str | None = None,
+    where: str | None = None,
     turns: Sequence[MessageRecord] = (),
     sessions: Sequence[SessionRecord] = (),
 ) -> RolloutReply:
     """Build a reply without reward, with the turns so far. `kind`: as in RolloutFailure."""
-    error = RolloutFailure(kind=kind, message=message, retryable=retryable, detail=detail)
+    error = RolloutFailure(kind=kind, message=message, retryable=retryable, detail=detail, where=where)
     return RolloutReply(
         rollout_id=rollout_id, task_id=task_id, reward=None, turns=list(turns), sessions=list(sessions), error=error
     )

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import itertools
 import logging
 import math
 import os
@@ -38,7 +37,7 @@ from verifiers.v1.trace import Error
 from verifiers.v1.types import AssistantMessage, ToolMessage, content_text
 from verifiers.v1.utils import loaders
 
-from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError
+from composer_prime.errors import ConfigError, EmptyTaskSetError, EnvironmentNotInstalledError, RolloutError
 from orchestrator.workers import verifiers_compat
 from orchestrator.workers.protocol import (
     MessageRecord,
@@ -50,6 +49,7 @@ from orchestrator.workers.protocol import (
     ToolCall,
     failed_reply,
 )
+from orchestrator.workers.tracebacks import describe_exception, read_traceback
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ _TOOL_ERROR = re.compile(
     r"number out of range)",
     re.IGNORECASE,
 )
-_DETAIL_CHARS = 2000
+_MESSAGE_CHARS = 2000
 
 
 class Environment:
@@ -102,7 +102,7 @@ class Environment:
         return self._tasks.count
 
     def describe(self, index: int) -> tuple[str, str]:
-        """Return id and prompt of a task. Raises IndexError past the end."""
+        """Return id and prompt of a task. Raises IndexError past the end, RolloutError for a broken task set."""
         task = self._tasks[index]
         return task_id_of(task, index), task.data.prompt_text
 
@@ -124,6 +124,8 @@ class Environment:
         except IndexError:
             message = f"task {request.task_index} of {self.spec.name}/{self.name}, which has {self.num_tasks} tasks"
             return failed_reply(request.rollout_id, "", "request", message, retryable=False)
+        except RolloutError as error:
+            return failed_reply(request.rollout_id, "", "task", str(error), retryable=False)
         traces: list[vf.Trace] = []
 
         def name_session(trace: vf.Trace) -> None:
@@ -193,11 +195,17 @@ class _Tasks:
     """The tasks of one set, by index. Those of an endless set are made on first use."""
 
     def __init__(self, env: Env, spec: SourceSpec, taskset: str) -> None:
+        """Make all tasks, or the first one of an endless set. Raises ConfigError when the task set raises here."""
+        self._name = f"task set {taskset!r} of source {spec.name!r}"
         self._rest: Iterator[vf.Task] = iter(env.taskset)
         self._made: list[vf.Task] = []
+        self._broken: str | None = None
+        """Why an endless set makes no more tasks; None while it does."""
         self.count: int | None = None
+        self._make(None if env.taskset.bounded else 1)
+        if self._broken is not None and (env.taskset.bounded or not self._made):
+            raise ConfigError(self._broken)
         if env.taskset.bounded:
-            self._made = list(self._rest)
             self.count = len(self._made)
         if self.count == 0:
             raise EmptyTaskSetError(
@@ -206,11 +214,25 @@ class _Tasks:
             )
 
     def __getitem__(self, index: int) -> vf.Task:
+        """Raises IndexError past the end, RolloutError for a task that a broken endless set did not make."""
         if index < 0:
             raise IndexError(index)
-        if self.count is None:
-            self._made.extend(itertools.islice(self._rest, max(0, index + 1 - len(self._made))))
+        if self.count is None and self._broken is None:
+            self._make(index + 1)
+        if self._broken is not None and index >= len(self._made):
+            raise RolloutError(self._broken)
         return self._made[index]
+
+    def _make(self, count: int | None) -> None:
+        """Make tasks until there are `count`, or all. A generator that raised is over, so its error is kept."""
+        try:
+            while count is None or len(self._made) < count:
+                self._made.append(next(self._rest))
+        except StopIteration:
+            if count is not None:
+                self._broken = f"{self._name} says that it never ends, but ended after {len(self._made)} tasks"
+        except Exception as error:
+            self._broken = f"{self._name} raised {describe_exception(error)}"
 
 
 def load_env(spec: SourceSpec, taskset: dict[str, Any]) -> Env:
@@ -345,8 +367,9 @@ def _classify(error: Error) -> RolloutFailure:
         retryable = error.status_code in _TEMPORARY_4XX
         if error.status_code in (400, 413) and _CONTEXT.search(error.message):
             kind = "context_overflow"
-    detail = error.traceback[-_DETAIL_CHARS:] if error.traceback else None
-    return RolloutFailure(kind=kind, message=error.message[:_DETAIL_CHARS], retryable=retryable, detail=detail)
+    detail, where = read_traceback(error.traceback) if error.traceback else (None, None)
+    message = error.message[:_MESSAGE_CHARS]
+    return RolloutFailure(kind=kind, message=message, retryable=retryable, detail=detail, where=where)
 
 
 def _sessions(traces: list[vf.Trace]) -> list[SessionRecord]:

@@ -38,6 +38,7 @@ from orchestrator.workers.protocol import (
     WorkerReady,
     failed_reply,
 )
+from orchestrator.workers.tracebacks import read_traceback
 
 logger = logging.getLogger("orchestrator.worker")
 
@@ -104,8 +105,8 @@ class Worker:
         except asyncio.CancelledError:
             reply = _failed(request, "cancelled", "cancelled by the orchestrator", retryable=False)
         except Exception as error:
-            detail = traceback.format_exc()[-2000:]
-            reply = _failed(request, "internal", f"{type(error).__name__}: {error}", detail=detail)
+            detail, where = read_traceback(traceback.format_exc())
+            reply = _failed(request, "internal", f"{type(error).__name__}: {error}", detail=detail, where=where)
         finally:
             self._running.pop(request.rollout_id, None)
             cpu_s = self._shares.leave(mark)

@@ -119,7 +119,34 @@ def test_rollouts_lists_the_newest_step_and_filters(run_dir, capsys):
 def test_rollouts_shows_one_turn_by_turn(run_dir, capsys):
     # Tool calls and errors are visible.
     text = output(capsys, rollouts_command, str(run_dir), "g1-0")
-    assert "[0] user, 9 tokens" in text and "-> add({})" in text and "error: Tool not found: add" in text
+    assert "[0] user, 9 tokens" in text and "-> add({})" in text and "[2] tool, 5 tokens, a failed call" in text
+    assert text.count("Tool not found: add") == 1
+
+
+ADD_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"]}
+
+
+def test_a_rollout_shows_its_tools_and_says_each_error_once(run_dir, capsys):
+    # The tools that the model was offered, figures as text, equal tries once, the traceback to its last frame.
+    failure = {"kind": "task", "message": "KeyError: 'x'", "where": "env.py:7, in right", "detail": "line 7, in right"}
+    tool = {"type": "function", "function": {"name": "add", "description": "Adds.\nMore.", "parameters": ADD_SCHEMA}}
+    row = rollout(7, "g3-0", None, error=failure, failed_attempts=[failure, failure], tools=[tool], group=3)
+    write(run_dir, "failed", [row])
+    text = output(capsys, rollouts_command, str(run_dir), "g3-0")
+    assert "add(a: integer, b?: any)  Adds." in text
+    assert text.count("KeyError") == 1 and "failed x 3" in text and "KeyError: 'x' (env.py:7, in right)" in text
+    assert "line 7, in right" in text
+    assert "{'" not in text and "policy_versions  1, 2" in text and "cost             sampled_tokens 7" in text
+
+
+def test_failed_rollouts_are_listed_before_the_batch_of_their_step(run_dir, capsys):
+    # rollouts/failed.jsonl has them as they end; --step and --eval choose among them.
+    failure = {"kind": "task", "message": "KeyError: 'x'", "where": "env.py:7, in right"}
+    rows = [rollout(step, f"g{step}-0", None, error=failure, group=step) for step in (1, 2)]
+    write(run_dir, "failed", [*rows, rollout(0, "eval0-s-0-0", None, error=failure, group=None)])
+    assert "FAILED: KeyError: 'x' (env.py:7, in right)" in output(capsys, rollouts_command, str(run_dir), "--failed")
+    assert "1 of 1 rollout;" in output(capsys, rollouts_command, str(run_dir), "--failed", "--step", "2")
+    assert "eval0-s-0-0" in output(capsys, rollouts_command, str(run_dir), "--failed", "--eval")
 
 
 def test_rollouts_refuses_what_is_not_there(run_dir, tmp_path):

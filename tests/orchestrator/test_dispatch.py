@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 
 import msgspec
-from orch_groups import plan
+from orch_groups import plan, rollout
 from orch_peers import PeerTrainer, ScriptedPool, draw, make_config, sample_ids
 
 from composer_prime.errors import EnvironmentWorkerError, RolloutError
 from composer_prime.wire.types import RunFinished
 from orchestrator.gateway.generation import RolloutRecords
+from orchestrator.rollouts.failures import FailureLog
+from orchestrator.rollouts.groups import FinishedRollout
 from orchestrator.rollouts.rollout import Lane, Permits, RequestFactory, RolloutRunner, score_failure
 from orchestrator.workers.protocol import RolloutFailure, RolloutReply, RunRollout
 
@@ -107,6 +111,62 @@ async def test_a_run_whose_every_group_fails_ends_with_the_last_error(open_run, 
         [error] = await asyncio.gather(run.task, return_exceptions=True)
         assert isinstance(error, RolloutError)
         assert "context_overflow: the prompt is too long" in str(error)
+
+
+RAISED = RolloutFailure(
+    kind="task",
+    message="reward 'right': KeyError: 'answer'",
+    retryable=True,
+    where="my_env.py:12, in right",
+    detail="  File \"my_env.py\", line 12, in right\nKeyError: 'answer'",
+)
+
+
+async def test_a_reward_that_always_raises_stops_the_run_after_two_groups(open_run, run_dir, tmp_path):
+    """The first cause is shown at once, every failed rollout is on disk, and the error ends with file and line."""
+    pool = ScriptedPool(lambda request: RAISED)
+    async with open_run(make_config(tmp_path, max_retries=1), pool) as run:
+        [error] = await asyncio.gather(run.task, return_exceptions=True)
+        assert isinstance(error, RolloutError)
+        assert "every try of 2 groups failed alike" in str(error)
+        assert str(error).endswith("task: reward 'right': KeyError: 'answer' (my_env.py:12, in right)")
+        [problem] = [line["problem"] for line in run.lines() if "problem" in line]
+        assert problem == "a rollout of 's' failed: task: reward 'right': KeyError: 'answer' (my_env.py:12, in right)"
+    failed = [json.loads(line) for line in run_dir.failed_rollouts.read_text().splitlines()]
+    assert len(failed) >= 8 and not run_dir.rollouts(1).exists()
+    assert failed[0]["status"] == "failed" and failed[0]["step"] == 1
+    assert failed[0]["error"]["where"] == "my_env.py:12, in right"
+    assert "line 12, in right" in failed[0]["error"]["detail"]
+
+
+async def test_held_out_tasks_that_all_fail_alike_stop_the_run_too(open_run, run_dir, tmp_path):
+    """The evaluation before step 1 comes first: two of its tasks are enough."""
+    pool = ScriptedPool(lambda request: RAISED)
+    config = make_config(tmp_path, max_retries=0, eval={"every_steps": 1, "tasks": 50})
+    async with open_run(config, pool) as run:
+        [error] = await asyncio.gather(run.task, return_exceptions=True)
+    assert isinstance(error, RolloutError) and str(error).endswith("(my_env.py:12, in right)")
+
+
+def test_failures_of_some_tasks_or_of_the_machine_do_not_stop_the_run_early(run_dir):
+    """Another cause in each group, or a sandbox that is gone: the limit is still orchestrator.max_failed_groups."""
+    causes = itertools.count()
+
+    def fails(request: RunRollout) -> RolloutFailure:
+        return msgspec.structs.replace(RAISED, where=f"my_env.py:{next(causes)}, in right")
+
+    for reward in (fails, lambda request: BROKEN):
+        log = FailureLog(path=run_dir.failed_rollouts, show=lambda text: None)
+        for group in range(9):
+            log.note_group("s", [rollout_failed(reward(None), f"g{group}-{at}") for at in range(2)])
+    log = FailureLog(path=run_dir.failed_rollouts, show=lambda text: None)
+    log.note_end(1, "s", rollout("g0-0", 1.0))
+    for group in range(9):  # the source has given a reward: what fails now is not the whole environment
+        log.note_group("s", [rollout_failed(RAISED, f"g{group}-{at}") for at in range(2)])
+
+
+def rollout_failed(failure: RolloutFailure, rollout_id: str) -> FinishedRollout:
+    return msgspec.structs.replace(rollout(rollout_id, None, failure="task"), failure=failure)
 
 
 async def test_workers_that_are_gone_for_good_end_the_run(open_run, tmp_path):

@@ -145,6 +145,18 @@ def test_a_template_that_cannot_render_is_not_retried(tmp_path: Path) -> None:
     assert "only poems" in reply.error.message
 
 
+def test_a_reward_that_raises_is_named_with_its_exception_file_and_line(model_path: str) -> None:
+    """The failure has the reward, the exception and the line that raised; the detail ends with that frame."""
+    reply = play(environment(model_path, {"fail_at": 0}), Peer())
+    assert (reply.reward, reply.error.kind) == (None, "task")
+    assert "KeyError: 'the reward function broke'" in reply.error.message
+    source = (Path(__file__).parent / "plugins" / "bench_env.py").read_text().splitlines()
+    line = next(number for number, text in enumerate(source, 1) if "raise KeyError" in text)
+    assert reply.error.where.endswith(f"tests/workers/plugins/bench_env.py:{line}, in length")
+    assert reply.error.detail.endswith("KeyError: 'the reward function broke'")
+    assert f'bench_env.py", line {line}, in length' in reply.error.detail
+
+
 def test_limits_stop_a_rollout_that_is_scored(model_path: str) -> None:
     """max_total_tokens cuts the conversation; the rollout is complete, scored and marked as truncated."""
     reply = play(environment(model_path, harness={"id": "bench_env", "turns": 5}, max_total_tokens=40), Peer())
@@ -166,6 +178,41 @@ def test_an_endless_task_set_gives_tasks_by_index(model_path: str) -> None:
     assert env.num_tasks is None
     assert [env.describe(index)[1] for index in (5, 6)] == ["plain 5", "plain 6"]
     assert env.describe(0)[0] == "task-0"
+
+
+def test_a_task_set_that_raises_at_its_first_task_does_not_start(model_path: str) -> None:
+    """Endless or not: the start is refused with the exception, its file and its line."""
+    for endless in (True, False):
+        with pytest.raises(ConfigError, match=r"'src'.*LookupError: no word list \(.*plain_env.py:\d+, in load\)"):
+            environment(model_path, tasksets={"train": {"id": "plain_env", "endless": endless, "raise_at": 0}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"raise_at": 2}, r"task set 'train' of source 'src' raised LookupError: no word list \(.*plain_env.py:\d+, "),
+        ({"end_at": 2}, "says that it never ends, but ended after 2 tasks"),
+    ],
+)
+def test_a_task_set_that_breaks_later_names_the_first_cause_each_time(
+    model_path: str, settings: dict[str, int], says: str
+) -> None:
+    """A generator that raised is over: every later task fails with that first error, not with a number of tasks."""
+    env = environment(model_path, tasksets={"train": {"id": "plain_env", "endless": True, **settings}})
+    replies = [play(env, Peer(), task_index=index) for index in (5, 900)]
+    assert all(reply.error.kind == "task" and not reply.error.retryable for reply in replies)
+    assert all(re.search(says, reply.error.message) for reply in replies)
+    assert replies[0].error.cause == replies[1].error.cause
+    assert play(env, Peer(), task_index=1).error.kind == "no_reward"
+
+
+def test_an_environment_class_of_a_third_party_with_an_endless_task_set_is_played(model_path: str) -> None:
+    """Its own Env class, task class and generator: loaded by id, played and scored by its own rule."""
+    env = environment(model_path, tasksets={"train": {"id": "own_env"}})
+    assert env.num_tasks is None
+    reply = play(env, Peer(), task_index=41)
+    assert (reply.error, reply.task_id, reply.reward) == (None, "round-41", 1.41)
+    assert [session.agent for session in reply.sessions] == ["player"]
 
 
 def test_every_agent_of_an_environment_has_its_session(model_path: str) -> None:

@@ -65,9 +65,9 @@ def launch(config: Config, commands: Commands | None = None) -> int:
     status = signals.status if failure is None else FAILED
     _write_costs(monitor, supervisor)
     monitor.close()
-    if failure is not None:
-        print(f"\nthe run failed: {failure}", file=sys.stderr)
     print(run_summary(prepared, monitor.progress, status, monitor.peak_bytes), flush=True)
+    if failure is not None:  # Its cause is the last word.
+        print(f"\nthe run failed: {failure}", file=sys.stderr)
     prepared.lock.close()
     return status
 
@@ -163,6 +163,8 @@ class _RunMonitor:
         new_steps = self.progress.update(lines)
         for line in lines:
             self._count_links(line)
+            if isinstance(problem := line.get("problem"), str):
+                self.view.event(problem)
             for feeder in self._feeders:
                 feeder.put(line["step"], numbers_of(line))
         if time.monotonic() - self._measured_at >= MEMORY_EVERY_S:

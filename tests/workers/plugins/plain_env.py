@@ -10,6 +10,10 @@ import verifiers.v1 as vf
 
 class PlainConfig(vf.TasksetConfig):
     endless: bool = False
+    raise_at: int | None = None
+    """The generator raises instead of making this task."""
+    end_at: int | None = None
+    """The generator ends before this task."""
 
 
 class PlainTaskset(vf.Taskset[vf.Task, PlainConfig]):
@@ -19,6 +23,10 @@ class PlainTaskset(vf.Taskset[vf.Task, PlainConfig]):
 
     def load(self) -> Iterator[vf.Task]:
         for index in itertools.count() if self.config.endless else range(2):
+            if index == self.config.raise_at:
+                raise LookupError("no word list")
+            if index == self.config.end_at:
+                return
             yield vf.Task(vf.TaskData(prompt=f"plain {index}"), self.config.task)
 
 

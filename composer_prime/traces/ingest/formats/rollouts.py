@@ -106,8 +106,10 @@ def _unusable(record: Any) -> str | None:
         return "no rollout"
     if not turns:
         return "rollout without turns"
-    if record.get("status") == "evaluated":
+    if record.get("status") == "evaluated" or (record.get("status") == "failed" and record.get("group", 0) is None):
         return "evaluation on held-out tasks"
+    if record.get("early"):
+        return "failed rollout that is in its step's file too"
     if any(not isinstance(turn, dict) or not isinstance(turn.get("role"), str) for turn in turns):
         return "a turn without a role"
     return None

@@ -1,0 +1,55 @@
+"""Where an environment's code raised, read from the text of a traceback.
+
+verifiers reports an error as text: that of the environment's code, then that of the boundary which caught it.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+
+_FRAME = re.compile(r'^[ |]*File "([^"<]+)", line (\d+), in (\S+)', re.MULTILINE)
+_CHAINED = re.compile(
+    r"\n(?:The above exception was the direct cause|During handling of the above exception, another exception).*\n"
+)
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_DETAIL_CHARS = 2000
+
+
+def describe_exception(error: BaseException) -> str:
+    """Return `LookupError: no word list (envs/words.py:12, in load)`."""
+    _, where = read_traceback("".join(traceback.format_exception(error)))
+    return f"{type(error).__name__}: {error}{f' ({where})' if where else ''}"
+
+
+def read_traceback(text: str) -> tuple[str, str | None]:
+    """Return the end of the traceback of the code that raised, and its `file:line, in function`; None without a frame.
+
+    The frame is the last one of the user's own files, else of an installed package other than verifiers, else the last
+    one of the first cause.
+    """
+    parts = _CHAINED.split(text)
+    for rank in (0, 1):
+        for number in reversed(range(len(parts))):
+            frames = [frame for frame in _FRAME.findall(parts[number]) if _distance(frame[0]) <= rank]
+            if frames:
+                return parts[number].strip()[-_DETAIL_CHARS:], _frame_text(*frames[-1])
+    frames = _FRAME.findall(parts[0])
+    return parts[0].strip()[-_DETAIL_CHARS:], _frame_text(*frames[-1]) if frames else None
+
+
+def _distance(file: str) -> int:
+    """Return 0 for a file of the user, 1 for an installed package, 2 for Python and for verifiers itself."""
+    path = Path(file)
+    if "site-packages" in path.parts or "dist-packages" in path.parts:
+        return 2 if "verifiers" in path.parts else 1
+    return 2 if path.is_relative_to(_STDLIB) else 0
+
+
+def _frame_text(file: str, line: str, function: str) -> str:
+    path = Path(file)
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return f"{path}:{line}, in {function}"
