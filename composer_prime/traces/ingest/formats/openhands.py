@@ -38,6 +38,7 @@ _ASIDE_V1 = {
     "HookExecutionEvent",
 }
 _RESULTS = {"ObservationEvent", "AgentErrorEvent", "UserRejectObservation"}
+_KINDS = _ASIDE_V1 | _RESULTS | {"ActionEvent", "MessageEvent", "SystemPromptEvent", "Condensation"}
 
 
 def _take_v1(builder: TraceBuilder, event: dict[str, Any]) -> str | None:
@@ -78,14 +79,48 @@ def _action(builder: TraceBuilder, event: dict[str, Any]) -> str | None:
 
 def _result(builder: TraceBuilder, event: dict[str, Any]) -> str | None:
     observation = object_at(event, "observation")
-    failed = event.get("error") or event.get("rejection_reason")
-    text = text_of(observation.get("content") or observation.get("output")) or str(failed or "")
-    exit_code = observation.get("exit_code")
-    wrong = observation.get("is_error") is True or bool(failed) or (isinstance(exit_code, int) and exit_code > 0)
+    metadata = object_at(observation, "metadata")
+    text, failed = _shown(observation), event.get("error")
+    if event.get("rejection_reason"):
+        text = f"Action rejected: {event['rejection_reason']}"
+    text = text_of([text or str(failed or ""), event.get("extended_content")])
+    exit_code = observation.get("exit_code", metadata.get("exit_code"))
+    wrong = (
+        bool(failed or event.get("rejection_reason") or observation.get("error"))
+        or observation.get("is_error") is True
+        or (isinstance(exit_code, int) and exit_code > 0)
+    )
     paired = builder.tool_result(
         str(event.get("tool_call_id")), text, error=(text or "error") if wrong else None, mark=_id(event)
     )
     return None if paired else "result without its call"
+
+
+def _shown(observation: dict[str, Any]) -> str:
+    """Return an observation's text as the sdk shows it to the model."""
+    error = observation.get("error")
+    if isinstance(error, str) and error:  # the editor of the sdk's first releases, which gives no output then
+        return error
+    text = _command_result(
+        text_of(observation.get("content") or observation.get("output")), object_at(observation, "metadata")
+    )
+    if error is True:
+        return f"[There was an error during command execution.]\n{text}"
+    return f"[An error occurred during execution.]\n{text}" if observation.get("is_error") is True else text
+
+
+def _command_result(output: str, metadata: dict[str, Any]) -> str:
+    """Return what both versions show of a command: its output with what the shell told of itself."""
+    if not metadata:
+        return output
+    shown = f"{string(metadata.get('prefix')) or ''}{output}{string(metadata.get('suffix')) or ''}"
+    if metadata.get("working_dir"):
+        shown += f"\n[Current working directory: {metadata['working_dir']}]"
+    if metadata.get("py_interpreter_path"):
+        shown += f"\n[Python interpreter: {metadata['py_interpreter_path']}]"
+    if metadata.get("exit_code", -1) != -1:  # -1 means that it still runs
+        shown += f"\n[Command finished with exit code {metadata['exit_code']}]"
+    return shown
 
 
 def _message(builder: TraceBuilder, event: dict[str, Any]) -> str | None:
@@ -139,11 +174,17 @@ _NOT_ARGUMENTS = {"thought", "content_blocks", "confirmation_state", "is_confirm
 
 
 class _ReaderV0:
-    """Read events of version 0. Keep the call of each action, for observations that name their cause."""
+    """Read events of version 0. Keep the call of each action, for observations that name their cause.
+
+    Exports may lack the source of events. Then a message is the user's at the start and after one of the agent's, and
+    all else is the agent's.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[str, str] = {}
         self._ids: list[int] = []
+        self._users_turn = True
+        """Whether a message without a source is the user's."""
 
     def take(self, builder: TraceBuilder, event: dict[str, Any]) -> str | None:
         """Process one event. Return why it is skipped; None when it is not."""
@@ -166,10 +207,12 @@ class _ReaderV0:
         if action == "system":
             builder.tools.use_listed(arguments.get("tools"))
             return builder.context("system", text, mark=_mark(event))
-        if event.get("source") == "user":
-            return builder.context("user", text, mark=_mark(event))
-        if event.get("source") != "agent":
+        source = event.get("source") or ("user" if action == "message" and self._users_turn else "agent")
+        if source not in ("user", "agent"):
             return "action of the environment"
+        self._users_turn = action == "message" and source == "agent"
+        if source == "user":
+            return builder.context("user", text, mark=_mark(event))
         return self._turn(builder, event, action, arguments, text)
 
     def _condensed(self, builder: TraceBuilder, arguments: dict[str, Any]) -> str | None:
@@ -214,7 +257,7 @@ class _ReaderV0:
             return f"event {observation}"
         listed = at(event, "tool_call_metadata", "tool_call_id")
         call_id = str(listed or self._calls.get(str(event.get("cause"))) or "")
-        text = text_of(event.get("content"))
+        text = _command_result(text_of(event.get("content")), object_at(event, "extras", "metadata"))
         error = (text or observation) if observation == "error" or _exit_code(event) else None
         if builder.tool_result(call_id, text, error=error, mark=_mark(event)):
             return None
@@ -283,9 +326,15 @@ def _line(file: TraceFile, record: Any) -> Iterator[TraceState]:
         return
     builder = TraceBuilder(file, record.get("instance_id"), _model(record))
     instruction = record.get("instruction")
-    if isinstance(instruction, str) and not any(event.get("source") == "user" for event in objects(history)):
+    if isinstance(instruction, str) and not any(map(_is_prompt, objects(history))):
         builder.context("user", instruction)
     yield from _events(file, builder, history)
+
+
+def _is_prompt(event: dict[str, Any]) -> bool:
+    """Check whether an event is the user's; one without a source, whether it may be."""
+    unnamed = event.get("action") == "message" or at(event, "llm_message", "role") == "user"
+    return event.get("source") == "user" or ("source" not in event and unnamed)
 
 
 def _folder(file: TraceFile) -> Iterator[TraceState]:
@@ -347,7 +396,8 @@ def _are_events(events: Any) -> bool:
 
 
 def _is_v1(event: dict[str, Any]) -> bool:
-    return isinstance(event.get("kind"), str) and "source" in event and "id" in event
+    kind = event.get("kind")
+    return isinstance(kind, str) and "id" in event and ("source" in event or kind in _KINDS)
 
 
 def _is_v0(event: dict[str, Any]) -> bool:
@@ -356,7 +406,12 @@ def _is_v0(event: dict[str, Any]) -> bool:
 
 
 def _model(record: Any) -> str | None:
-    for keys in (("metadata", "llm_config", "model"), ("agent", "llm", "model"), ("llm_config", "model")):
+    for keys in (
+        ("metadata", "llm", "model"),
+        ("metadata", "llm_config", "model"),
+        ("agent", "llm", "model"),
+        ("llm_config", "model"),
+    ):
         model = string(at(record, *keys))
         if model is not None:
             return model
