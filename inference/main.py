@@ -113,7 +113,8 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
 
     inference = assignment.inference
     torch.set_num_threads(inference.threads)
-    engine = build_engine(inference, folder, assignment.max_context or _model_context(folder))
+    max_context = assignment.max_context or _model_context(folder)
+    engine = build_engine(inference, folder, max_context)
     link = GatewayLink(assignment.address, assignment.keys(), inference.chunk_timeout_s)
     node: InferenceNode | None = None
     stopped = False
@@ -139,7 +140,7 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
             source = link if assignment.weights is None else FolderSource(WeightStore(assignment.weights))
             on_cuda = inference.device == "cuda" or (inference.device == "auto" and torch.cuda.is_available())
             receiver = Receiver(engine, source, folder, inference.canary_limit(on_cuda=on_cuda))
-            node = InferenceNode(assignment.node_name, engine, link, receiver, inference)
+            node = InferenceNode(assignment.node_name, engine, link, receiver, inference, max_context=max_context)
             await node.run()
     finally:
         await engine.close()

@@ -75,7 +75,11 @@ class InferenceNode:
         link: GatewayLink,
         receiver: Receiver,
         config: InferenceConfig,
+        *,
+        max_context: int | None = None,
     ) -> None:
+        """`max_context`: tokens of prompt and answer together that `engine` can hold; None leaves it unsaid."""
+        self._max_context = max_context
         self._id = node_id
         self._engine = engine
         self._link = link
@@ -195,6 +199,7 @@ class InferenceNode:
                 version=self._receiver.version,
                 max_concurrent=self._config.max_concurrent,
                 instance=self._instance,
+                max_context=self._max_context,
             )
         )
 

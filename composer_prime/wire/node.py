@@ -50,6 +50,8 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     instance: str = ""
     """Random, drawn at process start: tells a node that reconnects from another one of the same name."""
     protocol: int = 1
+    max_context: int | None = None
+    """Tokens of prompt and answer together that it can hold; None when it does not say."""
 
 
 class NodeWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):

@@ -45,6 +45,9 @@ _ANY_INTERFACE = ("0.0.0.0", "::", "*")
 _IDLE_FACTOR = 3
 """A node that reports no work for this many lost_after_s has lost what the router thinks it holds. Generous: an answer
 that waits for a weight swap to be proven is in no engine's count."""
+_STALL_SHARE = 0.25
+"""Share of the longest rollout's time that a node may hold requests without an answer or a token. Its requests then
+have time left for another node. A weight swap and a long prefill must fit in."""
 
 
 class Gateway:
@@ -64,12 +67,13 @@ class Gateway:
         self.lag = LoopLag()
         self.adaptive = AdaptiveLimit(floor=orchestrator.group_size, ceiling=orchestrator.max_concurrent)
         self._nodes = NodeSocket(keys)
+        self._request_timeout_s = max(source.timeout_s for source in orchestrator.source)
         self.router = Router(
             lambda node, message: self._nodes.send(node.identity, message),
             vocab_size=vocab_size,
             suspend_s=inference.lost_after_s,
             no_node_timeout_s=orchestrator.no_node_timeout_s,
-            request_timeout_s=max(source.timeout_s for source in orchestrator.source),
+            request_timeout_s=self._request_timeout_s,
             join_hint=lambda: how_to_join(self._nodes.endpoint, config.model.path, keys.folder / "node.token"),
         )
         self.records = RolloutRecords(on_taken=self.router.forget)
@@ -196,6 +200,7 @@ class Gateway:
             router = self.router
             router.nodes.lose_silent(inference.lost_after_s)
             router.reclaim_lost(_IDLE_FACTOR * inference.lost_after_s)
+            router.reclaim_stalled(max(inference.lost_after_s, _STALL_SHARE * self._request_timeout_s))
             if (error := router.enforce_deadlines()) is not None:
                 self._fail(error)
             if now >= next_observation:

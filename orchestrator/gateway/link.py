@@ -256,6 +256,8 @@ class NodeLink:
                 f"max_concurrent is {hello.max_concurrent} and version {hello.version}: a node has 1 to {MAX_PLACES} "
                 "places (inference.max_concurrent, --max-concurrent) and a version from 0"
             )
+        if hello.max_context is not None and hello.max_context < 2:
+            return f"max_context is {hello.max_context}: a node needs room for a prompt and a token (--max-context)"
         return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -69,7 +70,18 @@ class GatewayRequest:
     failures: int = 0
     avoid: str | None = None
     """The node on which it failed last."""
+    refused_by: set[str] = field(default_factory=set)
+    """Nodes that cannot serve it as it stands."""
     last_error: str = ""
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_ids) // INT.itemsize
+
+    def tokens_on(self, node: AttachedNode) -> int:
+        """Return how many tokens it may sample on `node`: max_tokens, cut where the node's context ends."""
+        room = math.inf if node.max_context is None else node.max_context - self.num_prompt
+        return int(min(self.sampling.max_tokens, room))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,6 +98,10 @@ class AttachedNode:
     version: int
     """Policy version it samples with, from its last report."""
     last_heard: float
+    last_progress: float
+    """When it last gave an answer, reported sampled tokens or installed weights."""
+    max_context: int | None = None
+    """Tokens of prompt and answer together; None when it did not say."""
     attached: bool = True
     draining: bool = False
     status: Status | None = None
@@ -95,6 +111,8 @@ class AttachedNode:
     leases: dict[int, GatewayRequest] = field(default_factory=dict)
     """Requests it holds, by lease."""
     suspended_until: float = 0.0
+    stalls_in_row: int = 0
+    """How often its requests were taken back for lack of progress since its last answer."""
     failures_in_row: int = 0
     answers: int = 0
     failures: int = 0
@@ -118,8 +136,19 @@ class AttachedNode:
             needed = f"version {oldest}" if oldest >= newest else f"a version in {oldest}..{newest}"
             return f"has policy version {self.version}, needs {needed}"
         if now < self.suspended_until:
-            return f"suspended for {self.suspended_until - now:.1f} s after {self.failures_in_row} failures in a row"
+            cause = f"{self.stalls_in_row} stalls" if self.stalls_in_row else f"{self.failures_in_row} failures"
+            return f"suspended for {self.suspended_until - now:.1f} s after {cause} in a row"
         return None
+
+    @property
+    def has_place(self) -> bool:
+        """Whether it may get one more request. One that stalled has to answer a single request first."""
+        return len(self.leases) < (1 if self.stalls_in_row else self.max_concurrent)
+
+    def stalled_s(self, now: float) -> float:
+        """Return for how long it has held requests without any progress."""
+        oldest = min((request.placed for request in self.leases.values()), default=now)
+        return now - max(oldest, self.last_progress)
 
     @property
     def load(self) -> float:
@@ -166,7 +195,7 @@ class Nodes:
         namesake = self._by_id.get(hello.node_id)
         if namesake is None or not namesake.attached or namesake.identity == identity:
             return None
-        return None if hello.instance in ("", namesake.instance) else namesake
+        return None if hello.instance and hello.instance == namesake.instance else namesake
 
     def attach(self, identity: bytes, hello: NodeHello) -> AttachedNode:
         """Attach the node that sent `hello` on connection `identity`.
@@ -187,11 +216,14 @@ class Nodes:
             max_concurrent=hello.max_concurrent,
             version=hello.version,
             last_heard=time.monotonic(),
+            last_progress=time.monotonic(),
+            max_context=hello.max_context,
         )
         if former is not None:
             for counter in _COUNTERS:
                 setattr(node, counter, getattr(former, counter))
             node.attachments = former.attachments + 1
+            node.stalls_in_row, node.suspended_until = former.stalls_in_row, former.suspended_until
         self._by_id.pop(hello.node_id, None)
         self._by_id[hello.node_id] = self._by_identity[identity] = node
         logger.info(
@@ -207,6 +239,10 @@ class Nodes:
         """Take in a heartbeat."""
         now = time.monotonic()
         node.last_heard = now
+        if status.tokens_per_s > 0 or status.version != node.version:
+            node.last_progress = now
+            if node.stalls_in_row:
+                node.suspended_until = now
         node.status = status
         node.version = status.version
         if status.running or status.waiting:
@@ -268,8 +304,11 @@ def check_answer(
         raise WireError(f"{len(token_ids)} tokens came, but max_tokens was {max_tokens}")
     if message.finish_reason not in ("stop", "length"):
         raise WireError(f"finish_reason is {message.finish_reason!r}, expected 'stop' or 'length'")
-    if len(token_ids):
-        _check_values(token_ids, logprobs, vocab_size)
+    if not len(token_ids):
+        raise WireError(f"no token came, with finish_reason {message.finish_reason!r}: a stop has at least its token")
+    if message.finish_reason == "length" and len(token_ids) < max_tokens:
+        raise WireError(f"finish_reason is 'length' after {len(token_ids)} tokens, but max_tokens was {max_tokens}")
+    _check_values(token_ids, logprobs, vocab_size)
     _check_spans(message.version_spans, len(token_ids), newest_version)
     return NodeAnswer(
         token_ids=token_ids,

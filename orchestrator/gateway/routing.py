@@ -17,12 +17,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import msgspec
 
 from composer_prime.errors import DeadlineError, EngineError, RequestError, WireError
 from composer_prime.wire.node import CancelGenerate, Generate, Generated, GenerateFailed, Sampling, ToNode
@@ -148,11 +151,8 @@ class Router:
             return
         self._placing = True
         try:
-            while self.queue:
-                request = next(iter(self.queue.values()))
-                node = self._choose(request)
-                if node is None:
-                    return
+            while (placement := self._next_placement()) is not None:
+                request, node = placement
                 del self.queue[request.request_id]
                 self._assign(request, node)
         finally:
@@ -163,10 +163,29 @@ class Router:
         now, oldest, newest = time.monotonic(), self.oldest_version, self.newest_version
         return [node for node in self.nodes.attached() if node.cannot_serve(now, oldest, newest) is None]
 
-    def _choose(self, request: GatewayRequest) -> AttachedNode | None:
-        free = [node for node in self.serving() if len(node.leases) < node.max_concurrent]
+    def _next_placement(self) -> tuple[GatewayRequest, AttachedNode] | None:
+        """Return the first request that a free node can take. Those that need another node keep their position."""
+        free = [node for node in self.serving() if node.has_place]
         if not free:
             return None
+        contexts = [math.inf if node.max_context is None else node.max_context for node in self.nodes.attached()]
+        largest_context = max(contexts)
+        for request in list(self.queue.values()):
+            if request.num_prompt >= largest_context:
+                del self.queue[request.request_id]
+                self.end(request, _too_long(request, int(largest_context)))
+                continue
+            needed = min(request.num_prompt + request.sampling.max_tokens, largest_context)
+            able = [
+                node
+                for node in free
+                if node.node_id not in request.refused_by and (node.max_context is None or node.max_context >= needed)
+            ]
+            if able:
+                return request, self._choose(request, able)
+        return None
+
+    def _choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
         warm = self._node_of_session.get(request.session)
         for node in free:
             if node.node_id == warm and warm != request.avoid and not node.cache_is_full:
@@ -195,7 +214,7 @@ class Router:
             request_id=request.request_id,
             lease=request.lease,
             prompt_ids=request.prompt_ids,
-            sampling=request.sampling,
+            sampling=msgspec.structs.replace(request.sampling, max_tokens=request.tokens_on(node)),
             session=request.session,
         )
         if not self._send(node, message):
@@ -231,7 +250,7 @@ class Router:
         try:
             answer = check_answer(
                 message,
-                max_tokens=request.sampling.max_tokens,
+                max_tokens=request.tokens_on(node),
                 vocab_size=self._vocab_size,
                 newest_version=self.newest_version,
                 node_id=node.node_id,
@@ -244,7 +263,7 @@ class Router:
             return
         node.answers += 1
         node.tokens_out += len(answer.token_ids)
-        node.failures_in_row = 0
+        node.failures_in_row = node.stalls_in_row = 0
         self.counters.answered += 1
         self.counters.tokens += len(answer.token_ids)
         if not request.done.done():
@@ -264,9 +283,19 @@ class Router:
         if message.retryable:
             self._retry(request, node, message.error)
             return
-        # Another node would answer the same.
-        self.end(request, RequestError(f"node {node.node_id}: {message.error}", code="refused_by_node"))
+        request.refused_by.add(node.node_id)
+        if len(request.refused_by) < _MAX_FAILURES and self._has_other_node(request):
+            self._reissue(request, f"{node.node_id}: {message.error}")
+        else:
+            self.end(request, RequestError(f"node {node.node_id}: {message.error}", code="refused_by_node"))
         self.place()
+
+    def _has_other_node(self, request: GatewayRequest) -> bool:
+        """Whether a node that has not refused `request` may serve it, now or later."""
+        return any(
+            not node.draining and node.node_id not in request.refused_by and request.tokens_on(node) >= 1
+            for node in self.nodes.attached()
+        )
 
     def _claim(self, node: AttachedNode, message: Generated | GenerateFailed) -> GatewayRequest | None:
         """Take the request that `node` holds under the message's lease; None for a late answer."""
@@ -277,6 +306,7 @@ class Router:
                 self.counters.late_answers += 1
             return None
         self._release(request)
+        node.last_progress = time.monotonic()
         return request
 
     def _retry(self, request: GatewayRequest, node: AttachedNode, error: str) -> None:
@@ -322,6 +352,32 @@ class Router:
                 if now - max(node.idle_since, request.placed) >= lost_after_s:
                     self._release(request)
                     self._reissue(request, f"node {node.node_id} reports no request for {now - node.idle_since:.1f} s")
+        self.place()
+
+    def reclaim_stalled(self, stall_s: float) -> None:
+        """Reissue what a node holds that has made no progress for `stall_s`, if another node can serve.
+
+        Its heartbeats may go on while its engine hangs. The node gets no request for `stall_s`, doubled for each
+        further stall, and then a single one until it has answered.
+        """
+        now = time.monotonic()
+        for node in self.serving():
+            stalled_s = node.stalled_s(now)
+            if stalled_s < stall_s or len(self.serving()) < 2:
+                continue
+            reason = f"node {node.node_id} gave neither answer nor token for {stalled_s:.1f} s"
+            node.suspended_until = now + stall_s * 2 ** min(node.stalls_in_row, 10)
+            node.stalls_in_row += 1
+            requests = list(node.leases.values())
+            logger.warning(
+                "%s, though its heartbeats go on: its %d requests go elsewhere; look at its log, and restart it if its "
+                "engine hangs", reason, len(requests),
+            )  # fmt: skip
+            for request in reversed(requests):
+                self._release(request)
+                self._send(node, CancelGenerate(request_id=request.request_id, lease=request.lease))
+                request.avoid = node.node_id
+                self._reissue(request, reason)
         self.place()
 
     # -- deadlines -----------------------------------------------------------------------------------------------
@@ -399,3 +455,14 @@ class Router:
             for request in oldest
         ]
         return {"queued": self.queued, "in_flight": self.in_flight, "longest_waits": waits, **asdict(self.counters)}
+
+
+def _too_long(request: GatewayRequest, context: int) -> RequestError:
+    # Clients recognize this sentence; renderers' own check uses it too.
+    return RequestError(
+        f"Prompt length ({request.num_prompt}) exceeds maximum context length ({context}) less one token for the "
+        "reply, on the attached node with the largest context: shorten the conversation or start a node with a larger "
+        "--max-context",
+        code="context_length_exceeded",
+        param="token_ids",
+    )

@@ -107,6 +107,8 @@ def _bad_floats(*values: float):
         (_bad(version_spans=[VersionSpan(0, 3, 0), VersionSpan(4, 6, 0)]), "does not continue"),
         (_bad(version_spans=[VersionSpan(0, 6, 9)]), "version 9"),
         (_bad(finish_reason="whatever"), "finish_reason"),
+        (_bad(token_ids=b"", logprobs=b"", version_spans=[]), "no token came, with finish_reason 'stop'"),
+        (_bad(finish_reason="length"), "'length' after 6 tokens, but max_tokens was"),
     ],
 )
 async def test_a_bad_answer_goes_to_another_node_and_counts_against_the_first(

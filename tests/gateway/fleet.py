@@ -1,0 +1,71 @@
+"""A router by itself, with nodes that answer when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from node_peer import tokens_for
+
+from composer_prime.wire.node import Generate, Generated, NodeHello, Sampling, Status
+from composer_prime.wire.types import VersionSpan, pack_floats, pack_ints
+from orchestrator.gateway.nodes import AttachedNode
+from orchestrator.gateway.routing import Router
+
+
+class Fleet:
+    """A router whose nodes answer when the test says so."""
+
+    def __init__(self, **hellos: dict) -> None:
+        self.sent: dict[str, list[Generate]] = {name: [] for name in hellos}
+        self.router = Router(
+            self._send,
+            vocab_size=256,
+            suspend_s=1.0,
+            no_node_timeout_s=60.0,
+            request_timeout_s=60.0,
+            join_hint=lambda: "",
+        )
+        for name, changes in hellos.items():
+            hello = NodeHello(node_id=name, engine="test", run_id=None, version=0, max_concurrent=64, instance=name)
+            self.router.nodes.attach(name.encode(), msgspec.structs.replace(hello, **changes))
+        self.calls: list[asyncio.Task] = []
+
+    def _send(self, node: AttachedNode, message) -> bool:
+        if isinstance(message, Generate):
+            self.sent[node.node_id].append(message)
+        return True
+
+    def node(self, name: str) -> AttachedNode:
+        return next(node for node in self.router.nodes if node.node_id == name)
+
+    async def ask(self, count: int = 1, prompt: int = 1, session: str | None = None, max_tokens: int = 8) -> None:
+        """Send requests and let them be placed."""
+        for _ in range(count):
+            name = f"g{len(self.calls)}"
+            work = self.router.generate(name, session or name, pack_ints([5] * prompt), Sampling(max_tokens=max_tokens))
+            self.calls.append(asyncio.create_task(work))
+        await asyncio.sleep(0)
+
+    def answer(self, name: str, request: Generate) -> None:
+        ids, logprobs = tokens_for([5], 6)
+        self.router.on_generated(
+            self.node(name),
+            Generated(
+                request_id=request.request_id,
+                lease=request.lease,
+                token_ids=pack_ints(ids),
+                logprobs=pack_floats(logprobs),
+                version_spans=[VersionSpan(0, 6, 0)],
+                finish_reason="stop",
+            ),
+        )
+
+    async def close(self) -> None:
+        self.router.close("the test is over")
+        await asyncio.gather(*self.calls, return_exceptions=True)
+
+
+def status(**changes) -> Status:
+    usual = Status(version=0, running=0, waiting=0, kv_used=0.0, tokens_per_s=0.0, canary_error=None)
+    return msgspec.structs.replace(usual, **changes)

@@ -1,0 +1,118 @@
+"""Requests leave a node that hangs, and reach one whose context is large enough."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from fleet import Fleet, status
+from http_calls import generate_body, post
+from node_peer import PeerNode, failed, tokens_for
+
+from composer_prime.errors import RequestError
+
+
+async def test_a_hung_engine_loses_its_requests_while_its_heartbeats_go_on(open_gateway, node_keys):
+    """They are answered elsewhere long before the rollout's own deadline."""
+    source = {"name": "s", "taskset": {"id": "orchestrator.environments.toolsmith"}, "timeout_s": 60.0}
+    async with (
+        open_gateway(orchestrator={"source": [source]}, inference={"heartbeat_s": 0.1, "lost_after_s": 0.4}) as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "a") as hung,
+    ):
+        hung.answer = lambda request: None
+        calls = [asyncio.create_task(post(gateway.http_url, generate_body(5, i))) for i in range(4)]
+        await hung.until(lambda: len(hung.generates) == 4)
+        for request in gateway.router.open.values():
+            request.placed -= 20.0
+        hung_node = gateway.router.nodes.attached()[0]
+        hung_node.last_progress -= 20.0
+        async with PeerNode(gateway.node_endpoint, node_keys, "b") as other:
+            replies = await asyncio.gather(*calls)
+            assert [code for code, _ in replies] == [200] * 4
+            assert len(other.generates) == 4 and gateway.versions() == {"a": 0, "b": 0}
+            await hung.until(lambda: not hung.running)
+
+
+async def test_a_stalled_node_gets_one_request_until_it_answers():
+    """It is left alone for a while, then tried with a single request, then trusted again."""
+    fleet = Fleet(a={}, b={})
+    await fleet.ask(6)
+    node = fleet.node("a")
+    for request in node.leases.values():
+        request.placed -= 100.0
+    node.last_progress -= 100.0
+    fleet.router.reclaim_stalled(75.0)
+    assert not node.leases and len(fleet.node("b").leases) == 6
+    assert "stalls in a row" in (node.cannot_serve(time.monotonic(), 0, 0) or "")
+    fleet.router.nodes.update_status(node, status(tokens_per_s=1.0))
+    fleet.router.nodes.update_status(fleet.node("b"), status(kv_used=0.97))
+    await fleet.ask(6)
+    assert len(node.leases) == 1
+    fleet.answer("a", fleet.sent["a"][-1])
+    await fleet.ask(6)
+    assert len(node.leases) == 6
+    await fleet.close()
+
+
+async def test_progress_and_a_lack_of_other_nodes_keep_requests_where_they_are():
+    """A node that samples is slow, not hung. The only node keeps its requests: nobody else could answer them."""
+    for reports, nodes in ((status(tokens_per_s=3.0), {"a": {}, "b": {}}), (status(), {"a": {}})):
+        fleet = Fleet(**nodes)
+        await fleet.ask(2)
+        node = fleet.node("a")
+        for request in node.leases.values():
+            request.placed -= 100.0
+        node.last_progress -= 100.0
+        fleet.router.nodes.update_status(node, reports)
+        fleet.router.reclaim_stalled(75.0)
+        assert node.leases
+        await fleet.close()
+
+
+async def test_one_nodes_refusal_does_not_end_a_request(open_gateway, node_keys):
+    """A node of an older release that does not say its context refuses; the request goes on to a larger one."""
+    async with (
+        open_gateway() as gateway,
+        PeerNode(gateway.node_endpoint, node_keys, "a") as small,
+        PeerNode(gateway.node_endpoint, node_keys, "b") as large,
+    ):
+        small.answer = lambda request: failed(request, "the context length is exceeded", retryable=False)
+        code, reply = await post(gateway.http_url, generate_body(5, 6))
+        assert code == 200 and reply["choices"][0]["token_ids"] == tokens_for([5, 6], 6)[0].tolist()
+        assert (len(small.generates), len(large.generates)) == (1, 1)
+
+
+async def test_a_request_goes_only_where_it_fits():
+    """It waits for the node with room for prompt and answer; others overtake it; free small nodes are not asked."""
+    fleet = Fleet(small={"max_context": 100}, large={"max_context": 1000, "max_concurrent": 1})
+    await fleet.ask(prompt=200)
+    await fleet.ask(prompt=200)
+    await fleet.ask(prompt=50)
+    assert [len(fleet.sent[name]) for name in ("small", "large")] == [1, 1]
+    fleet.answer("large", fleet.sent["large"][0])
+    assert [len(fleet.sent[name]) for name in ("small", "large")] == [1, 2]
+    await fleet.close()
+
+
+async def test_an_answer_is_cut_where_the_largest_context_ends_and_a_longer_prompt_is_refused():
+    """The node is asked for what it has room for; a prompt without room ends with the sentence that clients know."""
+    fleet = Fleet(small={"max_context": 100}, large={"max_context": 204})
+    await fleet.ask(prompt=200)
+    assert [request.sampling.max_tokens for request in fleet.sent["large"]] == [4]
+    await fleet.ask(prompt=204)
+    with pytest.raises(RequestError, match=r"Prompt length \(204\) exceeds maximum context length \(204\)"):
+        await fleet.calls[-1]
+    await fleet.close()
+
+
+async def test_every_node_refusing_ends_the_request():
+    """With no other node left, the caller gets the last node's words."""
+    fleet = Fleet(a={}, b={})
+    await fleet.ask()
+    for name in ("a", "b"):
+        [request] = fleet.sent[name]
+        fleet.router.on_failed(fleet.node(name), failed(request, f"{name} refuses", retryable=False))
+    with pytest.raises(RequestError, match="node b: b refuses"):
+        await fleet.calls[-1]
+    await fleet.close()
