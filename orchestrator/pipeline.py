@@ -33,6 +33,7 @@ from composer_prime.config.orchestrator import SourceConfig
 from composer_prime.errors import CheckpointError, ComposerError
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.keys import RunKeys
+from composer_prime.run.ledger import left_out
 from composer_prime.run.run_dir import RunDir, write_atomic
 from composer_prime.run.weights import WeightStore
 from composer_prime.traces.replay.online import OnlineReplay
@@ -55,7 +56,7 @@ from orchestrator.rollouts.failures import FailureLog
 from orchestrator.rollouts.rollout import Permits, RequestFactory, RolloutRunner
 from orchestrator.step_server import POLL_S, StepServer
 from orchestrator.tasks.sources import WHOLE, Sources, eval_sources, source_spec
-from orchestrator.watchdog import RunCompletion, RunWatchdog, describe_startup
+from orchestrator.watchdog import RunCompletion, RunWatchdog, describe_startup, show_stages, startup_stages
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import EVAL, SourceSpec
 
@@ -183,6 +184,8 @@ class Pipeline:
         logger.info("run %s: %s", self.run_id, addresses)
         self._spawn(self.gateway.watch())
         self._spawn(self._report(server))
+        stages = lambda: startup_stages(self.config, self.gateway, self.pools, server)
+        self._spawn(show_stages(stages, lambda text: self.metrics.log(self.batches.trained, {"stage": text})))
         if self.state is not None:
             # Without a state the trainer publishes the first version when it attaches.
             await self._publish(self.batches.versions.newest, required=False)
@@ -205,7 +208,7 @@ class Pipeline:
         stack.push_async_callback(journal.close)
         training = await self._build_training(stack, sources, journal, server)
         if self.state is not None:
-            resumed = resume(self.state, entries, sources)
+            resumed = resume(self.state, entries, sources, left_out(self.run_dir.ledger))
             training.scheduler.restore(self.state, resumed)
             training.evaluator.forget_after(self.state.step)
             logger.info(

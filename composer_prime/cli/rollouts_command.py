@@ -104,7 +104,7 @@ def listing(rollouts: list[Rollout]) -> list[str]:
             f"{rollout.get('step', '')!s:>5} {rollout.get('rollout_id', '')!s:<16} {_figure(rollout.get('reward')):>7} "
             f"{_figure(rollout.get('advantage')):>7} {turns:>5} {tokens if tokens is not None else '-':>6} "
             f"{'-'.join(map(str, dict.fromkeys(versions))) if versions else '-':<9} "
-            f"{_task(rollout)}{'  FAILED: ' + note[:80] if note else _parts(rollout)}"
+            f"{_task(rollout)}{'  FAILED: ' + note[:200] if note else _parts(rollout)}"
         )
     return lines
 

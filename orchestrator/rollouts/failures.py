@@ -19,10 +19,12 @@ from orchestrator.workers.protocol import RolloutFailure
 
 logger = logging.getLogger(__name__)
 
-_LOGGED_FIRST = 20
+_LOGGED_FIRST = 3
 _LOGGED_EVERY = 100
 _SHOWN = 5
-"""Causes that the screen names; the log and `composer rollouts RUN --failed` have all."""
+"""Causes that the screen names; `composer rollouts RUN --failed` has all."""
+_COUNTED = 100
+"""Causes that are told apart. Any further ones of a kind count as one."""
 _GROUPS_ALIKE = 2
 _MAY_PASS = ("provider", "interception", "sandbox", "timeout", "worker", "cancelled", "context_overflow")
 """Kinds that may be gone at the next try, or that depend on what the model wrote."""
@@ -36,19 +38,21 @@ class FailureLog:
     """Gets a line for the user when a new cause appears."""
     counts: dict[str, int] = field(default_factory=dict, init=False)
     """Failed tries by kind."""
-    _causes: set[tuple[str, str]] = field(default_factory=set, init=False)
+    _tries: dict[tuple[str, str], int] = field(default_factory=dict, init=False)
+    """Failed tries by cause."""
     _rewarded: set[str] = field(default_factory=set, init=False)
     """Sources of which a rollout got a reward."""
     _groups_alike: dict[tuple[str, str, str], int] = field(default_factory=dict, init=False)
     """By source and cause: groups whose every try failed by it."""
 
     def note_try(self, source: str, rollout_id: str, failure: RolloutFailure) -> None:
-        """Count a failed try. The log gets the first ones of a kind, then every hundredth; counts include all."""
-        self.counts[failure.kind] = count = self.counts.get(failure.kind, 0) + 1
+        """Count a failed try. The log gets the first ones of a cause, then every hundredth; counts include all."""
+        self.counts[failure.kind] = self.counts.get(failure.kind, 0) + 1
+        cause = failure.cause if failure.cause in self._tries or len(self._tries) < _COUNTED else (failure.kind, "")
+        self._tries[cause] = count = self._tries.get(cause, 0) + 1
         if count <= _LOGGED_FIRST or count % _LOGGED_EVERY == 0:
-            logger.warning("rollout %s failed (number %d of its kind): %s", rollout_id, count, failure.text())
-        if failure.cause not in self._causes and len(self._causes) < _SHOWN:
-            self._causes.add(failure.cause)
+            logger.warning("rollout %s failed (number %d of its cause): %s", rollout_id, count, failure.text())
+        if count == 1 and len(self._tries) <= _SHOWN:
             self.show(f"a rollout of {source!r} failed: {failure.text()}")
 
     def note_end(self, step: int, source: str, rollout: FinishedRollout, group: int | None = None) -> None:

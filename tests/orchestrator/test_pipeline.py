@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 
-from orch_peers import RUN_ID, PeerTrainer, ScriptedPool, make_config, sample_ids
+from orch_peers import RUN_ID, PeerNode, PeerTrainer, ScriptedPool, make_config, sample_ids
 
 from composer_prime.errors import CheckpointError, DeadlineError
 from composer_prime.run import ledger
+from composer_prime.run.keys import RunKeys
 from composer_prime.wire.types import RunFinished, StepRefused, StepRequest
 
 
@@ -166,6 +167,34 @@ async def test_a_starting_run_says_what_is_really_missing(open_run, run_dir, tmp
     assert all(said.endswith(no_node) for said in waits) and "workers" not in "".join(waits[1:])
 
 
+async def test_a_starting_run_shows_its_stages(open_run, run_dir, tmp_path):
+    """What it waits for at first, then a line for each thing that came, until the first rollouts begin."""
+
+    async def stages(run, count: int) -> list[str]:
+        async with asyncio.timeout(20):
+            while len(said := [line["stage"] for line in run.lines() if "stage" in line]) < count:
+                await asyncio.sleep(0.01)
+        return said
+
+    pool = LoadingPool()
+    async with open_run(make_config(tmp_path), pool, node=False) as run:
+        await stages(run, 1)
+        pool.ready.set()
+        await stages(run, 2)
+        async with PeerNode(run.pipeline.gateway.node_endpoint, RunKeys(run_dir.keys)):
+            await stages(run, 3)
+            async with PeerTrainer(run_dir, run.step_endpoint) as trainer:
+                await trainer.attach(0)
+                said = await stages(run, 4)
+    node, ranks = "1 inference node (logs/node-*.log)", "the trainer (logs/trainer-*.log)"
+    assert said == [
+        f"waiting for environment 's', {node}, {ranks}",
+        f"environment 's' has loaded (16 tasks); waiting for {node}, {ranks}",
+        f"1 inference node connected; waiting for {ranks}",
+        "the trainer has loaded its model; the first rollouts begin",
+    ]
+
+
 async def test_a_run_that_begins_with_an_evaluation_says_that_it_waits_for_it(open_run, tmp_path):
     """First for the environments; once they are loaded, before the next regular line, for the evaluation."""
     pool = LoadingPool()
@@ -173,7 +202,7 @@ async def test_a_run_that_begins_with_an_evaluation_says_that_it_waits_for_it(op
     async with open_run(config, pool, node=False, report_s=60.0) as run, asyncio.timeout(30):
         while not run.run_dir.metrics.exists():
             await asyncio.sleep(0.01)
-        while not (said := [line["waiting_for"] for line in run.lines()])[1:]:
+        while not (said := [line["waiting_for"] for line in run.lines() if "waiting_for" in line])[1:]:
             pool.ready.set()
             await asyncio.sleep(0.01)
     assert said[0].startswith("the environments: the environment workers of s are loading; no inference node")

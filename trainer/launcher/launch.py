@@ -39,6 +39,8 @@ SAME_PRESS_S = 0.3
 """One Ctrl-C can arrive twice: from the terminal and from `uv run`, which passes it on."""
 LINKS = ("weights/bytes", "diloco/bytes_sent", "diloco/bytes_received")
 """Metrics that count the bytes on a link. weights/bytes counts one publication, the others all since the start."""
+TOLD = ("stage", "problem")
+"""Fields of metrics.jsonl that hold a sentence for the screen."""
 Commands = Callable[[Config, RunDir], list[RoleCommand]]
 
 
@@ -163,8 +165,9 @@ class _RunMonitor:
         new_steps = self.progress.update(lines)
         for line in lines:
             self._count_links(line)
-            if isinstance(problem := line.get("problem"), str):
-                self.view.event(problem)
+            for name in TOLD:
+                if isinstance(text := line.get(name), str):
+                    self.view.event(text)
             for feeder in self._feeders:
                 feeder.put(line["step"], numbers_of(line))
         if time.monotonic() - self._measured_at >= MEMORY_EVERY_S:
