@@ -5,9 +5,10 @@
 
 A call holds its bound times `overcharge_factor`, or times what its endpoint charged last where that is more. Caps are
 checked with everything that is held for calls in flight. Whatever the order of replies, charges up to the held amounts
-stay within every cap. A charge above the bound (`note_charge`) or above the price list closes the budget: no further
-call is made. Only charges beyond the held amounts, for calls then in flight, can exceed a cap. An endpoint that has not
-yet kept to a bound gets one call at a time: if it charges too much from the start, it does so once.
+stay within every cap. A charge that no tokenizer explains, or above the held amount (`note_charge`), or above the price
+list closes the budget: no further call is made. Only charges beyond the held amounts, for calls then in flight, can
+exceed a cap. An endpoint that has not yet kept to such a limit gets one call at a time: if it charges too much from the
+start, it does so once.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Reservation:
     usd: float
     """What is held: at least overcharge_factor times the bound."""
     bound_usd: float
-    """The most that the call may cost by the price list."""
+    """What the call should cost at most by the price list."""
+    limit_usd: float
+    """What the endpoint may charge for it: no more than is held."""
 
 
 def teacher_budget(config: BudgetConfig, path: Path) -> Budget:
@@ -74,7 +77,7 @@ class Budget:
         """USD, of earlier runs too."""
         self._ratios = dict(before.charge_ratios)
         self._tried: set[str] = set()
-        """Endpoints that kept to the bound of a call, or whose call was counted without an answer."""
+        """Endpoints that kept to the limit of a call, or whose call was counted without an answer."""
         # Summed anew each time: a running sum would keep a rounding error when nothing is in flight any more.
         self._in_flight: dict[str, Reservation] = {}
         self._by_state: dict[str, float] = defaultdict(float)
@@ -105,8 +108,10 @@ class Budget:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), seconds)
 
-    async def reserve(self, *, trace: str, state: str, teacher: str, usd: float) -> Reservation:
-        """Hold money for a call with bound `usd`.
+    async def reserve(
+        self, *, trace: str, state: str, teacher: str, usd: float, most_usd: float | None = None
+    ) -> Reservation:
+        """Hold money for a call with bound `usd`. `most_usd`: its cost by the worst of tokenizers, where that is more.
 
         Waits while only calls in flight stand in the way, for they rarely cost their bound, or while another endpoint
         makes its first call. Raises CapError, which names the cap, when the call does not fit.
@@ -119,7 +124,13 @@ class Budget:
             await self._settled.wait()
         held_usd = usd * self._multiple(teacher)
         reservation = Reservation(
-            call=secrets.token_hex(8), trace=trace, state=state, teacher=teacher, usd=held_usd, bound_usd=usd
+            call=secrets.token_hex(8),
+            trace=trace,
+            state=state,
+            teacher=teacher,
+            usd=held_usd,
+            bound_usd=usd,
+            limit_usd=usd if most_usd is None else min(most_usd, self._caps.overcharge_factor * usd),
         )
         self._record(
             "reserved", call=reservation.call, trace=trace, state=state, teacher=teacher, usd=held_usd, bound=usd
@@ -165,14 +176,14 @@ class Budget:
         return None
 
     def note_charge(self, reservation: Reservation, usd: float) -> None:
-        """Close the budget when an endpoint charged more than the bound.
+        """Close the budget when an endpoint charged more than the call's limit.
 
         Call it before the answer is stored and the call settled: no other call may be made meanwhile.
         """
-        if usd > reservation.bound_usd:
+        if usd > reservation.limit_usd:
             self.close(
                 f"{reservation.teacher} charged ${usd:.6f} for a call that was bounded by "
-                f"${reservation.bound_usd:.6f}: lower teachers.budget.bytes_per_token, and check that the endpoint "
+                f"${reservation.limit_usd:.6f}: lower teachers.budget.bytes_per_token, and check that the endpoint "
                 "keeps to max_tokens"
             )
 
@@ -182,7 +193,7 @@ class Budget:
         if status == "ok" and reservation.bound_usd > 0:
             before = self._ratios.get(reservation.teacher, 0.0)
             self._ratios[reservation.teacher] = charge_ratio(before, usd, reservation.usd, reservation.bound_usd)
-        if usd <= reservation.bound_usd if status == "ok" else usd > 0:
+        if usd <= reservation.limit_usd if status == "ok" else usd > 0:
             self._tried.add(reservation.teacher)
         self.spent_usd += usd
         self.by_trace[reservation.trace] += usd

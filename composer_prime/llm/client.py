@@ -101,10 +101,12 @@ class ChatRequest:
     key: str
     """Under which the answer is cached."""
     bound_usd: float
-    """The most that a call may cost."""
+    """What a call should cost at most."""
     trace: str
     """What the cost is booked on, as is `state`."""
     state: str
+    most_usd: float | None = None
+    """What a call costs by the worst of tokenizers, where that is more than the bound."""
     check: Callable[[CachedAnswer], object] | None = None
     """Raises EndpointError for an answer of no use, which is then not cached."""
 
@@ -223,7 +225,11 @@ class ChatClient:
                 await self._budget.pause(self._pacer.turn_s())
                 self._refuse_while_resting()
                 reservation = await self._budget.reserve(
-                    trace=request.trace, state=request.state, teacher=endpoint.name, usd=request.bound_usd
+                    trace=request.trace,
+                    state=request.state,
+                    teacher=endpoint.name,
+                    usd=request.bound_usd,
+                    most_usd=request.most_usd,
                 )
                 start, call.sent = time.monotonic(), True
                 try:
@@ -347,11 +353,12 @@ class ChatClient:
 
     def _charge(self, usage: Usage, reservation: Reservation) -> float:
         """Return what the call cost, USD. A strict endpoint that charges too much ends all calls: no cap would hold."""
-        listed_usd = self._endpoint.price.cost_usd(usage.prompt_tokens, usage.completion_tokens)
+        price, tokens = self._endpoint.price, (usage.prompt_tokens, usage.completion_tokens)
         if not self._endpoint.strict:
-            return listed_usd
-        usd = usage.charged_usd(listed_usd)
+            return price.cost_usd(*tokens, usage.cached_tokens)
+        usd = usage.charged_usd(price.cost_usd(*tokens, usage.cached_tokens))
         self._budget.note_charge(reservation, usd)
+        listed_usd = price.cost_usd(*tokens)  # an endpoint need not give a discount
         if usd > usage.limit_usd(listed_usd):
             self._budget.close(
                 f"{self._endpoint.name} charged ${usd:.6f} for a call that costs ${listed_usd:.6f} by its prices: "

@@ -37,13 +37,17 @@ class Price:
     """A call, whatever its length (perplexity's search)."""
     tiers: ModelPrice | None = None
 
-    def cost_usd(self, input_tokens: int, output_tokens: int) -> float:
-        """Return the cost of a call with a prompt of this length."""
+    def cost_usd(self, input_tokens: int, output_tokens: int, cached_tokens: int = 0) -> float:
+        """Return the cost of a call with a prompt of this length, of which `cached_tokens` the endpoint had cached.
+
+        A configured price has none for cached tokens, which then cost as much as others.
+        """
         if self.tiers is None:
             return self.bound_usd(input_tokens, output_tokens)
         from genai_prices import Usage
 
-        usage = Usage(input_tokens=input_tokens, output_tokens=output_tokens)
+        cached = min(cached_tokens, input_tokens) if self.tiers.cache_read_mtok is not None else 0
+        usage = Usage(input_tokens=input_tokens, output_tokens=output_tokens, cache_read_tokens=cached)
         return float(self.tiers.calc_price(usage)["total_price"])
 
     def bound_usd(self, input_tokens: int, output_tokens: int) -> float:

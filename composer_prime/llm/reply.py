@@ -63,14 +63,27 @@ class _CostDetails(msgspec.Struct):
     upstream_inference_cost: float | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
+    prompt_tokens_details: _PromptDetails | None = None
+    prompt_cache_hit_tokens: int | None = None
+    """DeepSeek's name for cached_tokens."""
     cost: float | None = None
     """USD, where the endpoint states its charge (OpenRouter)."""
     is_byok: bool | None = None
     """Whether the model's provider charged beside that, by a key of the user's own."""
     cost_details: _CostDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the endpoint had cached."""
+        details = self.prompt_tokens_details
+        return max((details.cached_tokens if details else None) or self.prompt_cache_hit_tokens or 0, 0)
 
     def charged_usd(self, listed_usd: float) -> float:
         """Return the stated charge, or the price list's where the endpoint states none."""

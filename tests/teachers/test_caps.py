@@ -63,7 +63,8 @@ def test_the_cap_of_a_trace(tmp_path: Path) -> None:
 # A call for which more is held than the cap of a call is never made; the reason names all that can be changed about it.
 def test_the_cap_of_a_call(tmp_path: Path) -> None:
     long = state(0, messages=[{"role": "user", "content": "x" * 300}], tools=[])
-    progress, endpoint = play(tmp_path, [long])
+    budget = {"usd_per_call": 1.0, "bytes_per_token": 1.0}
+    progress, endpoint = play(tmp_path, [long], budget=budget)
     assert endpoint.asked == [] and progress.outcomes == {"budget": 1}
     assert not (tmp_path / "costs.jsonl").exists()
     (record,) = read_records(votes_beside(tmp_path / "pairs.jsonl"))
@@ -72,6 +73,41 @@ def test_the_cap_of_a_call(tmp_path: Path) -> None:
         "of teachers.budget.usd_per_call = $1 is left: raise the cap, or leave this teacher out"
     )
     assert list(progress.without_vote) == [record.reason]
+
+
+PRICES = {"input_usd_per_mtok": 3.0, "output_usd_per_mtok": 15.0}
+
+
+def dear(tmp_path: Path, url: str) -> TeachersConfig:
+    """Teachers at the price of a frontier model, and the budget that a configuration has by itself."""
+    teachers = [{**each.model_dump(), **PRICES} for each in configured(tmp_path, url).teacher]
+    return configured(tmp_path, url, teacher=teachers, max_tokens=1024, budget={})
+
+
+# The default caps leave room for long states: a dollar a call is enough for 300 KB at $3 a million tokens.
+def test_a_long_state_fits_below_a_dollar(tmp_path: Path) -> None:
+    endpoint = Endpoint(answers=overrule)
+    long = state(0, messages=[{"role": "user", "content": "word " * 60_000}])
+
+    async def run():
+        async with serving(endpoint):
+            return await replayed(tmp_path, dear(tmp_path, endpoint.url), [long])
+
+    assert asyncio.run(run()).outcomes == {"overruled": 1}
+
+
+# Text of few bytes a token costs more than the bound, which is no overcharge: it stays within what was held.
+def test_dense_text_is_no_overcharge(tmp_path: Path) -> None:
+    endpoint = Endpoint(answers=overrule, tokens_factor=5.0)  # 500 prompt tokens
+    dense = [state(number, messages=[{"role": "user", "content": "x" * 900}], tools=[]) for number in range(3)]
+
+    async def run():
+        async with serving(endpoint):
+            return await replayed(tmp_path, dear(tmp_path, endpoint.url), dense)
+
+    progress = asyncio.run(run())
+    assert progress.stopped is None and progress.states == 3
+    assert any(settled["usd"] > 0 for _, settled in settled_calls(tmp_path))
 
 
 # An endpoint that charges more than the bound, or than its prices, ends the replay at once: what it charged is on the
@@ -171,7 +207,7 @@ def longer(short: TraceState) -> TraceState:
 def tight(tmp_path: Path, url: str, scope: str, bound: float) -> TeachersConfig:
     """One cap that has room for just so much as TOGETHER calls of this bound need that cost twice as much, the others
     wide: on eight calls at once that cost that, or a longer one, it would be passed."""
-    wide = {"usd_per_call": 100.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0}
+    wide = {"usd_per_call": 100.0, "usd_per_trace": 100.0, "usd_per_run": 1000.0, "bytes_per_token": 1.0}
     caps = {
         "usd_per_call": 2.2 * bound,
         "usd_per_trace": FAIR_CALLS / 4 * USD + 2.5 * bound,

@@ -65,6 +65,7 @@ def test_other_lines_are_passed_over(tmp_path: Path) -> None:
 
 
 # The plan of a run with teachers says what is wrong in a row: it is no reason not to train.
+@pytest.mark.process
 def test_the_plan_names_a_wrong_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from pydantic import ValidationError
 
@@ -17,6 +18,7 @@ from composer_prime.llm.budget import teacher_budget
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import CallPacer
 from composer_prime.llm.prices import price_of
+from composer_prime.llm.reply import Usage
 from composer_prime.run.costs import CostLedger, read_costs, spent
 
 
@@ -56,6 +58,17 @@ def test_tiers() -> None:
     assert price.cost_usd(10_000, 1_000) == pytest.approx(10_000 * 1.25e-6 + 1_000 * 10e-6)
     assert price.cost_usd(300_000, 1_000) == pytest.approx(0.75 + 0.015) == price.bound_usd(300_000, 1_000)
     assert price.bound_usd(10_000, 1_000) == pytest.approx(10_000 * 2.5e-6 + 1_000 * 15e-6)
+
+
+# Prompt tokens that an endpoint had cached cost what the list says of them; a configured price has no other for them.
+def test_cached_prompt_tokens() -> None:
+    price = price_of(teacher())
+    assert price.cost_usd(10_000, 0, 8_000) == pytest.approx(2_000 * 3e-6 + 8_000 * 0.3e-6)
+    assert price.cost_usd(10_000, 0, 20_000) == pytest.approx(10_000 * 0.3e-6)
+    own = price_of(teacher(input_usd_per_mtok=2.0, output_usd_per_mtok=8.0))
+    assert own.cost_usd(10_000, 0, 8_000) == own.cost_usd(10_000, 0)
+    for said in ({"prompt_tokens_details": {"cached_tokens": 7}}, {"prompt_cache_hit_tokens": 7}):
+        assert msgspec.convert({"prompt_tokens": 9, "completion_tokens": 1, **said}, Usage).cached_tokens == 7
 
 
 # What a call costs whatever its length (perplexity's search) is in its bound too.

@@ -38,6 +38,8 @@ from composer_prime.traces.state import Message, TraceState
 _TIERS = ("cheap", "mid", "frontier")
 _PROMPT_OVERHEAD_TOKENS = 64
 """What an endpoint's chat template may add around the messages."""
+_WORST_BYTES_PER_TOKEN = 1.0
+"""No tokenizer makes more tokens of a text than it has bytes."""
 _NO_PROVIDER = {404, 503}
 """OpenRouter's answers where no provider meets the request's conditions:
 https://openrouter.ai/docs/api-reference/errors."""
@@ -104,9 +106,9 @@ class Teacher:
             max_tokens=shared.max_tokens,
         )
 
-    def _bound_usd(self, question: Question) -> float:
+    def _bound_usd(self, question: Question, bytes_per_token: float) -> float:
         """Return the most that asking may cost, by the bytes of the question and the limit of the answer."""
-        tokens = int(_size(question) / self._shared.budget.bytes_per_token) + _PROMPT_OVERHEAD_TOKENS
+        tokens = int(_size(question) / bytes_per_token) + _PROMPT_OVERHEAD_TOKENS
         return self.price.bound_usd(tokens, question.max_tokens)
 
     def expected_usd(self, state: TraceState, *, now: bool = False) -> float:
@@ -133,7 +135,8 @@ class Teacher:
             request = ChatRequest(
                 question=question,
                 key=question.key,
-                bound_usd=self._bound_usd(question),
+                bound_usd=self._bound_usd(question, self._shared.budget.bytes_per_token),
+                most_usd=self._bound_usd(question, _WORST_BYTES_PER_TOKEN),
                 trace=state.trace_id,
                 state=state.state_id,
             )
