@@ -20,6 +20,7 @@ from composer_prime.address import tcp_address
 from composer_prime.console import EXIT_USAGE, exit_on_version_flag, until_the_reader_leaves
 from composer_prime.errors import ComposerError, ConfigError
 from diloco.simulate import command as simulate
+from diloco.simulate.forecast import DEFAULT_MEMORY_GB
 
 if TYPE_CHECKING:
     from diloco.rendezvous.request_handler import RendezvousSettings
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     lighthouse.add_argument("--keep-rounds", type=int, default=16, help="rounds that late peers can catch up with")
     lighthouse.add_argument(
-        "--memory-gb", type=float, default=16.0,
+        "--memory-gb", type=float, default=DEFAULT_MEMORY_GB,
         help="most GB of deltas and of a state in memory; older rounds go first (default 16)",
     )  # fmt: skip
     lighthouse.set_defaults(run=_lighthouse)

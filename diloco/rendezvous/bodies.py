@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from composer_prime.errors import ChecksumError, RunMismatchError, WireError
@@ -161,9 +161,14 @@ class Bodies:
     clock: Callable[[], float]
     on_change: Callable[[], None]
     """Called when a body is whole."""
+    _short_since: list[float] = field(default_factory=list)
+    """When an offer first found no room since one last did; empty while there is room."""
 
     def offer(self, header: messages.Header, instance: int) -> messages.ToPeer:
-        """Answer from which byte on a body may come. Raises WireErrors for one that does not belong here."""
+        """Answer from which byte on a body may come, or that there is no room yet.
+
+        Raises WireErrors for one that does not belong here.
+        """
         messages.authenticate(header, self.header_key, run=self.run)
         now = self.clock()
         peer = self.rounds.peers.get(header.peer)
@@ -186,15 +191,17 @@ class Bodies:
             messages.Position(header.outer_step, header.base_hash, peer.positions[header.rank].training),
             now,
         )
-        self._make_room(header)
+        if (waiting_for := self._make_room(header, now)) is not None:
+            return messages.RoundNotReady(waiting_for=waiting_for)
         blob = self.rounds.delta(header)
         if blob.complete:
             self.rounds.note_whole(header.outer_step, now)
         return messages.Received(name=header.name, size=blob.received)
 
     def _offer_state(self, header: messages.Header, now: float) -> messages.ToPeer:
-        if self.transfers.requested_from(header.peer) == header.serial:
-            self._make_room(header)
+        wanted = self.transfers.requested_from(header.peer) == header.serial
+        if wanted and (waiting_for := self._make_room(header, now)) is not None:
+            return messages.RoundNotReady(waiting_for=waiting_for)
         blob = self.transfers.state(header, now)
         return (
             messages.Received(name=header.name, size=blob.received)
@@ -244,19 +251,51 @@ class Bodies:
         kept = self.rounds.rounds.get(int(number))
         return kept.blobs.get((peer, int(rank))) if kept else None
 
-    def _make_room(self, header: messages.Header) -> None:
-        """Drop the oldest rounds for a body that is to come. Raises WireError when it does not fit even then."""
-        known = self.find(header.name)
+    def _make_room(self, header: messages.Header, now: float) -> str | None:
+        """Drop the oldest rounds for a body that is to come; return what to wait for when it does not fit yet.
+
+        Raises WireError when it would not fit even alone.
+        """
+        known, limit, short = self.find(header.name), self.max_bytes, self._short_since
         if known is not None and known.header.checksum == header.checksum:
-            return
-        limit = self.max_bytes
-        while self.held_bytes + header.size > limit and self.rounds.drop_oldest():
-            self.transfers.outgrow(self.rounds.oldest, self.rounds.newest, self.clock())
-        if self.held_bytes + header.size > limit:
+            return None
+        if header.size > limit:
             raise WireError(
-                f"{header.name} has {header.size / 1e9:.3g} GB, and what is under way holds "
-                f"{self.held_bytes / 1e9:.3g} of the rendezvous' {limit / 1e9:.3g} GB: start `diloco lighthouse` with "
-                "a larger --memory-gb"
+                f"{header.name} has {header.size / 1e9:.3g} GB, more than the rendezvous' {limit / 1e9:.3g} GB: start "
+                "`diloco lighthouse` with a larger --memory-gb"
+            )
+        short_s = now - short[0] if short else 0.0
+        while self.held_bytes + header.size > limit and self.rounds.drop_oldest(now, short_s):
+            self.transfers.outgrow(self.rounds.oldest, self.rounds.newest, now)
+        if self.held_bytes + header.size <= limit:
+            short.clear()
+            return None
+        short[:] = short or [now]
+        return (
+            f"room for the {header.size / 1e9:.3g} GB of {header.name}: what is under way holds "
+            f"{self.held_bytes / 1e9:.3g} of the rendezvous' {limit / 1e9:.3g} GB (--memory-gb)"
+        )
+
+    def check_room(self, hello: messages.PeerHello, now: float) -> None:
+        """Raises WireError when the deltas of the peers that are here and of this one do not fit in memory at once."""
+        others = {peer.name: largest_total(peer.delta_bytes, peer.ranks) for peer in self.rounds.alive(now)}
+        needed = others | {hello.peer: hello.ranks * hello.delta_bytes}
+        if (total := sum(needed.values())) > self.max_bytes:
+            raise WireError(
+                f"the deltas of the peers {', '.join(sorted(needed))} take up to {total / 1e9:.3g} GB, more than the "
+                f"rendezvous' {self.max_bytes / 1e9:.3g} GB: start `diloco lighthouse` with a larger --memory-gb, or "
+                "raise diloco.fragments"
+            )
+
+    def check_room_for_state(self, peer: Peer, now: float) -> None:
+        """Raises WireError when the state that this peer needs does not fit beside a round's deltas."""
+        state = largest_total(peer.state_bytes, peer.ranks)
+        deltas = sum(largest_total(each.delta_bytes, each.ranks) for each in self.rounds.alive(now))
+        if state + deltas > self.max_bytes:
+            raise WireError(
+                f"peer {peer.name} can only join with another peer's state, which takes up to {state / 1e9:.3g} GB "
+                f"beside {deltas / 1e9:.3g} GB of deltas, and the rendezvous has {self.max_bytes / 1e9:.3g} GB: start "
+                "`diloco lighthouse` with a larger --memory-gb"
             )
 
     @property
@@ -264,6 +303,11 @@ class Bodies:
         """Bytes of all deltas and of the state, whole or not."""
         holders = [*self.rounds.rounds.values(), *([self.transfers.current] if self.transfers.current else [])]
         return sum(len(blob.data) for holder in holders for blob in holder.blobs.values())
+
+
+def largest_total(bytes_by_rank: Mapping[int, int], ranks: int) -> int:
+    """Return the most that all ranks have together, where not all have said so yet."""
+    return ranks * max(bytes_by_rank.values(), default=0)
 
 
 def _check_header(header: messages.Header, peer: Peer) -> None:

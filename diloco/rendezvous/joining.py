@@ -13,6 +13,7 @@ A rendezvous that was started a moment ago listens first: peers that trained wit
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from composer_prime.errors import RunMismatchError
@@ -63,11 +64,16 @@ class Joins:
     gather_s: float
     listens_until: float
     """Before this moment no answer assumes that no peer trains."""
+    check_room: Callable[[Peer, float], None]
+    """Raises WireErrors when there is no room for the state that this peer needs."""
     _joins: dict[str, JoinAttempt] = field(default_factory=dict)
     """By peer."""
 
     def answer(self, ask: AskState, now: float) -> JoinAnswer:
-        """Answer one rank. Raises RunMismatchError when the ranks of the peer stand at different outer steps."""
+        """Answer one rank.
+
+        Raises RunMismatchError when the ranks of the peer stand at different outer steps, and as `check_room` does.
+        """
         peer = self.rounds.peers.get(ask.peer)
         if peer is None or peer.instance != ask.instance or ask.rank not in peer.layouts:
             return Gone(reason="send a hello first")
@@ -134,6 +140,7 @@ class Joins:
             behind = ", ".join(each.name for each in leaders)
             return RoundNotReady(waiting_for=f"the outcome of round {newest} to reach {behind}")
         sources = [each for each in training if each in leaders or self._replayable(each.outer_step, each.base)]
+        self.check_room(peer, now)
         return self._state(join, sources, rank, now)
 
     def _replayable(self, outer_step: int, base: Base) -> bool:

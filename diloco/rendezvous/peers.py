@@ -25,6 +25,10 @@ class Peer:
     """By rank, for those that sent a hello."""
     frozen: dict[int, str] = field(default_factory=dict)
     """Digests of the parameters that are not trained, by rank."""
+    delta_bytes: dict[int, int] = field(default_factory=dict)
+    """The most that a delta of each rank has."""
+    state_bytes: dict[int, int] = field(default_factory=dict)
+    """The most that each rank's part of a state has."""
     heard: dict[int, float] = field(default_factory=dict)
     """When each rank last sent anything."""
     positions: dict[int, Position] = field(default_factory=dict)

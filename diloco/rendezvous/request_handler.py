@@ -55,13 +55,13 @@ class RequestHandler:
         self._on_change = on_change
         self.rounds = Rounds(beat_timeout_s=settings.beat_timeout_s, keep=settings.keep_rounds)
         self.transfers = StateTransfers(stall_s=2 * settings.beat_timeout_s)
-        self.joins = Joins(
-            rounds=self.rounds, transfers=self.transfers, expected=settings.start_peers, gather_s=settings.gather_s,
-            listens_until=clock() + settings.listen_s,
-        )  # fmt: skip
         self.bodies = Bodies(
             run=settings.run, header_key=header_key, max_bytes=settings.max_bytes, rounds=self.rounds,
             transfers=self.transfers, clock=clock, on_change=on_change,
+        )  # fmt: skip
+        self.joins = Joins(
+            rounds=self.rounds, transfers=self.transfers, expected=settings.start_peers, gather_s=settings.gather_s,
+            listens_until=clock() + settings.listen_s, check_room=self.bodies.check_room_for_state,
         )  # fmt: skip
         self._unsettled_since = clock()
 
@@ -118,6 +118,7 @@ class RequestHandler:
                 error=f"the hello of peer {hello.peer} is of rank {hello.rank} of {hello.ranks}, expected 1 to "
                 f"{_MAX_RANKS} ranks and one of them"
             )
+        self.bodies.check_room(hello, self._clock())
         waiting_for = self.rounds.admit(hello, self._clock())
         if waiting_for is not None:
             return messages.RoundNotReady(waiting_for=waiting_for)

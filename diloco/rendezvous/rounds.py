@@ -132,6 +132,7 @@ class Rounds:
             self.peers[hello.peer] = peer
         peer.layouts[hello.rank] = hello.layout
         peer.frozen[hello.rank] = hello.frozen
+        peer.delta_bytes[hello.rank], peer.state_bytes[hello.rank] = hello.delta_bytes, hello.state_bytes
         peer.note(hello.rank, Position(hello.outer_step, hello.base_hash, hello.training), now)
         return None
 
@@ -265,9 +266,14 @@ class Rounds:
         kept = [step for step, each in self.rounds.items() if each.quorum_id is not None]
         return min(kept, default=self.newest + 1)
 
-    def drop_oldest(self) -> bool:
-        """Drop the oldest closed round but the newest; return whether there was one."""
-        if self.oldest >= self.newest:
+    def drop_oldest(self, now: float, short_s: float) -> bool:
+        """Drop the oldest closed round; return whether there was one to drop.
+
+        The newest stays until all peers that train have taken it, or until room was short for one's deadline (`short_s`
+        so far): a peer that is later than that joins anew.
+        """
+        behind = [peer.deadline_s for peer in self.awaited(now) if peer.outer_step <= self.newest]
+        if self.oldest > self.newest or (self.oldest == self.newest and short_s <= max(behind, default=-1.0)):
             return False
         del self.rounds[self.oldest]
         return True

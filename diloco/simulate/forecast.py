@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from diloco.simulate.joint_run import JointRun, codec_bits, deadline_warning, fo
 LINKS_MBIT = (1000.0, 100.0)
 """Of each peer and of the rendezvous, where the configuration names none."""
 ASSUMED_STEP_S = 60.0
+DEFAULT_MEMORY_GB = 16.0
+"""Of `diloco lighthouse`."""
 _STEPS = 10
 """The last steps of a run: their median time is a step's."""
 
@@ -38,13 +41,14 @@ def link_rows(config: Config) -> list[tuple[str, str]]:
         parameters=trained_parameters(config, shape), layers=shape.layers, step_s=measured_s or ASSUMED_STEP_S,
         every=diloco.sync_every, fragments=diloco.fragments, delay=diloco.delay, codec=diloco.codec,
         ranks=config.trainer.ranks, momentum=momentum_share(diloco.outer, shape),
+        peers=diloco.task_shard[1] if diloco.task_shard is not None and diloco.task_shard[1] > 1 else 2,
     )  # fmt: skip
     source = f"as in the last {_STEPS} steps of this run" if measured_s else "assumed"
     interval = run.every // run.fragments
     first = (
         f"{run.size / 1e6:,.1f} M parameters (one of {pluralize(run.fragments, 'fragment')}) every "
-        f"{pluralize(interval, 'step')}, {diloco.codec.type}: about {codec_bits(run.codec):.2g} bits each; two peers, "
-        f"{run.step_s:.3g} s a step ({source})"
+        f"{pluralize(interval, 'step')}, {diloco.codec.type}: about {codec_bits(run.codec):.2g} bits each; "
+        f"{run.peers} peers, {run.step_s:.3g} s a step ({source})"
     )
     limit = diloco.rate_limit_mbit
     links = LINKS_MBIT if limit is None else (limit * config.trainer.ranks,)
@@ -53,7 +57,21 @@ def link_rows(config: Config) -> list[tuple[str, str]]:
         "counts their operations"
     )
     muon = [("", muon_note)] if diloco.outer.type == "muon" else []
-    return [("link", first), *(("", _link_text(run, mbit, diloco)) for mbit in links), *muon]
+    return [("link", first), *(("", _link_text(run, mbit, diloco)) for mbit in links), *muon, ("", _memory_text(run))]
+
+
+def _memory_text(run: JointRun) -> str:
+    rounds, with_state = run.rendezvous_bytes
+    text = (
+        f"memory: {size(run.host_bytes)} of this cluster's hosts for the outer loop; the rendezvous needs "
+        f"{size(rounds)}, with a joining cluster's state {size(with_state)} (--memory-gb)"
+    )
+    if with_state <= 1e9 * DEFAULT_MEMORY_GB:
+        return text
+    return (
+        f"{text}; warning: --memory-gb is {DEFAULT_MEMORY_GB:g} unless given: start `diloco lighthouse` with "
+        f"--memory-gb {math.ceil(with_state / 1e9)}"
+    )
 
 
 def momentum_share(outer: OuterConfig, shape: ModelShape) -> float:

@@ -96,6 +96,26 @@ class JointRun:
         return 32.0 * (1 + self.momentum) + 32.0 * (self.fragments - 1) / (2 * self.fragments)
 
     @property
+    def delta_bytes(self) -> float:
+        return self.size * codec_bits(self.codec) / 8
+
+    @property
+    def rendezvous_bytes(self) -> tuple[float, float]:
+        """Memory that the rendezvous needs: for a round and the one before it, and with a joining peer's state."""
+        rounds = 2 * self.peers * self.delta_bytes
+        return rounds, rounds + self.parameters * self.state_bits / 8
+
+    @property
+    def host_bytes(self) -> float:
+        """Peak of host memory of one peer: what it always holds, and what a synchronization adds.
+
+        Masters, their values after the last sweep, momentum and error feedback; the delta on offer and what its
+        encoding lost; the others' deltas, encoded; a mean and one decoded delta, with as much again to decode it.
+        """
+        held = 4.0 * (3 + self.momentum) * self.parameters
+        return held + 4.0 * 5 * self.size + self.peers * self.delta_bytes
+
+    @property
     def scheme(self) -> Scheme:
         return Scheme(
             name=f"this run, {self.codec.type}", every=self.every, fragments=self.fragments, delay_steps=self.delay,

@@ -2,7 +2,8 @@
 
     PeerHello ----> PeerWelcome                run, layout and settings must be those of the others
     Beat ---------> BeatReply                  alive; is a round open, is this peer's state wanted
-    DeltaOffer ---> Received | RoundClosed | Gone     the header of a blob; its bytes may come, from this one on
+    DeltaOffer ---> Received | RoundClosed | RoundNotReady | Gone     the header of a blob; its bytes may come, from
+                                               this one on, or there is no room for them yet
     BodyChunk ----> Received | Gone            some of its bytes
     AskRound -----> RoundOutcome | RoundNotReady | Gone     whose deltas make up an outer step
     AskState -----> Current | StateReady | RoundNotReady    whether to join with one's own state or with another peer's;
@@ -183,6 +184,10 @@ class PeerHello(Message, tag="hello"):
     round_deadline_s: float
     frozen: str = ""
     """Digest of what this rank holds of the parameters that are not trained."""
+    delta_bytes: int = 0
+    """The most that a delta of this rank has: the rendezvous must have room for those of all peers at once."""
+    state_bytes: int = 0
+    """The most that this rank's part of a state has."""
     protocol: int = 0
     """0 for releases before protocol 3, which did not send it."""
 

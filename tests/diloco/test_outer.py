@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,19 @@ def test_weighted_mean(weights):
     shares = [w / total for w in weights] if total else [1 / len(weights)] * len(weights)
     expected = sum(index * share for index, share in enumerate(shares))
     assert torch.allclose(weighted_mean(deltas, weights), torch.full((3,), expected), rtol=1e-5)
+
+
+# A mean holds one decoded delta at a time: as many as there are clusters were the peak of a cluster's host memory.
+def test_one_delta_at_a_time():
+    decoded: list[weakref.ref] = []
+
+    def decode(value: int) -> torch.Tensor:
+        assert all(each() is None for each in decoded)
+        delta = torch.full((3,), float(value))
+        decoded.append(weakref.ref(delta))
+        return delta
+
+    assert weighted_mean(map(decode, range(8)), [1.0] * 8).tolist() == [3.5] * 3 and len(decoded) == 8
 
 
 # NaN and infinity are rejected whoever else is there; so is a norm far above the round's usual one.

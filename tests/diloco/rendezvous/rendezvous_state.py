@@ -40,14 +40,21 @@ class RendezvousState:
             self.now += settings.listen_s
 
     def hello(
-        self, peer: str, outer_step: int = 0, *, ranks: int = 1, instance: int = 1, run: str = ""
+        self,
+        peer: str,
+        outer_step: int = 0,
+        *,
+        ranks: int = 1,
+        instance: int = 1,
+        run: str = "",
+        **facts: Any,
     ) -> list[ToPeer]:
         """From all ranks, as a process that was started a moment ago."""
         return [
             self.handler.answer(PeerHello(
                 protocol=PROTOCOL, run="joint", peer=peer, rank=rank, ranks=ranks, instance=instance,
                 outer_step=outer_step, base_hash=base(outer_step, rank, run), training=False, layout=[], settings={},
-                round_deadline_s=DEADLINE_S,
+                round_deadline_s=DEADLINE_S, **facts,
             ))
             for rank in range(ranks)
         ]  # fmt: skip

@@ -6,7 +6,16 @@ import pytest
 from rendezvous_state import BEAT_TIMEOUT_S, DEADLINE_S, RendezvousState, base
 
 from composer_prime.errors import RunMismatchError, WireError
-from diloco.transport.messages import AskRound, Beat, BodyChunk, DeltaOffer, PeerWelcome, RoundNotReady, Unusable
+from diloco.transport.messages import (
+    AskRound,
+    Beat,
+    BodyChunk,
+    DeltaOffer,
+    PeerWelcome,
+    Received,
+    RoundNotReady,
+    Unusable,
+)
 
 
 # Bodies in memory stay below the bound: the oldest rounds go first, the newest stays for late peers.
@@ -23,8 +32,51 @@ def test_memory_is_bounded():
 def test_a_body_beyond_the_bound():
     rendezvous = RendezvousState(max_bytes=500)
     rendezvous.begin("a", "b")
-    with pytest.raises(WireError, match=r"has 6e-07 GB, .* holds 0 of the rendezvous' 5e-07 GB: .*--memory-gb"):
+    with pytest.raises(WireError, match=r"has 6e-07 GB, more than the rendezvous' 5e-07 GB: .*--memory-gb"):
         rendezvous.offer("a", 0, body=b"x" * 600)
+
+
+# Three peers, room for 4.5 deltas. Who is ahead waits until all have taken the last round, whose deltas then go.
+# Before, it was refused, and its process died. A peer that does not take it is waited for as long as its deadline.
+@pytest.mark.parametrize("taken", [True, False])
+def test_peers_wait_for_room(taken):
+    rendezvous = RendezvousState(max_bytes=450)
+    rendezvous.begin("a", "b", "c")
+    rendezvous.close(0, "a", "b", "c", body=b"x" * 100)
+    for peer in "ab":
+        rendezvous.beat(peer, 1)
+    assert isinstance(rendezvous.offer("a", 1, body=b"y" * 100), Received)
+    told = rendezvous.offer("b", 1, body=b"y" * 100)
+    assert isinstance(told, RoundNotReady)
+    held = "what is under way holds 4e-07 of the rendezvous' 4.5e-07 GB (--memory-gb)"
+    assert told.waiting_for == f"room for the 1e-07 GB of delta/1/b/0: {held}"
+    if taken:
+        rendezvous.beat("c", 1)
+    else:
+        rendezvous.now += DEADLINE_S
+        assert isinstance(rendezvous.offer("b", 1, body=b"y" * 100), RoundNotReady)
+        rendezvous.now += 1
+        rendezvous.beat("c", 0)
+    assert isinstance(rendezvous.offer("b", 1, body=b"y" * 100), Received)
+    assert rendezvous.rounds.closed(0) is None and rendezvous.rounds.newest == 0
+
+
+# Peers whose deltas do not fit at once are told so when they come, with both figures; those that are there train on. So
+# is one that needs a state for which there is no room.
+def test_room_is_known_at_the_hello():
+    rendezvous = RendezvousState(max_bytes=450)
+    for peer in "abcd":
+        rendezvous.hello(peer, delta_bytes=100, state_bytes=200)
+    with pytest.raises(WireError, match=r"of the peers a, b, c, d, e take up to 5e-07 GB, more than .* 4.5e-07 GB: .*"):
+        rendezvous.hello("e", delta_bytes=100)
+    rendezvous = RendezvousState(max_bytes=450)
+    rendezvous.begin("a", "b", rounds=1)
+    rendezvous.hello("c", delta_bytes=100, state_bytes=400)
+    rendezvous.now += 1
+    for peer in "ab":
+        rendezvous.beat(peer, 1)
+    with pytest.raises(WireError, match=r"takes up to 4e-07 GB beside 1e-07 GB of deltas, .* has 4.5e-07 GB: .*"):
+        rendezvous.ask("c", 0, base_hash="another")
 
 
 # A body of more bytes than its layout can have is refused, whatever room there is, and nothing is dropped for it; so is

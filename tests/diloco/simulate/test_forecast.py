@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from composer_prime.cli.plan_command import main
+from composer_prime.config.diloco import CodecConfig
 from composer_prime.config.load import resolve
-from diloco.simulate.forecast import link_rows
+from diloco.simulate.forecast import _memory_text, link_rows
+from diloco.simulate.joint_run import JointRun
 
 ROOT = Path(__file__).parents[3]
 FILES = ["@", str(ROOT / "configs/a1.toml"), "@", str(ROOT / "configs/diloco/peer.toml")]
@@ -73,6 +75,24 @@ def test_muon(tmp_path):
     assert heal_s[0] < heal_s[1] < heal_s[2]
     assert "the time of Muon's steps, which no link changes, is not in this forecast" in muon
     assert "Muon" not in plain
+
+
+# What the outer loop takes of a cluster's and of the rendezvous' memory, for as many peers as share the tasks: more
+# than the rendezvous has by default gives a warning with the value to set.
+def test_memory(tmp_path):
+    small = text(tmp_path)
+    assert re.search(
+        r"memory: [\d.]+ MB of this cluster's hosts for the outer loop; the rendezvous needs [\d.]+ ", small
+    )
+    assert "--memory-gb is" not in small
+    rounds = [
+        float(re.search(r"the rendezvous needs ([\d.]+) ", text(tmp_path, "--diloco.task-shard", f"[0, {peers}]"))[1])
+        for peers in (2, 8)
+    ]
+    assert rounds[1] == pytest.approx(4 * rounds[0], rel=0.02)
+    run = JointRun(parameters=8e9, layers=36, step_s=60, every=8, fragments=4, delay=1, codec=CodecConfig(), peers=8)
+    assert 1.6e11 < run.host_bytes < 1.9e11
+    assert "--memory-gb is 16 unless given: start `diloco lighthouse` with --memory-gb 90" in _memory_text(run)
 
 
 # A run that has steps gives the time of one.
