@@ -117,9 +117,11 @@ def _refuse_stray_files(words: list[str]) -> None:
 def _set_list_elements(values: dict[str, Any], words: list[str]) -> list[str]:
     """Apply flags such as `--orchestrator.source.0.taskset.num_tasks 64` to `values`; return the other words.
 
-    pydantic_config replaces a list whole or not at all. Raises ConfigError for an element that no file sets.
+    pydantic_config replaces a list whole or not at all. Raises ConfigError for an element that no file sets, and where
+    another flag replaces the whole list: one of the two would be lost.
     """
     rest: list[str] = []
+    element_flags: list[str] = []
     queue = list(words)
     while queue:
         word = queue.pop(0)
@@ -132,6 +134,14 @@ def _set_list_elements(values: dict[str, Any], words: list[str]) -> list[str]:
                 raise ConfigError(f"{flag} needs a value")
             value = queue.pop(0)
         _set_list_element(values, flag, _literal(value))
+        element_flags.append(flag)
+    for whole, element in itertools.product(rest, element_flags):
+        name = whole.partition("=")[0].replace("-", "_")
+        if whole.startswith("--") and f"{element.replace('-', '_')}.".startswith(f"{name}."):
+            raise ConfigError(
+                f"{whole.partition('=')[0]} replaces what {element} changes an element of: give one of the two, or put "
+                "the change into the whole value"
+            )
     return rest
 
 
