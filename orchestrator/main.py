@@ -54,8 +54,10 @@ def main() -> int:
 
 def _dry_run(config: Config) -> int:
     from composer_prime.plan.plan import build_plan
+    from composer_prime.plan.sources import check_sources
 
     plan = build_plan(config, starter="orchestrator")
+    check_sources(config, plan)
     print(plan.text(columns()))
     return EXIT_USAGE if plan.problems else 0
 

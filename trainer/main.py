@@ -32,8 +32,10 @@ def _main() -> int:
 
         plan = build_plan(config)
         if command.dry_run:
+            from composer_prime.plan.sources import check_sources
             from diloco.simulate.forecast import link_rows
 
+            check_sources(config, plan)
             plan.rows.extend(link_rows(config))
             print(plan.text(columns()))
             return EXIT_USAGE if plan.problems else 0

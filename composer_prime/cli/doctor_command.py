@@ -14,7 +14,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,7 +21,14 @@ from typing import Any, Literal, NamedTuple
 from composer_prime.console import GIB, pluralize
 from composer_prime.errors import ComposerError
 from composer_prime.model_source import model_ready
-from composer_prime.plan.machine import check_port, free_bytes, module_file, this_machine
+from composer_prime.plan.machine import (
+    check_port,
+    existing_folder,
+    free_bytes,
+    module_file,
+    this_machine,
+    why_not_writable,
+)
 
 Level = Literal["ok", "note", "bad"]
 _NEEDED = ("torch", "transformers", "verifiers", "renderers", "pyzmq", "msgspec")
@@ -113,16 +119,12 @@ def _models() -> Iterator[Check]:
 
 
 def _writable(output_dir: Path) -> Check:
-    folder = output_dir.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"x" * 4096)
-    except OSError as error:
-        return Check("bad", "disk", f"cannot write to {folder}: {error.strerror}; set run.output_dir")
+    if (reason := why_not_writable(output_dir)) is not None:
+        return Check("bad", "disk", f"{reason}; set run.output_dir")
     free = free_bytes(output_dir) / GIB
-    return Check("ok" if free > 2 else "note", "disk", f"{folder} is writable, {free:.1f} GiB free")
+    return Check(
+        "ok" if free > 2 else "note", "disk", f"{existing_folder(output_dir)} is writable, {free:.1f} GiB free"
+    )
 
 
 def _loopback() -> Check:

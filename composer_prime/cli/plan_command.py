@@ -15,8 +15,8 @@ USAGE = """\
 usage: composer plan @ FILE.toml [@ OVERLAY.toml ...] [--section.key VALUE ...] [--gpus COUNTxGIB] [--resume]
 
 Checks a configuration and says what a run of it would be: roles and where they run, what a step is, memory, disk, what
-teachers would cost, what the link to other clusters allows. Nothing is started and nothing is written. All that is
-wrong is listed at once.
+teachers would cost, what the link to other clusters allows. No role is started and nothing is written;
+another process loads the task sets and the chat template. All that is wrong is listed at once.
 
   --gpus 8x80    as if this machine had 8 GPUs of 80 GiB each; without it, for this machine as it is
   --resume       check that the run in its folder can go on with this configuration
@@ -32,8 +32,10 @@ def main(words: list[str]) -> int:
     machine, words = imagined(words)
     config = resolve(words).config
     plan = build_plan(config, machine)
+    from composer_prime.plan.sources import check_sources
     from diloco.simulate.forecast import link_rows
 
+    check_sources(config, plan)
     plan.rows.extend(link_rows(config))
     print(plan.text(columns()))
     return EXIT_USAGE if plan.problems else 0

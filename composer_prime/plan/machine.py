@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,10 +117,28 @@ def check_port(host: str, port: int, key: str) -> None:
 
 def free_bytes(path: Path) -> int:
     """Return the free space of the file system that `path` is or will be on."""
+    return shutil.disk_usage(existing_folder(path)).free
+
+
+def existing_folder(path: Path) -> Path:
+    """Return `path`, or the nearest of its parents that exists."""
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent
-    return shutil.disk_usage(existing).free
+    return existing
+
+
+def why_not_writable(path: Path) -> str | None:
+    """Return why no folder can be made at `path`, and None where one can. A nameless file is written and vanishes."""
+    existing = existing_folder(path)
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"x" * 4096)
+    except OSError as error:
+        return f"cannot write to {existing}: {error.strerror}"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

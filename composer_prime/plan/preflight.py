@@ -16,7 +16,15 @@ from composer_prime.config import Config
 from composer_prime.errors import ComposerError, ConfigError, EnvironmentNotInstalledError
 from composer_prime.model_source import block_of, count_parts, model_ready, resolve_model, tensor_shapes
 from composer_prime.plan.footprint import ModelShape
-from composer_prime.plan.machine import Placement, check_address, check_port, module_file, place_processes, uses_cuda
+from composer_prime.plan.machine import (
+    Placement,
+    check_address,
+    check_port,
+    module_file,
+    place_processes,
+    uses_cuda,
+    why_not_writable,
+)
 from composer_prime.run.check_run_dir import Starter, check_run_folder
 from composer_prime.run.run_dir import RunDir
 from composer_prime.traces.pairs import refusal, resolve_pairs
@@ -47,6 +55,12 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
             findings.notes += check_run_folder(RunDir(config.run_directory), config, starter)
         except ConfigError as error:
             findings.problems.append(str(error))
+        else:
+            if (reason := why_not_writable(config.run_directory)) is not None:
+                findings.problems.append(
+                    f"run.output_dir is {config.run.output_dir}, but {reason}: set run.output_dir to a folder "
+                    "that can be written to"
+                )
     for check in (_model, _modules, _addresses, _remote_roles, _hints, _teachers, _pairs, _density_gate, _joint_run):
         try:
             check(config, findings)

@@ -215,6 +215,7 @@ def test_plan_has_a_usage_of_its_own(capsys):
     assert plan_command.main([]) == 2
 
 
+@pytest.mark.process
 def test_plan_says_what_it_cannot_know(tmp_path, capsys):
     # Without the model's config.json there is no estimate, and the missing file is named. With it (and without weights
     # or vLLM) there is one.

@@ -150,6 +150,7 @@ def test_alone_it_prepares_its_run_directory_and_stops_at_ctrl_c(tmp_path, call)
     assert "continue it with --resume" in said
 
 
+@pytest.mark.process
 def test_alone_it_resumes_only_under_settings_that_agree(tmp_path, call):
     """What the launcher refuses, it refuses too, dry or not, and config.json stays as it was."""
     words = ["@", str(ROOT / "configs/a1.toml"), "--run.output_dir", str(tmp_path), "--run.name", "alone", "--resume"]

@@ -1,0 +1,64 @@
+"""The task sets and the chat template of a plan, loaded for real in another process.
+
+Only the plugins know which settings they take and how many tasks they have, and importing them takes seconds. So the
+command itself stays light: it starts `orchestrator.workers.check_sources` and waits for its answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from composer_prime.config import Config
+from composer_prime.errors import EnvironmentNotInstalledError
+from composer_prime.plan.plan import Plan
+from composer_prime.plan.preflight import find_plugin
+
+DEADLINE_S = 300.0
+"""How long the other process may take: about ten seconds, and longer on a busy machine."""
+
+
+def check_sources(config: Config, plan: Plan, *, deadline_s: float = DEADLINE_S) -> None:
+    """Add to `plan` what the workers would refuse, and the numbers of tasks. Does nothing for a remote orchestrator."""
+    installed = [source for source in config.orchestrator.source if _installed(source.taskset, source.harness)]
+    if config.orchestrator.address is not None or not installed:
+        return
+    orchestrator = config.orchestrator.model_copy(update={"source": installed})
+    words = [sys.executable, "-m", "orchestrator.workers.check_sources"]
+    text = config.model_copy(update={"orchestrator": orchestrator}).model_dump_json()
+    if sys.stderr.isatty():
+        print("loading the task sets in another process ...", file=sys.stderr)
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    try:
+        done = subprocess.run(
+            words, input=text, capture_output=True, text=True, timeout=deadline_s, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        plan.notes.append(
+            f"task sets and chat template are not checked: loading them took longer than {deadline_s:g} s; the run "
+            f"itself waits orchestrator.worker_start_timeout_s = {config.orchestrator.worker_start_timeout_s:g} s"
+        )
+        return
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        plan.problems.append(f"the task sets cannot be loaded (status {done.returncode}): {last}")
+        return
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    plan.problems.extend(answer["problems"])
+    rows = [("", f"{name}: {_counts(tasks)}") for name, tasks in answer["tasks"].items()]
+    place = next(index for index, (label, _) in enumerate(plan.rows) if label == "sources")
+    plan.rows[place + 1 : place + 1] = rows
+
+
+def _counts(tasks: dict[str, int | None]) -> str:
+    return ", ".join(f"{'endless' if count is None else f'{count:,}'} {name} tasks" for name, count in tasks.items())
+
+
+def _installed(taskset: dict, harness: dict) -> bool:
+    """Return whether both plugins are there. `preflight` has a sentence for those that are not."""
+    try:
+        return bool(find_plugin("taskset", taskset, "") and find_plugin("harness", harness, ""))
+    except EnvironmentNotInstalledError:
+        return False

@@ -1,0 +1,92 @@
+"""Load everything that a run's environment workers load: `python -m orchestrator.workers.check_sources < config.json`.
+
+`trainer --dry-run`, `orchestrator --dry-run` and `composer plan` start it (composer_prime/plan/sources.py), because
+only the plugins know their settings, and importing verifiers takes seconds. Its last line on stdout is a JSON object:
+`problems`, a list of sentences, and `tasks`, the number of tasks by source and task set (null for one without an end).
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from composer_prime.config import Config
+from composer_prime.errors import ComposerError, ConfigError
+from composer_prime.model_source import model_ready, resolve_model
+from composer_prime.run.process import end_with_parent
+from orchestrator.chat_template import RENDER_ERRORS, chat_folder
+from orchestrator.tasks.sources import source_spec
+
+_CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}]
+_TOOL = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+
+
+def check_sources(config: Config, scratch: Path) -> tuple[list[str], dict[str, dict[str, int | None]]]:
+    """Return what is wrong, and the number of tasks by source and task set. `scratch`: an empty folder."""
+    from orchestrator.workers.verifiers_adapter import Environment
+
+    problems: list[str] = []
+    renderer = None
+    try:
+        renderer = _check_chat(config, scratch)
+    except ComposerError as error:
+        problems.append(str(error))
+    tasks: dict[str, dict[str, int | None]] = {}
+    for source in config.orchestrator.source:
+        spec = source_spec(source, model_path="", renderer=None, max_context=config.model.max_context)
+        for name in spec.tasksets:
+            try:
+                environment = Environment(spec, name, renderer)
+            except Exception as error:
+                kind = "" if isinstance(error, ComposerError) else f"{type(error).__name__}: "
+                text = f"{kind}{error}"
+                problems.append(text if source.name in text else f"source {source.name!r}, {name}: {text}")
+                break  # The other task set is this one with other settings, and would fail alike.
+            tasks.setdefault(source.name, {})[name] = environment.num_tasks
+    return problems, tasks
+
+
+def _check_chat(config: Config, scratch: Path) -> Any:
+    """Render as a worker would. Return the renderer's configuration, or None without the model's folder."""
+    from orchestrator.chat_renderer import build_renderer
+
+    try:
+        if model_ready(config.model.path) is not None:
+            return None
+        folder = resolve_model(config.model.path)
+    except ComposerError:
+        return None
+    folder = chat_folder(folder, config.model.chat_template, scratch)
+    chosen, renderer = build_renderer(str(folder), config.model.renderer)
+    for tools in (None, [_TOOL]):
+        try:
+            renderer.render_ids(_CONVERSATION, tools=tools, add_generation_prompt=True)
+        except RENDER_ERRORS as error:
+            what = "a conversation with a tool" if tools else "a conversation"
+            raise ConfigError(
+                f"the chat template of {config.model.path!r} cannot render {what}: {error}; repair it, or set "
+                "model.chat_template to another"
+            ) from None
+    return chosen
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
+    end_with_parent(signal.SIGKILL)
+    config = Config.model_validate_json(sys.stdin.read())
+    with tempfile.TemporaryDirectory(prefix="composer-check-") as scratch:
+        problems, tasks = check_sources(config, Path(scratch))
+    print(json.dumps({"problems": problems, "tasks": tasks}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

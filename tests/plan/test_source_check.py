@@ -1,0 +1,71 @@
+"""What only the plugins and the tokenizer know: settings of task sets, numbers of tasks, chat templates."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from composer_prime.config import Config
+from composer_prime.config.load import resolve
+from composer_prime.console import GIB
+from composer_prime.model_source import resolve_model
+from composer_prime.plan.machine import Machine
+from composer_prime.plan.plan import build_plan
+from composer_prime.plan.sources import check_sources
+from orchestrator.workers import check_sources as worker_side
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SHIPPED = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.toml"))
+LAPTOP = Machine(cores=2, memory_bytes=16 * GIB, gpus=())
+
+
+def config_of(name: str, folder: Path, *words: str) -> Config:
+    over = [] if name == "diloco/two-clusters.toml" or not name.startswith(("teachers/", "diloco/")) else ["a4.toml"]
+    files = [word for file in (*over, name) for word in ("@", str(CONFIGS / file))]
+    return resolve([*files, "--run.output_dir", str(folder), *words]).config
+
+
+@pytest.mark.process
+def test_a_plan_refuses_what_the_workers_would(tmp_path):
+    # A misspelt setting of a task set, and a model folder without a chat template. Both failed only after the start.
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model("tiny"), model)
+    for file in ("chat_template.jinja", "renderer.json"):
+        (model / file).unlink(missing_ok=True)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    words = ["--model.path", str(model), "--orchestrator.source.0.taskset.splt", "train"]
+    config = config_of("a1.toml", tmp_path, *words)
+    plan = build_plan(config, LAPTOP)
+    assert plan.problems == []
+    check_sources(config, plan)
+    assert "source 'toolsmith': taskset.splt: no such setting; did you mean split?" in plan.problems
+    assert any("has no chat template: add chat_template.jinja" in problem for problem in plan.problems)
+    assert len(plan.problems) == 2
+
+
+@pytest.mark.process
+def test_a_check_that_takes_too_long_is_named(tmp_path):
+    # The plan says that it has not looked, and for how long it waited.
+    config = config_of("a1.toml", tmp_path)
+    plan = build_plan(config, LAPTOP)
+    check_sources(config, plan, deadline_s=0.01)
+    assert plan.problems == [] and "task sets and chat template are not checked" in plan.notes[-1]
+
+
+@pytest.mark.process  # transformers starts one when it is imported
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_task_sets_of_every_shipped_file_load(name, tmp_path):
+    # Through the code of the environment workers: the plugins, every task, the harness, and the renderer where the
+    # model's files are here. Each source has enough tasks for training, and for evaluation where that is on.
+    config = config_of(name, tmp_path / "out")
+    problems, tasks = worker_side.check_sources(config, tmp_path)
+    assert problems == []
+    for source in config.orchestrator.source:
+        assert (tasks[source.name]["train"] or 0) >= config.orchestrator.groups_per_step
+        evaluates = config.orchestrator.eval.every_steps and source.eval_taskset
+        assert not evaluates or (tasks[source.name]["eval"] or 0) >= config.orchestrator.eval.tasks
