@@ -38,6 +38,11 @@ class Tree:
     def tokens(self) -> int:
         return self.run + sum(branch.tokens for branch in self.branches)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest document."""
+        return self.run + max((branch.longest for branch in self.branches), default=0)
+
     def pairs(self, above: int = 0) -> int:
         """Return twice the (query, key) pairs of causal attention below `above` tokens: L^2 for a single document."""
         below = above + self.run

@@ -14,7 +14,7 @@ from composer_prime.config.trainer import HeadKernels
 from trainer.data.rows import PackedRow, Reading
 from trainer.head.fused import Head, TeacherMixture, TokenStatistics, head_of, token_statistics
 from trainer.head.kernels import LogitKernels, choose_kernels
-from trainer.model.attention import PACKED, packing_arguments
+from trainer.model.attention import SHARING, packing_arguments
 
 FORWARD_METHODS = ("states", "scores", "head")
 """Methods besides `forward` that compute with gathered parameters."""
@@ -36,7 +36,7 @@ class Policy(nn.Module):
     @property
     def shares_prefixes(self) -> bool:
         """Whether this attention can compute a common beginning of documents once."""
-        return self.attention == PACKED
+        return self.attention in SHARING
 
     @property
     def vocabulary(self) -> int:
