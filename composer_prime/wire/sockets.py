@@ -18,6 +18,7 @@ from composer_prime.errors import ConfigError, PortInUseError
 from composer_prime.run.keys import ClientKeys, CurvePair
 
 MAX_MESSAGE_BYTES = 1 << 30
+"""Largest message of a peer that is trusted to send one."""
 _ZAP_DOMAIN = b"composer-prime"
 _SILENCE_MS = 30_000
 """A connection on which no whole message arrives for this long is dropped and made anew.
@@ -56,8 +57,18 @@ class SecureServer:
         self.context.term()
 
 
-def bind_router(address: str, server: CurvePair, clients: list[bytes]) -> SecureServer:
+def bind_router(
+    address: str,
+    server: CurvePair,
+    clients: list[bytes],
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_unread: int = 0,
+) -> SecureServer:
     """Bind a CURVE ROUTER at `address` (port 0 takes a free one) for peers holding one of the public keys `clients`.
+
+    A peer that sends a message above `max_message_bytes` is disconnected. Of each connection at most `max_unread`
+    messages are held (0: any number); then the peer's own queue grows, not this process.
 
     Raises PortInUseError when another process holds the address, ConfigError when this machine has no such address.
     """
@@ -73,8 +84,8 @@ def bind_router(address: str, server: CurvePair, clients: list[bytes]) -> Secure
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.RCVHWM, max_unread)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     socket.setsockopt(zmq.IPV6, is_ipv6)
     socket.curve_secretkey, socket.curve_publickey, socket.curve_server = server.secret, server.public, True
     bound = SecureServer(context, socket, authenticator)

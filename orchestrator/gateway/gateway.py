@@ -66,7 +66,7 @@ class Gateway:
         """Newest published policy version; None before the first `publish`."""
         self.lag = LoopLag()
         self.adaptive = AdaptiveLimit(floor=orchestrator.group_size, ceiling=orchestrator.max_concurrent)
-        self._nodes = NodeSocket(keys)
+        self._nodes = NodeSocket(keys, config.model.max_context)
         self._request_timeout_s = max(source.timeout_s for source in orchestrator.source)
         self.router = Router(
             lambda node, message: self._nodes.send(node.identity, message),
@@ -229,6 +229,7 @@ class Gateway:
             "records": {"open_rollouts": len(self.records), "bytes": self.records.num_bytes},
             "link": {
                 "garbage": self._link.garbage,
+                "evicted": self._link.evicted,
                 "chunk_bytes_sent": self._chunks.bytes_sent,
                 "chunk_requests_dropped": self._chunks.dropped,
             },

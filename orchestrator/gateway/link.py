@@ -4,8 +4,9 @@
                                       +--> ChunkServer: wait for one of 4 readers --> read in a thread --> WeightChunk
     NodeSocket.send: never waits; False means that the connection is gone
 
-Nodes hold the run's CURVE key, so a stranger never gets a byte in here. What a node sends is still not trusted: bytes
-that do not decode to a message are counted, logged and dropped.
+Nodes hold the run's CURVE key, so a stranger never gets a byte in here. What a node sends is still not trusted. Its
+messages are bounded in size, and few are held unread. Bytes that do not decode to a message are counted, logged and
+dropped. A connection that sent more of them than its budget is evicted: nothing from it is looked at any more.
 
 Nodes pull weight chunks piece by piece, from whatever offset they stopped at. Reading happens off the event loop, so a
 node that fetches gigabytes does not delay anyone's tokens. A piece counts against its connection until its last byte
@@ -57,6 +58,13 @@ _BURST = 64
 _MAX_UNKNOWN = 4096
 """Connections without a Hello that are remembered."""
 _MAX_OFFSET = 1 << 40
+_MAX_UNREAD = 64
+"""Messages of one connection that wait in this process."""
+_LEAST_MESSAGE_BYTES = 1 << 20
+_BYTES_PER_TOKEN = 32
+"""An answer's token: id, logprob, and at worst a version span of its own."""
+_GARBAGE_BUDGET_BYTES = 1 << 20
+"""Garbage after which a connection is evicted."""
 _READERS = 4
 _MAX_UNSENT = 16
 """Pieces under way to one connection. Requests beyond are dropped; a node asks again after its own deadline."""
@@ -72,16 +80,24 @@ SendPiece = Callable[[bytes, ToNode], zmq.MessageTracker | None]
 class NodeSocket:
     """The socket to all nodes, from `bind` to `close`. Nothing is sent outside of that time."""
 
-    def __init__(self, keys: RunKeys) -> None:
+    def __init__(self, keys: RunKeys, max_context: int) -> None:
+        """`max_context`: tokens of the longest answer, which bound the size of a message."""
         self.endpoint = ""
         """As bound."""
+        self.max_message_bytes = max(_LEAST_MESSAGE_BYTES, _BYTES_PER_TOKEN * max_context)
         self._keys = keys
         self._server: SecureServer | None = None
         self._encoder = msgspec.msgpack.Encoder()
 
     def bind(self, address: str) -> None:
         """Raise PortInUseError when another process holds `address`, ConfigError when a key is missing."""
-        self._server = bind_router(address, self._keys.curve("server"), [self._keys.curve("node").public])
+        self._server = bind_router(
+            address,
+            self._keys.curve("server"),
+            [self._keys.curve("node").public],
+            max_message_bytes=self.max_message_bytes,
+            max_unread=_MAX_UNREAD,
+        )
         self.endpoint = self._server.endpoint
 
     def send(self, identity: bytes, message: ToNode) -> bool:
@@ -136,6 +152,8 @@ class NodeLink:
         """`verify_key`: the public key with which nodes check manifests."""
         self.garbage = 0
         """Messages dropped because they could not be decoded or handled."""
+        self.evicted = 0
+        """Connections that sent more garbage than their budget."""
         self.newest_manifest = b""
         """Signed; goes to every node that attaches."""
         self._socket = socket
@@ -147,6 +165,8 @@ class NodeLink:
         self._decoder = msgspec.msgpack.Decoder(FromNode)
         self._hello_requested: dict[bytes, float] = {}
         """When each unknown connection was last asked to say Hello."""
+        self._garbage_bytes: dict[bytes, int] = {}
+        """By connection; beyond the budget nothing from it is looked at."""
 
     async def receive(self) -> None:
         """Handle messages until cancelled."""
@@ -157,20 +177,23 @@ class NodeLink:
             await asyncio.sleep(0)
 
     def _handle(self, identity: bytes, frames: list[bytes]) -> None:
+        if self._garbage_bytes.get(identity, 0) > _GARBAGE_BUDGET_BYTES:
+            self.garbage += 1
+            return
         node = self._router.nodes.at(identity)
         try:
             if len(frames) != 1:
                 raise msgspec.DecodeError(f"{len(frames)} frames, expected 1")
             message = self._decoder.decode(frames[0])
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            self._drop_garbage(node, frames, error)
+            self._drop_garbage(identity, node, frames, error)
             return
         try:
             self._dispatch(identity, node, message)
         except Exception as error:
             # Nothing that one node sends may end the run for all.
             logger.exception("a %s could not be handled", type(message).__name__)
-            self._drop_garbage(node, frames, error)
+            self._drop_garbage(identity, node, frames, error)
 
     def _dispatch(self, identity: bytes, node: AttachedNode | None, message: FromNode) -> None:
         router = self._router
@@ -202,14 +225,27 @@ class NodeLink:
         self._hello_requested[identity] = now
         self._socket.send(identity, HelloAgain())
 
-    def _drop_garbage(self, node: AttachedNode | None, frames: list[bytes], error: Exception) -> None:
+    def _drop_garbage(self, identity: bytes, node: AttachedNode | None, frames: list[bytes], error: Exception) -> None:
         self.garbage += 1
         if node is not None:
             node.garbage += 1
-        if self.garbage <= 10 or self.garbage % 1000 == 0:
-            size = sum(map(len, frames))
-            sender = f"node {node.node_id}" if node else "a connection"
+        size = sum(map(len, frames))
+        sender = f"node {node.node_id}" if node else "a connection"
+        if len(self._garbage_bytes) >= _MAX_UNKNOWN:
+            self._garbage_bytes.clear()
+        total = self._garbage_bytes[identity] = self._garbage_bytes.get(identity, 0) + size
+        if total > _GARBAGE_BUDGET_BYTES:
+            self._evict(identity, node, f"{sender} sent {total} bytes that are no messages, at most "
+                        f"{_GARBAGE_BUDGET_BYTES} are borne: install the same release on both sides")  # fmt: skip
+        elif self.garbage <= 10 or self.garbage % 1000 == 0:
             logger.warning("dropped %d bytes from %s: not a message (%s); %d so far", size, sender, error, self.garbage)
+
+    def _evict(self, identity: bytes, node: AttachedNode | None, reason: str) -> None:
+        self.evicted += 1
+        logger.warning("evicted: %s", reason)
+        self._socket.send(identity, Rejected(reason=reason))
+        if node is not None:
+            self._router.nodes.leave(node, "evicted for garbage")
 
     def _hello(self, identity: bytes, hello: NodeHello) -> None:
         reason = self._refusal(hello) or self._name_is_taken(identity, hello)
