@@ -132,8 +132,9 @@ class KillSwitchConfig(BaseConfig):
     """Mean cost of a trace, of those on which a call was made."""
     p95_usd_per_trace: float = Field(default=10.0, gt=0)
     """95th percentile of a trace's cost."""
-    p95_s_per_step: float = Field(default=30.0, gt=0)
-    """95th percentile of the time that a state's votes take."""
+    p95_s_per_step: float = Field(default=120.0, gt=0)
+    """95th percentile of the time that endpoints take for a state's votes, without pauses before a retry. Votes come
+    one after another, and a reasoning model thinks for 15 to 30 s."""
     error_rate: float = Field(default=0.25, gt=0, le=1)
     """Share of calls that failed for good."""
     min_states: int = Field(default=20, ge=1)

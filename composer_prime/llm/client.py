@@ -121,7 +121,7 @@ class ChatAnswer:
     cost_usd: float
     """Paid now; 0 from the cache."""
     seconds: float
-    """Of all attempts and the pauses between them. Waiting before the first attempt is not in it."""
+    """Of all attempts, without what was waited before and between them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +148,8 @@ class _FailedAttempt(Exception):
     """The endpoint's Retry-After."""
     http_status: int | None = None
     body: str = ""
+    seconds: float = 0.0
+    """How long the endpoint was waited for."""
 
 
 class ChatClient:
@@ -231,24 +233,22 @@ class ChatClient:
                     usd=request.bound_usd,
                     most_usd=request.most_usd,
                 )
-                start, call.sent = time.monotonic(), True
+                call.sent = True
                 try:
                     answer = await self._attempt(request, reservation, attempt)
                 except _FailedAttempt as failed:
                     call.sent = False
+                    seconds += failed.seconds
                     if self._budget.closed is not None and failed.again:
                         raise CapError(self._budget.closed, scope="run") from None
-                    again = failed.again and attempt < endpoint.max_retries and call.waiting > 0
-                    if again:
-                        await self._budget.pause(self._pause_s(attempt, failed.after_s))
-                    seconds += time.monotonic() - start
-                    if not again:
+                    if not (failed.again and attempt < endpoint.max_retries and call.waiting > 0):
                         raise NoAnswerError(
                             f"{endpoint.name} ({endpoint.model} at {endpoint.base_url}) gave no answer: {failed}",
                             seconds=seconds,
                             http_status=failed.http_status,
                             body=failed.body,
                         ) from None
+                    await self._budget.pause(self._pause_s(attempt, failed.after_s))
                     attempt += 1
                     continue
                 seconds += answer.seconds
@@ -258,7 +258,7 @@ class ChatClient:
 
     async def _attempt(self, request: ChatRequest, reservation: Reservation, attempt: int) -> CachedAnswer:
         """Make one call. However it ends it is settled, after its answer was kept. Raises _FailedAttempt."""
-        start, answered = time.monotonic(), False
+        start, answered, seconds = time.monotonic(), False, None
         usd, tokens, status = reservation.usd, (0, 0), "cancelled"
         self.calls += 1
         try:
@@ -276,6 +276,7 @@ class ChatClient:
         except _FailedAttempt as failed:
             status = failed.status or failed.reason
             usd = reservation.usd if failed.charged else 0.0
+            seconds = failed.seconds = time.monotonic() - start
             raise
         finally:
             self._note_outcome(answered)
@@ -284,7 +285,7 @@ class ChatClient:
                 usd,
                 status=status,
                 attempt=attempt,
-                seconds=round(time.monotonic() - start, 4),
+                seconds=round(time.monotonic() - start if seconds is None else seconds, 4),
                 input_tokens=tokens[0],
                 output_tokens=tokens[1],
             )
