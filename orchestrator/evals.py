@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from composer_prime.config.orchestrator import EvalConfig, OrchestratorConfig, SourceConfig
+from composer_prime.console import pluralize
 from composer_prime.errors import DeadlineError
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.run_dir import RunDir
@@ -107,7 +108,7 @@ class Evaluator:
         elif self._awaited_version is not None:
             state = f"the nodes do not have policy version {self._awaited_version} yet"
         else:
-            state = f"{self._done_rollouts} of {self._all_rollouts} rollouts"
+            state = f"{self._done_rollouts} of {pluralize(self._all_rollouts, 'rollout')}"
         return f"evaluation of step {self.step}: {state}"
 
     async def run(self) -> None:

@@ -49,6 +49,18 @@ def write_atomic(path: Path, data: bytes | memoryview) -> None:
         raise
 
 
+def write_remedy(failure: object, more: str = "") -> str:
+    """Return what to do about a failed write, by its text. `more`: another way to make room where the disk is full."""
+    text = str(failure).lower()
+    if "read-only file system" in text:
+        return "the disk is mounted read-only: mount it for writing, or set run.output_dir to another one"
+    if "permission denied" in text or "not permitted" in text:
+        return "let this user write there, or set run.output_dir to another folder"
+    if "no space left" in text or "quota" in text:
+        return f"free some space{more}"
+    return f"check that disk{more and ' or free some space'}{more}"
+
+
 def append_line(path: Path, line: bytes, *, sync: bool = False) -> None:
     """Append `line` to `path`, below a last line that a crash cut short. `sync` waits for the disk. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)

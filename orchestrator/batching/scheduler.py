@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from composer_prime.config.orchestrator import OrchestratorConfig
+from composer_prime.console import pluralize
 from composer_prime.errors import RolloutError, RunMismatchError
 from composer_prime.run.run_dir import RunDir
 from orchestrator.batching.batch_metrics import batch_metrics
@@ -300,19 +301,20 @@ class BatchScheduler:
         """Say in one line what batch `step` lacks."""
         is_next = step == self.batches.formed + 1
         usable = len(self.buffer.usable(self.oldest_version, self._newest_version)) if is_next else 0
-        parts = [f"batch {step}: {usable} of {self.config.groups_per_step} groups"]
+        parts = [f"batch {step}: {usable} of {pluralize(self.config.groups_per_step, 'group')}"]
         oldest_s = self.dispatcher.oldest_s()
         if oldest_s is None:
             parts.append("no rollout under way")
         else:
             parts.append(
-                f"{self.dispatcher.running} rollouts of {len(self.dispatcher.in_flight)} groups running, "
+                f"{pluralize(self.dispatcher.running, 'rollout')} of "
+                f"{pluralize(len(self.dispatcher.in_flight), 'group')} running, "
                 f"oldest {oldest_s:.0f} s"
             )
         filtered = sum(group.outcome is GroupOutcome.FILTERED for group in self._dropped)
         lost = len(self._dropped) - filtered
-        parts += [f"{filtered} groups without advantage left out"] if filtered else []
-        parts += [f"{lost} groups failed or stale"] if lost else []
+        parts += [f"{pluralize(filtered, 'group')} without advantage left out"] if filtered else []
+        parts += [f"{pluralize(lost, 'group')} failed or stale"] if lost else []
         return "; ".join(parts)
 
     def metrics(self) -> dict[str, float]:
@@ -356,8 +358,8 @@ class BatchScheduler:
             if self._failed_in_row >= self.config.max_failed_groups:
                 failure = next(rollout.failure for rollout in group.rollouts if rollout.failure is not None)
                 raise RolloutError(
-                    f"{self._failed_in_row} groups in a row failed (orchestrator.max_failed_groups); the last error, "
-                    f"from source {group.plan.source!r}: {failure.text()}"
+                    f"{pluralize(self._failed_in_row, 'group')} in a row failed (orchestrator.max_failed_groups); "
+                    f"the last error, from source {group.plan.source!r}: {failure.text()}"
                 )
 
     def _oldest_state(self, newest: OrchestratorState) -> OrchestratorState:

@@ -31,6 +31,7 @@ from typing import BinaryIO
 import msgspec
 
 from composer_prime.errors import CheckpointError
+from composer_prime.run.run_dir import write_remedy
 from composer_prime.wire.types import Preference
 from orchestrator.preferences import PairCursor
 from orchestrator.rollouts.groups import FinishedGroup, GroupPlan
@@ -182,7 +183,7 @@ class Journal:
         except OSError as error:
             raise CheckpointError(
                 f"the journal {self._current.path if self._current else self._folder} cannot be written: {error}; "
-                "free some space and start again with --resume"
+                f"{write_remedy(error)}, then start again with --resume"
             ) from error
         self._current.note(entry)
         if self._file.tell() >= self._segment_bytes:

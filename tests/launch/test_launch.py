@@ -17,8 +17,12 @@ from stand import config_file
 from composer_prime.config.load import resolve
 from composer_prime.config.teachers import MODELS_VARIABLE
 from composer_prime.run.costs import spent
+from composer_prime.run.process import OrphanGuard
 from composer_prime.run.run_dir import RunDir
-from trainer.launcher.supervise import role_commands
+from trainer.launcher.launch import _RunMonitor
+from trainer.launcher.prepare import prepare
+from trainer.launcher.supervise import Supervisor, role_commands
+from trainer.launcher.view import PlainView, panel_rows
 
 pytestmark = pytest.mark.process
 
@@ -100,7 +104,7 @@ def test_finished_run_stops_nodes_and_leaves_nothing(stand):
     status, output = run.finish()
     assert status == 0, output
     assert "step 3/3" in output and "stand finished after 3 of 3 steps" in output
-    assert "first 1 step 0.100, last 2 steps 0.250" in output
+    assert "mean reward 0.200 of 3 steps, each on other tasks: too few for a trend" in output
     assert run.members() == []
 
 
@@ -136,6 +140,25 @@ def test_a_problem_is_shown_and_the_cause_is_the_last_word(stand):
     assert f"] {text}\n" in output and output.count(text) == 2
     assert output.index("stand failed after 0 of 3 steps") < output.index("the run failed: orchestrator")
     assert output.rstrip().endswith(text)
+
+
+def test_nobody_waits_once_the_roles_have_ended(tmp_path, capsys, monkeypatch):
+    # The orchestrator's last line may name a wait. It ends with its process.
+    monkeypatch.setattr("trainer.launcher.view.FIRST_WAIT_S", 0.0)
+    config = resolve(["@", str(config_file(tmp_path)), "--run.output_dir", str(tmp_path)]).config
+    prepared = prepare(config)
+    wait = {"step": 3, "time": time.time() - 9, "role": "orchestrator", "waiting_for": "evaluation of step 3: 1 of 8"}
+    with OrphanGuard(1.0) as guard:
+        monitor = _RunMonitor(prepared, PlainView(config))
+        supervisor = Supervisor(run_dir=prepared.run_dir, roles=[], guard=guard, config=config, on_event=print)
+        prepared.run_dir.metrics.write_text(json.dumps(wait) + "\n")
+        monitor.tick(supervisor, ended=True)
+        assert "waited" not in capsys.readouterr().out
+        assert all(label != "orchestrator" for label, _ in panel_rows(config, monitor.progress, time.time(), None))
+        prepared.run_dir.metrics.write_text(2 * (json.dumps(wait) + "\n"))
+        monitor.tick(supervisor)
+        assert "orchestrator has waited 9 s for evaluation of step 3" in capsys.readouterr().out
+    prepared.lock.close()
 
 
 def test_killed_orchestrator_is_named_with_its_signal(stand):

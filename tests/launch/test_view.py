@@ -95,6 +95,32 @@ def test_panel_shows_progress_pace_and_who_waits():
     assert "0.300  first 0.100" in rows["reward"]
     assert rows["eval"] == "after step 2: a/reward_mean 0.500 [0.400, 0.600]"
     assert rows["memory"].startswith("2.00 GiB") and rows["orchestrator"] == "waits 7 s for batch 3: 1 of 8 groups"
+    assert rows["step"].startswith("2/4  ") and list(rows).index("eval") < list(rows).index("reward")
+
+
+def test_the_summary_leads_with_the_held_out_figures(tmp_path):
+    # Three steps on different tasks show no trend; the paired change of held-out tasks does, with its interval.
+    run_dir = RunDir(tmp_path)
+    (tmp_path / "rollouts").mkdir()
+    for step, reward in ((0, 0.0), (3, 1.0)):
+        rows = [
+            {"source": "a", "task_id": f"t{task}", "reward": reward if task % 2 else 0.0, "rollout_id": "x"}
+            for task in range(40)
+        ]
+        run_dir.eval_rollouts(step).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    progress = RunProgress()
+    progress.update([line(step, **{"reward/mean": reward}) for step, reward in ((1, 0.438), (2, 0.3), (3, 0.202))])
+    with (tmp_path / "lock").open("wb") as lock:
+        prepared = Prepared(run_dir=run_dir, config=Config.model_validate(CONFIG), start_step=0, notes=(), lock=lock)
+        lines = run_summary(prepared, progress, 0, 0).splitlines()[2:]
+    assert lines[0].startswith("  held-out    0.000 [") and lines[0].endswith("after step 0, over 40 tasks")
+    assert lines[1].startswith("              0.500 [") and lines[2].startswith("              change +0.500 [+0.")
+    assert lines[2].endswith("], paired by task")
+    assert lines[3] == "  training    mean reward 0.313 of 3 steps, each on other tasks: too few for a trend"
+    progress.update([line(step, **{"reward/mean": step / 10}) for step in range(1, 11)])
+    with (tmp_path / "lock").open("wb") as lock:
+        prepared = Prepared(run_dir=run_dir, config=Config.model_validate(CONFIG), start_step=0, notes=(), lock=lock)
+        assert "of the first 5 steps 0.300, of the last 5 steps 0.800" in run_summary(prepared, progress, 0, 0)
 
 
 def test_a_resumed_run_shows_only_what_is_new(capsys):

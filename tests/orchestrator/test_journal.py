@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import resource
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from orch_groups import ended, plan, ready
 
 from composer_prime.errors import CheckpointError
+from composer_prime.run.run_dir import write_remedy
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Journal, Started
 from orchestrator.rollouts.groups import GroupOutcome
 
@@ -130,3 +133,18 @@ async def test_numbers_go_on_from_the_checkpoint_when_compaction_emptied_the_jou
     journal, entries = Journal.resume(tmp_path, min_seq=41)
     assert entries == []
     assert journal.next_seq() == 42
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "free some space or keep less"),
+        (errno.EROFS, "the disk is mounted read-only: mount it for writing, or set run.output_dir to another one"),
+        (errno.EACCES, "let this user write there, or set run.output_dir to another folder"),
+        (errno.EIO, "check that disk or free some space or keep less"),
+    ],
+)
+def test_a_write_that_fails_has_the_remedy_of_its_cause(number, remedy):
+    """Only a full disk is called full; also where the error has become text on its way to another rank."""
+    error = OSError(number, os.strerror(number), "/data/journal")
+    assert write_remedy(error, " or keep less") == write_remedy([str(error)], " or keep less") == remedy

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 from small_runs import make_samples
 from step_peer import StepPeer
 
-from composer_prime.run.ledger import effective
-from composer_prime.run.weights import WeightStore
-from composer_prime.wire.types import RunFinished, pack_floats
+from composer_prime.run.keys import RunKeys
+from composer_prime.run.ledger import check_ledger, effective, left_out
+from composer_prime.run.weights import WeightStore, open_signed
+from composer_prime.wire.types import RunFinished, flags, pack_floats
 
 pytestmark = pytest.mark.process
 
@@ -57,6 +60,51 @@ def test_nan_in_a_sample_is_refused_by_name(make_run):
     assert list(effective(run.dir.ledger)) == [1] and WeightStore(run.dir.weights).versions() == [0, 1]
 
 
+def overflowing(step: int):
+    """The step's samples; the loss of the sixth overflows to infinity."""
+    samples = make_samples(step)
+    trained = np.array(flags(samples[5].loss_mask), dtype=np.float32)
+    samples[5] = msgspec.structs.replace(
+        samples[5], advantages=pack_floats(trained * 3e38), logprobs=pack_floats(trained * -60)
+    )
+    return samples
+
+
+def test_a_step_that_is_not_finite_is_skipped_on_both_ranks(make_run):
+    # Step 2 of 4 overflows on one of two ranks: both go on to the end, version 2 has the weights of version 1, the
+    # ledger counts no sample of the step, log and metrics name the task, group and rollout.
+    run = make_run(run={"max_steps": 4}, trainer={"weights": {"keep": 9}})
+    with StepPeer(run.dir, lambda step: (overflowing if step == 2 else make_samples)(step), max_steps=4) as peer:
+        codes, outputs = run.train(2)
+    assert codes == [0, 0] and [done.step for done in peer.done] == [0, 1, 2, 3, 4], outputs
+    trained = effective(run.dir.ledger)
+    assert [len(trained[step]) for step in (1, 2, 3, 4)] == [12, 0, 12, 12] and check_ledger(run.dir.ledger) == []
+    assert "s2-5/0" in left_out(run.dir.ledger)
+    lines = [json.loads(line) for line in run.dir.metrics.read_text().splitlines()]
+    assert [line["optim/skipped"] for line in lines if "optim/skipped" in line] == [0, 1, 0, 0]
+    (problem,) = [line["problem"] for line in lines if "problem" in line]
+    assert "step 2: NaN or infinity" in problem and "task task, group s2, rollout s2-5" in problem
+    assert all(problem in output for output in outputs)
+    keys, store = RunKeys(run.dir.keys), WeightStore(run.dir.weights)
+    of = [open_signed(store.manifest(v), keys.verifier(), run_id="run").tensors for v in range(5)]
+    assert of[1] == of[2] and of[0] != of[1] and of[2] != of[3] != of[4]
+
+
+def test_steps_in_a_row_that_are_not_finite_end_the_run(make_run):
+    # Two skipped steps are one more than trainer.max_skipped_steps: both ranks end with the remedy, after a checkpoint
+    # from which a resume goes on with the step after them.
+    run = make_run(run={"max_steps": 9}, trainer={"max_skipped_steps": 1})
+    with StepPeer(run.dir, lambda step: (overflowing if step in (1, 3, 4) else make_samples)(step), max_steps=9):
+        codes, outputs = run.train(2)
+    assert codes == [1, 1] and run.dir.complete_checkpoints() == [4], outputs
+    reason = r"2 steps in a row, up to 4, were not finite \(trainer.max_skipped_steps is 1\).*Lower trainer.optim.lr"
+    assert all(re.search(reason, output) for output in outputs)
+    run.write(run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True, "max_steps": 5})}))
+    with StepPeer(run.dir, make_samples, max_steps=5) as peer:
+        codes, outputs = run.train()
+    assert codes == [0] and [request.step for request in peer.requests] == [5], outputs
+
+
 def test_one_rank_s_trouble_ends_both_with_its_reason(make_run):
     # Rank 1 gets garbage: rank 1 says what it got, rank 0 says that rank 1 failed and why; neither hangs.
     lie = lambda peer, request: b"\xc1" if request.rank == 1 else None
@@ -85,7 +133,9 @@ def test_a_failed_checkpoint_does_not_stop_the_run(make_run):
         codes, outputs = run.train(2, file_limit_bytes=100_000)
     assert codes == [1, 1], outputs
     assert "continuing without checkpoint 1" in outputs[0] and "File too large" in outputs[0], outputs
-    assert "CheckpointError: checkpoint" in outputs[0] and "Free some space there" in outputs[0]
+    assert (
+        "CheckpointError: checkpoint" in outputs[0] and "free some space or lower trainer.checkpoint.keep" in outputs[0]
+    )
     assert [done.step for done in peer.done] == [0, 1, 2] and peer.checkpoints == [1, 2]
     assert list(run.dir.checkpoints.iterdir()) == [] and (run.dir.final / "model.safetensors").is_file()
     assert [json.loads(line)["checkpoint/failed"] for line in run.dir.metrics.read_text().splitlines()] == [True, False]

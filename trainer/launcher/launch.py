@@ -94,7 +94,7 @@ def _run(monitor: _RunMonitor, supervisor: Supervisor, signals: _Signals) -> str
         if signals.count:
             monitor.view.event(_stopping_text(supervisor))
         supervisor.stop(hurry=lambda: signals.count > 1)
-        monitor.tick(supervisor)
+        monitor.tick(supervisor, ended=True)
     return failure
 
 
@@ -159,8 +159,8 @@ class _RunMonitor:
         for feeder in self._feeders:
             feeder.close(TRACKER_CLOSE_S)
 
-    def tick(self, supervisor: Supervisor) -> None:
-        """Pass on what is new since the last call."""
+    def tick(self, supervisor: Supervisor, *, ended: bool = False) -> None:
+        """Pass on what is new since the last call. Once all roles have `ended`, nobody waits any more."""
         lines = self._tail.read()
         new_steps = self.progress.update(lines)
         for line in lines:
@@ -176,6 +176,8 @@ class _RunMonitor:
             self.peak_bytes = max(self.peak_bytes, self._memory_bytes)
         if new_steps and self._memory_bytes:
             self._metrics.log(new_steps[-1].step, {"memory/total_bytes": self._memory_bytes})
+        if ended:
+            self.progress.waiting.clear()
         self.view.refresh(self.progress, new_steps, self._memory_bytes)
 
     def _count_links(self, line: Mapping[str, Any]) -> None:

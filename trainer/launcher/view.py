@@ -173,14 +173,14 @@ def panel_rows(
     """Return the live panel's rows as (label, text)."""
     last = progress.last
     rows = [("progress", _progress_text(config, progress, started))]
-    rewards = progress.rewards()
-    if rewards:
-        rows.append(("reward", f"{rewards[-1]:.3f}  first {rewards[0]:.3f}  {sparkline(rewards)}"))
     if progress.evals:
         newest = max(progress.evals)
         rows.append(("eval", f"after step {newest}: {eval_text(progress.evals[newest])}"))
+    rewards = progress.rewards()
+    if rewards:
+        rows.append(("reward", f"{rewards[-1]:.3f}  first {rewards[0]:.3f}  {sparkline(rewards)}"))
     if last is not None:
-        rows.append(("step", step_line(last, config.run.max_steps)))
+        rows.append(("step", step_line(last, config.run.max_steps).removeprefix("step ")))
         rows += [("channels", text)] if (text := channels_text(last)) else []
         rows += [("joint run", round_text(last.joint))] if last.joint is not None else []
     if memory_bytes:
@@ -225,7 +225,7 @@ def run_summary(prepared: Prepared, progress: RunProgress, status: int, peak_byt
     taken = progress.last.step if progress.last else prepared.start_step
     state = "finished" if status == 0 else "was interrupted" if status >= 128 else "failed"
     length = f" after {taken} of {config.run.max_steps} steps" if config.run.max_steps else " (evaluation only)"
-    lines = ["", f"{config.run.name} {state}{length}", *_rewards(progress), *_evaluations(prepared, progress)]
+    lines = ["", f"{config.run.name} {state}{length}", *_evaluations(prepared, progress), *_rewards(progress)]
     if peak_bytes:
         lines.append(f"  memory      {gib(peak_bytes)} at most, all processes together")
     if run_dir.final.is_dir() and status == 0 and config.run.max_steps:
@@ -239,14 +239,21 @@ def run_summary(prepared: Prepared, progress: RunProgress, status: int, peak_byt
     return "\n".join([*lines, f"  uv run composer report {where}", f"  uv run composer rollouts {where}"])
 
 
+_TREND_STEPS = 10
+"""With fewer steps the rewards of the first and last ones differ by their tasks more than by what was learned."""
+
+
 def _rewards(progress: RunProgress) -> list[str]:
     rewards = progress.rewards()
+    if not rewards:
+        return []
+    if len(rewards) < _TREND_STEPS:
+        count = pluralize(len(rewards), "step")
+        return [f"  training    mean reward {fmean(rewards):.3f} of {count}, each on other tasks: too few for a trend"]
     first, last = ends(rewards)
-    if not first:
-        return [f"  reward      {rewards[0]:.3f}"] if rewards else []
     return [
-        f"  reward      first {pluralize(len(first), 'step')} {fmean(first):.3f}, "
-        f"last {pluralize(len(last), 'step')} {fmean(last):.3f}  {sparkline(rewards)}"
+        f"  training    mean reward of the first {pluralize(len(first), 'step')} {fmean(first):.3f}, "
+        f"of the last {pluralize(len(last), 'step')} {fmean(last):.3f}  {sparkline(rewards)}"
     ]
 
 
@@ -255,15 +262,17 @@ def _evaluations(prepared: Prepared, progress: RunProgress) -> list[str]:
     scored = {step: scores for step, scores in eval_scores(prepared.run_dir).items() if scores}
     if not scored:
         shown = sorted(progress.evals.items())
-        return [f"  eval        after step {step}: {eval_text(figures)}" for step, figures in shown]
+        return [f"  held-out    after step {step}: {eval_text(figures)}" for step, figures in shown]
     first, last = min(scored), max(scored)
     before = mean_interval(scored[first])
-    lines = [f"  eval        after step {first}: {before.text()} over {before.count} held-out tasks"]
+    lines = [f"  held-out    {before.text()} after step {first}, over {pluralize(before.count, 'task')}"]
     if last != first:
-        lines.append(f"              after step {last}: {mean_interval(scored[last]).text()}")
+        lines.append(f"              {mean_interval(scored[last]).text()} after step {last}")
         if scored[first].keys() & scored[last].keys():
             change = difference_interval(scored[first], scored[last])
-            lines.append(f"              change {change.text(sign=True)}, paired by task")
+            unclear = change.low is None or change.high is None or change.low <= 0 <= change.high
+            note = ": no clear change" if unclear else ""
+            lines.append(f"              change {change.text(sign=True)}, paired by task{note}")
     return lines
 
 

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from composer_prime.errors import CheckpointError, ComposerError
-from composer_prime.run.run_dir import RunDir, write_atomic
+from composer_prime.run.run_dir import RunDir, write_atomic, write_remedy
 from diloco.streaming import StreamingDiLoCo
 from trainer.data.step_client import StepClient
 from trainer.model.policy import Policy
@@ -108,8 +108,8 @@ class Checkpoints:
         if self.world.first:
             shutil.rmtree(folder, ignore_errors=True)
         raise CheckpointError(
-            f"checkpoint {folder} could not be written: {'; '.join(failures)}. Free some space there or lower "
-            "trainer.checkpoint.keep; the checkpoint before it is still whole"
+            f"checkpoint {folder} could not be written: {'; '.join(failures)}; "
+            f"{write_remedy(failures, ' or lower trainer.checkpoint.keep')}. The checkpoint before it is still whole"
         )
 
     def _complete(self, folder: Path) -> str:

@@ -28,7 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from composer_prime.config import Config
 from composer_prime.errors import CheckpointError, WeightError
 from composer_prime.run.keys import RunKeys
-from composer_prime.run.run_dir import RunDir
+from composer_prime.run.run_dir import RunDir, write_remedy
 from composer_prime.run.weights import Canary, Manifest, WeightStore, open_signed, sign
 from diloco.streaming import StreamingDiLoCo
 from trainer.model.adapters import merged_parameters
@@ -123,8 +123,8 @@ class Publisher:
             self._store.prune(keep, lambda raw: open_signed(raw, self._verifier, run_id=self._run_id))
         except OSError as error:
             raise WeightError(
-                f"policy version {version} ({size} bytes) cannot be written to {self._store.root}: {error}; free "
-                "some space or lower trainer.weights.keep, then continue with --resume"
+                f"policy version {version} ({size} bytes) cannot be written to {self._store.root}: {error}; "
+                f"{write_remedy(error, ' or lower trainer.weights.keep')}, then continue with --resume"
             ) from error
         return size
 
@@ -261,5 +261,6 @@ def export(policy: Policy, config: Config, folder: Path, target: Path, world: Wo
     except Exception as error:  # safetensors has its own type for a full disk
         shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(
-            f"the final model cannot be written to {target}: {error}; free some space, then continue with --resume"
+            f"the final model cannot be written to {target}: {error}; {write_remedy(error)}, "
+            "then continue with --resume"
         ) from error
