@@ -117,6 +117,7 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     engine = build_engine(inference, folder, max_context)
     link = GatewayLink(assignment.address, assignment.keys(), inference.chunk_timeout_s)
     node: InferenceNode | None = None
+    receiver: Receiver | None = None
     stopped = False
 
     def stop(number: signal.Signals) -> None:
@@ -145,6 +146,8 @@ async def _serve(assignment: Assignment, folder: Path) -> None:
     finally:
         await engine.close()
         await asyncio.to_thread(link.close)
+        if receiver is not None:
+            receiver.close()
 
 
 def _model_context(folder: Path) -> int:

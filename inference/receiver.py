@@ -1,38 +1,44 @@
-"""From a signed manifest to weights in use: pull, verify, swap, canary.
+"""From a signed manifest to weights in use: pull, verify, swap, prove.
 
-    manifest -> signature -> chunks (resumed where they stopped) -> chunk hashes -> safetensors -> tensor hashes
-             -> engine.load_weights -> score the canary -> good: keep | bad: load the weights before it again
+    manifest -> signature -> chunks to the disk (resumed where they stopped), each hashed -> names of tensors
+             -> engine.load_weights, tensor by tensor -> read back, canary -> good: keep | bad: load the old ones again
 
 After any failure the engine goes on with the weights it had. Nothing is unpickled, and no tensor is loaded before its
-hash matched. While a swap is unproven, `settled` is unset: the node waits for it, then looks at `rollbacks`, before it
-sends out tokens. Any source of chunks will do, because every byte is checked against the signed manifest.
+chunks' hashes matched. While a swap is unproven, `settled` is unset: the node waits for it, then looks at `rollbacks`,
+before it sends out tokens. Any source of chunks will do: every byte is checked against the signed manifest.
+
+A swap is proven three ways. What the engine reads back from its parameters has the checksums of what was published.
+The canary's logprobs are the trainer's within `canary_tolerance`. And they moved from those of the version before as
+the trainer's did, where that is more than the engine's own rounding: versions may differ by less than the tolerance.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
+import operator
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-import safetensors
-import safetensors.torch
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from composer_prime.errors import CanaryError, ComposerError, CorruptWeightsError, WeightError
-from composer_prime.run.weights import ChunkRef, Manifest, WeightStore, open_signed, verified
-from inference.engines.base import Engine
+from composer_prime.errors import CanaryError, ComposerError, CorruptWeightsError
+from composer_prime.run.weights import ChunkRef, Manifest, WeightStore, open_signed
+from inference.engines.base import Engine, ReadBack
+from inference.snapshot import ChunkFolder, Snapshot, checksum, folder_snapshot
 
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 20
 _CHUNKS_AT_ONCE = 4
+_NOISES = 14.0
+"""Moves of the canary count as evidence from this many times the engine's rounding on: a wrong verdict would then take
+rounding of five standard deviations."""
 
 
 class ChunkSource(Protocol):
@@ -63,8 +69,11 @@ class Receiver:
         self._source = source
         self._folder = model_folder
         self._tolerance = canary_tolerance
-        self._partial: dict[str, bytearray] = {}
-        self._good: Mapping[str, torch.Tensor] | None = None
+        self._chunks = ChunkFolder()
+        self._proven: Manifest | None = None
+        """Of the version in use; None before the first."""
+        self._good: Snapshot | None = None
+        """Its tensors; None while they are those of the model folder."""
         self.version = engine.version
         """The newest version that passed its canary; the node reports it."""
         self.installed: bytes | None = None
@@ -75,26 +84,32 @@ class Receiver:
         self.settled = asyncio.Event()
         self.settled.set()
 
+    def close(self) -> None:
+        """Remove the weights from the disk."""
+        self._chunks.close()
+
     async def install(self, signed: bytes, verify_key: bytes, run_id: str) -> None:
         """Bring the engine to the version of `signed`. Does nothing when that manifest is in use already.
 
         Raises WireError, SignatureError (a manifest that is not this run's), CorruptWeightsError (cut short or
-        altered), WeightError (another model), CanaryError (rolled back), EngineError, or what the source raises.
+        altered), WeightError (another model), CanaryError (rolled back), EngineError, OSError (no room on the disk), or
+        what the source raises.
         """
         if signed == self.installed:
             return
         manifest = open_signed(signed, Ed25519PublicKey.from_public_bytes(verify_key), run_id=run_id)
         if self.installed is None and manifest.version == self._engine.version:
             with suppress(CanaryError):
-                await self._prove(manifest)
+                await self._score_canary(manifest)
                 logger.info("weights v%d are those of %s: nothing to load", manifest.version, self._folder)
-                self.installed = signed
+                self.installed, self._proven = signed, manifest
                 return
         start = time.monotonic()
         tensors = await self._fetch(manifest)
         pulled = time.monotonic()
         await self._swap(manifest, tensors)
-        self.installed, self._good, self.version = signed, tensors, manifest.version
+        self.installed, self._proven, self._good, self.version = signed, manifest, tensors, manifest.version
+        self._chunks.keep_only(ref.sha256 for ref in manifest.chunks)
         logger.info(
             "weights v%d in use: %.1f MB pulled and verified in %.2f s, swapped and proven in %.2f s, canary %.2g nats",
             manifest.version,
@@ -106,68 +121,67 @@ class Receiver:
 
     # -- pull ----------------------------------------------------------------------------------------------------
 
-    async def _fetch(self, manifest: Manifest) -> dict[str, torch.Tensor]:
-        """Return the manifest's tensors, on the CPU, with every hash checked."""
+    async def _fetch(self, manifest: Manifest) -> Snapshot:
+        """Bring the manifest's chunks to the disk, with every hash checked. Chunks that are there stay."""
         refs = {ref.sha256: ref for ref in manifest.chunks}  # Equal chunks, such as zeros, are pulled once.
-        self._partial = {sha256: data for sha256, data in self._partial.items() if sha256 in refs}
+        used = self._proven.chunks if self._proven is not None else []
+        self._chunks.keep_only([*refs, *(ref.sha256 for ref in used)])
         gate = asyncio.Semaphore(_CHUNKS_AT_ONCE)
         pulls = [asyncio.ensure_future(self._pull(manifest, ref, gate)) for ref in refs.values()]
         try:
-            pulled = dict(zip(refs, await asyncio.gather(*pulls), strict=True))
+            await asyncio.gather(*pulls)
         except BaseException:
             for pull in pulls:
                 pull.cancel()
             await asyncio.gather(*pulls, return_exceptions=True)
             raise
-        try:
-            tensors = await asyncio.to_thread(_open, manifest, [pulled[ref.sha256] for ref in manifest.chunks])
-        except CorruptWeightsError:
-            self._partial.clear()  # It is unknown which byte is wrong: pull all again.
-            raise
-        self._partial.clear()
-        return tensors
+        return await asyncio.to_thread(self._chunks.snapshot, manifest)
 
-    async def _pull(self, manifest: Manifest, ref: ChunkRef, gate: asyncio.Semaphore) -> bytes:
-        """Pull one chunk. When the source fails, `_partial` keeps what arrived and the next attempt continues there."""
+    async def _pull(self, manifest: Manifest, ref: ChunkRef, gate: asyncio.Semaphore) -> None:
+        """Pull one chunk. When the source fails, what arrived stays and the next attempt continues there."""
         async with gate:
-            data = self._partial.setdefault(ref.sha256, bytearray())
-            while len(data) < ref.size:
-                piece = await self._source.read(ref.sha256, len(data))
+            while (have := self._chunks.size(ref.sha256)) < ref.size:
+                piece = await self._source.read(ref.sha256, have)
                 if piece is None:
                     raise CorruptWeightsError(
                         f"weights v{manifest.version}: the source has no chunk {ref.sha256}; it may have been pruned "
                         "for a newer version"
                     )
-                if not piece or len(data) + len(piece) > ref.size:
-                    received = len(data) + len(piece)
-                    del self._partial[ref.sha256]
-                    raise CorruptWeightsError(
-                        f"weights v{manifest.version}: chunk {ref.sha256} has "
-                        f"{received} bytes{'' if not piece else ' or more'}, the manifest says {ref.size}"
-                    )
-                data += piece
-            return bytes(data)
+                await asyncio.to_thread(self._chunks.append, manifest, ref, have, piece)
 
     # -- swap ----------------------------------------------------------------------------------------------------
 
-    async def _swap(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    async def _swap(self, manifest: Manifest, tensors: Snapshot) -> None:
         """Load new weights and prove them. Without a proof, load the old ones again and raise the error."""
         self.settled.clear()
         try:
-            await self._engine.load_weights(manifest.version, tensors)
+            before = await self._engine.score(manifest.canary.token_ids)
             try:
-                await self._prove(manifest)
-            except ComposerError:  # An engine that gives no scores proves nothing.
+                await self._engine.load_weights(manifest.version, tensors)
+                await self._check_loaded(manifest, tensors)
+                after = await self._score_canary(manifest)
+                self._check_move(manifest, before, after)
+            except ComposerError:  # Also when an engine gives no scores, which proves nothing.
                 self.rollbacks += 1
-                if self._good is None:
-                    self._good = await asyncio.to_thread(_folder_tensors, self._folder)
-                await self._engine.load_weights(self.version, self._good)
+                old = self._good or await asyncio.to_thread(folder_snapshot, self._folder)
+                await self._engine.load_weights(self.version, old)
                 raise
         finally:
             self.settled.set()
 
-    async def _prove(self, manifest: Manifest) -> None:
-        """Score the canary with the engine. Raises CanaryError when it is off by more than the tolerance."""
+    async def _check_loaded(self, manifest: Manifest, tensors: Snapshot) -> None:
+        """Raises CanaryError when a parameter of the engine does not hold what was published."""
+        parts = await self._engine.read_back(list(tensors))
+        wrong = await asyncio.to_thread(_differing, tensors, parts)
+        if wrong:
+            raise CanaryError(
+                f"weights v{manifest.version}: after the swap the engine holds other values in {', '.join(wrong[:5])} "
+                f"({len(wrong)} of {len(parts)} parameters that were read back): they were not loaded; restart this "
+                "node, and report its engine and model if it happens again"
+            )
+
+    async def _score_canary(self, manifest: Manifest) -> list[float]:
+        """Return the engine's logprobs. Raises CanaryError when one is off by more than the tolerance."""
         canary = manifest.canary
         if len(canary.logprobs) != len(canary.token_ids) - 1:
             raise CanaryError(
@@ -184,37 +198,40 @@ class Receiver:
                 f"inference.canary_tolerance is {self._tolerance:g}: the engine does not compute what the trainer "
                 "published (bfloat16 needs a tolerance of about 0.5)"
             )
+        return scores
+
+    def _check_move(self, manifest: Manifest, before: list[float], after: list[float]) -> None:
+        """Raises CanaryError when the engine's logprobs did not move from the old version's as the trainer's did.
+
+        The engine's rounding is what it differs by from the trainer in the old version, whose weights are proven.
+        """
+        old, new = self._proven, manifest.canary
+        if old is None or old.canary.token_ids != new.token_ids:
+            return
+        expected = [to - start for to, start in zip(new.logprobs, old.canary.logprobs, strict=True)]
+        moved = [to - start for to, start in zip(after, before, strict=True)]
+        noise = math.dist(before, old.canary.logprobs) / math.sqrt(len(expected))
+        length = math.hypot(*expected)
+        if length <= _NOISES * noise:
+            logger.info(
+                "weights v%d: versions %d and %d differ by %.2g nats on the canary, the engine rounds by %.2g: the "
+                "proof is what was read back", manifest.version, old.version, manifest.version, length, noise,
+            )  # fmt: skip
+            return
+        share = sum(map(operator.mul, expected, moved)) / length**2
+        if not 0.5 < share < 2.0:
+            raise CanaryError(
+                f"weights v{manifest.version}: the canary's logprobs moved by {share:.2g} of the way from version "
+                f"{old.version} to {manifest.version} ({length:.2g} nats), expected 1: the engine does not compute "
+                "with the new weights; restart this node, and report its engine and model if it happens again"
+            )
 
 
-def _open(manifest: Manifest, pieces: list[bytes]) -> dict[str, torch.Tensor]:
-    """Turn chunks into tensors and check all hashes. Raises CorruptWeightsError."""
-    data = verified(manifest, iter(pieces))
-    try:
-        tensors = safetensors.torch.load(data)
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise CorruptWeightsError(f"weights v{manifest.version} are no safetensors file: {error}") from None
-    if tensors.keys() != manifest.tensors.keys():
-        differing = sorted(tensors.keys() ^ manifest.tensors.keys())
-        raise CorruptWeightsError(
-            f"weights v{manifest.version}: file and manifest name different tensors: {differing[:5]} "
-            f"({len(differing)} in all)"
-        )
-    for name, tensor in tensors.items():
-        if tensor_sha256(tensor) != manifest.tensors[name]:
-            raise CorruptWeightsError(f"weights v{manifest.version}: tensor {name} differs from its hash")
-    return tensors
-
-
-def tensor_sha256(tensor: torch.Tensor) -> str:
-    """Return the sha256 of a CPU tensor's raw bytes, as manifests hold it."""
-    return hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
-
-
-def _folder_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of the model folder's safetensors files."""
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors.update(safetensors.torch.load_file(path))
-    if not tensors:
-        raise WeightError(f"{folder} holds no safetensors file to go back to")
-    return tensors
+def _differing(tensors: Mapping[str, torch.Tensor], parts: list[ReadBack]) -> list[str]:
+    """Return the engine's parameters whose checksums are not those of the published tensors in their type."""
+    wrong = []
+    for part in parts:
+        expected = sum(checksum(tensors[name].to(getattr(torch, part.dtype))) for name in part.names) % (1 << 64)
+        if expected != part.checksum:
+            wrong.append("+".join(part.names))
+    return wrong

@@ -42,6 +42,18 @@ class EngineStats:
     """Sampled tokens per second since the last call."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBack:
+    """What one parameter in the engine's memory holds after a swap."""
+
+    names: list[str]
+    """The published tensors that it consists of; several where the engine fuses them."""
+    dtype: str
+    """Its own type, which the published values were cast to."""
+    checksum: int
+    """inference.snapshot.checksum of its values."""
+
+
 class Engine(Protocol):
     """What a node calls, from one event loop."""
 
@@ -65,7 +77,18 @@ class Engine(Protocol):
         """End a request early; its `generate` returns what it has with finish_reason `cancelled`."""
 
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Swap weights between two tokens. Running requests go on, and their spans show where the version changes."""
+        """Swap weights between two tokens. Running requests go on, and their spans show where the version changes.
+
+        Each look-up in `tensors` may read a disk: take one tensor at a time, keep none. After WeightError and
+        CorruptWeightsError the weights may be a mixture: the caller loads others.
+        """
+
+    async def read_back(self, names: list[str]) -> list[ReadBack]:
+        """Return what the parameters hold now that the published tensors `names` are loaded into.
+
+        Parameters that cannot be read (packed, split over devices) are left out.
+        """
+        ...
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """Return log p(token t+1 | tokens <= t) at temperature 1, [T - 1]. The canary check uses it."""
@@ -108,6 +131,11 @@ def check_prompt(token_ids: list[int], *, vocab: int, max_context: int, new_toke
             f"token ids span {low}..{high}, the model's vocabulary is 0..{vocab - 1}: "
             "check that the tokenizer belongs to model.path"
         )
+
+
+def published_shapes(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes by name, of tensors on a disk without reading them."""
+    return getattr(tensors, "shapes", None) or {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def refuse_misfits(**faults: list[str]) -> None:

@@ -19,6 +19,7 @@ import torch
 from composer_prime.errors import BadRequestError, ContextOverflowError, EngineError, WeightError
 from composer_prime.wire.node import Sampling
 from inference.engines.base import Engine, EngineCompletion
+from inference.snapshot import checksum
 from tests.engines.models import EOS, MAX_CONTEXT
 from tests.engines.reference import Reference, warp
 
@@ -199,6 +200,18 @@ async def wrong_weights_are_refused(subject: Subject) -> None:
     assert subject.engine.version == version
     prompt, options = subject.prompt(19, 9), sampling(5)
     subject.verify(prompt, options, await subject.generate(prompt, options))
+
+
+async def loaded_parameters_can_be_read_back(subject: Subject) -> None:
+    """Checksums of the parameters are those of the published tensors they hold, and of no other version's."""
+    version = await subject.next_version()
+    good, other = subject.reference.weights(version), subject.reference.weights(version + 1)
+    parts = await subject.engine.read_back(list(good))
+    assert parts and {name for part in parts for name in part.names} <= good.keys()
+    for part in parts:
+        for weights, same in ((good, True), (other, False)):
+            total = sum(checksum(weights[name].to(getattr(torch, part.dtype))) for name in part.names) % 2**64
+            assert (total == part.checksum) is same, part.names
 
 
 async def a_conversation_reuses_its_prefix(subject: Subject) -> None:
@@ -396,6 +409,7 @@ CHECKS: list[Check] = [
     a_swap_in_flight_has_exact_spans,
     a_swap_changes_every_tensor,
     wrong_weights_are_refused,
+    loaded_parameters_can_be_read_back,
     a_conversation_reuses_its_prefix,
     a_swap_drops_cached_prefixes,
     stop_tokens_end_a_completion,

@@ -25,8 +25,9 @@ _HAIR = 1e-5
 class Reference:
     """A model folder's weights and made-up later versions of them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, scale: float = 0.03) -> None:
+        """`scale` is by how much later versions differ from the first."""
+        self.folder, self.scale = folder, scale
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self._start = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
@@ -45,7 +46,7 @@ class Reference:
         generator = torch.Generator().manual_seed(1000 + version)
         names = [name for name in self._start if not (self.tied and name == "lm_head.weight")]
         noise = {name: torch.randn(self._start[name].shape, generator=generator) for name in names}
-        scale = 0.0 if version == 0 else 0.03
+        scale = 0.0 if version == 0 else self.scale
         return {name: self._start[name] + scale * noise[name] for name in names}
 
     @torch.no_grad()

@@ -11,7 +11,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from composer_prime.run import weights as store
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.weights import Canary, ChunkRef, Manifest, sign
-from inference.receiver import tensor_sha256
 from tests.engines.reference import Reference
 
 RUN_ID = "run-1"
@@ -38,7 +37,7 @@ class Publisher:
             kind="anchor",
             dtype="float32",
             chunks=chunks,
-            tensors={name: tensor_sha256(tensor) for name, tensor in tensors.items()},
+            tensors=dict.fromkeys(tensors, ""),
             canary=Canary(token_ids=CANARY, logprobs=self.reference.score(CANARY, version).tolist()),
         )
 

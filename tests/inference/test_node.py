@@ -56,6 +56,7 @@ def serving(folder, config, keys, publisher):
             await asyncio.gather(ended, return_exceptions=True)
             await engine.close()
             await asyncio.to_thread(link.close)
+            receiver.close()
             await gateway.close()
 
     return serving

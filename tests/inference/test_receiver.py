@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import weakref
+from collections.abc import Mapping
 
 import msgspec
 import pytest
@@ -21,13 +24,28 @@ from composer_prime.errors import (
 from composer_prime.run.weights import Canary, sign
 from composer_prime.wire.node import Sampling
 from inference.engines.local.engine import LocalEngine
-from inference.receiver import FolderSource, Receiver, tensor_sha256
-from tests.inference.publisher import CANARY, RUN_ID
+from inference.receiver import FolderSource, Receiver
+from tests.engines.models import MAX_CONTEXT
+from tests.engines.reference import Reference
+from tests.inference.publisher import CANARY, RUN_ID, Publisher
 
 
 @pytest.fixture
-def receiver(engine, publisher, folder):
-    return Receiver(engine, FolderSource(publisher.store), folder, canary_tolerance=1e-3)
+def receive(publisher, folder):
+    """receive(engine, source) -> Receiver, closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(engine, source=None, tolerance=1e-3) -> Receiver:
+            made = Receiver(engine, source or FolderSource(publisher.store), folder, canary_tolerance=tolerance)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def receiver(engine, receive):
+    return receive(engine)
 
 
 def in_use(loop, engine, reference) -> int:
@@ -111,8 +129,7 @@ def test_equal_chunks_are_pulled_once(loop, engine, receiver, publisher, referen
     assert len({ref.sha256 for ref in chunks}) <= 3 < len(chunks)
     vocabulary = reference.weights(1)["model.embed_tokens.weight"].shape[0]
     canary = Canary(token_ids=CANARY, logprobs=[-math.log(vocabulary)] * (len(CANARY) - 1))
-    hashes = {name: tensor_sha256(tensor) for name, tensor in zeros.items()}
-    install(loop, receiver, publisher, publisher.publish(1, chunks=chunks, tensors=hashes, canary=canary))
+    install(loop, receiver, publisher, publisher.publish(1, chunks=chunks, canary=canary))
     assert receiver.version == 1 and receiver.canary_error < 1e-5
 
 
@@ -124,18 +141,21 @@ def test_a_pruned_chunk_is_named(loop, receiver, publisher):
         install(loop, receiver, publisher, sign(manifest, publisher.keys.signer()))
 
 
-def test_tensor_hashes_and_names_are_checked(loop, engine, receiver, publisher, reference):
-    # Chunks that match while a tensor's hash or name does not are refused; so are chunks that are no safetensors file.
+def test_names_and_the_file_s_header_are_checked(loop, engine, receiver, publisher, reference):
+    # Chunks whose tensors have other names than the manifest's are refused; so are those of no safetensors file.
     manifest = publisher.manifest(1)
-    name = next(iter(manifest.tensors))
-    wrong = {**manifest.tensors, name: "0" * 64}
-    with pytest.raises(CorruptWeightsError, match=name):
-        install(loop, receiver, publisher, publisher.publish(1, tensors=wrong))
     with pytest.raises(CorruptWeightsError, match="strange"):
-        install(loop, receiver, publisher, publisher.publish(1, tensors={**manifest.tensors, "strange": "0" * 64}))
-    noise = publisher.store.put_chunks(b"\xff" * 5000)
-    with pytest.raises(CorruptWeightsError, match="safetensors"):
-        install(loop, receiver, publisher, publisher.publish(1, chunks=noise))
+        install(loop, receiver, publisher, publisher.publish(1, tensors={**manifest.tensors, "strange": ""}))
+    header = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'
+    for noise in (
+        b"\xff" * 5000,
+        b"\x00",
+        len(header).to_bytes(8, "little") + header + b"\0" * 15,
+        len(header).to_bytes(8, "little") + header.replace(b"16", b"12") + b"\0" * 16,
+        (2).to_bytes(8, "little") + b"[]",
+    ):
+        with pytest.raises(CorruptWeightsError, match="safetensors"):
+            install(loop, receiver, publisher, publisher.publish(1, chunks=publisher.store.put_chunks(noise)))
     assert in_use(loop, engine, reference) == 0
 
 
@@ -145,9 +165,9 @@ def test_another_model_is_refused(loop, engine, receiver, publisher, reference):
     name = next(iter(manifest.tensors))
     tensors = {key: value for key, value in reference.weights(1).items() if key != name}
     chunks = publisher.store.put_chunks(safetensors.torch.save(tensors))
-    hashes = {key: value for key, value in manifest.tensors.items() if key != name}
+    names = {key: value for key, value in manifest.tensors.items() if key != name}
     with pytest.raises(WeightError, match=name):
-        install(loop, receiver, publisher, publisher.publish(1, chunks=chunks, tensors=hashes))
+        install(loop, receiver, publisher, publisher.publish(1, chunks=chunks, tensors=names))
     assert (receiver.version, engine.version, in_use(loop, engine, reference)) == (0, 0, 0)
 
 
@@ -166,27 +186,34 @@ def test_a_failed_canary_brings_the_old_weights_back(loop, engine, receiver, pub
     assert in_use(loop, engine, reference) == 2
 
 
-class Stuck:
-    """An engine whose canary does not come back in time, once."""
+class Altered:
+    """An engine with some methods replaced."""
 
-    def __init__(self, inner: LocalEngine) -> None:
-        self.inner, self.stuck = inner, True
-        self.load_weights = inner.load_weights
+    def __init__(self, inner: LocalEngine, **methods) -> None:
+        self.inner, self.methods = inner, methods
 
-    @property
-    def version(self) -> int:
-        return self.inner.version
+    def __getattr__(self, name: str):
+        return self.methods.get(name) or getattr(self.inner, name)
 
-    async def score(self, token_ids: list[int]) -> list[float]:
-        if self.stuck:
-            self.stuck = False
+
+def no_score_once(inner: LocalEngine):
+    """The second score, that of new weights, does not come back in time."""
+    calls = iter([inner.score])
+
+    async def score(token_ids: list[int]) -> list[float]:
+        first = next(calls, None)
+        if first is None and not stuck:
+            stuck.append(True)
             raise DeadlineError("the canary's scores did not come")
-        return await self.inner.score(token_ids)
+        return await inner.score(token_ids)
+
+    stuck: list[bool] = []
+    return score
 
 
-def test_weights_that_could_not_be_proven_are_taken_out(loop, engine, publisher, folder, reference):
+def test_weights_that_could_not_be_proven_are_taken_out(loop, engine, receive, publisher, reference):
     # A canary without an answer is no proof: the version before goes on, and what was sampled meanwhile is not used.
-    receiver = Receiver(Stuck(engine), FolderSource(publisher.store), folder, canary_tolerance=1e-3)
+    receiver = receive(Altered(engine, score=no_score_once(engine)))
     signed = publisher.publish(2)
     with pytest.raises(DeadlineError):
         install(loop, receiver, publisher, signed)
@@ -194,6 +221,110 @@ def test_weights_that_could_not_be_proven_are_taken_out(loop, engine, publisher,
     assert receiver.rollbacks == 1 and receiver.settled.is_set()
     install(loop, receiver, publisher, signed)
     assert (receiver.version, in_use(loop, engine, reference)) == (2, 2)
+
+
+@pytest.fixture
+def close_versions(publisher, folder):
+    """A publisher whose versions differ as those of consecutive steps at a learning rate of 1e-6."""
+    return Publisher(publisher.store.root, publisher.keys, Reference(folder, scale=1e-6))
+
+
+async def nothing(*_):
+    return []
+
+
+@pytest.mark.parametrize("idle", [{"load_weights": nothing}, {"load_weights": nothing, "read_back": nothing}],
+                         ids=["read back", "by the canary alone"])  # fmt: skip
+def test_an_engine_that_never_swaps_is_found(loop, engine, receive, close_versions, idle):
+    # Versions differ by far less than the tolerance: parameters that hold other values are named, and where none can
+    # be read, the canary's logprobs stay where the trainer's moved.
+    receiver = receive(Altered(engine, **idle), tolerance=0.05)
+    install(loop, receiver, close_versions, close_versions.publish(0))
+    with pytest.raises(CanaryError, match=r"model.embed_tokens.weight|moved by 0 of the way from version 0 to 1"):
+        install(loop, receiver, close_versions, close_versions.publish(1))
+    assert receiver.version == 0 and receiver.canary_error < 0.05 and receiver.rollbacks == 1
+
+
+def test_an_engine_that_computes_with_an_old_copy_is_found(loop, engine, receive, close_versions):
+    # The parameters are swapped, but scores come from weights packed before: only the canary's move shows it.
+    old = loop.run(engine.score(CANARY))
+
+    async def score(_) -> list[float]:
+        return old
+
+    receiver = receive(Altered(engine, score=score), tolerance=0.05)
+    install(loop, receiver, close_versions, close_versions.publish(0))
+    with pytest.raises(CanaryError, match=r"moved by 0 of the way from version 0 to 1"):
+        install(loop, receiver, close_versions, close_versions.publish(1))
+
+
+def test_one_tensor_that_was_not_loaded_is_found(loop, engine, receive, publisher):
+    # All but one tensor are swapped: it is named, although the canary hardly shows it.
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    async def load(version, tensors):
+        old = {part: tensors[part] if part != name else publisher.reference.weights(0)[name] for part in tensors}
+        await engine.load_weights(version, old)
+
+    receiver = receive(Altered(engine, load_weights=load), tolerance=50)
+    with pytest.raises(CanaryError, match=rf"other values in {name} \(1 of "):
+        install(loop, receiver, publisher, publisher.publish(1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_small_steps_are_proven(loop, folder, config, receive, close_versions, dtype):
+    # Three versions at a learning rate of 1e-6 pass, also where the engine's rounding is more than they differ by.
+    engine = LocalEngine(folder, config.model_copy(update={"dtype": dtype}), MAX_CONTEXT)
+    loop.run(engine.start())
+    receiver = receive(engine, tolerance=0.5)
+    for version in range(3):
+        install(loop, receiver, close_versions, close_versions.publish(version))
+    assert receiver.version == 2 and receiver.rollbacks == 0
+    loop.run(engine.close())
+
+
+def test_a_swap_reads_one_tensor_at_a_time_and_keeps_none(loop, engine, receive, publisher):
+    # While a second version comes in, at most two tensors of published weights are in memory at any moment.
+    alive: set[int] = set()
+    most = [0]
+
+    async def load(version, tensors):
+        class Watched(Mapping):
+            shapes = tensors.shapes
+
+            def __iter__(self):
+                return iter(tensors)
+
+            def __len__(self):
+                return len(tensors)
+
+            def __getitem__(self, name):
+                tensor = tensors[name]
+                key = id(tensor.untyped_storage())
+                alive.add(key)
+                most[0] = max(most[0], len(alive))
+                weakref.finalize(tensor, alive.discard, key)
+                return tensor
+
+        await engine.load_weights(version, Watched())
+
+    receiver = receive(Altered(engine, load_weights=load))
+    for version in (1, 2):
+        install(loop, receiver, publisher, publisher.publish(version))
+    assert 1 <= most[0] <= 2 and not alive
+
+
+def test_what_did_not_change_is_not_pulled_again(loop, engine, receive, publisher):
+    # A chunk that the version in use shares with the next is on the disk already; older ones are removed from it.
+    source = Flaky(FolderSource(publisher.store), fail_after=-1)
+    receiver = receive(engine, source)
+    first, second = publisher.manifest(1), publisher.manifest(2)
+    install(loop, receiver, publisher, sign(first, publisher.keys.signer()))
+    install(loop, receiver, publisher, sign(msgspec.structs.replace(first, version=9), publisher.keys.signer()))
+    assert len({sha for sha, _ in source.offsets}) == len({ref.sha256 for ref in first.chunks})
+    assert len(source.offsets) == sum(-(-ref.size // 50_000) for ref in first.chunks)
+    install(loop, receiver, publisher, sign(second, publisher.keys.signer()))
+    assert {path.name for path in receiver._chunks.path.iterdir()} == {ref.sha256 for ref in second.chunks}
 
 
 class Flaky:
@@ -211,10 +342,10 @@ class Flaky:
         return piece and piece[:50_000]
 
 
-def test_a_pull_resumes_where_it_stopped(loop, engine, publisher, folder, reference):
+def test_a_pull_resumes_where_it_stopped(loop, engine, receive, publisher, reference):
     # After a lost link the next try asks for the bytes that are missing, not for those that came.
     source = Flaky(FolderSource(publisher.store), fail_after=13)
-    receiver = Receiver(engine, source, folder, canary_tolerance=1e-3)
+    receiver = receive(engine, source)
     signed = publisher.publish(2)
     with pytest.raises(DeadlineError):
         install(loop, receiver, publisher, signed)

@@ -31,7 +31,7 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ComposerError, ConfigError, EngineError
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
-from inference.engines.base import EngineCompletion
+from inference.engines.base import EngineCompletion, ReadBack
 from inference.engines.local.attention import Segment, StepPlan
 from inference.engines.local.kv_cache import KvCache
 from inference.engines.local.loading import (
@@ -39,6 +39,7 @@ from inference.engines.local.loading import (
     check_supported,
     end_tokens,
     load_model,
+    read_back,
     swap_weights,
     text_decoder,
 )
@@ -155,6 +156,10 @@ class Computer:
         self.version = version
         self._table.weights_changed(recompute=self._config.local.kv_at_swap == "recompute")
         self._resolve(future, None)
+
+    def read_back(self, names: list[str]) -> list[ReadBack]:
+        """Called by any thread but while no swap is under way: only swaps write the parameters."""
+        return read_back(self._model, names)
 
     def score(self, future: asyncio.Future, token_ids: list[int]) -> None:
         ids = torch.tensor([token_ids], device=self._device)

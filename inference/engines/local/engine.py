@@ -18,7 +18,7 @@ import torch
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, EngineError
 from composer_prime.wire.node import Sampling
-from inference.engines.base import EngineCompletion, EngineStats, check_prompt
+from inference.engines.base import EngineCompletion, EngineStats, ReadBack, check_prompt
 from inference.engines.local.compute import Computer, EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -93,9 +93,13 @@ class LocalEngine:
             computer.submit(computer.cancel, request_id)
 
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises WeightError when `tensors` do not fit the model; the old weights then stay in use."""
+        """Raises WeightError when `tensors` do not fit the model; then nothing has changed."""
         computer = self._serving()
         await computer.submit(computer.swap, version, tensors)
+
+    async def read_back(self, names: list[str]) -> list[ReadBack]:
+        """Read beside the compute thread, so decoding goes on."""
+        return await asyncio.to_thread(self._serving().read_back, names)
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """Raises BadRequestError or ContextOverflowError."""

@@ -11,8 +11,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ConfigError, EngineError, ModelNotFoundError, WeightError
-from inference.engines.base import refuse_misfits
+from inference.engines.base import ReadBack, published_shapes, refuse_misfits
 from inference.engines.local.attention import IMPLEMENTATION
+from inference.snapshot import checksum
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -68,29 +69,43 @@ def text_decoder(folder: Path) -> Callable[[list[int]], str] | None:
 def swap_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy `tensors`, by parameter name, into the model's own storage, after checking that they are all there.
 
-    A tied parameter may come under any of its names; in-place copies keep it tied. Raises WeightError naming what is
-    missing, unexpected, misshapen or contradictory; then nothing was changed.
+    A tied parameter may come under any of its names; in-place copies keep it tied. Takes one tensor at a
+    time. Raises WeightError naming what is missing, unexpected, misshapen or contradictory; then nothing was changed.
     """
     names_by_parameter: dict[torch.Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_by_parameter.setdefault(parameter, []).append(name)
-    persistent = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
-    targets = {name: parameter for parameter, names in names_by_parameter.items() for name in names} | persistent
+    targets = _targets(model)
     refuse_misfits(
         missing=[names[0] for names in names_by_parameter.values() if not any(name in tensors for name in names)],
         unexpected=[name for name in tensors if name not in targets],
         misshapen=[
-            f"{name} {tuple(tensor.shape)} instead of {tuple(targets[name].shape)}"
-            for name, tensor in tensors.items()
-            if name in targets and tensor.shape != targets[name].shape
+            f"{name} {tuple(shape)} instead of {tuple(targets[name].shape)}"
+            for name, shape in published_shapes(tensors).items()
+            if name in targets and tuple(shape) != tuple(targets[name].shape)
         ],
     )
     for names in names_by_parameter.values():
         present = [name for name in names if name in tensors]
         if any(not torch.equal(tensors[present[0]], tensors[name]) for name in present[1:]):
             raise WeightError(f"the model ties {present}, but the new weights differ between them")
-    for name, tensor in tensors.items():
-        targets[name].copy_(tensor)
+    for name in tensors:
+        targets[name].copy_(tensors[name])
+
+
+def read_back(model: PreTrainedModel, names: list[str]) -> list[ReadBack]:
+    """Return the checksums of the parameters and buffers called `names`."""
+    targets = _targets(model)
+    return [
+        ReadBack(names=[name], dtype=str(targets[name].dtype).removeprefix("torch."), checksum=checksum(targets[name]))
+        for name in names
+    ]
+
+
+def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return what published tensors are copied into, a tied parameter under each of its names."""
+    persistent = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    return dict(model.named_parameters(remove_duplicate=False)) | persistent
 
 
 def check_context(model: PreTrainedModel, max_context: int) -> None:

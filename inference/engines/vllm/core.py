@@ -50,6 +50,7 @@ class Core:
                 "inference.vllm.extra_args switches on async scheduling: a swap could then fall into a running step "
                 "and tokens would carry the wrong version; remove it"
             )
+        self._tensor_parallel = args.tensor_parallel_size
         self._llm = LLMEngine.from_engine_args(args)
         self._version = 0
         self._llm.set_weight_version("0")
@@ -105,6 +106,13 @@ class Core:
                 self._llm.abort_request([running.internal_id], internal=True)
                 self.add(running.message)
         self._llm.reset_prefix_cache()
+
+    def read_back(self, names: list[str]) -> list[tuple[list[str], str, str]]:
+        """Return names, type and checksum of each parameter; none with tensor parallelism, which splits them."""
+        if self._tensor_parallel > 1:
+            return []
+        [parts] = self._llm.collective_rpc("read_parameters", args=(names,))
+        return parts
 
     def close(self) -> None:
         """End vLLM's worker processes, which exist with tensor parallelism only."""

@@ -27,8 +27,16 @@ from composer_prime.model_source import check_model_folder, tensor_shapes
 from composer_prime.run.process import child_options, exit_text, last_words, stop
 from composer_prime.run.scratch import Scratch
 from composer_prime.wire.node import Sampling
-from inference.engines.base import EngineCompletion, EngineStats, check_prompt, refuse_misfits
+from inference.engines.base import (
+    EngineCompletion,
+    EngineStats,
+    ReadBack,
+    check_prompt,
+    published_shapes,
+    refuse_misfits,
+)
 from inference.engines.vllm import messages
+from inference.snapshot import save
 
 if TYPE_CHECKING:
     import torch
@@ -141,20 +149,27 @@ class VllmEngine:
             missing=sorted(self._shapes.keys() - tensors.keys() - optional),
             unexpected=sorted(tensors.keys() - self._shapes.keys() - optional),
             misshapen=[
-                f"{name} {tuple(tensor.shape)} instead of {self._shapes[name]}"
-                for name, tensor in tensors.items()
-                if name in self._shapes and tuple(tensor.shape) != self._shapes[name]
+                f"{name} {tuple(shape)} instead of {self._shapes[name]}"
+                for name, shape in published_shapes(tensors).items()
+                if name in self._shapes and tuple(shape) != self._shapes[name]
             ],
         )
         path = self._private.path / f"v{version}.safetensors"
         try:
-            await asyncio.to_thread(_save, tensors, path)
+            await asyncio.to_thread(save, tensors, path)
             message = messages.LoadWeights(call=next(self._numbers), version=version, path=str(path))
             limit = self._inference.vllm.swap_timeout_s
             await self._within(self._call(message), limit, f"vLLM to load v{version} (inference.vllm.swap_timeout_s)")
             self.version = version
         finally:
             path.unlink(missing_ok=True)
+
+    async def read_back(self, names: list[str]) -> list[ReadBack]:
+        """See Engine. Nothing is read with tensor parallelism. Raises DeadlineError after vllm.swap_timeout_s."""
+        message = messages.ReadParameters(call=next(self._numbers), names=names)
+        limit = self._inference.vllm.swap_timeout_s
+        done = await self._within(self._call(message), limit, "vLLM to read weights (inference.vllm.swap_timeout_s)")
+        return [ReadBack(names=part, dtype=dtype, checksum=int(total, 16)) for part, dtype, total in done.parts]
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """See Engine. Raises DeadlineError after inference.vllm.swap_timeout_s."""
@@ -200,7 +215,9 @@ class VllmEngine:
             if self._private is not None:
                 self._private.close()
 
-    async def _call(self, message: messages.VllmGenerate | messages.VllmScore | messages.LoadWeights) -> Any:
+    async def _call(
+        self, message: messages.VllmGenerate | messages.VllmScore | messages.LoadWeights | messages.ReadParameters
+    ) -> Any:
         if self._failure is not None:
             raise self._failure
         future = asyncio.get_running_loop().create_future()
@@ -246,7 +263,7 @@ class VllmEngine:
                     self._ready.set_result(None)
             case messages.Failed():
                 self._settle(message.call, BadRequestError(f"vLLM refuses the request: {message.error}"))
-            case messages.VllmGenerated() | messages.Scored() | messages.Loaded():
+            case messages.VllmGenerated() | messages.Scored() | messages.Loaded() | messages.Parameters():
                 self._settle(message.call, message)
 
     def _settle(self, call: int, answer: Any) -> None:
@@ -266,13 +283,6 @@ class VllmEngine:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # Mark it retrieved: a cancelled waiter must leave no warning.
-
-
-def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    # safetensors refuses views that share memory (a tied head) or are not contiguous.
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
 
 
 @dataclass(frozen=True, slots=True)

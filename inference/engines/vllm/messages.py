@@ -1,7 +1,7 @@
 """Messages between a node and its vLLM child: msgpack with a length in front, over a socket pair.
 
     node --Setup--> child --Ready--> node
-    node --Generate|Abort|Score|Load--> child --Generated|Scored|Loaded|Failed|Progress|Broken--> node
+    node --Generate|Abort|Score|Load|Read--> child --Generated|Scored|Loaded|Parameters|Failed|Progress|Broken--> node
 
 `call` numbers a request within the connection. An answer to an unknown call is dropped.
 """
@@ -55,6 +55,12 @@ class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """A safetensors file."""
 
 
+class ReadParameters(msgspec.Struct, frozen=True, kw_only=True, tag="read_parameters"):
+    call: int
+    names: list[str]
+    """Of published tensors."""
+
+
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """vLLM serves."""
 
@@ -86,6 +92,12 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
     call: int
 
 
+class Parameters(msgspec.Struct, frozen=True, kw_only=True, tag="parameters"):
+    call: int
+    parts: list[tuple[list[str], str, str]]
+    """Names, type and checksum (hexadecimal: it has 64 bits without a sign) of each."""
+
+
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     call: int
     error: str
@@ -98,8 +110,8 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     """Tokens sampled since the start."""
 
 
-ToChild = Setup | VllmGenerate | Abort | VllmScore | LoadWeights
-FromChild = EngineReady | Broken | VllmGenerated | Scored | Loaded | Failed | EngineProgress
+ToChild = Setup | VllmGenerate | Abort | VllmScore | LoadWeights | ReadParameters
+FromChild = EngineReady | Broken | VllmGenerated | Scored | Loaded | Parameters | Failed | EngineProgress
 
 _encoder = msgspec.msgpack.Encoder()
 to_child: Callable[[bytes], ToChild] = msgspec.msgpack.Decoder(ToChild).decode

@@ -24,7 +24,7 @@ from contextlib import closing
 from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import BadRequestError, EngineError
 from inference.engines.vllm import messages
-from inference.engines.vllm.messages import Abort, LoadWeights, Setup, VllmGenerate, VllmScore
+from inference.engines.vllm.messages import Abort, LoadWeights, ReadParameters, Setup, VllmGenerate, VllmScore
 
 PROGRESS_S = 0.1
 EXIT_GRACE_S = 5.0
@@ -117,6 +117,8 @@ class Server:
             case LoadWeights():
                 self.core.load(message.version, message.path)
                 self._link.send(messages.Loaded(call=message.call))
+            case ReadParameters():
+                self._link.send(messages.Parameters(call=message.call, parts=self.core.read_back(message.names)))
 
     def _report(self) -> None:
         now = time.monotonic()

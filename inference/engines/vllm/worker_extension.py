@@ -10,6 +10,11 @@ from safetensors import safe_open
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from inference.snapshot import checksum
+
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+"""Types that published values are cast to; narrower ones hold scaled values."""
+
 
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     with safe_open(path, framework="pt") as file:
@@ -26,6 +31,22 @@ class WeightLoader:
         """Replace the weights with those of the safetensors file at `path`, named as in the Hugging Face model."""
         self.model_runner.reload_weights(weights_iterator=_tensors(path))
         self._repack_tied_heads()
+
+    def read_parameters(self, names: list[str]) -> list[tuple[list[str], str, str]]:
+        """Return published names, type and checksum of each parameter that can be read.
+
+        Left out are parameters that vLLM packed away (linear layers on a CPU), quantized, or that go by other names.
+        """
+        model, published = self.model_runner.get_model(), set(names)
+        fused = getattr(model, "packed_modules_mapping", {})
+        parts = []
+        for name, parameter in model.named_parameters():
+            module = next((key for key in fused if f".{key}." in name), None)
+            sources = [name.replace(f".{module}.", f".{part}.") for part in fused[module]] if module else [name]
+            if published.issuperset(sources) and parameter.numel() > 0 and parameter.dtype in _PLAIN:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                parts.append((sources, dtype, f"{checksum(parameter):x}"))
+        return parts
 
     def _repack_tied_heads(self) -> None:
         # On CPU a linear layer computes with a packed copy of its weight. The reload packs linear layers again, but

@@ -1,0 +1,215 @@
+"""A version's weights on the node's disk: chunks as they arrive, then tensors that are read one at a time.
+
+    pull --pieces--> ChunkFolder: one file a chunk, hashed as it grows --> Snapshot --tensor by tensor--> engine
+
+So a node holds the engine's own weights and about one tensor more, whatever the model's size. The versions in use and
+under way are on the disk, in the folder for temporary files (TMPDIR), in chunks that they may share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from composer_prime.errors import CorruptWeightsError, WeightError
+from composer_prime.model_source import weight_files
+from composer_prime.run.scratch import Scratch
+from composer_prime.run.weights import ChunkRef, Manifest
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_SUM_ELEMENTS = 1 << 20
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ChunkFolder:
+    """The chunks that this node has pulled, whole or in part, in a private folder."""
+
+    def __init__(self) -> None:
+        self._scratch = Scratch("weights")
+        self.path = self._scratch.path
+        self._pulled: dict[str, tuple[int, hashlib._Hash]] = {}
+        """Bytes on the disk, and their hash so far."""
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        self._scratch.close()
+
+    def size(self, sha256: str) -> int:
+        """Return how many bytes of a chunk are here."""
+        return self._pulled[sha256][0] if sha256 in self._pulled else 0
+
+    def append(self, manifest: Manifest, ref: ChunkRef, offset: int, piece: bytes) -> None:
+        """Add the bytes of a chunk from `offset`; does nothing when they are here, as after a cancelled pull.
+
+        Raises CorruptWeightsError, and drops the chunk, when they cannot be its; OSError when the disk is full.
+        """
+        with self._lock:
+            if self.size(ref.sha256) == offset:
+                self._append(manifest, ref, piece)
+
+    def _append(self, manifest: Manifest, ref: ChunkRef, piece: bytes) -> None:
+        size, digest = self._pulled.get(ref.sha256) or (0, hashlib.sha256())
+        received = size + len(piece)
+        if not piece or received > ref.size:
+            self.drop([ref.sha256])
+            raise CorruptWeightsError(
+                f"weights v{manifest.version}: chunk {ref.sha256} has {received} bytes{' or more' if piece else ''}, "
+                f"the manifest says {ref.size}"
+            )
+        digest.update(piece)
+        if received == ref.size and digest.hexdigest() != ref.sha256:
+            self.drop([ref.sha256])
+            raise CorruptWeightsError(f"weights v{manifest.version}: chunk {ref.sha256} differs from its hash")
+        try:
+            with (self.path / ref.sha256).open("ab" if size else "wb") as file:
+                file.write(piece)
+        except OSError as error:
+            self.drop([ref.sha256])
+            needed = sum(each.size for each in manifest.chunks)
+            raise OSError(
+                error.errno,
+                f"weights v{manifest.version} ({needed} bytes) cannot be kept in {self.path}: "
+                f"{error.strerror}; give this node room for two versions, or set TMPDIR to a larger disk",
+            ) from error
+        self._pulled[ref.sha256] = received, digest
+
+    def keep_only(self, sha256s: Iterable[str]) -> None:
+        self.drop(list(self._pulled.keys() - set(sha256s)))
+
+    def drop(self, sha256s: Iterable[str]) -> None:
+        for sha256 in sha256s:
+            self._pulled.pop(sha256, None)
+            (self.path / sha256).unlink(missing_ok=True)
+
+    def snapshot(self, manifest: Manifest) -> Snapshot:
+        """Return the tensors of a manifest whose chunks are all here. Raises CorruptWeightsError."""
+        snapshot = Snapshot(
+            f"weights v{manifest.version}", [[(self.path / ref.sha256, ref.size) for ref in manifest.chunks]]
+        )
+        if snapshot.keys() != manifest.tensors.keys():
+            differing = sorted(snapshot.keys() ^ manifest.tensors.keys())
+            raise CorruptWeightsError(
+                f"weights v{manifest.version}: file and manifest name different tensors: {differing[:5]} "
+                f"({len(differing)} in all)"
+            )
+        return snapshot
+
+
+def folder_snapshot(folder: Path) -> Snapshot:
+    """Return the tensors of a model folder. Raises WeightError when it holds no safetensors file."""
+    files = weight_files(folder)
+    if not files:
+        raise WeightError(f"{folder} holds no safetensors file to go back to")
+    return Snapshot(str(folder), [[(path, path.stat().st_size)] for path in files])
+
+
+class Snapshot(Mapping[str, torch.Tensor]):
+    """Named tensors of safetensors files on the disk. Each look-up reads the tensor anew, into memory of its own."""
+
+    def __init__(self, name: str, files: Iterable[list[tuple[Path, int]]]) -> None:
+        """Each file is a list of parts: path and bytes. `name` is for messages. Raises CorruptWeightsError."""
+        self._name = name
+        self._places: dict[str, tuple[list[tuple[Path, int]], int, torch.dtype]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for parts in files:
+            self._read_header(parts)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        parts, offset, dtype = self._places[name]
+        shape = self.shapes[name]
+        raw = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+        self._read(parts, offset, memoryview(raw.numpy()))
+        return raw.view(dtype).reshape(shape)
+
+    def _read_header(self, parts: list[tuple[Path, int]]) -> None:
+        """Layout: 8 bytes header length, JSON header, tensors (https://huggingface.co/docs/safetensors)."""
+        size = sum(size for _, size in parts)
+        try:
+            first = bytearray(8)
+            self._read(parts, 0, memoryview(first))
+            start = 8 + int.from_bytes(first, "little")
+            header = bytearray(start - 8 if start <= size else 0)
+            self._read(parts, 8, memoryview(header))
+            for name, entry in json.loads(header).items():
+                if name == "__metadata__":
+                    continue
+                shape, dtype = tuple(map(int, entry["shape"])), _DTYPES[entry["dtype"]]
+                begin, end = (start + int(offset) for offset in entry["data_offsets"])
+                if not start <= begin <= end <= size or end - begin != math.prod(shape) * dtype.itemsize:
+                    raise ValueError(f"tensor {name} {shape} {entry['dtype']} at bytes {begin} to {end} of {size}")
+                self._places[name], self.shapes[name] = (parts, begin, dtype), shape
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise CorruptWeightsError(f"{self._name} are no safetensors file: {error!r}") from None
+
+    def _read(self, parts: list[tuple[Path, int]], offset: int, target: memoryview) -> None:
+        """Fill `target` from byte `offset` on. Raises CorruptWeightsError when the bytes are not there."""
+        done = 0
+        for path, size in parts:
+            if offset < size and done < len(target):
+                want = min(size - offset, len(target) - done)
+                try:
+                    with path.open("rb", buffering=0) as file:
+                        file.seek(offset)
+                        _fill(file, target[done : done + want])
+                except (OSError, EOFError) as error:
+                    raise CorruptWeightsError(f"{self._name} cannot be read from {path}: {error}") from None
+                done, offset = done + want, 0
+            else:
+                offset = max(0, offset - size)
+        if done < len(target):
+            raise ValueError(f"it ends {len(target) - done} bytes early")
+
+
+def _fill(file, target: memoryview) -> None:
+    """One read may return less than was asked for, on Linux always above 2 GiB."""
+    done = 0
+    while done < len(target):
+        count = file.readinto(target[done:])
+        if not count:
+            raise EOFError(f"the file ends {len(target) - done} bytes early")
+        done += count
+
+
+def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file of `tensors`, taking one at a time."""
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    header: dict[str, object] = {}
+    room = 128 * (len(tensors) + 1) + sum(8 * len(name) for name in tensors)  # filled up with spaces
+    with path.open("wb") as file:
+        file.seek(8 + room)
+        end = 0
+        for name in tensors:
+            tensor = tensors[name].detach().cpu().contiguous()
+            begin, end = end, end + tensor.nbytes
+            header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
+        file.seek(0)
+        file.write(room.to_bytes(8, "little") + json.dumps(header).encode().ljust(room))
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Return the sum, modulo 2^64, of the squares of the tensor's values, each value's bits taken as one integer.
+
+    It does not depend on the order, so that of a fused tensor is the sum of its parts'. Zeros, such as padding, add 0.
+    """
+    bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    total = 0
+    for start in range(0, len(bits), _SUM_ELEMENTS):
+        piece = bits[start : start + _SUM_ELEMENTS].to(torch.int64)
+        total += int((piece * piece).sum())
+    return total % (1 << 64)
