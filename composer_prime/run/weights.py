@@ -12,8 +12,11 @@ untrusted store or relay safe: an altered byte is detected before a tensor is lo
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -24,6 +27,8 @@ from composer_prime.errors import CorruptWeightsError, SignatureError, WireError
 from composer_prime.run.run_dir import remove_partials, write_atomic
 
 CHUNK_BYTES = 16 << 20
+_PULL_S = 60.0
+"""A version counts as being pulled for this long after one of its chunks was read."""
 
 
 class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
@@ -139,11 +144,16 @@ class WeightStore:
                 (self._manifests / f"v{later:06d}.manifest").unlink(missing_ok=True)
 
     def chunk(self, sha256: str, offset: int, size: int) -> bytes | None:
-        """Return up to `size` bytes of a chunk from `offset`; None when the store has no such chunk."""
+        """Return up to `size` bytes of a chunk from `offset`; None when the store has no such chunk.
+
+        The chunk's access time is set: `prune` spares what is being pulled.
+        """
         if not re.fullmatch(r"[0-9a-f]{64}", sha256):
             return None
         try:
             with (self._chunks / sha256).open("rb") as file:
+                with suppress(OSError):  # Another user's file, or a disk mounted read-only.
+                    os.utime(file.fileno(), ns=(time.time_ns(), os.fstat(file.fileno()).st_mtime_ns))
                 file.seek(offset)
                 return file.read(size)
         except FileNotFoundError:
@@ -155,14 +165,33 @@ class WeightStore:
             remove_partials(folder)
 
     def prune(self, keep: int, decode: Callable[[bytes], Manifest]) -> None:
-        """Drop all but the newest `keep` versions and the chunks that no remaining manifest names."""
+        """Drop all but the newest `keep` versions and the chunks that no remaining manifest names.
+
+        A slow node pulls a version for longer than it is among the newest. So up to `keep` older versions stay while
+        their chunks are read.
+        """
         versions = self.versions()
+        chunks = {version: {ref.sha256 for ref in decode(self.manifest(version)).chunks} for version in versions}
+        held = {sha256 for version in versions[-keep:] for sha256 in chunks[version]}
+        pulled_at = {version: self._pulled_at(chunks[version] - held) for version in versions[:-keep]}
+        recent = [version for version, read_s in pulled_at.items() if time.time() - read_s < _PULL_S]
+        spared = sorted(recent, key=lambda version: pulled_at[version])[-keep:]
         for version in versions[:-keep]:
-            (self._manifests / f"v{version:06d}.manifest").unlink(missing_ok=True)
-        held = {ref.sha256 for version in versions[-keep:] for ref in decode(self.manifest(version)).chunks}
+            if version not in spared:
+                (self._manifests / f"v{version:06d}.manifest").unlink(missing_ok=True)
+        held |= {sha256 for version in spared for sha256 in chunks[version]}
         for path in self._chunks.iterdir():
             if path.name not in held and not path.name.startswith("."):
                 path.unlink(missing_ok=True)
+
+    def _pulled_at(self, chunks: Iterable[str]) -> float:
+        """Return when one of `chunks` was last read since it was written, Unix seconds; 0 for never."""
+        times_s = [0.0]
+        for sha256 in chunks:
+            with suppress(FileNotFoundError):
+                status = (self._chunks / sha256).stat()
+                times_s += [status.st_atime] if status.st_atime_ns > status.st_mtime_ns else []
+        return max(times_s)
 
 
 def verified(manifest: Manifest, pieces: Iterator[bytes]) -> bytes:
