@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -35,6 +36,8 @@ class GlobalModel:
         Raises ConfigError when the outer optimizer cannot work on them.
         """
         self.fragments = fragments
+        self.lock = threading.Lock()
+        """Held while values change. The training thread alone changes them; the link thread reads them for others."""
         self.masters: list[Tensor] = [fragment.read() for fragment in fragments]
         """float32 [numel] a fragment, on the CPU."""
         self.swept: list[Tensor] = [master.clone() for master in self.masters]
@@ -83,15 +86,18 @@ class GlobalModel:
         `norms`: what later deltas of this fragment are compared with. With Muon it is a collective: all ranks give
         deltas, or none does.
         """
-        if norms:
-            self.norms[fragment] = torch.cat([self.norms[fragment], torch.tensor(norms)])[-REMEMBERED_NORMS:].clone()
-        if weights:
-            self.outer.step(fragment, self.masters[fragment], weighted_mean(deltas, weights))
-            self._digests[fragment] = _digest(self.masters[fragment])
-        self.outer_step += 1
-        if self.outer_step % len(self.fragments) == 0:
-            for swept_n, master_n in zip(self.swept, self.masters, strict=True):
-                swept_n.copy_(master_n)
+        mean_n = weighted_mean(deltas, weights) if weights else None
+        with self.lock:
+            if norms:
+                known = self.norms[fragment]
+                self.norms[fragment] = torch.cat([known, torch.tensor(norms)])[-REMEMBERED_NORMS:].clone()
+            if mean_n is not None:
+                self.outer.step(fragment, self.masters[fragment], mean_n)
+                self._digests[fragment] = _digest(self.masters[fragment])
+            self.outer_step += 1
+            if self.outer_step % len(self.fragments) == 0:
+                for swept_n, master_n in zip(self.swept, self.masters, strict=True):
+                    swept_n.copy_(master_n)
 
     def mixed(self, fragment: int, mixing: float, due_n: Tensor | None) -> Tensor:
         """Return alpha due + (1 - alpha) global + (now - due), float32 [numel]; alpha: `mixing`, now: local values.
@@ -157,12 +163,13 @@ class GlobalModel:
         Raises CheckpointError when one is missing or has another size; nothing is changed then.
         """
         self._check_shapes(tensors, outer_step)
-        for index, swept_n in enumerate(self.swept):
-            swept_n.copy_(tensors[f"master.{index}"])  # unless the state has its own, copied below
-        for name, values in self._tensors_at(outer_step).items():
-            values.copy_(tensors[name])
-        self.outer_step = outer_step
-        self._digests = [_digest(master) for master in self.masters]
+        with self.lock:
+            for index, swept_n in enumerate(self.swept):
+                swept_n.copy_(tensors[f"master.{index}"])  # unless the state has its own, copied below
+            for name, values in self._tensors_at(outer_step).items():
+                values.copy_(tensors[name])
+            self.outer_step = outer_step
+            self._digests = [_digest(master) for master in self.masters]
 
     def _check_shapes(self, tensors: Mapping[str, Tensor], outer_step: int) -> None:
         for name, own in self._tensors_at(outer_step).items():

@@ -3,8 +3,7 @@
     OuterSteps.wait ──> accept: decode, check, reject ──> OuterSteps.take: average, outer step, local <- global
 
 Order of waiting: each rank hears a result over a link of its own, and all must take the same turn. A rank that knows
-how a round ended waits until the others know the same, which needs all of them to take part. While they wait they serve
-their state to joining peers.
+how a round ended waits until the others know the same, which needs all of them to take part.
 
 All peers apply the same deltas in the same order, also peers that have no part in the round. Which deltas count is a
 pure function of what every peer received, so all peers reject the same ones.
@@ -28,7 +27,7 @@ from diloco.codec import codec_from_spec, shared_bytes
 from diloco.fragments import Schedule
 from diloco.outer_optimizer import largest_of
 from diloco.ranks import POLL_S, Ranks
-from diloco.state import DeltaStatus, PendingDelta, Replica, delta_status, pack_state
+from diloco.state import DeltaStatus, PendingDelta, Replica, delta_status
 from diloco.transport.exchange import MustRejoin, RoundResult
 from diloco.transport.messages import Header, RoundOutcome
 from diloco.transport.peer_link import PeerLink
@@ -201,11 +200,7 @@ class OuterSteps:
         while True:
             result = self.link.wait(min(POLL_S, timeout_s))
             rating = {RoundResult: 2, MustRejoin: 1}.get(type(result), 0)
-            lowest, state_request, in_time = self.ranks.smallest(
-                [rating, self.link.state_request, time.monotonic() < deadline and not should_stop()]
-            )
-            if state_request:
-                self.serve_state(state_request)
+            lowest, in_time = self.ranks.smallest([rating, time.monotonic() < deadline and not should_stop()])
             if lowest == 2 and isinstance(result, RoundResult):
                 if self._same_on_all_ranks(result):
                     return result
@@ -257,17 +252,6 @@ class OuterSteps:
                 "address of more than one rendezvous? Leave one, and go on with --resume"
             )
         return not self._disputes
-
-    def serve_state(self, serial: int) -> None:
-        """Copy the global state and upload the copy in the background, for a peer that joins.
-
-        `serial`: of the request, `PeerLink.state_request` on all ranks.
-        """
-        model = self.replica.global_model
-        body = pack_state(model.tensors(), {})
-        header = self.link.header("state", body, model.outer_step, model.hash, serial=serial)
-        logger.info("serving the global state of outer step %d (%.1f MB)", header.outer_step, len(body) / 1e6)
-        self.link.serve_state(header, body)
 
     # -- the outer step ------------------------------------------------------------------------------------------
 

@@ -210,6 +210,11 @@ class Replica:
         self.restart_interval()
         return tokens_given_up
 
+    def state_to_serve(self) -> tuple[memoryview, int, str]:
+        """Return a packed copy of the global model for a joining peer, its outer step and hash; from any thread."""
+        with self.global_model.lock:
+            return pack_state(self.global_model.tensors(), {}), self.global_model.outer_step, self.global_model.hash
+
     def packed(self) -> memoryview:
         """Return masters, momentum, error feedback and the delta on offer as bytes, for a checkpoint."""
         tensors = self.global_model.tensors()

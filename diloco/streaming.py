@@ -84,7 +84,7 @@ class StreamingDiLoCo:
             delta_bytes=max(self._codec.size(fragment.numel) for fragment in self.fragments),
             state_bytes=self.global_model.largest_state_bytes,
         )  # fmt: skip
-        self._link = PeerLink(config, JointKey.read(config.key_file), hello)
+        self._link = PeerLink(config, JointKey.read(config.key_file), hello, self.replica.state_to_serve)
         self._steps = OuterSteps(config=config, link=self._link, ranks=self.ranks, replica=self.replica)
         self._healer = Healer(
             config=config, link=self._link, ranks=self.ranks, replica=self.replica, steps=self._steps,
@@ -131,14 +131,13 @@ class StreamingDiLoCo:
     def _after_step(self) -> None:
         replica = self.replica
         replica.inner += 1
+        self._link.note_step()
         replica.progress.count(LocalWork(steps=1))
         now = time.monotonic()
         self._step_s, self._stepped_at = now - self._stepped_at, now
         left_s, beat_late_s = self._link.time_left_s(self.outer_step), min(2.0, self.config.round_deadline_s / 4)
         hurry = left_s is not None and left_s < 1.5 * self._step_s + beat_late_s  # another may miss the round
-        patient, state_request = self.ranks.smallest([not hurry, self._link.state_request])
-        if state_request:
-            self._steps.serve_state(state_request)
+        patient = self.ranks.all(not hurry)
         if replica.pending is None and (self.schedule.prepares(replica.inner) or not patient):
             self._prepare()
         self._complete_if_due()

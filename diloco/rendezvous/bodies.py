@@ -99,10 +99,13 @@ class StateTransfers:
         alive = any(peer.name == transfer.source for peer in sources)
         return alive and now - transfer.progress_at <= self._stall_s
 
-    def requested_from(self, peer: str) -> int:
-        """Return the serial of the state that this peer must serve; 0 for none."""
+    def requested_from(self, peer: str, rank: int | None = None) -> int:
+        """Return the serial of the state that this peer, or this rank of it, must serve; 0 for none."""
         current = self.current
-        return current.serial if current is not None and current.source == peer and not current.complete else 0
+        if current is None or current.source != peer or current.complete:
+            return 0
+        blob = current.blobs.get(rank) if rank is not None else None
+        return 0 if blob is not None and blob.complete else current.serial
 
     def state(self, header: messages.Header, now: float) -> Blob | None:
         """Return the blob of a state that was requested; None for any other."""
@@ -111,6 +114,11 @@ class StateTransfers:
             return None
         if header.rank >= current.ranks:
             return None
+        others = {rank: blob.header.outer_step for rank, blob in current.blobs.items() if rank != header.rank}
+        if max(others.values(), default=-1) > header.outer_step:  # its rank serves it anew, from where it stands then
+            return None
+        for rank in [rank for rank, step in others.items() if step < header.outer_step]:
+            del current.blobs[rank]
         blob = current.blobs.get(header.rank)
         if blob is None or blob.header.checksum != header.checksum:
             blob = current.blobs[header.rank] = Blob(header)

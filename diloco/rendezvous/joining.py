@@ -122,7 +122,7 @@ class Joins:
             join.over = True
 
     def _decide(self, peer: Peer, join: JoinAttempt, rank: int, now: float) -> JoinAnswer:
-        training = [each for each in self.rounds.awaited(now) if each.name != peer.name]
+        training = [each for each in self.rounds.training(now) if each.name != peer.name]
         silent = [each.name for each in training if min(each.heard.values()) < join.began]
         if silent:
             return RoundNotReady(waiting_for=f"a sign of life of {', '.join(sorted(silent))}")

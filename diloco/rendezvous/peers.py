@@ -32,10 +32,27 @@ class Peer:
     heard: dict[int, float] = field(default_factory=dict)
     """When each rank last sent anything."""
     positions: dict[int, Position] = field(default_factory=dict)
+    inner_steps: dict[int, int] = field(default_factory=dict)
+    """Taken since its start, by rank."""
+    _left_out_at: tuple[int, ...] = ()
+    """`_progress` when a round last closed without it."""
 
     def note(self, rank: int, position: Position, now: float) -> None:
         self.positions[rank] = position
         self.heard[rank] = now
+
+    @property
+    def _progress(self) -> tuple[int, ...]:
+        return self.outer_step, *(self.inner_steps.get(rank, 0) for rank in range(self.ranks))
+
+    def note_left_out(self) -> None:
+        """Note that a round closed without it."""
+        self._left_out_at = self._progress
+
+    @property
+    def standing(self) -> bool:
+        """Whether it has made no progress since a round closed without it: it beats, and does not train."""
+        return self._left_out_at == self._progress
 
     def alive(self, now: float, timeout_s: float) -> bool:
         """Return whether every rank was heard within `timeout_s`."""

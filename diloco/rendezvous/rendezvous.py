@@ -302,7 +302,7 @@ class Rendezvous:
         still = {name: base for name, base in members.items() if name in quorum.peers and whole.get(name) == base}
         if len(still) < self.settings.min_peers:
             return
-        late = sorted(peer.name for peer in self.rounds.awaited(self._clock()) if peer.name not in still)
+        late = sorted(peer.name for peer in self.rounds.training(self._clock()) if peer.name not in still)
         closed = self.handler.close(still, quorum.id)
         logger.info(
             "round %d closed with %s (quorum %d)%s", step, ", ".join(closed.members), quorum.id,

@@ -133,6 +133,7 @@ class RequestHandler:
         if peer is None or peer.instance != beat.instance or beat.rank not in peer.layouts:
             return messages.BeatReply(known=False, open_round=None, left_s=None, state_wanted=0)
         peer.note(beat.rank, messages.Position(beat.outer_step, beat.base_hash, beat.training), now)
+        peer.inner_steps[beat.rank] = beat.inner_steps
         if peer.training:
             self.joins.note_training(peer.name)
         self._compare_models(peer.name, beat.rank)
@@ -142,7 +143,7 @@ class RequestHandler:
             known=True,
             open_round=current.outer_step if current else None,
             left_s=self.rounds.left_s(current, now) if current else None,
-            state_wanted=self.transfers.requested_from(beat.peer),
+            state_wanted=self.transfers.requested_from(beat.peer, beat.rank),
         )
 
     def _compare_models(self, peer: str, rank: int) -> None:
@@ -200,7 +201,7 @@ class RequestHandler:
         if self.rounds.settled:
             self._unsettled_since = now
             return True
-        waited_s, training = now - self._unsettled_since, self.rounds.awaited(now)
+        waited_s, training = now - self._unsettled_since, self.rounds.training(now)
         if waited_s < self.settings.listen_s:
             return False
         if len(training) >= self.settings.start_peers:
@@ -208,9 +209,9 @@ class RequestHandler:
         return waited_s >= self.settings.gather_s and any(peer.outer_step > 0 for peer in training)
 
     def _missing(self, outer_step: int, now: float) -> str:
-        current, training = self.rounds.rounds.get(outer_step), self.rounds.awaited(now)
+        current, training = self.rounds.rounds.get(outer_step), self.rounds.training(now)
         contributors = current.contributors(self.rounds.peers) if current else {}
-        missing = sorted(peer.name for peer in training if peer.name not in contributors)
+        missing = sorted(peer.name for peer in training if peer.name not in contributors and not peer.standing)
         short = self.settings.min_peers - len(largest_party(contributors)) - len(missing)
         waits = [f"the deltas of {', '.join(missing)}"] if missing else []
         waits += [f"{short} more peer(s) with the same global model (--min-peers)"] if short > 0 else []

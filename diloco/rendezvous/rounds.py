@@ -5,6 +5,8 @@ and training has brought its own delta, or at the deadline with those that have.
 deadline: on a slow link the first of equal peers needs as long to bring one as the others. What a round closed with
 never changes: every peer applies exactly these deltas, also a late peer, whose own is then not among them.
 
+A peer that stands still (its link beats, and no inner step ends) is waited for once: later rounds close without it.
+
 Peers that start a round from different global values cannot average. The larger party stays (of equal parties the one
 with the first peer by name). The others join anew with its state, also where it is too small to close the round alone.
 """
@@ -154,8 +156,8 @@ class Rounds:
     def alive(self, now: float) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.alive(now, self._beat_timeout_s)]
 
-    def awaited(self, now: float) -> list[Peer]:
-        """Return the peers whose deltas the open round waits for."""
+    def training(self, now: float) -> list[Peer]:
+        """Return the peers that train."""
         return [peer for peer in self.alive(now) if peer.training]
 
     # -- the open round --------------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ class Rounds:
         """Return the outer step that the next round is for; after a restart that of the most advanced peer."""
         if self.newest >= 0:
             return self.newest + 1
-        return max((peer.outer_step for peer in self.awaited(now)), default=0)
+        return max((peer.outer_step for peer in self.training(now)), default=0)
 
     def delta(self, header: Header) -> Blob:
         """Return the blob of an acceptable delta; a new one replaces the same rank's earlier in an open round."""
@@ -212,11 +214,11 @@ class Rounds:
     def parties(self, now: float) -> tuple[dict[str, Base], dict[str, Base]]:
         """Return the largest party of the open round's contributors, and the others; both empty before its end.
 
-        It ends when every peer that trains has contributed, or at the deadline.
+        It ends when every peer that trains and does not stand still has contributed, or at the deadline.
         """
         current = self.open_round()
         whole = current.contributors(self.peers) if current is not None else {}
-        missing = [peer.name for peer in self.awaited(now) if peer.name not in whole]
+        missing = [peer.name for peer in self.training(now) if peer.name not in whole and not peer.standing]
         left_s = self.left_s(current, now) if current is not None else None
         if missing and (left_s is None or left_s > 0):
             return {}, {}
@@ -233,6 +235,9 @@ class Rounds:
         current = self.open_round()
         assert current is not None and members
         current.members = tuple(sorted(members))
+        for peer in self.peers.values():
+            if peer.training and peer.name not in members:
+                peer.note_left_out()
         current.quorum_id = quorum_id
         current.base = next(iter(members.values()))
         current.blobs = {key: blob for key, blob in current.blobs.items() if key[0] in members}
@@ -272,7 +277,9 @@ class Rounds:
         The newest stays until all peers that train have taken it, or until room was short for one's deadline (`short_s`
         so far): a peer that is later than that joins anew.
         """
-        behind = [peer.deadline_s for peer in self.awaited(now) if peer.outer_step <= self.newest]
+        behind = [
+            peer.deadline_s for peer in self.training(now) if peer.outer_step <= self.newest and not peer.standing
+        ]
         if self.oldest > self.newest or (self.oldest == self.newest and short_s <= max(behind, default=-1.0)):
             return False
         del self.rounds[self.oldest]

@@ -200,6 +200,8 @@ class Beat(Message, tag="beat"):
     base_hash: str
     training: bool
     """False while it joins: rounds do not wait for it."""
+    inner_steps: int = 0
+    """Taken since its start: while the number stays, no second round waits for this peer."""
 
 
 class DeltaOffer(Message, tag="offer"):
@@ -259,7 +261,7 @@ class BeatReply(Message, tag="beat_reply"):
     left_s: float | None
     """Until the open round's deadline."""
     state_wanted: int
-    """Serial of a request for this peer's state; 0 for none."""
+    """Serial of a request for this rank's part of the state; 0 for none."""
 
 
 class Received(Message, tag="received"):

@@ -5,7 +5,8 @@
     wait(timeout_s)      <─────────────── RoundResult | MustRejoin | nothing yet
     request_source       ───────────────> a state to join with
     join_source          <───────────────
-                                          a beat every few seconds: alive, at which outer step
+                                          a beat every few seconds: alive, at which outer and inner step; the state
+                                          of this rank for a joining peer
 
 A lost connection or a restarted rendezvous is no failure: requests are repeated, uploads go on where they were.
 """
@@ -18,7 +19,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from msgspec import structs
@@ -38,7 +39,14 @@ _BEAT_TIMEOUT_S = 3.0
 
 
 class PeerLink:
-    def __init__(self, config: DilocoConfig, key: JointKey, hello: messages.PeerHello) -> None:
+    def __init__(
+        self,
+        config: DilocoConfig,
+        key: JointKey,
+        hello: messages.PeerHello,
+        state_to_serve: Callable[[], tuple[memoryview, int, str]],
+    ) -> None:
+        """`state_to_serve` returns a copy of the state, its outer step and hash; it is called in another thread."""
         self._config = config
         self._hello = hello
         """Which rank this is, and where it stands now."""
@@ -64,8 +72,11 @@ class PeerLink:
         self._beating: asyncio.Task[None] | None = None
         self._source: concurrent.futures.Future[JoinSource] | None = None
         self._attempt = 0
-        self._answered_request = 0
-        """Serial of the last request for this peer's state that was served."""
+        self._state_to_serve = state_to_serve
+        self._serving: asyncio.Task[None] | None = None
+        self._unserved = 0
+        """Serial of a request for this rank's state that failed."""
+        self._inner_steps = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="diloco-link", daemon=True)
 
@@ -102,6 +113,10 @@ class PeerLink:
         )
         if training is not None and self._connection is not None:
             self._submit(self._beat_early())
+
+    def note_step(self) -> None:
+        """Count an inner step: a peer whose beats show none is not waited for."""
+        self._inner_steps += 1
 
     def header(self, kind: str, body: memoryview, outer_step: int, base_hash: str, **fields: Any) -> messages.Header:
         """Return the header, not sealed yet, of a body that belongs to the global values with that hash."""
@@ -149,18 +164,6 @@ class PeerLink:
         if status.open_round != outer_step or status.left_s is None:
             return None
         return status.left_s - (time.monotonic() - self._status_at) - self._exchange.upload_s
-
-    @property
-    def state_request(self) -> int:
-        """Serial of a request for this peer's state; 0 for none."""
-        serial = self._status.state_wanted
-        return serial if serial != self._answered_request else 0
-
-    def serve_state(self, header: messages.Header, body: memoryview) -> None:
-        """Upload a copy of the state in the background; `body` must not change any more."""
-        self._answered_request = header.serial
-        upload = self._submit(self._connection.upload(self.seal(header), body, self._hello.instance))
-        upload.add_done_callback(_log_upload)
 
     def refuse_state(self, serial: int, reason: str) -> None:
         """Report that this state cannot be taken over: another source is asked. Never waits."""
@@ -262,25 +265,37 @@ class PeerLink:
         hello = self._hello
         beat = messages.Beat(
             peer=hello.peer, rank=hello.rank, instance=hello.instance, outer_step=hello.outer_step,
-            base_hash=hello.base_hash, training=hello.training,
+            base_hash=hello.base_hash, training=hello.training, inner_steps=self._inner_steps,
         )  # fmt: skip
         answer = await self._connection.call(beat, _BEAT_TIMEOUT_S)
         if isinstance(answer, messages.BeatReply) and answer.known:
             self._status, self._status_at = answer, time.monotonic()
+            idle = self._serving is None or self._serving.done()
+            if idle and answer.state_wanted not in (0, self._unserved):
+                self._serving = asyncio.create_task(self._serve_state(answer.state_wanted))
         elif isinstance(answer, messages.BeatReply):
             logger.info("the rendezvous does not know this peer (any more): sending a hello")
             await self._greet()
+
+    async def _serve_state(self, serial: int) -> None:
+        """Copy the global state and upload it for a joining peer, whatever the training thread waits for.
+
+        The ranks of a peer serve on their own: what is of an earlier outer step than another rank's is asked for again.
+        """
+        try:
+            header, body = await asyncio.to_thread(self._state_blob, serial)
+            logger.info("serving the global state of outer step %d (%.1f MB)", header.outer_step, len(body) / 1e6)
+            if not await self._connection.upload(self.seal(header), body, self._hello.instance):
+                logger.info("the state is not wanted any more")
+        except (WireError, DeadlineError) as error:
+            self._unserved = serial
+            logger.warning("the state could not be served: %s", error)
+
+    def _state_blob(self, serial: int) -> tuple[messages.Header, memoryview]:
+        body, outer_step, base_hash = self._state_to_serve()
+        return self.header("state", body, outer_step, base_hash, serial=serial), body
 
     async def _beat_early(self) -> None:
         """Send a beat ahead of time; when it is lost the next one carries the same."""
         with contextlib.suppress(DeadlineError, RefusedError):
             await self._beat()
-
-
-def _log_upload(upload: concurrent.futures.Future[bool]) -> None:
-    if upload.cancelled():
-        return
-    if (error := upload.exception()) is not None:
-        logger.warning("the state could not be served: %s", error)
-    elif not upload.result():
-        logger.info("the state is not wanted any more")

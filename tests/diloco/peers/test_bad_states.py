@@ -21,20 +21,26 @@ def damage(engine: StreamingDiLoCo) -> None:
 
 
 def claim_another_hash(engine: StreamingDiLoCo) -> None:
-    serve = engine._link.serve_state
-    engine._link.serve_state = lambda header, body: serve(msgspec.structs.replace(header, base_hash="0" * 32), body)
+    blob = engine._link._state_blob
+
+    def other_hash(serial):
+        header, body = blob(serial)
+        return msgspec.structs.replace(header, base_hash="0" * 32), body
+
+    engine._link._state_blob = other_hash
 
 
 def leave_a_part_out(engine: StreamingDiLoCo) -> None:
-    serve = engine._link.serve_state
+    blob = engine._link._state_blob
 
-    def without(header, body):
+    def without(serial):
+        header, body = blob(serial)
         tensors, facts = unpack_state(body)
         del tensors["velocity.0"]
         body = pack_state(tensors, facts)
-        serve(msgspec.structs.replace(header, size=len(body), checksum=body_checksum(body)), body)
+        return msgspec.structs.replace(header, size=len(body), checksum=body_checksum(body)), body
 
-    engine._link.serve_state = without
+    engine._link._state_blob = without
 
 
 # Peer a, which is asked first, has a damaged model in memory, or serves a state that is not what its header says, or

@@ -59,12 +59,12 @@ class RendezvousState:
             for rank in range(ranks)
         ]  # fmt: skip
 
-    def beat(self, peer: str, outer_step: int, *, training: bool = True, run: str = "") -> None:
+    def beat(self, peer: str, outer_step: int, *, training: bool = True, run: str = "", **facts: Any) -> None:
         known = self.rounds.peers[peer]
         for rank in range(known.ranks):
             self.handler.answer(Beat(
                 peer=peer, rank=rank, instance=known.instance, outer_step=outer_step,
-                base_hash=base(outer_step, rank, run), training=training,
+                base_hash=base(outer_step, rank, run), training=training, **facts,
             ))  # fmt: skip
 
     def ask(

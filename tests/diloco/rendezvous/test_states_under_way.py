@@ -81,6 +81,26 @@ def test_rounds_stay_when_another_refuses():
     assert rendezvous.rounds.oldest == 6
 
 
+# The ranks of a source serve on their own, so a round may end in between: the part of the earlier step is dropped,
+# and its rank, and no other, is asked again.
+def test_parts_of_one_outer_step():
+    rendezvous = RendezvousState()
+    rendezvous.begin("a", "b", ranks=2, rounds=3)
+    rendezvous.hello("c", ranks=2)
+    for rank in (0, 1):
+        ask(rendezvous, rank=rank)
+    transfers, serial = rendezvous.transfers, rendezvous.transfers.requested_from("a")
+    rendezvous.offer("a", 3, kind="state", rank=0, body=STATE, serial=serial)
+    assert [transfers.requested_from("a", rank) for rank in (0, 1)] == [0, serial]
+    rendezvous.close(3, "a", "b")
+    rendezvous.offer("a", 4, kind="state", rank=1, body=STATE, serial=serial)
+    assert [transfers.requested_from("a", rank) for rank in (0, 1)] == [serial, 0]
+    rendezvous.offer("a", 3, kind="state", rank=0, body=STATE, serial=serial)
+    assert transfers.requested_from("a", 0) == serial
+    rendezvous.offer("a", 4, kind="state", rank=0, body=STATE, serial=serial)
+    assert [ask(rendezvous, rank=rank) for rank in (0, 1)] == [4, 4]
+
+
 # They stay while a peer's ranks ask anew one after the other, also where they did not get the state yet.
 @pytest.mark.parametrize("told", [False, True])
 def test_rounds_stay_between_ranks(told):
@@ -142,7 +162,7 @@ def test_a_state_counts_in_memory():
 # state that is brought, and ends with the others' model.
 def test_a_slow_source(make_rendezvous, key_file, caplog, monkeypatch):
     monkeypatch.setattr(connection, "Flow", partial(Flow, 256, 256))  # so small a model's state is less than one piece
-    caplog.set_level("INFO", "diloco.outer_step")
+    caplog.set_level("INFO", "diloco.transport.peer_link")
     server = make_rendezvous(start_peers=2, keep_rounds=2)
     joined = threading.Event()
     config = partial(settings, server.endpoint, key_file, sync_every=1, codec={"type": "sparse"}, heal_timeout_s=20)
