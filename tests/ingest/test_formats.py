@@ -285,6 +285,54 @@ def test_own_rollouts_with_branches(tmp_path: Path) -> None:
     assert tally.passed_over == {"copy of an earlier state": 1}
 
 
+def _cline(*results: dict) -> list[dict]:
+    """A task of Cline: one call, its results as Cline writes them, and the end."""
+    surroundings = text("<environment_details>\nopen tabs\n</environment_details>")
+    model = {"modelId": "anthropic/claude-sonnet-4", "providerId": "openrouter"}
+    return [
+        {"role": "user", "content": [text("<task>List.</task>"), surroundings], "ts": 1},
+        {"role": "assistant", "content": [text("I look."), use("t1", "list_files", path=".")], "modelInfo": model},
+        {"role": "user", "content": [*results, surroundings]},
+        {"role": "assistant", "content": [text("Done.")], "modelInfo": model},
+    ]
+
+
+# Cline gives a result by the call's id, by an id of its own, or as texts: it is the call's result in each of them.
+@pytest.mark.parametrize(
+    ("results", "shown"),
+    [
+        ([{"type": "tool_result", "tool_use_id": "t1", "content": "a.py"}], "a.py"),
+        ([{"type": "tool_result", "tool_use_id": "cline", "content": [text("a.py")]}], "a.py"),
+        ([text("[list_files for '.'] Result:"), text("a.py")], "[list_files for '.'] Result:\na.py"),
+        ([text("[list_files] Result:\na.py")], "[list_files] Result:\na.py"),
+    ],
+)
+def test_a_task_of_cline(tmp_path: Path, results: list[dict], shown: str) -> None:
+    (tmp_path / "1769").mkdir()
+    path = tmp_path / "1769" / "api_conversation_history.json"
+    path.write_text(json.dumps(_cline(*results)))
+    first, second = taken(path)[0]
+    assert second.messages[2]["content"] == shown and roles(second) == ["user", "assistant", "tool", "user"]
+    assert second.messages[3]["content"] == "<environment_details>\nopen tabs\n</environment_details>"
+    assert (first.trace_id, first.source_family) == ("1769", "claude")
+
+
+# A text that only looks like a result follows no call, and stays what the user said.
+def test_a_text_that_looks_like_a_result_of_cline(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+    said += [{"role": "user", "content": [text("[x] Result: what is it?")]}, {"role": "assistant", "content": "Y."}]
+    states, _ = taken(lines(tmp_path / "m.jsonl", {"messages": said}))
+    assert states[1].messages[2] == {"role": "user", "content": "[x] Result: what is it?"}
+
+
+# Some traces write a message's words under `text`.
+def test_text_instead_of_content(tmp_path: Path) -> None:
+    said = [{"role": "user", "text": "Hi."}, {"role": "assistant", "content": None, "text": "Hello."}]
+    (state,), tally = taken(lines(tmp_path / "m.jsonl", {"messages": said}))
+    assert state.messages == [{"role": "user", "content": "Hi."}] and state.student_action["content"] == "Hello."
+    assert not tally.passed_over
+
+
 # What the user says of a trace holds where the trace is silent; the family, whatever it says.
 def test_model_and_family_from_the_user(tmp_path: Path) -> None:
     path = lines(tmp_path / "m.jsonl", {"messages": MESSAGES}, {"messages": MESSAGES[1:], "model": "gpt-4o"})
