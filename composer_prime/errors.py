@@ -28,6 +28,7 @@
     │       └── CapError                       a teacher call that would pass a cap; has the cap's scope
     ├── CheckpointError (RuntimeError)         a checkpoint could not be written or read
     ├── NonFiniteError (ArithmeticError)       NaN or infinity in loss or gradients
+    │   └── NonFiniteStepError                 of a step that was not taken; has its samples
     ├── RoleFailedError (RuntimeError)         a process of the run ended with an error
     └── DeadlineError (TimeoutError)           a wait went past its deadline
 
@@ -157,6 +158,14 @@ class CheckpointError(ComposerError, RuntimeError):
 
 class NonFiniteError(ComposerError, ArithmeticError):
     """NaN or infinity where training needs finite numbers."""
+
+
+class NonFiniteStepError(NonFiniteError):
+    """A step whose loss or gradient is not finite; nothing was changed. `samples` are those to blame, of all ranks."""
+
+    def __init__(self, message: str, samples: list[str]):
+        super().__init__(message)
+        self.samples = samples
 
 
 class RoleFailedError(ComposerError, RuntimeError):

@@ -2,7 +2,7 @@
 
     for each micro-batch:  L_k = share of the step's loss (global denominators);  backward accumulates sum_k dL_k
     last micro-batch:      FSDP sums the gradients over ranks
-    then, once:            sums and gradient norm to the host; all finite -> clip, update; else -> NonFiniteError
+    then, once:            sums and gradient norm to the host; all finite -> clip, update; else -> NonFiniteStepError
 
 The host reads no number between micro-batches, so an accelerator never waits for it. The update comes after the read,
 so a step that fails leaves the parameters untouched.
@@ -27,7 +27,7 @@ from composer_prime.channels.tokens import PolicyTokens, sum_by
 from composer_prime.channels.total import ChannelInputs, LossParts, channel_metrics, total_loss
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.config.trainer import ScheduleConfig
-from composer_prime.errors import NonFiniteError
+from composer_prime.errors import NonFiniteStepError
 from composer_prime.wire.types import StepTotals
 from trainer.data.rows import PackedRow, PairsRow
 from trainer.head.fused import TokenStatistics
@@ -60,8 +60,8 @@ def train_step(
 ) -> dict[str, float]:
     """Take step `step` with the learning rate at `ratio` of its peak. Return metrics of the whole step, all ranks.
 
-    Every rank must bring the same number of rows; `auxiliary` has one entry a row. Raises NonFiniteError, on all ranks,
-    before anything is changed.
+    Every rank must bring the same number of rows; `auxiliary` has one entry a row. Raises NonFiniteStepError, on all
+    ranks alike, before anything is changed.
     """
     started = time.monotonic()
     losses: list[Tensor] = []
@@ -82,7 +82,7 @@ def train_step(
     values = dict(zip(sums, summed, strict=True))
     if not (math.isfinite(grad_norm) and math.isfinite(values["loss/total"])):
         optimizer.zero_grad()
-        raise NonFiniteError(_blame(step, rows, losses, not_finite, grad_norm))
+        raise _blame(step, rows, losses, not_finite, grad_norm)
     computed = time.monotonic()
     lr = optimizer.step(ratio, norm)
     return (
@@ -168,24 +168,33 @@ def _pair_tokens(pairs: PairsRow, statistics: TokenStatistics, reference_S: Tens
 
 def _blame(
     step: int, rows: Sequence[PackedRow], losses: list[Tensor], not_finite: list[Tensor], grad_norm: float
-) -> str:
-    """Name the micro-batches that are not finite. A collective; every rank gets the same text.
+) -> NonFiniteStepError:
+    """Name the micro-batches that are not finite. A collective; every rank gets the same error.
 
-    Each is named by the samples and pairs whose logits are not finite, or by all its samples where every logit is.
+    Blames the samples and pairs whose logits are not finite, all samples of a micro-batch whose logits all are, and all
+    samples of the step where every loss is.
     """
-    found = []
+    texts, blamed = [], []
     for index, loss in enumerate(torch.stack(losses).tolist()):
         if not math.isfinite(loss):
             bad = not_finite[index].tolist()
             names = dict.fromkeys(name for name, count in zip(rows[index].names, bad, strict=True) if count)
-            culprits = f"logits of {', '.join(names)}" if names else f"samples {', '.join(rows[index].sample_ids)}"
-            found.append(f"micro-batch {index} of rank {dist.get_rank()} ({culprits})")
-    texts = [text for text in gather_texts("; ".join(found)) if text]
-    culprits = "loss of " + "; ".join(texts) if texts else "gradient, although every micro-batch's loss is finite"
-    return (
-        f"step {step}: NaN or infinity in the {culprits} (gradient norm {grad_norm}). The parameters are unchanged; "
-        "lower trainer.optim.lr or look at these samples, then continue with --resume"
+            what = f"logits of {', '.join(names)}" if names else f"samples {', '.join(rows[index].sample_ids)}"
+            texts.append(f"micro-batch {index} of rank {dist.get_rank()} ({what})")
+            blamed += names or rows[index].sample_ids
+    culprits = "loss of " + "; ".join(text for text in gather_texts("; ".join(texts)) if text)
+    samples = _gather_lines(blamed)
+    if not samples:
+        culprits = "gradient, although every micro-batch's loss is finite"
+        samples = _gather_lines([sample_id for row in rows for sample_id in row.sample_ids])
+    return NonFiniteStepError(
+        f"step {step}: NaN or infinity in the {culprits} (gradient norm {grad_norm}). The parameters are unchanged",
+        samples,
     )
+
+
+def _gather_lines(lines: Sequence[str]) -> list[str]:
+    return [line for text in gather_texts("\n".join(lines)) for line in text.splitlines()]
 
 
 def rate(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
@@ -227,6 +236,12 @@ class Optimizer:
             part.step()
         self.zero_grad()
         return self.parts[0].param_groups[0]["lr"]
+
+    def skip(self) -> None:
+        """Change nothing, but run the hooks of a step: other clusters count this one's steps."""
+        self.zero_grad()
+        for part in self.parts:
+            part.step()
 
     def zero_grad(self) -> None:
         for part in self.parts:

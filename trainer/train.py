@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import resource
 import sys
 import time
@@ -22,7 +23,14 @@ import torch
 
 from composer_prime.config import Config, load
 from composer_prime.config.channels import weight_sets
-from composer_prime.errors import CheckpointError, ComposerError, ConfigError, RoleFailedError
+from composer_prime.errors import (
+    CheckpointError,
+    ComposerError,
+    ConfigError,
+    NonFiniteError,
+    NonFiniteStepError,
+    RoleFailedError,
+)
 from composer_prime.model_source import resolve_model
 from composer_prime.monitor.metrics_file import MetricsFile
 from composer_prime.run.keys import RunKeys
@@ -44,6 +52,8 @@ from trainer.weights.publish import Publisher, export
 from trainer.world import LEAVE_S, StopSignal
 
 logger = logging.getLogger("trainer")
+NAMED = 8
+"""Samples that a message names; the ledger has all."""
 
 
 class Trainer:
@@ -71,7 +81,7 @@ class Trainer:
         reduce_each = trainer.reduce_each_micro_batch
         self.settings = LossSettings(
             channels=channels,
-            max_length=channels.policy.max_completion_length or config.model.max_context,
+            max_length=config.completion_length,
             reduce_each=self.world.device.type == "cuda" if reduce_each is None else reduce_each,
         )
         self.publisher = Publisher(config, run_dir, self.run_id, self.model_folder, self.world, self.outer)
@@ -87,6 +97,8 @@ class Trainer:
         self.metrics = MetricsFile(run_dir.metrics, "trainer")
         self._saved = 0
         """Step of the newest checkpoint; a run's start needs none."""
+        self._skipped = 0
+        """Steps in a row, up to the last, that were not finite."""
 
     def run(self) -> None:
         """Train every step that the orchestrator has a batch for, then write final/."""
@@ -162,6 +174,13 @@ class Trainer:
                 break
             last += 1
             self._train_one_step(client, reply, last, asked_at)
+            if self._skipped > self.config.trainer.max_skipped_steps:
+                self._checkpoint(client, last)
+                raise NonFiniteError(
+                    f"{self._skipped} steps in a row, up to {last}, were not finite (trainer.max_skipped_steps is "
+                    f"{self.config.trainer.max_skipped_steps}); the parameters are those before them. Lower "
+                    "trainer.optim.lr or look at their samples (above), then continue with --resume"
+                )
         return last
 
     def _train_one_step(self, client: StepClient, reply: StepReply, step: int, asked_at: float) -> None:
@@ -172,13 +191,21 @@ class Trainer:
         ratio = rate(step, config.trainer.schedule, config.run.max_steps)
         if self.outer:
             self.outer.count(tokens=reply.totals.tokens, samples=reply.totals.samples)
-        metrics = train_step(
-            self.policy, self.optimizer, rows, reply.totals, self.settings, step=step, ratio=ratio, auxiliary=auxiliary
-        ) | (self.outer.metrics if self.outer else {})
+        left_out: list[str] = []
+        try:
+            metrics = train_step(
+                self.policy, self.optimizer, rows, reply.totals, self.settings, step=step, ratio=ratio,
+                auxiliary=auxiliary,
+            )  # fmt: skip
+            self._skipped = 0
+        except NonFiniteStepError as error:  # on all ranks alike
+            left_out = error.samples
+            metrics = self._skip(error, reply, step)
+        metrics |= {"optim/skipped": float(self._skipped > 0)} | (self.outer.metrics if self.outer else {})
         self.teacher.follow()
         trained_at = time.monotonic()
         bytes_published = self.publisher.publish(self.policy, step)
-        self._report_step(client, step, rows)
+        self._report_step(client, step, rows, left_out)
         self.stop.patience_s = max(config.trainer.checkpoint.stop_timeout_s, LEAVE_S)
         published_at = time.monotonic()
         every = config.trainer.checkpoint.every_steps
@@ -214,12 +241,35 @@ class Trainer:
             for of_batch, teacher_in_row in zip(documents, in_row, strict=True)
         ]
 
-    def _report_step(self, client: StepClient, step: int, rows: list[PackedRow]) -> None:
-        """Write the samples of all ranks to the ledger and tell the orchestrator that the step was taken."""
+    def _skip(self, error: NonFiniteStepError, reply: StepReply, step: int) -> dict[str, float]:
+        """Leave the weights as they are, name the samples to blame, and return the step's metrics."""
+        self._skipped += 1
+        self.optimizer.skip()
+        tasks = {
+            sample_id: task
+            for batch in reply.micro_batches
+            for sample_id, task in zip(batch.sample_ids, batch.task_ids, strict=True)
+        }
+        named = "\n".join(_describe(name, tasks[name]) for name in error.samples if name in tasks)
+        descriptions = [line for text in worlds.gather_texts(named) for line in text.splitlines()]
+        descriptions += [name for name in error.samples if name.startswith("pair ")]
+        more = f" and {len(descriptions) - NAMED} more" if len(descriptions) > NAMED else ""
+        blamed = "; ".join(descriptions[:NAMED]) + more
+        text = f"{error}: the step is skipped ({self._skipped} in a row), and a resume leaves out {blamed}"
+        logger.warning(text)
+        if self.world.first:
+            self.metrics.log(step, {"problem": text})
+        return {"loss/total": math.nan, "tokens/trained": 0.0}
+
+    def _report_step(self, client: StepClient, step: int, rows: list[PackedRow], left_out: list[str]) -> None:
+        """Write the samples of all ranks to the ledger and tell the orchestrator that the step was taken.
+
+        A step that leaves out samples was skipped and trained none.
+        """
         texts = worlds.gather_texts("\n".join(sample_id for row in rows for sample_id in row.sample_ids))
         if self.world.first:
             sample_ids = [sample_id for text in texts for sample_id in text.splitlines()]
-            append_step(self.run_dir.ledger, step, sample_ids)
+            append_step(self.run_dir.ledger, step, [] if left_out else sample_ids, left_out)
             client.done(step, self.publisher.version, sample_ids)
 
     def _checkpoint(self, client: StepClient, step: int) -> bool:
@@ -255,6 +305,12 @@ class Trainer:
             export(self.policy, self.config, self.model_folder, self.run_dir.final, self.world, self.publisher.dtype)
         if last > start and last not in self.run_dir.complete_checkpoints():
             self.checkpoints.save(last, client)
+
+
+def _describe(sample_id: str, task: str) -> str:
+    """Name a sample by its parts: sample IDs are GROUP-SIBLING/BRANCH."""
+    rollout = sample_id.rpartition("/")[0]
+    return f"task {task}, group {rollout.rpartition('-')[0]}, rollout {rollout}"
 
 
 def peak_bytes(device: torch.device) -> int:

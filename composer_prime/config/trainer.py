@@ -95,6 +95,8 @@ class TrainerConfig(BaseConfig):
     """When to checkpoint."""
     weights: WeightStoreConfig = WeightStoreConfig()
     """How many published versions to keep."""
+    max_skipped_steps: int = Field(default=3, ge=0)
+    """How many steps in a row may be skipped because loss or gradient is NaN or infinite; one more ends the run."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of a collective between ranks."""
     orchestrator_timeout_s: float = Field(default=120.0, gt=0)

@@ -331,6 +331,7 @@ def _micro_batch(units: Sequence[Unit], run_id: str, step: int, rank: int, index
             advantages=b"".join(sample.advantages for sample in samples) + pack_floats(np.zeros(rest)),
             temperatures=temperatures,
             sample_ids=[sample.sample_id for sample in samples],
+            task_ids=[sample.task_id for sample in samples],
             turns=turns,
             pairs=pairs,
         )

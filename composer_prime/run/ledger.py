@@ -1,22 +1,26 @@
 """The exactly-once ledger: which samples each optimizer step trained.
 
     {"step": 3, "sample_ids": [...]}     appended by trainer rank 0 after each step
+    {"step": 4, "sample_ids": [], "left_out": [...]}    step 4 was not finite and trained nothing; the samples to blame
     {"rewind": 2}                        appended at a resume: lines of steps after 2 no longer count
 
-The effective ledger is what remains. It must hold each sample once, and the steps 1..n without a gap.
+The effective ledger is what remains. It must hold each sample once, and the steps 1..n without a gap. A resume never
+serves a sample again that any line leaves out.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from composer_prime.errors import CheckpointError
 from composer_prime.run.run_dir import append_line
 
 
-def append_step(path: Path, step: int, sample_ids: list[str]) -> None:
-    append_line(path, json.dumps({"step": step, "sample_ids": sample_ids}, separators=(",", ":")).encode(), sync=True)
+def append_step(path: Path, step: int, sample_ids: list[str], left_out: Sequence[str] = ()) -> None:
+    entry = {"step": step, "sample_ids": sample_ids} | ({"left_out": list(left_out)} if left_out else {})
+    append_line(path, json.dumps(entry, separators=(",", ":")).encode(), sync=True)
 
 
 def append_rewind(path: Path, step: int) -> None:
@@ -32,6 +36,15 @@ def _parse(line: str) -> dict | None:
     return entry if isinstance(entry, dict) and ("rewind" in entry or {"step", "sample_ids"} <= entry.keys()) else None
 
 
+def _entries(path: Path) -> list[dict]:
+    return list(filter(None, map(_parse, path.read_text().splitlines() if path.exists() else [])))
+
+
+def left_out(path: Path) -> set[str]:
+    """Return the samples and pairs that made a step not finite, of rewound steps too."""
+    return {name for entry in _entries(path) for name in entry.get("left_out", ())}
+
+
 def effective(path: Path) -> dict[int, list[str]]:
     """Return sample ids by step after all rewinds.
 
@@ -39,7 +52,7 @@ def effective(path: Path) -> dict[int, list[str]]:
     without a rewind between.
     """
     steps: dict[int, list[str]] = {}
-    for entry in filter(None, map(_parse, path.read_text().splitlines() if path.exists() else [])):
+    for entry in _entries(path):
         if "rewind" in entry:
             steps = {step: ids for step, ids in steps.items() if step <= entry["rewind"]}
         elif entry["step"] in steps:

@@ -206,6 +206,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     temperatures: list[float]
     """Sampling temperature of each document: a teacher document has its sample's, a side of a pair has 1."""
     sample_ids: list[str]
+    task_ids: list[str] = []
+    """The task of each sample, for messages."""
     turns: list[HintedTurnInRow] = []
     """SDPO: which tokens of the row learn from which."""
     pairs: list[PairInRow] = []

@@ -9,19 +9,21 @@ It is taken in one step of the event loop together with the journal's sequence n
     entries after it, in order         Started -> planned      Finished -> ready       Dropped -> gone
                                        Formed  -> its groups leave the buffer
 
-Every batch that was formed is served again unchanged. Groups in flight keep their number, task and seeds.
+Every batch that was formed is served again unchanged, but for samples and pairs that made a step not finite (the
+trainer's ledger names them). Groups in flight keep their number, task and seeds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from composer_prime.errors import CheckpointError
-from composer_prime.run.run_dir import RunDir, write_atomic
+from composer_prime.run.run_dir import RunDir, write_atomic, write_remedy
 from orchestrator.batching.batches import Batch, Versions
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Started
 from orchestrator.preferences import PairCursor
@@ -69,7 +71,7 @@ def save_state(run_dir: RunDir, state: OrchestratorState) -> None:
     try:
         write_atomic(path, msgspec.json.format(msgspec.json.encode(state), indent=1) + b"\n")
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}; free some space") from error
+        raise CheckpointError(f"{path} cannot be written: {error}; {write_remedy(error)}") from error
 
 
 def load_state(run_dir: RunDir, step: int, run_id: str) -> OrchestratorState:
@@ -107,9 +109,12 @@ class ResumedRun:
     """Where the replay-DPO pairs continue."""
 
 
-def resume(state: OrchestratorState, entries: list[Entry], sources: Sources) -> ResumedRun:
+def resume(
+    state: OrchestratorState, entries: list[Entry], sources: Sources, left_out: Set[str] = frozenset()
+) -> ResumedRun:
     """Replay the journal's `entries` on top of `state`; brings the curricula of `sources` up to date as well.
 
+    `left_out`: samples and pairs (`pair ID`) that no batch serves again.
     Raises CheckpointError when the journal lacks a group that the checkpoint or a formed batch names.
     """
     sources.load_state(state.curricula)
@@ -151,7 +156,7 @@ def resume(state: OrchestratorState, entries: list[Entry], sources: Sources) -> 
         in_flight=dict(sorted(in_flight.items())),
         ready={number: finished[number] for number in sorted(ready)},
         batches={
-            step: _batch(step, [finished[number] for number in numbers], formed.get(step))
+            step: _without(_batch(step, [finished[number] for number in numbers], formed.get(step)), left_out)
             for step, numbers in sorted(batches.items())
         },
         dropped=[groups[number] for number in dropped if number in groups],
@@ -174,6 +179,15 @@ def _batch(step: int, groups: list[FinishedGroup], entry: Formed | None) -> Batc
     if entry is None:
         return Batch(step=step, groups=groups, metrics={})
     return Batch(step=step, groups=groups, metrics=entry.metrics, preferences=entry.preferences)
+
+
+def _without(batch: Batch, left_out: Set[str]) -> Batch:
+    groups = [
+        msgspec.structs.replace(group, samples=[sample for sample in group.samples if sample.sample_id not in left_out])
+        for group in batch.groups
+    ]
+    pairs = [pair for pair in batch.preferences if f"pair {pair.pair_id}" not in left_out]
+    return replace(batch, groups=groups, preferences=pairs)
 
 
 def _check_complete(

@@ -11,6 +11,7 @@ from orch_groups import ended, plan, ready
 from composer_prime.config.orchestrator import CurriculumConfig, OrchestratorConfig
 from composer_prime.errors import CheckpointError
 from composer_prime.run.run_dir import RunDir
+from composer_prime.wire.types import Preference, pack_ints
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Started
 from orchestrator.durability.resume import OrchestratorState, load_state, resume, save_state, state_path
 from orchestrator.rollouts.groups import GroupOutcome
@@ -105,6 +106,21 @@ def test_the_curriculum_goes_on_as_if_nothing_had_happened(name):
     found = resume(saved, entries, again)
     assert sorted(found.in_flight) == list(range(6, 12))
     assert [again.plan(12 + at) for at in range(20)] == [live.plan(12 + at) for at in range(20)]
+
+
+def test_samples_that_made_a_step_not_finite_are_left_out():
+    """A formed batch comes back without the samples and pairs that the ledger names; everything else is unchanged."""
+    first, second = ready(0).samples[0].sample_id, ready(1).samples
+    pairs = [
+        Preference(pair_id=name, chosen_ids=pack_ints([1, 2]), rejected_ids=pack_ints([1, 3]), context=1, epsilon=0.1)
+        for name in "ab"
+    ]
+    formed = msgspec.structs.replace(FORMED_2, preferences=pairs)
+    found = resume(state(), [*before(), formed], sources(), {first, "pair a"})
+    batch = found.batches[2]
+    assert first not in {sample.sample_id for sample in batch.samples} and batch.preferences == pairs[1:]
+    assert batch.samples == [*ready(0).samples[1:], *second] and batch.metrics == FORMED_2.metrics
+    assert [group.rollouts for group in batch.groups] == [ready(0).rollouts, ready(1).rollouts]
 
 
 def test_a_missing_group_is_named():

@@ -9,7 +9,7 @@ import pytest
 
 from composer_prime.errors import CheckpointError
 from composer_prime.monitor.metrics_file import MetricsFile
-from composer_prime.run.ledger import append_rewind, append_step, check_ledger, effective
+from composer_prime.run.ledger import append_rewind, append_step, check_ledger, effective, left_out
 
 
 def test_rewind_drops_later_steps(tmp_path):
@@ -72,3 +72,15 @@ def test_metrics_lines_of_many_writers_never_mix(tmp_path):
 def test_a_disk_that_refuses_does_not_stop_the_run(tmp_path):
     # The path is a folder, so no line can be written: nothing is raised.
     MetricsFile(tmp_path, "trainer").log(1, {"loss/total": 1.0})
+
+
+def test_left_out_samples_stay_so_over_rewinds(tmp_path):
+    # Step 2 was not finite: it trained nothing, and its culprits stay known when a resume takes the step again.
+    path = tmp_path / "ledger.jsonl"
+    assert left_out(path) == set()
+    append_step(path, 1, ["a"])
+    append_step(path, 2, [], ["b", "pair p"])
+    assert effective(path) == {1: ["a"], 2: []} and check_ledger(path) == []
+    append_rewind(path, 1)
+    append_step(path, 2, ["c"])
+    assert effective(path) == {1: ["a"], 2: ["c"]} and left_out(path) == {"b", "pair p"}

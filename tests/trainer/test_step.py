@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -16,7 +17,7 @@ from composer_prime.channels.total import total_loss
 from composer_prime.config.channels import ChannelsConfig
 from composer_prime.config.policy import PolicyConfig
 from composer_prime.config.trainer import ScheduleConfig
-from composer_prime.errors import ConfigError, NonFiniteError
+from composer_prime.errors import ConfigError, NonFiniteStepError
 from composer_prime.packing.pack import pack, totals
 from composer_prime.wire.types import ints
 from trainer.model.build import build_policy
@@ -71,8 +72,9 @@ def test_a_step_that_is_not_finite_changes_nothing(model_folder, tmp_path, world
     rows = rows_of(samples, world.device, 64)
     before = whole(policy)
     rows[1].advantages_T[0] = math.nan
-    with pytest.raises(NonFiniteError, match=r"step 7: .*micro-batch 1 of rank 0 \(samples s1-.*parameters are unch"):
+    with pytest.raises(NonFiniteStepError, match=r"step 7: .*micro-batch 1 of rank 0 \(samples .*are unch") as caught:
         train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
+    assert caught.value.samples == rows[1].sample_ids
     after = whole(policy)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(p.grad is None for p in policy.parameters())
@@ -94,10 +96,37 @@ def test_logits_that_are_not_finite_are_blamed_on_their_sample(model_folder, tmp
     embedding.register_forward_hook(lambda _, args, out: out.masked_fill((args[0] == token)[..., None], math.nan))
     before = whole(policy)
     rows = rows_of(samples, world.device, 4096)
-    with pytest.raises(NonFiniteError) as caught:
+    with pytest.raises(NonFiniteStepError) as caught:
         train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
-    assert f"micro-batch 0 of rank 0 (logits of {home})" in str(caught.value)
+    assert f"micro-batch 0 of rank 0 (logits of {home})" in str(caught.value) and caught.value.samples == [home]
     assert all(torch.equal(before[name], value) for name, value in whole(policy).items())
+
+
+def test_a_gradient_that_is_not_finite_is_blamed_on_all_samples(model_folder, tmp_path, world):
+    # Every loss is finite and the gradient's norm overflows: no micro-batch is to blame, so all samples are.
+    samples = make_samples(1, 6)
+    policy, optimizer = setup(model_folder, tmp_path, world)
+    rows = rows_of(samples, world.device, 64)
+    rows[0].advantages_T.fill_(3e35)
+    with pytest.raises(NonFiniteStepError, match="gradient, although every micro-batch's loss is finite") as caught:
+        train_step(policy, optimizer, rows, totals(samples), SETTINGS, step=7, ratio=1.0)
+    assert sorted(caught.value.samples) == sorted(sample.sample_id for sample in samples)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_skipped_step_runs_the_hooks_and_changes_nothing(model_folder, tmp_path, world, kind):
+    # The outer loop of a joint run counts steps by a hook of the last part. Gradients are dropped, moments stay.
+    samples = make_samples(1, 6)
+    policy, optimizer = setup(model_folder, tmp_path, world, optim={"type": kind})
+    train_step(policy, optimizer, rows_of(samples, world.device), totals(samples), SETTINGS, step=1, ratio=1.0)
+    counted = []
+    optimizer.parts[-1].register_step_post_hook(lambda *_: counted.append(1))
+    loss_of(policy, rows_of(samples, world.device)[0], totals(samples), SETTINGS)[0].total.backward()
+    before, moments = whole(policy), copy.deepcopy([part.state_dict()["state"] for part in optimizer.parts])
+    optimizer.skip()
+    assert counted == [1] and all(p.grad is None for p in policy.parameters())
+    assert all(torch.equal(before[name], value) for name, value in whole(policy).items())
+    assert str(moments) == str([part.state_dict()["state"] for part in optimizer.parts])
 
 
 def test_models_with_dropout_are_trained_without_it(tmp_path, caplog):
