@@ -35,6 +35,9 @@ def masked(text: str) -> tuple[str, Counter[str]]:
         "att = (q@k.transpose(-2, -1)); y = x@self.weight + a@b.to(device) + x@w.mt[0] + x@w.data.shape",
         "systemctl restart openvpn@server.service getty@tty1.service",
         "npm i foo@1.2.3-beta.rc vue@3.4.0-alpha.dev; uses: actions/checkout@main.yml",
+        "import x from '../../home/list/x'; require('../../Users/list/x'); @import \"../../home/list/x\";",
+        "see ../../home/components/x ../../Users/List.tsx a/../../home/list/x ../home/list/x",
+        "-rw-r--r-- 1 root root 12 Jan 1 x\ndrwxr-xr-x 2 1000 1000 4096 Jan 1 x\nchmod rwxr-xr-x 1 jdoe 12",
         "git@github.com:org/repo.git, ssh root@db.example.com, scp x ubuntu@build.example.com:",
     ],
 )
@@ -84,12 +87,29 @@ def test_addresses_are_masked(text: str, expected: str) -> None:
         "/chroot/home/NAME /mnt/disk/home/NAME/x /Volumes/X/Users/NAME /media/a/usb/home/NAME /proc/1/root/home/NAME/x",
         "/var/lib/docker/overlay2/0a1b2c3d4e5f60718293a4b5c6d7e8f90a1b2c3d4e5f60718293a4b5c6d7e8f9/merged/home/NAME/x",
         "--- a/home/NAME/x\n+++ b/home/NAME/x\ndiff --git a/home/NAME/x.py b/home/NAME/x.py",
+        "cd ../../Users/NAME/x && ls ../../../home/NAME/src '../../../../Users/NAME/y' -I../../home/NAME/x",
         "sftp://h/home/NAME ssh://u@h/home/NAME/x git+ssh://h/home/NAME/x vscode://file/home/NAME/x",
     ],
 )
 @pytest.mark.parametrize("name", ["jdoe", "j_doe2", "jürgen", "user2"])
 def test_owners_are_masked(text: str, name: str) -> None:
     assert masked(text.replace("NAME", name))[0] == text.replace("NAME", "user")
+
+
+# A long listing names the owner of each file, on Linux and macOS, also in escaped text. Other columns stay.
+@pytest.mark.parametrize(
+    "text",
+    [
+        "total 8\ndrwxr-xr-x  2 NAME NAME 4096 Jan  1 12:00 .\n-rw-r--r--  1 NAME docker   12 Jan  1 12:00 a NAME",
+        "-rw-r--r--@  1 NAME  staff   384 Jan  1 12:00 a.py\nlrwxrwxrwt. 1 NAME staff 4 Jan 1 12:00 b -> a",
+        "total 8\\ndrwxr-xr-x 2 NAME NAME 4096 Jan 1 .\\n-rwsr-x--- 1 NAME NAME 4096 Jan 1 x",
+    ],
+)
+def test_owners_of_files_are_masked(text: str) -> None:
+    written = text.replace("NAME", "jdoe")
+    expected = text.replace(" a NAME", " a jdoe").replace("NAME", "user")
+    found = masked(written)
+    assert found[0] == expected and found[1].total() == found[1]["file-owner"] > 1
 
 
 # Names with dots and dashes go whole, as long as they are no files.

@@ -55,7 +55,7 @@ class Masker:
         self._enabled = enabled
 
     def text(self, text: str) -> str:
-        """Replace every secret in `text` by `<masked:kind>`, and the owner of a home folder by `user`."""
+        """Replace every secret in `text` by `<masked:kind>`, and the owner of a home folder or file by `user`."""
         if not self._enabled or len(text) < 6:
             return text
         for number in _rules_of(text):
@@ -72,6 +72,8 @@ class Masker:
             text = self._mask(text, personal.addresses(text), kind="email")
         if "home" in text or "Users" in text:
             text = self._mask(text, personal.owners(text), kind="home-folder")
+        if "r--" in text or "rwx" in text or "rw-" in text:
+            text = self._mask(text, personal.file_owners(text), kind="file-owner")
         return text
 
     def value(self, value: Any, name: str = "") -> Any:
@@ -120,7 +122,7 @@ class Masker:
         parts, done = [], 0
         for start, end in sorted(spans):
             if start >= done and is_secret(text[start:end]):
-                parts += [text[done:start], "user" if kind == "home-folder" else f"<masked:{kind}>"]
+                parts += [text[done:start], "user" if kind in ("home-folder", "file-owner") else f"<masked:{kind}>"]
                 done = end
                 self.counts[kind] += 1
         return "".join([*parts, text[done:]]) if parts else text

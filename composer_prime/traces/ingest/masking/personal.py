@@ -5,10 +5,14 @@ An address ends in an existing domain (Public Suffix List) or in one reserved fo
 may follow, as in `a@example.com.json`. The login of a service, as in `git@github.com`, is none. The login of a person
 counts, because it may be an address.
 
-A home folder starts an absolute path. `src/home/x`, `~/Users/x`, `https://host/home/x` and the file `/home/index.html`
-hold none. `/home/dashboard` may be a folder or a route of a web site. It counts as a route when the code around it says
-so (an HTTP method, href, redirect, fetch), else as a folder: a wrongly masked route costs one word. In the header of a
-diff, `--- a/home/jdoe/x`, and below mounts it may be a folder of a project: folders with usual names stay.
+A home folder starts an absolute path, or a relative one that climbs at least two folders: `../../Users/jdoe/x`. A
+module that code imports from there is none. `src/home/x`, `../home/x`, `~/Users/x`, `https://host/home/x` and the file
+`/home/index.html` hold none. `/home/dashboard` may be a folder or a route of a web site. It counts as a route when the
+code around it says so (an HTTP method, href, redirect, fetch), else as a folder: a wrongly masked route costs one word.
+In the header of a diff, `--- a/home/jdoe/x`, and below mounts it may be a folder of a project: folders with usual names
+stay.
+
+The long listing of `ls` names the owner of each file. Owners of a system's own stay.
 """
 
 from __future__ import annotations
@@ -58,6 +62,19 @@ _RARE_BEGINS = re.compile(
     r"|/[\w./-]{0,64}/overlay2/[\w-]{1,80}/(?:merged|diff)))\\{0,2}\Z"
 )
 """Tried when _PATH_BEGINS does not match. A project may have a folder `home` in such a place too."""
+_CLIMBS = re.compile(r"(?:(?<![\w.~@#%*})\]/-])|(?:^|[\s\"'=,\[])-[A-Za-z])(?:\.\./)*\.\./\.\.\Z")
+"""What may precede `/Users/` in a relative path."""
+_IMPORTED = re.compile(r"(?:\bfrom|\bimport|\brequire\(|\bimport\(|@import)\s?[\"'`]\Z")
+_LISTED = re.compile(
+    r"(?:^|(?<=\n)|(?<=\\n))[-dlbcps](?:[r-][w-][xsS-]){2}[r-][w-][xtT-][.+@]?[ \t]{1,8}\d{1,9}[ \t]{1,16}"
+    r"(?P<owner>[^\s\d]\S{0,63})[ \t]{1,64}(?P<group>\S{1,64})[ \t]{1,64}\d"
+)
+"""A line of `ls -l`."""
+_SYSTEM_OWNERS = _SERVICES | {
+    "_www", "admin", "app", "bin", "circleci", "codespace", "daemon", "docker", "jenkins", "jovyan", "linuxbrew",
+    "mysql", "nginx", "node", "nobody", "postgres", "runner", "staff", "sys", "systemd-network", "user", "vagrant",
+    "vscode", "wheel", "www-data",
+}  # fmt: skip
 _FOLDERS = {
     "api", "app", "assets", "components", "css", "dashboard", "docs", "fixtures", "forms", "hooks", "images", "js",
     "lib", "locale", "management", "migrations", "models", "pages", "partials", "services", "src", "static", "styles",
@@ -125,12 +142,25 @@ def owners(text: str) -> Iterator[tuple[int, int]]:
             yield name.span()
 
 
+def file_owners(text: str) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of each name of a person in the long listings of `ls`: the owner, and a group of that name."""
+    for line in _LISTED.finditer(text):
+        if line["owner"] not in _SYSTEM_OWNERS:
+            yield line.span("owner")
+            if line["group"] == line["owner"]:
+                yield line.span("group")
+
+
 def _is_owner(text: str, root: re.Match[str], name: re.Match[str]) -> bool:
     """Check whether the text before `root` makes it the start of a home folder's path."""
     form, begin = root[0][0], root.start()
     before = text[max(begin - _BEFORE_CHARS, 0) : begin]
     if _BEGINS[form].search(before):
         return form != "/" or not (_is_file(text, name) or _ROUTE.search(before))
+    climb = _CLIMBS.search(before) if form == "/" else None
+    if climb:
+        outside = _IMPORTED.search(before, 0, climb.start()) is None
+        return outside and name[0] not in _FOLDERS and not _is_file(text, name)
     rare = _RARE_BEGINS.search(text, max(begin - _RARE_CHARS, 0), begin) if form == "/" else None
     if not rare or name[0] in _FOLDERS or _is_file(text, name):
         return False
