@@ -10,6 +10,10 @@ from pydantic_config import BaseConfig
 
 from composer_prime.config.hints import HintsConfig
 
+TOOL_LOOP = "orchestrator.environments.tool_loop"
+TOOL_LOOP_TURNS = 6
+"""The harness that plays a source by default, and its `max_turns`."""
+
 
 class PreferencesConfig(BaseConfig):
     """Preference pairs that are mixed into the steps, for replay-DPO."""
@@ -108,12 +112,19 @@ class SourceConfig(BaseConfig):
     """verifiers task set: `id` is an importable module, the rest its own settings."""
     eval_taskset: dict[str, Any] = {}
     """Settings that differ for evaluation (held-out tasks); empty means this source is not evaluated."""
-    harness: dict[str, Any] = {"id": "orchestrator.environments.tool_loop"}
+    harness: dict[str, Any] = {"id": TOOL_LOOP}
     """verifiers harness: `id` is an importable module, the rest its own settings."""
     workers: int = Field(default=1, ge=1)
     """Worker processes that run this source's episodes."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Wall-clock limit of one rollout."""
+
+    @property
+    def max_turns(self) -> int | None:
+        """Assistant turns of one rollout at most; None where the harness states no limit."""
+        default = TOOL_LOOP_TURNS if self.harness.get("id") == TOOL_LOOP else None
+        turns = self.harness.get("max_turns", default)
+        return turns if isinstance(turns, int) else None
 
 
 class EvalConfig(BaseConfig):

@@ -50,7 +50,8 @@ class PolicyConfig(BaseConfig):
     """* constant: B x max_completion_length; sequence: own length, then B (grpo, gspo); tokens (dapo, cispo);
     micro_batch: its tokens, then the number of micro-batches (bnpo)."""
     max_completion_length: int | None = Field(default=None, ge=1)
-    """denominator = constant: the length divisor in tokens; None takes model.max_context."""
+    """denominator = constant: the length divisor in tokens. None takes what a rollout may sample over its turns:
+    orchestrator.sampling.max_tokens times the harness's max_turns, at most model.max_context."""
     ratio_level: Literal["token", "sequence"] = "token"
     """* A ratio for each token, or the geometric mean of a sequence's ratios for all of its tokens (gspo)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)

@@ -104,6 +104,18 @@ class Config(BaseConfig):
         folder = self.run.output_dir / self.run.name
         return folder if self.diloco is None else folder / self.diloco.peer_id
 
+    @property
+    def completion_length(self) -> int:
+        """The length divisor of the policy loss: the most tokens that a sequence can have sampled, over its turns.
+
+        A harness that states no `max_turns` (tool_loop has a default) may take turns until the context is full.
+        """
+        if self.channels.policy.max_completion_length is not None:
+            return self.channels.policy.max_completion_length
+        turns = [source.max_turns for source in self.orchestrator.source]
+        sampled = max(self.orchestrator.sampling.max_tokens * (count or self.model.max_context) for count in turns)
+        return min(sampled, self.model.max_context)
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
         if sentences := [sentence for rule in _RULES for sentence in rule(self)]:

@@ -10,6 +10,7 @@ import pytest
 
 from composer_prime.config.layers import merge_layers, read_table_file, read_with_bases
 from composer_prime.config.load import resolve
+from composer_prime.config.orchestrator import TOOL_LOOP
 from composer_prime.config.root import Config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -91,9 +92,54 @@ def test_the_last_rung_is_a2_and_a3(ladder):
 
 
 @pytest.mark.parametrize("ladder", LADDERS)
+def test_every_ladder_measures_itself(ladder):
+    # a0 scores the start model on the held-out tasks of a1, which evaluates while it trains. Replay-DPO has the weight
+    # that was measured as harmless; 0.1 was not (docs/reference/results.md).
+    a0, a1 = resolved(ladder, "a0"), resolved(ladder, "a1")
+    assert (a0.run.max_steps, a0.model, a0.orchestrator.source) == (0, a1.model, a1.orchestrator.source)
+    assert a1.orchestrator.eval.every_steps > 0 and all(source.eval_taskset for source in a1.orchestrator.source)
+    assert all(source.taskset["id"] for source in a1.orchestrator.source)
+    assert [resolved(ladder, rung).channels.replay_dpo.weight for rung in ("a3", "a4")] == [0.02, 0.02]
+
+
+@pytest.mark.parametrize("ladder", LADDERS)
 @pytest.mark.parametrize("rung", ["a1", "a2", "a3", "a4"])
 def test_another_objective_brings_its_own_correction(ladder, rung):
     # No rung sets what follows from dr_grpo: gspo with dppo's mask would have no clip.
     assert resolved(ladder, rung).channels.policy.correction == "dppo"
     chosen = resolved(ladder, rung, "--channels.policy.objective", "gspo").channels.policy
     assert (chosen.objective, chosen.correction) == ("gspo", "none")
+
+
+@pytest.mark.parametrize(
+    ("ladder", "rung", "tokens"),
+    [("", "a1", 384), ("", "a2", 384), ("smollm2", "a1", 24), ("qwen3-8b", "a1", 4096), ("qwen3-8b", "a4", 4096)],
+)
+def test_the_length_divisor_is_what_a_rollout_may_sample(ladder, rung, tokens):
+    # Not the context. A sequence trains the tokens of all its turns: six of 64 tokens in toolsmith, which is as much as
+    # its context of 384; one turn elsewhere.
+    config = resolved(ladder, rung)
+    assert config.completion_length == tokens
+    longer = resolved(ladder, rung, "--model.max_context", "20000", "--trainer.micro_batch_tokens", "40000")
+    assert longer.completion_length == tokens
+
+
+def test_the_length_divisor_follows_the_harness():
+    # Its max_turns, and the default of the harness that ships; the context where a harness states no limit.
+    def length(*words: str) -> int:
+        return resolved("", "a1", "--model.max_context", "2048", *words).completion_length
+
+    harness = "--orchestrator.source.0.harness."
+    assert length(f"{harness}id", TOOL_LOOP) == 6 * 64
+    assert length(f"{harness}id", TOOL_LOOP, f"{harness}max_turns", "3") == 3 * 64
+    assert length(f"{harness}id", TOOL_LOOP, f"{harness}max_turns", "99") == 2048
+    assert length(f"{harness}id", "another.agent") == 2048
+    assert length(f"{harness}id", "another.agent", "--channels.policy.max_completion_length", "512") == 512
+
+
+@pytest.mark.parametrize(("ladder", "largest_norm"), [("", 0.048), ("smollm2", 1.09)])
+@pytest.mark.parametrize("rung", ["a1", "a2", "a3", "a4"])
+def test_the_gradient_clip_of_a_shipped_file_can_act(ladder, largest_norm, rung):
+    # The largest norm that was measured: 0.048 in a4 (0.012 in a1, 60 steps), 1.09 in smollm2/a1 (4 steps). A clip that
+    # is twenty times as large, as 1.0 was for the tiny model, never acts.
+    assert resolved(ladder, rung).trainer.optim.max_grad_norm < 3 * largest_norm

@@ -65,6 +65,15 @@ async def serve_script(tokenizer: Any, script: list[str]) -> tuple[web.AppRunner
     return runner, site._server.sockets[0].getsockname()[1], prompts
 
 
+def test_the_divisor_of_the_loss_counts_the_turns_of_the_loop():
+    # The configuration cannot import verifiers, so it states the default number of turns once more.
+    from composer_prime.config.orchestrator import TOOL_LOOP, TOOL_LOOP_TURNS
+    from orchestrator.environments.tool_loop.harness import ToolLoopConfig
+
+    assert ToolLoopConfig.model_fields["max_turns"].default == TOOL_LOOP_TURNS
+    assert f"{TOOL_LOOP}." in ToolLoopConfig.__module__ + "."
+
+
 def roll_out(vf: Any, tokenizer: Any, script: Any, *, max_turns: int = 6, **taskset: Any) -> tuple[Any, Any, Any]:
     """Plays the first task; `script` makes the node's texts from its data. Returns trace, task data and prompts."""
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
