@@ -29,6 +29,7 @@ TINY = ("policy", "teacher_a", "teacher_b", "teacher_c")
 SMOLLM2_FORMAT = 1
 """Version of the converter's output. A cached folder of another version is converted again."""
 _ASSETS = Path(__file__).parent / "assets" / "tiny"
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -69,6 +70,13 @@ def smollm2_folder() -> Path:
 def check_model_folder(folder: Path, configured: str) -> None:
     """Raise ModelNotFoundError naming what `folder` lacks, or CorruptWeightsError for a weight file cut short."""
     if not folder.is_dir():
+        if _HUB_ID.fullmatch(configured) and not folder.parent.is_dir():
+            name = configured.rpartition("/")[2]
+            raise ModelNotFoundError(
+                f"model.path is {configured!r}, which looks like an id of the Hugging Face Hub. A run never downloads: "
+                f"fetch it once with `hf download {configured} --local-dir models/{name}`, then set "
+                f"model.path = 'models/{name}'"
+            )
         raise ModelNotFoundError(
             f"model.path is {configured!r}, but there is no folder {folder}: give a Hugging Face model folder, "
             f"'tiny', 'tiny/<{'|'.join(TINY)}>' or 'smollm2'"

@@ -10,10 +10,14 @@ Imports no torch: --help and --dry-run answer at once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import io
 import itertools
 import json
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +28,7 @@ from pydantic_config import ConfigFileError, cli
 from composer_prime.config.layers import Layer, flag_layer, merge_layers, read_layers
 from composer_prime.config.problems import describe_problems, spell_flag, split_wrong_flags
 from composer_prime.config.root import Config
-from composer_prime.console import fail, pluralize, program, what_is_wrong
+from composer_prime.console import columns, fail, pluralize, program, what_is_wrong
 from composer_prime.errors import ConfigError
 
 
@@ -43,9 +47,10 @@ def parse_command_line(argv: list[str]) -> CommandLine:
     For main functions: prints what is wrong to stderr and exits with status 2, or prints the help and exits with
     status 0.
     """
-    if {"--help", "-h"} & set(argv):
-        _print_help()
     try:
+        if asked := {"--help", "-h"} & set(argv):
+            following = argv[argv.index(min(asked)) + 1 :]
+            _print_help(following[0] if following and following[0][0] not in "-@" else "")
         return resolve(argv)
     except ConfigError as error:
         fail(error)
@@ -60,7 +65,9 @@ def resolve(argv: list[str]) -> CommandLine:
     _refuse_stray_files(flags)
     layers = [*files, flag_layer(flags)]
     if not any(layer.values for layer in layers):
-        raise ConfigError(f"no configuration given; start with `{program()} @ configs/a1.toml` (--help lists the keys)")
+        raise ConfigError(
+            f"no configuration given; start with `{program()} @ configs/a1.toml` (--help lists the sections)"
+        )
     sentences, flags = split_wrong_flags(flags)
     try:
         values = merge_layers(files)
@@ -108,8 +115,16 @@ class _Values(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
+_FILE_FLAGS = ("--config", "--config-file", "--config_file", "--cfg", "--conf", "--file", "-c", "-f")
+"""How other programs take a configuration file."""
+
+
 def _refuse_stray_files(words: list[str]) -> None:
     for before, word in zip(["", *words], words, strict=False):
+        name, equals, value = word.partition("=")
+        if name in _FILE_FLAGS:
+            file = value if equals else next(iter(words[words.index(word) + 1 :]), "FILE.toml")
+            raise ConfigError(f"there is no {name}: a configuration file stands after an @ sign: {program()} @ {file}")
         if word.endswith(".toml") and not before.startswith("--") and not word.startswith("--"):
             raise ConfigError(f"{word}: a configuration file stands after an @ sign: {program()} @ {word}")
 
@@ -172,12 +187,48 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _print_help() -> NoReturn:
-    """Print every key with its docstring."""
+def _print_help(topic: str) -> NoReturn:
+    """Print the sections, the keys of section `topic`, or every key for "all", from their docstrings.
+
+    Raises ConfigError for a topic that is no section.
+    """
+    sections = _help_by_section(max(100, columns() or 0) if topic else 200)
+    if topic and topic != "all" and not (chosen := [name for name in sections if _is_within(name, topic)]):
+        raise ConfigError(f"--help {topic}: there is no such section; there are {', '.join(sections)}")
+    print(f"usage: {program()} @ FILE.toml [@ FILE.toml ...] [--section.key VALUE ...] [--resume] [--dry-run]\n")
+    if topic:
+        print("\n".join(sections[name] for name in (sections if topic == "all" else chosen)))
+        raise SystemExit(0)
+    width = max(map(len, sections))
+    print(
+        f"{_DESCRIPTION}\n\nSections (--help SECTION lists the keys of one, as --help run; --help all lists every key):"
+    )
+    for name, text in sections.items():
+        title = text.partition("\n")[0].partition(": ")[2]
+        print(f"  {name:<{width}}  {title.split(' (')[0].rstrip(' ─╮')}")
+    raise SystemExit(0)
+
+
+def _is_within(section: str, topic: str) -> bool:
+    """Whether `section`, as --help names it, is `topic` or below it."""
+    plain = topic.removeprefix("--").replace("_", "-")
+    return section == plain or section.startswith((f"{plain}.", f"{plain}["))
+
+
+def _help_by_section(width: int) -> dict[str, str]:
+    """Return the help of each section, drawn by pydantic_config as a box, by the section's name."""
     # pydantic_config reads the source of base classes once for each section, which takes most of a second.
     inspect.getsource = functools.cache(inspect.getsource)
-    cli(Config, args=["--help"], prog=program(), description=_DESCRIPTION)  # pyright: ignore[reportCallIssue]
-    raise SystemExit(0)
+    printed, width_before = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(width)
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            cli(Config, args=["--help"], prog=program())  # pyright: ignore[reportCallIssue]
+    finally:
+        os.environ.pop("COLUMNS")
+        os.environ.update({} if width_before is None else {"COLUMNS": width_before})
+    boxes = re.findall(r"^(╭─ (\S+): .*?^╰[^\n]*\n)", printed.getvalue(), re.MULTILINE | re.DOTALL)
+    return {name: box for box, name in boxes}
 
 
 _DESCRIPTION = """\

