@@ -305,7 +305,7 @@ class EntropyCodec(Codec):
             # Check the announced size first, so that a small frame cannot take all memory.
             if (announced := zstandard.frame_content_size(raw[1:])) != plain_size:
                 raise ValueError(f"{self.spec}: a frame of {announced} bytes, but {n} values take {plain_size}")
-            plain = zstandard.ZstdDecompressor().decompress(raw[1:])
+            plain = zstandard.ZstdDecompressor().decompress(raw[1:], allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise ValueError(f"{self.spec}: {error}") from None
         return self.inner.decode(torch.frombuffer(bytearray(plain), dtype=torch.uint8), n)

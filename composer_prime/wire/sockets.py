@@ -64,11 +64,13 @@ def bind_router(
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_unread: int = 0,
+    max_unsent: int = 0,
 ) -> SecureServer:
     """Bind a CURVE ROUTER at `address` (port 0 takes a free one) for peers holding one of the public keys `clients`.
 
     A peer that sends a message above `max_message_bytes` is disconnected. Of each connection at most `max_unread`
-    messages are held (0: any number); then the peer's own queue grows, not this process.
+    messages are held (0: any number); then the peer's own queue grows, not this process. To
+    each connection at most `max_unsent` messages wait (0: any number); then sending waits, or raises zmq.Again.
 
     Raises PortInUseError when another process holds the address, ConfigError when this machine has no such address.
     """
@@ -83,7 +85,7 @@ def bind_router(
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.SNDHWM, max_unsent)
     socket.setsockopt(zmq.RCVHWM, max_unread)
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     socket.setsockopt(zmq.IPV6, is_ipv6)

@@ -19,9 +19,9 @@ from composer_prime.errors import ChecksumError, RunMismatchError, WireError
 from diloco.rendezvous.peers import Base, Peer
 from diloco.rendezvous.rounds import Blob, Rounds
 from diloco.transport import messages
+from diloco.transport.connection import PIECE_BYTES
 
 logger = logging.getLogger(__name__)
-_MAX_PIECE_BYTES = 1 << 22
 
 
 @dataclass(slots=True)
@@ -242,7 +242,7 @@ class Bodies:
         blob = self.find(get.name)
         if blob is None or not blob.complete:
             return messages.Gone(reason=f"{get.name} is not kept any more")
-        length = max(0, min(get.length, _MAX_PIECE_BYTES))
+        length = max(0, min(get.length, PIECE_BYTES))
         return messages.Piece(name=get.name, offset=get.offset, data=bytes(blob.data[get.offset : get.offset + length]))
 
     def find(self, name: str) -> Blob | None:

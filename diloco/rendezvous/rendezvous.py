@@ -34,6 +34,7 @@ from composer_prime.errors import ComposerError, ConfigError, DeadlineError
 from composer_prime.wire.sockets import SecureServer, bind_router
 from diloco.rendezvous.peers import Base
 from diloco.rendezvous.request_handler import RendezvousSettings, RequestHandler
+from diloco.transport.connection import WINDOW
 from diloco.transport.keys import JointKey
 from diloco.transport.messages import AskState, FromPeer, RequestRefused, RoundNotReady, ToPeer, encode, from_peer
 
@@ -44,6 +45,8 @@ _QUORUM_TIMEOUT_S = 10.0
 HEARTBEAT_TIMEOUT_S = 1.0
 _LIGHTHOUSE_TICK_MS = 10
 _ATTEMPT_S = 2 * HEARTBEAT_TIMEOUT_S
+_MAX_UNSENT = 2 * WINDOW
+"""Answers under way to one connection: the pieces that a rank requests at once, and what else it asks."""
 
 
 class Quorum(NamedTuple):
@@ -182,7 +185,9 @@ class Rendezvous:
         """Raises PortInUseError, or ConfigError when torchft is not installed."""
         self.settings = settings
         self.lighthouse = Lighthouse(settings.min_peers)
-        self._server: SecureServer = bind_router(settings.bind, key.server(), [key.client().own.public])
+        self._server: SecureServer = bind_router(
+            settings.bind, key.server(), [key.client().own.public], max_unsent=_MAX_UNSENT
+        )
         self.endpoint = self._server.endpoint
         self._clock = SuspendAwareClock(settings.beat_timeout_s / 5)
         self.handler = RequestHandler(settings, key.derive("headers"), self._clock, self._wake_waiting)
@@ -222,9 +227,10 @@ class Rendezvous:
 
     async def _respond(self, identity: bytes, number: bytes, raw: bytes) -> None:
         answer = await self._answer(raw)
-        # A peer that disconnected meanwhile has no route: its request is answered when it asks again.
+        # A peer that disconnected meanwhile has no route, and one that reads too little has no room: its request is
+        # answered when it asks again. Without DONTWAIT all others would wait for the one that does not read.
         with contextlib.suppress(zmq.ZMQError):
-            await self._server.socket.send_multipart([identity, number, encode(answer)])
+            await self._server.socket.send_multipart([identity, number, encode(answer)], flags=zmq.DONTWAIT)
 
     async def _answer(self, raw: bytes) -> ToPeer:
         try:

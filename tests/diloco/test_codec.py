@@ -65,6 +65,17 @@ def test_frames_of_another_size_are_refused(unfolded):
         codec_from_spec("int4/256").decode(data, 700)
 
 
+# Bytes after the frame are refused, for int8 as for 4 bits: they were accepted, so two bodies decoded to one delta.
+@pytest.mark.parametrize("spec", ["int8/256", "int4/256", "e3m0/256"])
+def test_bytes_after_the_frame_are_refused(spec):
+    codec = codec_from_spec(spec)
+    data = codec.encode(torch.zeros(700))
+    assert data[0] == 1 and not codec.decode(data, 700).any()
+    for extra in (data[:1], data[1:]):
+        with pytest.raises(ValueError, match=f"{spec}: .*unused data"):
+            codec.decode(torch.cat([data, extra]), 700)
+
+
 # fp32 is exact; bf16 rounds by at most 2^-8 of the value.
 @settings(deadline=None)
 @given(values=vectors)
