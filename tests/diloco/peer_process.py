@@ -28,13 +28,13 @@ class PeerProcess:
         rows = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
         return {row["outer_step"]: row["hash"] for row in rows}
 
-    def wait_until(self, outer_step: int, timeout_s: float = 30) -> None:
+    def wait_until(self, outer_step: int, timeout_s: float = 200) -> None:
         deadline = time.monotonic() + timeout_s
         while max(self.seen, default=-1) < outer_step:
             assert time.monotonic() < deadline, f"{self.lines.name} is at {max(self.seen, default=None)}"
             time.sleep(0.05)
 
-    def wait_stopped(self, timeout_s: float = 30) -> None:
+    def wait_stopped(self, timeout_s: float = 200) -> None:
         deadline = time.monotonic() + timeout_s
         while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             assert time.monotonic() < deadline, "the process did not stop"
