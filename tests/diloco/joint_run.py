@@ -165,7 +165,7 @@ def record(seen: Trajectory, engine: StreamingDiLoCo) -> None:
     seen.metrics[engine.outer_step] = dict(engine.metrics)
 
 
-def together(*calls: Callable[[], Any], timeout_s: float = 50) -> list[Any]:
+def together(*calls: Callable[[], Any], timeout_s: float = 200) -> list[Any]:
     """Run each in a thread of its own; their results in order."""
     with ThreadPoolExecutor(len(calls)) as threads:
         return [future.result(timeout_s) for future in [threads.submit(call) for call in calls]]
