@@ -57,7 +57,7 @@ def started(run_dir: RunDir) -> Iterator[subprocess.Popen]:
         process.communicate()
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+def until(condition: Callable[[], Any], timeout_s: float = 200.0) -> Any:
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline
@@ -184,7 +184,7 @@ def test_it_does_not_outlive_its_parent(prepared):
     family = until(lambda: parent.children(recursive=True) if len(parent.children(recursive=True)) > 1 else None)
     launcher.kill()
     launcher.wait()
-    assert not psutil.wait_procs(family, timeout=15)[1]
+    assert not psutil.wait_procs(family, timeout=100)[1]
 
 
 @pytest.mark.slow
