@@ -101,7 +101,7 @@ class PeerNode:
         self._tasks = []
         self._context.destroy(linger=0)
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 100.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"{self.node_id} waited {timeout_s} s in vain"
