@@ -93,7 +93,7 @@ class QuickRun:
                 return child.pid
         raise AssertionError(f"no {role} among {[child.cmdline() for child in self.members()]}")
 
-    def wait_until_gone(self, timeout_s: float = 30) -> None:
+    def wait_until_gone(self, timeout_s: float = 200) -> None:
         """Asserts that no process of the run outlives it."""
         deadline = time.monotonic() + timeout_s
         while members := self.members():
