@@ -56,7 +56,7 @@ async def _lied_to(lie: ToPeer, ask: Callable[[Exchange], Awaitable[Any]]) -> An
         round_deadline_s=1, outer_step=0, base_hash="", training=False,
     )  # fmt: skip
     try:
-        return await asyncio.wait_for(ask(Exchange(connection, KEY.derive("headers"), hello)), 20)
+        return await asyncio.wait_for(ask(Exchange(connection, KEY.derive("headers"), hello)), 100)
     finally:
         answering.cancel()
         await asyncio.wait({answering})
