@@ -72,7 +72,7 @@ async def test_a_slow_reader_costs_a_few_pieces_of_memory_not_the_model(open_gat
             queued = link()["chunk_bytes_sent"] // PIECE_BYTES
             assert queued <= 24  # 16, and what the kernel's buffers took meanwhile
             for _ in range(queued):
-                await asyncio.wait_for(slow.recv(), 20)
+                await asyncio.wait_for(slow.recv(), 100)
             await ask((count - 1) * PIECE_BYTES)
-            last = msgspec.msgpack.decode(await asyncio.wait_for(slow.recv(), 20), type=WeightChunk)
+            last = msgspec.msgpack.decode(await asyncio.wait_for(slow.recv(), 100), type=WeightChunk)
             assert (last.offset, last.last) == ((count - 1) * PIECE_BYTES, True)
