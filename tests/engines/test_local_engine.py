@@ -253,7 +253,7 @@ def test_close_does_not_wait_for_a_model_that_loads(folder):
         starting = asyncio.ensure_future(engine.start())
         await asyncio.to_thread(loads.wait, 60)
         starting.cancel()
-        await asyncio.wait_for(engine.close(), 5)
+        await asyncio.wait_for(engine.close(), 100)
         over.set()
         await asyncio.wait_for(engine._computer.ended, 60)
 
