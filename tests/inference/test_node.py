@@ -213,7 +213,7 @@ def test_a_node_without_gateway_gives_up(loop, serving, config):
         async with serving(config=config.model_copy(update=IMPATIENT)) as (gateway, _, ended):
             await gateway.until(lambda: gateway.statuses, "a heartbeat")
             gateway.silent = True
-            await asyncio.wait_for(ended, 20)
+            await asyncio.wait_for(ended, 100)
 
     with pytest.raises(DeadlineError, match=r"gateway at tcp://127.0.0.1"):
         loop.run(scenario())
@@ -225,7 +225,7 @@ def test_keys_of_another_run_do_not_get_in(loop, serving, config, tmp_path):
         impatient, foreign = config.model_copy(update=IMPATIENT), RunKeys.create(tmp_path / "foreign")
         async with serving(node_keys=foreign, config=impatient) as (gateway, _, ended):
             with pytest.raises(DeadlineError):
-                await asyncio.wait_for(ended, 20)
+                await asyncio.wait_for(ended, 100)
             return gateway.hellos
 
     assert loop.run(scenario()) == []
@@ -237,7 +237,7 @@ def test_a_rejected_node_ends(loop, serving):
         async with serving() as (gateway, _, ended):
             await gateway.until(lambda: gateway.node, "a node")
             gateway.send(Rejected(reason="give nodes own names"))
-            await asyncio.wait_for(ended, 20)
+            await asyncio.wait_for(ended, 100)
 
     with pytest.raises(RunMismatchError, match="own names"):
         loop.run(scenario())
@@ -255,7 +255,7 @@ def test_drain_finishes_and_says_goodbye(loop, serving, by):
             await asyncio.sleep(0.02)
             gateway.generate("late", PROMPT)
             answers = [await gateway.next() for _ in range(3)]
-            await asyncio.wait_for(ended, 20)
+            await asyncio.wait_for(ended, 100)
             return answers
 
     answers = loop.run(scenario())
