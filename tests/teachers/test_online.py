@@ -96,7 +96,7 @@ def test_a_cap_ends_the_replay_only(tmp_path: Path) -> None:
         async with serving(Endpoint(answers=overrule)) as endpoint:
             values = run_config(tmp_path, endpoint.url, online=True, budget=budget)
             online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
-            await asyncio.wait_for(online.run(), 20)
+            await asyncio.wait_for(online.run(), 100)
 
     asyncio.run(run())
     assert json.loads(run_dir.metrics.read_text().splitlines()[-1])["replay/stopped"] == 1
@@ -113,7 +113,7 @@ def test_pairs_that_cannot_be_written_end_the_replay_only(tmp_path: Path, caplog
         async with serving(Endpoint(answers=overrule)) as endpoint:
             values = run_config(tmp_path, endpoint.url, online=True)
             online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
-            await asyncio.wait_for(online.run(), 20)
+            await asyncio.wait_for(online.run(), 100)
             assert endpoint.asked == []
 
     asyncio.run(run())
@@ -142,7 +142,7 @@ def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptur
             first._config.teachers.timeout_s = 0.2
             first.stop()
             assert (first.waiting_for() or "").startswith("answers of teachers that may charge: 1 call in flight")
-            await asyncio.wait_for(first.end(), 20)
+            await asyncio.wait_for(first.end(), 100)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert endpoint.answered == []
@@ -167,7 +167,7 @@ def test_bad_lines_of_a_states_file_are_left_out(tmp_path: Path) -> None:
         async with serving(Endpoint(answers=overrule)) as endpoint:
             values = run_config(tmp_path, endpoint.url, online=True, states=states)
             online = OnlineReplay(values, run_dir, MetricsFile(run_dir.metrics, "test"), lambda: 1)
-            await asyncio.wait_for(online.run(), 20)
+            await asyncio.wait_for(online.run(), 100)
 
     asyncio.run(run(path))
     logged = json.loads(run_dir.metrics.read_text().splitlines()[-1])
@@ -223,10 +223,10 @@ def test_no_measurement_begins_at_the_end(tmp_path: Path) -> None:
             await until(lambda: endpoint.in_flight == 2 and not hold.is_set())
             first.stop()
             hold.set()
-            await asyncio.wait_for(task, 20)
+            await asyncio.wait_for(task, 100)
             assert len(list(read_pairs(run_dir.root / "pairs.jsonl"))) == 16
             assert not gate_file(run_dir.root / "pairs.jsonl").exists()
-            await asyncio.wait_for(online().run(), 20)
+            await asyncio.wait_for(online().run(), 100)
         assert gate_file(run_dir.root / "pairs.jsonl").exists()
 
     endpoint = Endpoint(answers=holding, hold=hold)
