@@ -98,6 +98,6 @@ def test_little_of_the_standard_library_is_masked(part: int) -> None:
         source = path.read_bytes()
         Masker(found).text(source.decode(errors="replace"))
         size_bytes += len(source)
-    assert size_bytes > 500_000 and set(found) <= {"email", "password", "home-folder"}
+    assert size_bytes > 500_000 and set(found) <= {"email", "password", "home-folder", "file-owner"}
     assert found["password"] + found["home-folder"] <= size_bytes / 500_000, found
     assert found["email"] <= size_bytes / 20_000, found

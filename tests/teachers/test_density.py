@@ -14,7 +14,7 @@ from loopback import Endpoint, call, configured, replayed, serving, state
 
 from composer_prime.config import Config
 from composer_prime.config.teachers import GateConfig
-from composer_prime.errors import ConfigError
+from composer_prime.errors import ConfigError, TeacherError
 from composer_prime.plan.preflight import check_start
 from composer_prime.stats import plot
 from composer_prime.traces.pairs import Pair, PairFile, PairState, check_binding, gate_file, read_gate
@@ -134,6 +134,35 @@ def test_margins_of_real_and_cross_step_pairs() -> None:
     found = asyncio.run(base_margins(Likes(), [pair(f"t{number}", number) for number in range(12)]))
     assert found.real == [1.0] * 12 and found.cross_step == [3.0] * 12
     assert sorted(found.traces) == sorted(f"t{number}" for number in range(12))
+
+
+# A base that cannot read every pair measures the others, and the report tells how many it left out.
+def test_margins_of_the_pairs_that_the_base_reads() -> None:
+    class Short(Likes):
+        async def logprob_per_token(self, messages, tools, answer) -> float:
+            if messages[0]["content"] in ("3", "4"):
+                raise TeacherError("the context is longer than the base's")
+            return await super().logprob_per_token(messages, tools, answer)
+
+    pairs = [pair(f"t{number}", number) for number in range(14)]
+    found = asyncio.run(base_margins(Short(), pairs))
+    assert (len(found.real), found.unread) == (12, 2)
+    density = measure([record(f"t{number}", number, "xx") for number in range(14)], pairs, found)
+    assert any("(2 that the base cannot read left out)" in line for line in report_lines(density))
+
+
+# Where the base can measure too few pairs, all else is reported, with the reason.
+@pytest.mark.process
+def test_a_report_with_a_base_that_measures_too_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    made = [pair(f"t{number}", number) for number in range(3)]
+    kept = [record(each.trace, number, "xx") for number, each in enumerate(made)]
+    ReplayRecords(pairs, votes_beside(pairs)).add(kept[0], made)
+    assert main([str(pairs), "--base", "tiny"]) == 1
+    shown = capsys.readouterr().out
+    assert "pairs       3" in shown and "the base scored 3 of 3 pairs: at least ten" in shown
+    gate = read_gate(pairs)
+    assert gate is not None and not gate.passed
 
 
 WRONG_NUMBERS = [("--min-pairs", value) for value in ("0", "nan", "-1", "inf", "many")] + [("--timeout-s", "0")]

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from composer_prime.console import INTERRUPTED, fail, pluralize, until_the_reader_leaves
-from composer_prime.errors import ComposerError, ConfigError, TeacherError
+from composer_prime.errors import ComposerError, ConfigError, DeadlineError, RoleFailedError, TeacherError
 from composer_prime.model_source import resolve_model
 from composer_prime.stats import plot
 from composer_prime.stats.intervals import bootstrap_interval, percentile
@@ -219,6 +219,8 @@ class Margins:
     cross_step: list[float]
     """With another state's rejected answer."""
     traces: list[str]
+    unread: int = 0
+    """Pairs that were drawn and that the base could not read."""
 
     @property
     def p_flipped(self) -> float:
@@ -266,7 +268,7 @@ async def base_margins(scorer: Scorer, pairs: Sequence[Pair], *, most: int = 400
             "more states, or, where it scored fewer than there are, give a base with a longer context"
         )
     real, cross_step, traces = (list(column) for column in zip(*scored, strict=True))
-    return Margins(real=real, cross_step=cross_step, traces=traces)
+    return Margins(real=real, cross_step=cross_step, traces=traces, unread=len(drawn) - len(scored))
 
 
 def sign_flip_p(values: Sequence[float], clusters: Sequence[str], *, resamples: int = 9_999, seed: int = 0) -> float:
@@ -349,10 +351,16 @@ def report_pairs(options: argparse.Namespace) -> int:
     plot.check_suffix(chart)
     if options.base:
         resolve_model(options.base, timeout_s=options.timeout_s)  # before a process is started for it
-    margins = asyncio.run(_margins(options, pairs)) if options.base and pairs else None
+    margins, unmeasured = None, None
+    try:
+        margins = asyncio.run(_margins(options, pairs)) if options.base and pairs else None
+    except (ConfigError, RoleFailedError, DeadlineError) as error:
+        unmeasured = str(error)  # all that needs no base is reported all the same
     gate = read_gate(path)
     last_min_pairs = gate.verdicts[-1].min_pairs_a_trace if gate and gate.verdicts else MIN_PAIRS_A_TRACE
     density = measure(records, pairs, margins, min_pairs=options.min_pairs or last_min_pairs)
+    if unmeasured is not None:
+        density.failures.append(unmeasured)
     drawn = _chart(density, chart)
     if not density.votes:
         verdict = f"none: there are no votes in {votes}"
@@ -434,6 +442,7 @@ def _of_margins(density: Density) -> list[str]:
     margins = density.margins
     real, cross = (sum(values) / len(values) for values in (margins.real, margins.cross_step))
     measured = f"{len(margins.real)} pairs of {pluralize(len(set(margins.traces)), 'trace')}"
+    measured += f" ({margins.unread} that the base cannot read left out)" if margins.unread else ""
     return [
         f"margins     {measured}, nats a token: real {real:+.3f}, flipped {-real:+.3f} "
         f"(p = {margins.p_flipped:.4f}), cross-step {cross:+.3f} (p = {margins.p_cross_step:.4f})"
