@@ -1,0 +1,57 @@
+"""The optimizer against AdamW and clipping as their papers state them, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_step import setup, whole
+from torch.distributed.tensor import distribute_tensor
+
+LR, DECAY, EPS, BETA1, BETA2, MAX_NORM = 1e-2, 0.1, 1e-8, 0.9, 0.95, 0.7
+RATIOS = (0.5, 1.0, 0.25)
+
+
+def gradients(policy, step: int) -> dict[str, torch.Tensor]:
+    """Gradients of step `step`, tiny ones and zeros among them; their norm is above MAX_NORM in step 0 alone."""
+    draw = torch.Generator().manual_seed(step)
+    scale = 1e-2 if step == 0 else 1e-5
+    return {name: torch.randn(p.shape, generator=draw) * scale for name, p in policy.lm.named_parameters()}
+
+
+def adamw(start: torch.Tensor, steps: list[torch.Tensor], decay: float) -> torch.Tensor:
+    """Decoupled weight decay, arXiv 1711.05101 algorithm 2, over clipped gradients."""
+    value, first, second = start.double(), 0.0, 0.0
+    for count, (gradient, ratio) in enumerate(zip(steps, RATIOS, strict=True), start=1):
+        first = BETA1 * first + (1 - BETA1) * gradient
+        second = BETA2 * second + (1 - BETA2) * gradient.square()
+        unbiased, scale = first / (1 - BETA1**count), (second / (1 - BETA2**count)).sqrt()
+        value = value - LR * ratio * (decay * value + unbiased / (scale + EPS))
+    return value
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_steps_are_adamw_s_with_clipping(model_folder, tmp_path, world, kind):
+    # Three steps with rates of their own, the first of them clipped: every parameter of AdamW equals the paper's. Only
+    # matrices decay; norms keep their scale. Under Muon the same holds for what is no matrix of a block.
+    optim = {"type": kind, "lr": LR, "weight_decay": DECAY, "max_grad_norm": MAX_NORM}
+    policy, optimizer = setup(model_folder, tmp_path, world, optim=optim)
+    start, clipped = whole(policy), []
+    for step, ratio in enumerate(RATIOS):
+        drawn = gradients(policy, step)
+        for name, p in policy.lm.named_parameters():
+            p.grad = distribute_tensor(drawn[name], p.device_mesh, p.placements)
+        norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in drawn.values()))
+        assert (norm > 2 * MAX_NORM) == (step == 0)
+        factor = min(1.0, MAX_NORM / norm)
+        clipped.append({name: gradient.double() * factor for name, gradient in drawn.items()})
+        assert optimizer.step(ratio, optimizer.grad_norm()) == pytest.approx(LR * ratio)
+    checked = set()
+    for name, value in whole(policy).items():
+        if kind == "muon" and ".layers." in name and start[name].ndim == 2:
+            continue
+        expected = adamw(start[name], [each[name] for each in clipped], DECAY if start[name].ndim >= 2 else 0.0)
+        assert (value.double() - expected).abs().max() < 2e-6, name
+        checked.add(start[name].ndim)
+    assert checked == {1, 2}
