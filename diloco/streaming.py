@@ -221,6 +221,14 @@ class StreamingDiLoCo:
         return self.global_model.outer_step
 
     @property
+    def run_step(self) -> int:
+        """The coming inner step, from 1, as the run counts: the outer steps so far, and this peer's own since.
+
+        Schedules follow it: who joins late warms up no more when the others' learning rate has decayed.
+        """
+        return self.outer_step * self.schedule.interval + self.replica.inner + 1
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the last completed outer step."""
         return self._steps.metrics

@@ -91,6 +91,7 @@ def test_a_state_starts_averages_anew(make_rendezvous, key_file):
 # that the rounds took, each at its own rate.
 def test_averages_follow_replayed_rounds(make_rendezvous, key_file):
     late = join_late(make_rendezvous, key_file, keep_rounds=16, seed=0)
+    assert late.engine.run_step == 11
     now = late.weights()
     assert late.engine.outer_step == 5 and late.events == [10]
     for name, average in late.teacher.averages().items():

@@ -161,3 +161,18 @@ def test_little_room(make_rendezvous, key_file):
     ))  # fmt: skip
     assert_same_globals(*seen)
     assert all(max(each.hashes) == 6 and each.metrics[6]["diloco/missed_rounds"] == 0 for each in seen)
+
+
+# Peers in time count the run's steps as their own, also while a fragment is under way; who joins late counts from the
+# outer steps that it finds (test_averages.py). The learning rate's schedule follows that count.
+def test_steps_of_the_run(make_rendezvous, key_file):
+    address, counted = make_rendezvous(start_peers=2).endpoint, {"a": [], "b": []}
+
+    def run(name: str, peer: int):
+        def note(step, engine):
+            counted[name].append(engine.run_step)
+
+        return train(settings(address, key_file, name, sync_every=6, fragments=2, delay=1), peer, 9, before_step=note)
+
+    together(partial(run, "a", 0), partial(run, "b", 1))
+    assert counted == {"a": [*range(1, 10)], "b": [*range(1, 10)]}
