@@ -188,7 +188,8 @@ class Trainer:
         rows = self._rows(reply)
         auxiliary = self.teacher.prepare(rows, step)
         read_at = time.monotonic()
-        ratio = rate(step, config.trainer.schedule, config.run.max_steps)
+        run_step = self.outer.run_step if self.outer else step
+        ratio = rate(run_step, config.trainer.schedule, config.run.max_steps)
         if self.outer:
             self.outer.count(tokens=reply.totals.tokens, samples=reply.totals.samples)
         left_out: list[str] = []
