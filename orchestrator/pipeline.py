@@ -256,7 +256,11 @@ class Pipeline:
     def _pool(self, source: SourceConfig, make_pool: MakePool | None) -> WorkerPool:
         model = self.config.model
         spec = source_spec(
-            source, model_path=str(self.model_dir), renderer=model.renderer, max_context=model.max_context
+            source,
+            model_path=str(self.model_dir),
+            renderer=model.renderer,
+            max_context=model.max_context,
+            import_from=self.config.run.import_from,
         )
         if make_pool is not None:
             return make_pool(source, spec)

@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -83,6 +84,8 @@ def resolve(argv: list[str]) -> CommandLine:
         sentences.append(str(error))
     else:
         if not sentences:
+            config.run.import_from.extend(set(_module_folders(files)) - set(config.run.import_from))
+            make_importable(config)
             return CommandLine(config=config, dry_run="--dry-run" in argv)
     raise ConfigError(what_is_wrong(sentences))
 
@@ -99,9 +102,22 @@ def read_config(path: Path) -> Config:
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     try:
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
+        make_importable(config)
+        return config
     except ValidationError as error:
         raise ConfigError(what_is_wrong(describe_problems(error, [Layer(origin=str(path), values=values)]))) from None
+
+
+def make_importable(config: Config) -> None:
+    """Let this process import the modules of run.import_from. What is installed comes first."""
+    sys.path += [str(folder) for folder in config.run.import_from if str(folder) not in sys.path]
+
+
+def _module_folders(files: list[Layer]) -> list[Path]:
+    """Return the folders of these files that hold Python modules."""
+    folders = dict.fromkeys(Path(layer.origin).resolve().parent for layer in files)
+    return [folder for folder in folders if any(folder.glob("*.py")) or any(folder.glob("*/__init__.py"))]
 
 
 def dump(config: Config) -> str:

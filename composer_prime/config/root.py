@@ -38,6 +38,9 @@ class RunConfig(BaseConfig):
     """Empty an existing run directory of this name instead of refusing to start."""
     stop_grace_s: float = Field(default=15.0, gt=0)
     """How long a role may take to end after SIGTERM, before it is killed."""
+    import_from: list[Path] = []
+    """Folders whose modules can be task sets, harnesses and curricula, behind what is installed. The folder of each
+    configuration file is added if it holds modules."""
 
     @field_validator("name")
     @classmethod

@@ -139,8 +139,8 @@ def find_plugin(kind: str, table: dict[str, Any], key: str) -> Path:
         if file is not None:
             return file
     raise EnvironmentNotInstalledError(
-        f"{key}: {kind} id {plugin_id!r} names no installed module (looked for {name}): install the package that "
-        "brings it into this environment, or correct the id"
+        f"{key}: {kind} id {plugin_id!r} names no module (looked for {name}): install the package that brings it into "
+        f"this environment, put {name}.py beside the configuration file, or correct the id"
     )
 
 
@@ -288,6 +288,13 @@ def setting_notes(config: Config) -> Iterator[str]:
             f"trainer.micro_batch_tokens is {row_tokens:,}, and a sample of up to model.max_context = {context:,} "
             "tokens shares its row with the hinted documents of its turns: long rollouts lose hints (counted as "
             f"row_full); set micro_batch_tokens >= {2 * context:,} (2 x max_context)"
+        )
+    held_out = [source.name for source in config.orchestrator.source if source.eval_taskset]
+    if held_out and not config.orchestrator.eval.every_steps:
+        yield (
+            f"orchestrator.source {held_out[0]!r} has an eval_taskset, but orchestrator.eval.every_steps is 0: "
+            "nothing is evaluated; for an evaluation before the first step, every 20 steps and at the end set "
+            "--orchestrator.eval.every_steps 20"
         )
     beta = channels.sdpo.beta
     if channels.sdpo.weight and (0 < beta < 0.05 or 0.95 < beta < 1):

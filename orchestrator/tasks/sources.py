@@ -13,6 +13,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -131,7 +133,9 @@ def eval_sources(config: OrchestratorConfig) -> list[SourceConfig]:
     return [source for source in config.source if source.eval_taskset] if config.eval.every_steps else []
 
 
-def source_spec(source: SourceConfig, *, model_path: str, renderer: str | None, max_context: int) -> SourceSpec:
+def source_spec(
+    source: SourceConfig, *, model_path: str, renderer: str | None, max_context: int, import_from: Sequence[Path] = ()
+) -> SourceSpec:
     """Return what the source's worker processes load: the training task set and, merged over it, the held-out one."""
     tasksets = {TRAIN: source.taskset}
     if source.eval_taskset:
@@ -143,4 +147,5 @@ def source_spec(source: SourceConfig, *, model_path: str, renderer: str | None, 
         model_path=model_path,
         renderer=renderer,
         max_total_tokens=max_context,
+        import_from=[str(folder) for folder in import_from],
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_prime.config import Config
+from composer_prime.config.load import make_importable
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.model_source import model_ready, resolve_model
 from composer_prime.run.process import end_with_parent
@@ -82,6 +83,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
     end_with_parent(signal.SIGKILL)
     config = Config.model_validate_json(sys.stdin.read())
+    make_importable(config)
     with tempfile.TemporaryDirectory(prefix="composer-check-") as scratch:
         problems, tasks = check_sources(config, Path(scratch))
     print(json.dumps({"problems": problems, "tasks": tasks}))

@@ -46,6 +46,8 @@ class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_total_tokens: int | None = None
     """Prompt tokens of one rollout, each counted once, and sampled tokens."""
     heartbeat_s: float = 2.0
+    import_from: list[str] = []
+    """Folders with further modules, behind what is installed (`run.import_from`)."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):

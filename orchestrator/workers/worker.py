@@ -15,6 +15,7 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 import time
 import traceback
 from contextlib import AsyncExitStack
@@ -58,6 +59,7 @@ class Worker:
         from orchestrator.workers.verifiers_adapter import Environment
         from orchestrator.workers.verifiers_compat import install_renderer, keep_boxes_in
 
+        sys.path += [folder for folder in spec.import_from if folder not in sys.path]
         keep_boxes_in(boxes)
         self._heartbeat_s = spec.heartbeat_s
         self._frames = frames

@@ -11,6 +11,7 @@ import pytest
 
 from composer_prime.config.load import dump, parse_command_line, read_config, resolve
 from composer_prime.errors import ConfigError
+from composer_prime.plan.preflight import find_plugin
 
 BASE = """
 [run]
@@ -323,3 +324,22 @@ def test_a_configuration_file_behind_a_flag_has_one_error_with_the_remedy(words)
     flag = words[0].partition("=")[0]
     said = f"there is no {flag}: a configuration file stands after an @ sign: "
     assert str(raised.value).startswith(said) and str(raised.value).endswith(" @ a.toml")
+
+
+def test_a_module_beside_the_configuration_file_can_be_imported(tmp_path, monkeypatch):
+    # Its folder is in the configuration, so that every role and a resume find it, behind all that is installed. A
+    # folder without modules is left out.
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    for folder in (mine, other):
+        folder.mkdir()
+        (folder / "base.toml").write_text(BASE)
+    (mine / "module_beside.py").write_text("")
+    config = resolve(["@", str(mine / "base.toml"), "@", str(other / "base.toml")]).config
+    assert config.run.import_from == [mine] and sys.path[-1] == str(mine)
+    assert find_plugin("taskset", {"id": "module_beside"}, "s") == mine / "module_beside.py"
+    sys.path.remove(str(mine))
+    (tmp_path / "config.json").write_text(dump(config))
+    assert read_config(tmp_path / "config.json") == config and sys.path[-1] == str(mine)
+    again = resolve(["@", str(tmp_path / "config.json")]).config
+    assert again.run.import_from == [mine]

@@ -39,6 +39,11 @@ def notes(folder: Path, *words: str) -> str:
             "channels.sdpo.schedule.start_step is 9, but run.max_steps is 8: this loss never gets its weight of 0.5",
         ),
         (
+            ("--orchestrator.eval.every_steps", "4"),
+            ("--orchestrator.eval.every_steps", "0"),
+            "orchestrator.source 'toolsmith' has an eval_taskset, but orchestrator.eval.every_steps is 0: nothing",
+        ),
+        (
             (*ON, "--channels.sdpo.beta", "0.05"),
             (*ON, "--channels.sdpo.beta", "0.01"),
             "channels.sdpo.beta is 0.01: near its ends the generalized JSD goes to 0",

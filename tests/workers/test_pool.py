@@ -230,6 +230,19 @@ def test_a_silent_worker_is_killed_and_a_pool_gives_up(model_path: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_worker_finds_modules_beside_the_configuration(model_path: str, tmp_path: Path) -> None:
+    """A task set in a folder of run.import_from loads like an installed one."""
+    (tmp_path / "module_beside.py").write_text("from plain_env import PlainTaskset\n__all__ = ['PlainTaskset']\n")
+
+    async def scenario() -> int | None:
+        spec = source(model_path, {"id": "module_beside"}, import_from=[str(tmp_path)])
+        async with WorkerPool(spec, start_timeout_s=START_S) as pool:
+            return pool.num_tasks()
+
+    assert asyncio.run(scenario()) == 2
+
+
+@pytest.mark.slow
 def test_what_cannot_start_says_why(model_path: str) -> None:
     """A source that cannot load fails `start` at once with its own error, and leaves no process."""
 
