@@ -48,6 +48,8 @@ class CachedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     cost_usd: float
     seconds: float
     """Of the attempt that succeeded."""
+    model: str | None = None
+    """The model that answered, as the reply names it."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):

@@ -66,6 +66,11 @@ def _words(pattern: str) -> re.Pattern[str]:
 
 _NAMED = {family: _words(pattern) for family, pattern in _NAMES.items()}
 _HINTED = {family: _words("|".join(filter(None, (_NAMES[family], _PROVIDERS.get(family))))) for family in _NAMES}
+_WORD = re.compile(r"[a-z]+|\d+")
+_ASIDE = re.compile(
+    r"(?<!\d)(?:20\d{2}-?[01]\d-?[0-3]\d|[01]\d[0-3]\d)(?!\d)|:(?:free|batch|nitro|floor|exacto|online)$"
+)
+"""A date, and how OpenRouter serves a model."""
 _TINY = re.compile(r"^tiny(?:/(\w+))?$")
 
 
@@ -82,6 +87,15 @@ def family_of(model: str | None) -> str:
     whole = model.rstrip("/")
     # A name without a slash is a model's, also where a folder has the same name.
     return _of(whole, folder=whole.startswith(("/", "~", ".")) or ("/" in whole and os.path.isdir(whole)))
+
+
+def is_same_model(asked: str, answered: str) -> bool:
+    """Return whether a reply's model may be the one that was asked for: the same words, with a date or without.
+
+    Providers write one model in several ways: `anthropic/claude-sonnet-4` answers as `claude-4-sonnet-20250522`.
+    """
+    one, other = (sorted(_WORD.findall(_ASIDE.sub("", name.lower().rpartition("/")[2]))) for name in (asked, answered))
+    return one == other or "latest" in one
 
 
 def family_named(word: str) -> str:

@@ -57,6 +57,8 @@ class Completion(msgspec.Struct):
 
     choices: list[_Choice]
     usage: Any = None
+    model: str | None = None
+    """The model that answered, by its own name."""
 
 
 class _CostDetails(msgspec.Struct):
@@ -127,6 +129,7 @@ def answer_of(completion: Completion, tokens: tuple[int, int], usd: float, secon
         output_tokens=tokens[1],
         cost_usd=usd,
         seconds=seconds,
+        model=completion.model,
     )
 
 

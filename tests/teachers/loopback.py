@@ -54,6 +54,8 @@ class Endpoint:
     billed_usd: float | None = None
     """What it says that a call cost."""
     finish_reason: str = "stop"
+    names: dict[str, str] = field(default_factory=dict)
+    """What it calls a model that it is asked for, if otherwise."""
     in_flight: int = 0
     most_in_flight: int = 0
     url: str = ""
@@ -115,7 +117,11 @@ class Endpoint:
             "completion_tokens": int(ANSWER_TOKENS * self.tokens_factor),
             "cost": self.billed_usd,
         }
-        return {"choices": [{"message": message, "finish_reason": self.finish_reason}], "usage": usage}
+        return {
+            "choices": [{"message": message, "finish_reason": self.finish_reason}],
+            "usage": usage,
+            "model": self.names.get(body["model"], body["model"]),
+        }
 
 
 @asynccontextmanager

@@ -185,6 +185,10 @@ def replay_summary(progress: ReplayProgress, pairs: Path, expected: CostForecast
     ]
     if progress.left_out:
         lines.append(f"left out  {progress.left_out}: {progress.why_left_out}")
+    lines += [
+        f"model     {count} votes of a model that was not asked for, {which}: name it, or see to the endpoint"
+        for which, count in progress.other_models.most_common(3)
+    ]
     lines += [f"refused   {count}: {reason}" for reason, count in progress.refusals.most_common(3)]
     lines += [f"no vote   {count}: {reason}" for reason, count in progress.without_vote.most_common(3)]
     return [*lines, f"stopped   {progress.stopped}"] if progress.stopped else lines

@@ -52,6 +52,8 @@ class VoteRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Paid when it was first asked for."""
     answer_s: float = 0.0
     """What the endpoint took then."""
+    model: str | None = None
+    """The model that answered, where it is not the one that was asked for."""
 
 
 class StateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -127,6 +127,8 @@ class ReplayProgress:
     refusals: Counter[str] = field(default_factory=Counter)
     without_vote: Counter[str] = field(default_factory=Counter)
     """Why teachers gave no vote."""
+    other_models: Counter[str] = field(default_factory=Counter)
+    """Votes of models that were not asked for, by teacher and model."""
     left_out: int = 0
     """States whose id another state has."""
     why_left_out: str | None = None
@@ -409,6 +411,7 @@ class Replay:
         progress.failed += record.failed_calls
         progress.usd = self._budget.spent_usd - self._spent_before_usd
         progress.cached_usd += record.price_usd - record.cost_usd
+        progress.other_models.update(f"{vote.teacher}: {vote.model}" for vote in record.votes if vote.model)
         progress.with_entropy += record.entropy is not None
         if record.outcome == "refused":
             progress.refusals[record.reason or ""] += 1
