@@ -1,7 +1,7 @@
 """The optimizer of a configuration: AdamW, or Muon for matrices and AdamW for the rest.
 
-Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/; arXiv 2502.16982) works on whole matrices, and the
-ranks share the work:
+Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/; arXiv 2502.16982) works on whole matrices; a tensor of
+fused experts [experts, rows, columns] is a matrix an expert. The ranks share the work:
 
     rank r: momentum on its shard --gather--> owner rank orthogonalizes --scatter--> every rank updates its shard
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
 from composer_prime.config.trainer import OptimConfig
 from composer_prime.errors import ConfigError
@@ -36,7 +37,7 @@ def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
         raise ConfigError("no parameter of the model is trainable: check trainer.lora.target_modules")
     matrices = []
     if config.type == "muon":
-        matrices = [p for block in blocks(policy.lm) for p in block.parameters() if p.ndim == 2 and p.requires_grad]
+        matrices = _matrices(policy.lm)
     matrix_ids = {id(parameter) for parameter in matrices}
     rest = [parameter for parameter in trainable if id(parameter) not in matrix_ids]
     groups = [
@@ -49,6 +50,18 @@ def build_optimizer(policy: Policy, config: OptimConfig) -> Optimizer:
     if matrices:
         parts.append(ShardedMuon(matrices, config.muon_lr, config.momentum, config.weight_decay))
     return Optimizer(parts, config.max_grad_norm)
+
+
+def _matrices(lm: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the matrices of the blocks, and stacks of one matrix an expert; kernels of convolutions are none."""
+    return [
+        parameter
+        for block in blocks(lm)
+        for module in block.modules()
+        if not isinstance(module, nn.Conv1d)
+        for parameter in module.parameters(recurse=False)
+        if parameter.ndim in (2, 3) and parameter.requires_grad
+    ]
 
 
 class ShardedMuon(torch.optim.Optimizer):
@@ -90,7 +103,12 @@ def _orthogonal(update: Tensor, owner: int) -> Tensor:
 
 
 def _whole(matrix: Tensor) -> Tensor:
-    """Return what torch's Muon subtracts for a gradient `matrix` at rate 1 without momentum: one step from zero."""
+    """Return what torch's Muon subtracts for a gradient `matrix` at rate 1 without momentum: one step from zero.
+
+    A tensor with three dimensions is a stack of matrices, each taken for itself.
+    """
+    if matrix.ndim == 3:
+        return torch.stack([_whole(each) for each in matrix])
     scratch = nn.Parameter(torch.zeros_like(matrix))
     scratch.grad = matrix
     torch.optim.Muon([scratch], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0).step()

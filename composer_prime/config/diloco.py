@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
@@ -35,7 +35,7 @@ class CodecConfig(BaseConfig):
 class OuterConfig(BaseConfig):
     type: Literal["nesterov", "average", "muon"] = "nesterov"
     """average sets the global model to the mean of the peers' (learning rate 1, no momentum). muon takes orthogonalized
-    steps for the matrices of the blocks, and nesterov for the rest."""
+    steps for the matrices of the blocks, and nesterov for the rest (fused experts included)."""
     lr: float = Field(default=1.0, gt=0)
     """Outer learning rate. lr / (1 - momentum) is the gain in steady state: near 1 is the safe start."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
@@ -89,8 +89,9 @@ class DilocoConfig(BaseConfig):
     """P: parts of the model that are synchronized in turn, one every H / P inner steps."""
     delay: int = Field(default=0, ge=0)
     """tau: inner steps that continue while a fragment is on its way."""
-    mixing: float = Field(default=0.0, ge=0, le=1)
-    """alpha: how much of the local value stays when the global one arrives; 0 takes the global value."""
+    mixing: Annotated[float, Field(ge=0, le=1)] | Literal["carry"] = 0.0
+    """alpha: how much of the local value stays when the global one arrives; 0 takes the global value, and the delay's
+    steps are lost. "carry" adds what those steps changed to the global value, and the next delta holds them."""
     partition: Literal["strided", "balanced"] = "strided"
     """strided deals blocks out in turn (block i to fragment i mod P); balanced evens out bytes."""
     codec: CodecConfig = CodecConfig()

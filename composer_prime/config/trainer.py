@@ -12,7 +12,7 @@ HeadKernels = Literal["auto", "torch", "triton"]
 
 class OptimConfig(BaseConfig):
     type: Literal["adamw", "muon"] = "adamw"
-    """Muon updates matrices of the blocks, AdamW the rest."""
+    """Muon updates matrices of the blocks (each expert's alone where experts are fused), AdamW the rest."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW (and of everything under adamw)."""
     muon_lr: float = Field(default=2e-4, gt=0)
