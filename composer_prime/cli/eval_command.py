@@ -1,7 +1,8 @@
-"""`composer eval MODEL [MODEL ...] @ file.toml`: held-out scores with confidence intervals.
+"""`composer eval MODEL [MODEL ...] [@ file.toml]`: held-out scores with confidence intervals.
 
 The same roles evaluate a model as in training: `trainer` with run.max_steps = 0. All models get the same tasks with the
-same seeds, so two of them are compared task by task.
+same seeds, so two of them are compared task by task. Without a file the configuration of the run directory counts. What
+that run has evaluated itself, before its first step and after its last, is read instead of evaluated again.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import re
 import subprocess
 from itertools import count
 from pathlib import Path
+from statistics import fmean
 
 from composer_prime.config import Config
-from composer_prime.config.load import resolve
+from composer_prime.config.load import read_config, resolve
 from composer_prime.console import INTERRUPTED, console_script, pluralize
 from composer_prime.errors import ConfigError, RoleFailedError
 from composer_prime.model_source import resolve_model
@@ -21,12 +23,18 @@ from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
 
 USAGE = """\
-usage: composer eval MODEL [MODEL ...] @ FILE.toml [--section.key VALUE ...]
+usage: composer eval MODEL [MODEL ...] [@ FILE.toml] [--section.key VALUE ...]
 
 MODEL is a model folder, a run directory (its final/ is taken), tiny, or smollm2. The configuration's sources with an
-eval_taskset are evaluated; each evaluation keeps its rollouts in OUTPUT_DIR/evals/NAME-MODEL[-NUMBER].
+eval_taskset are evaluated; each evaluation keeps its rollouts in OUTPUT_DIR/evals/NAME-MODEL[-NUMBER]. Without FILE the
+first run directory's configuration counts; without overrides too, the run's own evaluations of its start model and its
+final one are shown as they are. So `composer eval tiny outputs/a1` starts nothing.
 Useful overrides: --orchestrator.eval.tasks 256 --orchestrator.eval.samples 4; --run.overwrite true replaces the
 evaluation of the same name instead of numbering."""
+
+
+_NAMED = 12
+"""Flipped tasks that are named; `composer rollouts` has all."""
 
 
 def main(words: list[str]) -> int:
@@ -34,19 +42,54 @@ def main(words: list[str]) -> int:
         print(USAGE)
         return 0
     models, rest = split_models(words)
+    run_dir = None
+    if not any(word.startswith("@") for word in rest):
+        run_dir = run_of_models(models)
+        rest = [*_words_of_run(run_dir, rest), *rest]
     config = evaluation_config(rest)
     for model in models:  # check all of them before the first one takes minutes
         resolve_model(model_folder(model))
-    scores_by_model = {model: evaluate(model, rest, config) for model in models}
-    print("\n".join(["", *eval_table(scores_by_model)]))
+    may_read = run_dir is not None and rest == _words_of_run(run_dir, [])
+    scores_by_model = {}
+    for model in models:
+        scored = recorded_scores(model, run_dir) if run_dir is not None and may_read else None
+        scores_by_model[model] = evaluate(model, rest, config) if scored is None else scored
+    print("\n".join(["", *eval_table(scores_by_model, config.orchestrator.eval.pass_threshold)]))
     return 0
+
+
+def run_of_models(models: list[str]) -> RunDir:
+    """Return the first run directory among `models`. Raises ConfigError when there is none."""
+    for model in models:
+        if (Path(model) / "run_id").is_file() and (Path(model) / "config.json").is_file():
+            return RunDir(Path(model))
+    raise ConfigError(f"no model of {', '.join(models)} is a run directory, so a configuration is needed\n{USAGE}")
+
+
+def _words_of_run(run_dir: RunDir, given: list[str]) -> list[str]:
+    """Return the words for the configuration of a run, without what made it continue, replace or join others."""
+    own = {"--run.overwrite": "false", "--diloco": "None"}
+    words = [word for flag, value in own.items() if flag not in given for word in (flag, value)]
+    return ["@", str(run_dir.config), *words]
+
+
+def recorded_scores(model: str, run_dir: RunDir) -> Scores | None:
+    """Return what the run's own evaluation gave the model it began with, or its final one; None for any other."""
+    trained = read_config(run_dir.config)
+    step = 0 if model == trained.model.path else trained.run.max_steps
+    is_of_run = step == 0 or Path(model).resolve() == run_dir.root.resolve()
+    path = run_dir.eval_rollouts(step)
+    if not is_of_run or not path.is_file():
+        return None
+    print(f"{model}: the evaluation after step {step} of {run_dir.root}", flush=True)
+    return scores(path)
 
 
 def split_models(words: list[str]) -> tuple[list[str], list[str]]:
     """Return (models, the configuration's words). Raises ConfigError when either is missing."""
     start = next((index for index, word in enumerate(words) if word.startswith(("@", "--"))), len(words))
     models, rest = words[:start], [word for word in words[start:] if word not in ("--resume", "--dry-run")]
-    if not models or not rest:
+    if not models:
         raise ConfigError(f"give one or more models, then a configuration\n{USAGE}")
     repeated = sorted({model for model in models if models.count(model) > 1})
     if repeated:
@@ -117,8 +160,11 @@ def _follow(process: subprocess.Popen[str]) -> int:
         raise
 
 
-def eval_table(scores_by_model: dict[str, Scores]) -> list[str]:
-    """Return means with intervals by source, and the paired difference of two models."""
+def eval_table(scores_by_model: dict[str, Scores], threshold: float = 1.0) -> list[str]:
+    """Return means with intervals by source; of two models also the paired difference and the tasks that flipped.
+
+    A task is solved when its mean reward is at least `threshold`.
+    """
     width = max(map(len, scores_by_model))
     sources = sorted({task.partition("/")[0] for scored in scores_by_model.values() for task in scored})
     lines = [f"{'model':<{width}}  {'source':<14} mean reward [95 %]       tasks"]
@@ -130,7 +176,22 @@ def eval_table(scores_by_model: dict[str, Scores]) -> list[str]:
         if len(scores_by_model) == 2:
             (first, before), (second, after) = scores_by_model.items()
             change = difference_interval(_of_source(before, source), _of_source(after, source))
-            lines.append(f"{source}: {second} - {first} = {change.text(sign=True)}, paired over {change.count} tasks")
+            count = pluralize(change.count, "task")
+            lines.append(f"{source}: {second} - {first} = {change.text(sign=True)}, paired over {count}")
+            lines += _flips(first, _of_source(before, source), second, _of_source(after, source), threshold)
+    return lines
+
+
+def _flips(first: str, before: Scores, second: str, after: Scores, threshold: float) -> list[str]:
+    """Return which tasks only one of two models solved."""
+    lines = []
+    for winner, won, loser, lost in ((second, after, first, before), (first, before, second, after)):
+        names = [
+            task.partition("/")[2] for task in won if task in lost and fmean(won[task]) >= threshold > fmean(lost[task])
+        ]
+        more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        which = f": {', '.join(names[:_NAMED])}{more}" if names else ""
+        lines.append(f"  {pluralize(len(names), 'task')} solved by {winner}, not by {loser}{which}")
     return lines
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from composer_prime.cli import eval_command, main, plan_command, report_command, rollouts_command
+from composer_prime.config.load import dump, resolve
 from composer_prime.errors import ComposerError, ConfigError
 from composer_prime.monitor.metrics_file import MetricsFile
+from composer_prime.run.run_dir import RunDir
 from composer_prime.stats.intervals import difference_interval, mean_interval
 
 ROOT = Path(__file__).parents[2]
@@ -174,6 +177,45 @@ def test_eval_table_compares_two_models_task_by_task():
     assert level.low is not None and level.high is not None and change.high - change.low < level.high - level.low
 
 
+def test_eval_names_the_tasks_that_flipped():
+    # A task is solved from the threshold on; tasks that only one model has are in neither list.
+    first = {"a/one": [0.0, 1.0], "a/two": [1.0], "a/three": [1.0], "a/four": [0.0], "a/only": [1.0]}
+    second = {"a/one": [1.0, 1.0], "a/two": [1.0], "a/three": [0.5], "a/four": [0.5]}
+    lines = eval_command.eval_table({"base": first, "final": second})
+    assert lines[-2:] == [
+        "  1 task solved by final, not by base: one",
+        "  1 task solved by base, not by final: three",
+    ]
+    lines = eval_command.eval_table({"base": first, "final": second}, 0.5)
+    assert lines[-2:] == ["  1 task solved by final, not by base: four", "  0 tasks solved by base, not by final"]
+    many = {f"a/t{task}": [1.0] for task in range(20)}
+    lines = eval_command.eval_table({"base": {task: [0.0] for task in many}, "final": many})
+    assert lines[-2].endswith("t11, and 8 more")
+
+
+def test_eval_of_a_run_directory_needs_no_configuration_and_starts_nothing(tmp_path, capsys):
+    # Its own configuration counts; its evaluations before the first and after the last step are read, not repeated.
+    config = resolve(["@", str(ROOT / "configs/a1.toml"), "--run.max_steps", "6", "--run.overwrite", "true"]).config
+    run = tmp_path / "run"
+    shutil.copytree(ROOT / "composer_prime/assets/tiny/policy", run / "final")
+    (run / "config.json").write_text(dump(config))
+    (run / "run_id").write_text("run-1")
+    (run / "rollouts").mkdir()
+    for step, reward in ((0, 0.0), (6, 1.0)):
+        rows = [rollout(step, f"e{task}", reward if task % 2 else 0.0, task_id=f"t{task}") for task in range(8)]
+        write(run, f"eval_{step:06d}", rows)
+    text = output(capsys, eval_command, "tiny", str(run))
+    assert f"tiny: the evaluation after step 0 of {run}" in text and f"{run}: the evaluation after step 6" in text
+    assert f"toolsmith: {run} - tiny = +0.500" in text
+    assert f"4 tasks solved by {run}, not by tiny: t1, t3, t5, t7" in text
+    assert eval_command.recorded_scores("tiny/teacher_a", RunDir(run)) is None
+    with pytest.raises(ConfigError, match="no model of tiny is a run directory, so a configuration is needed"):
+        eval_command.main(["tiny"])
+    words = ["@", str(run / "config.json"), "--run.overwrite", "false", "--diloco", "None"]
+    ready = eval_command.evaluation_config(words)
+    assert (ready.run.max_steps, ready.run.overwrite, ready.diloco) == (0, False, None)
+
+
 def test_eval_refuses_a_configuration_without_held_out_tasks(tmp_path):
     # The remedy names the key.
     path = tmp_path / "bare.toml"
@@ -194,7 +236,7 @@ def test_eval_splits_models_from_the_configuration():
         ["tiny", "out/final"],
         ["@", "f.toml"],
     )
-    for words in (["tiny"], ["@", "f.toml"], ["tiny", "tiny", "@", "f.toml"]):
+    for words in (["@", "f.toml"], ["tiny", "tiny", "@", "f.toml"]):
         with pytest.raises(ConfigError):
             eval_command.split_models(words)
 
