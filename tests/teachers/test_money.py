@@ -60,6 +60,22 @@ def test_tiers() -> None:
     assert price.bound_usd(10_000, 1_000) == pytest.approx(10_000 * 2.5e-6 + 1_000 * 15e-6)
 
 
+# The shipped pools name four families, those of the plan among them, and each of their teachers has a listed price.
+@pytest.mark.parametrize("pool", ["openrouter", "openai"])
+def test_shipped_pools(pool: str) -> None:
+    configs = Path(__file__).parents[2] / "configs"
+    teachers = resolve(["@", str(configs / "a1.toml"), "@", str(configs / "teachers" / f"{pool}.toml")]).config.teachers
+    named = {each.known_family: each.model for each in teachers.teacher}
+    assert named.keys() == {"claude", "gpt", "deepseek", "gemini"}
+    assert "opus" in named["claude"] and "gpt-5" in named["gpt"] and "v4-pro" in named["deepseek"]
+    longest = 50_000
+    for each in teachers.teacher:
+        price = price_of(each)
+        assert price.tiers is not None and 0 < price.input_usd < price.output_usd
+        bound = price.bound_usd(longest, teachers.max_tokens)
+        assert teachers.budget.overcharge_factor * bound < teachers.budget.usd_per_call
+
+
 # Prompt tokens that an endpoint had cached cost what the list says of them; a configured price has no other for them.
 def test_cached_prompt_tokens() -> None:
     price = price_of(teacher())
