@@ -14,7 +14,7 @@ from composer_prime.errors import ComposerError
 
 COMMANDS = {
     "plan": ("composer_prime.cli.plan_command", "check a configuration and describe a run of it (@ file.toml ...)"),
-    "eval": ("composer_prime.cli.eval_command", "score one model, or compare two, on held-out tasks (MODEL RUN, or @ file.toml)"),
+    "eval": ("composer_prime.cli.eval_command", "score a model, or compare two, on held-out tasks (MODEL RUN)"),
     "report": ("composer_prime.cli.report_command", "how runs went: rewards, time, hints, pairs, joint rounds"),
     "ladder": ("composer_prime.cli.ladder_command", "several arms and seeds side by side at equal steps"),
     "rollouts": ("composer_prime.cli.rollouts_command", "look at rollouts: list, filter, show one"),
