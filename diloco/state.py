@@ -15,8 +15,10 @@ A checkpoint keeps all of it, so a resumed peer goes on as if it had never stopp
     REPLACED     local <- global                              the delta was rejected, or local values are not finite
     PREDECESSOR  local <- global                              an earlier process delivered in this peer's name
 
-In time, now is due and COUNTED is the paper's equation, bit for bit. A delta weighs what was trained on in the inner
-steps that it holds, whatever the number of fragments, the delay and the steps between: LocalWork is kept per fragment.
+In time, now is due and COUNTED is the paper's equation, bit for bit. With mixing = "carry", due is when the delta was
+prepared and alpha is 0: local <- global + (now - prepared), so the delay's steps are in the next delta. A delta weighs
+what was trained on in the inner steps that it holds, whatever the number of fragments, the delay and the steps between:
+LocalWork is kept per fragment.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -93,20 +95,26 @@ def delta_status(
 
 @dataclass(slots=True)
 class DeltaCoverage:
-    """The work that a delta under way holds; once its outcome is late, also how things stood when it was due."""
+    """The work that a delta under way holds, and from when on later work is carried on whole, where it is.
+
+    With mixing = "carry" that is from its preparation on, else from when its outcome was due and late.
+    """
 
     work: LocalWork
     due: LocalWork | None = None
     due_n: Tensor | None = field(default=None, repr=False)
-    """Local values, float32 [numel]."""
+    """Local values, float32 [numel]: what is trained on top of them is carried on whole."""
+    late: bool = False
+    """Its outcome was due and not there."""
 
 
 class LocalProgress:
     """The work that the difference between local and global values holds, by fragment."""
 
-    def __init__(self, model: GlobalModel, mixing: float, ranks: Ranks) -> None:
+    def __init__(self, model: GlobalModel, mixing: float | Literal["carry"], ranks: Ranks) -> None:
         self._model = model
-        self._mixing = mixing
+        self._carries = mixing == "carry"
+        self._mixing = 0.0 if mixing == "carry" else mixing
         self._ranks = ranks
         sizes = [fragment.numel for fragment in model.fragments]
         self._shares = [size / max(1, sum(sizes)) for size in sizes]
@@ -117,10 +125,21 @@ class LocalProgress:
         """Add one more piece of work to every fragment."""
         self.held = [held.plus(work) for held in self.held]
 
+    def covered(self, fragment: int) -> DeltaCoverage:
+        """Return what a delta that is prepared now holds."""
+        coverage = DeltaCoverage(self.held[fragment])
+        if self._carries:
+            self._carry_from_now(fragment, coverage)
+        return coverage
+
     def mark_late(self, fragment: int, coverage: DeltaCoverage) -> None:
         """Note that the outcome is due and not here: what is trained from now on is carried on whole."""
+        coverage.late = True
         if coverage.due is None:
-            coverage.due, coverage.due_n = self.held[fragment], self._model.fragments[fragment].read()
+            self._carry_from_now(fragment, coverage)
+
+    def _carry_from_now(self, fragment: int, coverage: DeltaCoverage) -> None:
+        coverage.due, coverage.due_n = self.held[fragment], self._model.fragments[fragment].read()
 
     def install(
         self, fragment: int, status: DeltaStatus, coverage: DeltaCoverage | None, before_n: Tensor | None
@@ -227,7 +246,7 @@ class Replica:
             **self._identity,
         }
         if (pending := self.pending) is not None:
-            work = [pending.coverage.work, pending.coverage.due]
+            work = [pending.coverage.work, pending.coverage.due, pending.coverage.late]
             facts |= msgspec.to_builtins({"pending": pending.header, "offer": work})
             tensors |= {"pending.body": shared_bytes(pending.body), "pending.residual": pending.residual_n}
             if pending.coverage.due_n is not None:
@@ -255,12 +274,12 @@ class Replica:
         self.progress.totals = msgspec.convert(facts["work"]["totals"], ProgressTotals)
         self.pending = None
         if "pending" in facts:
-            work, due = msgspec.convert(facts["offer"], tuple[LocalWork, LocalWork | None])
+            work, due, late = msgspec.convert(facts["offer"], tuple[LocalWork, LocalWork | None, bool])
             self.pending = PendingDelta(
                 header=msgspec.convert(facts["pending"], Header),
                 body=memoryview(tensors["pending.body"].numpy()).cast("B"),
                 residual_n=tensors["pending.residual"],
-                coverage=DeltaCoverage(work, due, tensors.get("pending.due")),
+                coverage=DeltaCoverage(work, due, tensors.get("pending.due"), late),
             )
 
 

@@ -18,7 +18,9 @@ Departures from the paper:
 2. H is what a peer plans. When another peer has brought its delta and the deadline is near, this one sends what it has.
 3. A round that does not end in time is not dropped: training goes on, its delta stays on offer, and the result is taken
    when it comes. A peer that missed rounds applies them one by one as long as they are kept.
-4. Work that an outcome does not hold is kept (LocalProgress): steps after the delay are carried on, and a peer whose
+4. With mixing = "carry" the delay's steps stay: the global values take the place of those that the delta was prepared
+   from, and what came since stands on top.
+5. Work that an outcome does not hold is kept (LocalProgress): steps after the delay are carried on, and a peer whose
    delta came too late offers it at once, for the next round.
 """
 
@@ -39,7 +41,7 @@ from diloco.fragments import NamedParameter, Schedule, frozen_digest, parameter_
 from diloco.heal import Healer
 from diloco.outer_step import OuterSteps
 from diloco.ranks import Ranks
-from diloco.state import DeltaCoverage, LocalWork, PendingDelta, Replica
+from diloco.state import LocalWork, PendingDelta, Replica
 from diloco.transport.exchange import RoundResult
 from diloco.transport.keys import JointKey
 from diloco.transport.messages import PROTOCOL, PeerHello
@@ -146,14 +148,14 @@ class StreamingDiLoCo:
         """Offer the delta of the fragment whose turn it is."""
         model, replica = self.global_model, self.replica
         fragment = self.schedule.fragment(model.outer_step)
-        covered = replica.progress.held[fragment]
+        coverage = replica.progress.covered(fragment)
         data, residual_n = replica.feedback.encode(fragment, model.delta(fragment), self._codec)
         body = memoryview(data.numpy()).cast("B")
         header = self._link.seal(self._link.header(
             "delta", body, model.outer_step, model.hash, fragment=fragment, codec=self._codec.spec,
-            weight=float(getattr(covered, self.config.weighting)), inner_steps=round(covered.steps),
+            weight=float(getattr(coverage.work, self.config.weighting)), inner_steps=round(coverage.work.steps),
         ))  # fmt: skip
-        replica.pending = PendingDelta(header, body, residual_n, DeltaCoverage(covered))
+        replica.pending = PendingDelta(header, body, residual_n, coverage)
         replica.due = replica.inner + self.config.delay
         self._link.offer(header, body)
 
@@ -170,7 +172,7 @@ class StreamingDiLoCo:
         """
         replica = self.replica
         began, missed = time.monotonic(), replica.progress.totals.missed
-        late = replica.pending is not None and replica.pending.coverage.due is not None
+        late = replica.pending is not None and replica.pending.coverage.late
         result = self._steps.wait(0.0 if late else self.config.round_timeout_s, should_stop)
         if result is None:
             if not self.ranks.any(should_stop()):
@@ -197,7 +199,7 @@ class StreamingDiLoCo:
         Raises DeadlineError after diloco.offline_timeout_s.
         """
         silent_s, pending = self._steps.silent_s(), self.replica.pending
-        if pending is not None and pending.coverage.due is None:
+        if pending is not None and not pending.coverage.late:
             self.replica.progress.mark_late(pending.header.fragment, pending.coverage)
             logger.warning("outer step %d is not complete after %.0f s: training goes on", self.outer_step, silent_s)
 

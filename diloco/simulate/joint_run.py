@@ -109,11 +109,12 @@ class JointRun:
     def host_bytes(self) -> float:
         """Peak of host memory of one peer: what it always holds, and what a synchronization adds.
 
-        Masters, their values after the last sweep, momentum and error feedback; the delta on offer and what its
-        encoding lost; the others' deltas, encoded; a mean and one decoded delta, with as much again to decode it.
+        Masters, their values after the last sweep, momentum and error feedback; the delta on offer, what its encoding
+        lost and, where they are carried on from, the local values; the others' deltas, encoded; a mean and one decoded
+        delta, with as much again to decode it.
         """
         held = 4.0 * (3 + self.momentum) * self.parameters
-        return held + 4.0 * 5 * self.size + self.peers * self.delta_bytes
+        return held + 4.0 * 6 * self.size + self.peers * self.delta_bytes
 
     @property
     def scheme(self) -> Scheme:

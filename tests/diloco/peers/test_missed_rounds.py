@@ -191,6 +191,28 @@ def test_late_outcome_keeps_the_steps_since(make_rendezvous, key_file, delay, al
     assert seen[0].metrics[3]["diloco/overwritten_tokens"] == 3 * (1 - alpha) * delay
 
 
+# With mixing = "carry" the steps of the delay stand on top of the new global values and weigh in the next delta, and
+# nothing is overwritten. Bit for bit that of the plain algorithm.
+def test_the_delays_steps_are_carried(make_rendezvous, key_file):
+    address = make_rendezvous(start_peers=2).endpoint
+    values = {"sync_every": 3, "delay": 2, "mixing": "carry", **OUTER}
+    seen = together(*(
+        partial(train, settings(address, key_file, name, **values), peer, 9) for peer, name in enumerate("ab")
+    ))  # fmt: skip
+    peers = [PlainPeer(0), PlainPeer(1)]
+    outer = PlainOuter(peers[0].fragment.read())
+    for weight in (1, 3, 3):
+        prepared = [peer.train(1) for peer in peers]
+        before = outer.values
+        outer.advance(*((before - local, weight) for local in prepared))
+        for peer, local in zip(peers, prepared, strict=True):
+            peer.fragment.write(outer.values + (peer.train(2) - local))
+    assert_same_globals(*seen)
+    assert torch.equal(seen[0].masters[0], outer.values)
+    last = seen[0].metrics[3]
+    assert (last["diloco/a/weight"], last["diloco/overwritten_tokens"], last["diloco/carried_tokens"]) == (3, 0, 6)
+
+
 # On a link that needs seconds for a delta, a peer sends what it has that much earlier before a deadline.
 def test_the_upload_counts_before_a_deadline(make_rendezvous, key_file):
     config = settings(make_rendezvous().endpoint, key_file, "a", sync_every=2, rate_limit_mbit=0.005)
