@@ -4,8 +4,8 @@
 
 Model: SmolLM2-135M's shape, random float32 weights (a CPU's type), 538 MB; the local engine. Each side runs in a
 process of its own and installs two versions from a weight store on this disk. The figure is the peak of the resident
-memory during the second install, less the memory before the engine was started, with its libraries loaded. So the
-engine's own weights count as 1.
+memory during the second install over that of the node when it serves the model folder, plus the engine's own weights,
+which are 1.
 
     whole      chunks in memory, joined, parsed into tensors, and those of the version before kept for a way back:
                what inference/receiver.py did until it kept weights on the disk
@@ -88,13 +88,12 @@ class WholeReceiver:
 
 
 async def measure(root: Path, side: str) -> dict[str, float]:
-    from transformers import LlamaForCausalLM  # noqa: F401 (its memory belongs to the libraries)
-
     store, keys = WeightStore(root / "weights"), RunKeys(root / "keys")
     config = InferenceConfig(device="cpu", dtype="float32", local=LocalEngineConfig(max_batch=1, kv_cache_gib=0.1))
-    idle = resident("VmRSS")
     engine = LocalEngine(root / "model", config, 256)
     await engine.start()
+    await engine.score(CANARY_IDS)
+    serving = resident("VmRSS")
     receiver = Receiver(engine, FolderSource(store), root / "model", canary_tolerance=50)
     whole = WholeReceiver(engine, store)
     for version in (1, 2):
@@ -108,7 +107,7 @@ async def measure(root: Path, side: str) -> dict[str, float]:
     receiver.close()
     await engine.close()
     size = sum(path.stat().st_size for path in (root / "model").glob("*.safetensors"))
-    return {"snapshot": size, "before": (before - idle) / size, "peak": (peak - idle) / size}
+    return {"snapshot": size, "before": 1 + (before - serving) / size, "peak": 1 + (peak - serving) / size}
 
 
 def main() -> int:

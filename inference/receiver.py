@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from composer_prime.errors import CanaryError, ComposerError, CorruptWeightsError
 from composer_prime.run.weights import ChunkRef, Manifest, WeightStore, open_signed
 from inference.engines.base import Engine, ReadBack
-from inference.snapshot import ChunkFolder, Snapshot, checksum, folder_snapshot
+from inference.snapshot import ChunkFolder, Snapshot, blocks, checksum, folder_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,9 @@ def _differing(tensors: Mapping[str, torch.Tensor], parts: list[ReadBack]) -> li
     """Return the engine's parameters whose checksums are not those of the published tensors in their type."""
     wrong = []
     for part in parts:
-        expected = sum(checksum(tensors[name].to(getattr(torch, part.dtype))) for name in part.names) % (1 << 64)
+        dtype = getattr(torch, part.dtype)
+        values = (values for name in part.names for _, values in blocks(tensors, name))
+        expected = sum(checksum(block.to(dtype)) for block in values) % (1 << 64)
         if expected != part.checksum:
             wrong.append("+".join(part.names))
     return wrong

@@ -1,8 +1,8 @@
-"""A version's weights on the node's disk: chunks as they arrive, then tensors that are read one at a time.
+"""A version's weights on the node's disk: chunks as they arrive, then tensors that are read in blocks.
 
-    pull --pieces--> ChunkFolder: one file a chunk, hashed as it grows --> Snapshot --tensor by tensor--> engine
+    pull --pieces--> ChunkFolder: one file a chunk, hashed as it grows --> Snapshot --block by block--> engine
 
-So a node holds the engine's own weights and about one tensor more, whatever the model's size. The versions in use and
+So a node holds the engine's own weights and some megabytes more, whatever the model's size. The versions in use and
 under way are on the disk, in the folder for temporary files (TMPDIR), in chunks that they may share.
 """
 
@@ -26,7 +26,8 @@ _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_SUM_ELEMENTS = 1 << 20
+_BLOCK_BYTES = 4 << 20
+_SUM_ELEMENTS = 1 << 18
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -129,12 +130,22 @@ class Snapshot(Mapping[str, torch.Tensor]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._places  # Mapping's own would read the tensor
+
     def __getitem__(self, name: str) -> torch.Tensor:
+        whole = math.prod(self.shapes[name])
+        return next(self.blocks(name, whole))[1].reshape(self.shapes[name])
+
+    def blocks(self, name: str, elements: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield a tensor's values, row-major, in blocks of at most `elements` (4 MiB by default): start, values [n]."""
         parts, offset, dtype = self._places[name]
-        shape = self.shapes[name]
-        raw = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
-        self._read(parts, offset, memoryview(raw.numpy()))
-        return raw.view(dtype).reshape(shape)
+        whole = math.prod(self.shapes[name])
+        elements = max(1, elements or _BLOCK_BYTES // dtype.itemsize)
+        for start in range(0, max(whole, 1), elements):
+            raw = torch.empty(min(elements, whole - start) * dtype.itemsize, dtype=torch.uint8)
+            self._read(parts, offset + start * dtype.itemsize, memoryview(raw.numpy()))
+            yield start, raw.view(dtype)
 
     def _read_header(self, parts: list[tuple[Path, int]]) -> None:
         """Layout: 8 bytes header length, JSON header, tensors (https://huggingface.co/docs/safetensors)."""
@@ -200,6 +211,14 @@ def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
             file.write(tensor.reshape(-1).view(torch.uint8).numpy())
         file.seek(0)
         file.write(room.to_bytes(8, "little") + json.dumps(header).encode().ljust(room))
+
+
+def blocks(tensors: Mapping[str, torch.Tensor], name: str) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield one of `tensors` as Snapshot.blocks does; a tensor in memory is one block."""
+    if isinstance(tensors, Snapshot):
+        yield from tensors.blocks(name)
+    else:
+        yield 0, tensors[name].reshape(-1)
 
 
 def checksum(tensor: torch.Tensor) -> int:

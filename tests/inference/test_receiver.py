@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import weakref
-from collections.abc import Mapping
 
 import msgspec
 import pytest
@@ -25,6 +24,7 @@ from composer_prime.run.weights import Canary, sign
 from composer_prime.wire.node import Sampling
 from inference.engines.local.engine import LocalEngine
 from inference.receiver import FolderSource, Receiver
+from inference.snapshot import Snapshot, checksum, save
 from tests.engines.models import MAX_CONTEXT
 from tests.engines.reference import Reference
 from tests.inference.publisher import CANARY, RUN_ID, Publisher
@@ -283,35 +283,58 @@ def test_small_steps_are_proven(loop, folder, config, receive, close_versions, d
     loop.run(engine.close())
 
 
-def test_a_swap_reads_one_tensor_at_a_time_and_keeps_none(loop, engine, receive, publisher):
-    # While a second version comes in, at most two tensors of published weights are in memory at any moment.
-    alive: set[int] = set()
-    most = [0]
+class Watched(Snapshot):
+    """A snapshot that counts the blocks that are in memory."""
+
+    def __init__(self, inner: Snapshot) -> None:
+        vars(self).update(vars(inner))
+        self.alive: set[int] = set()
+        self.most = self.read = 0
+
+    def blocks(self, name: str, elements: int = 0):
+        for start, values in super().blocks(name, elements):
+            self.read += values.nbytes
+            self.alive.add(self.read)
+            weakref.finalize(values, self.alive.discard, self.read)
+            self.most = max(self.most, len(self.alive))
+            yield start, values
+
+
+def test_a_swap_holds_a_block_at_a_time(loop, engine, receive, publisher):
+    # While a second version comes in, no more than two blocks of it are in memory at any moment, and none afterwards.
+    seen: list[Watched] = []
 
     async def load(version, tensors):
-        class Watched(Mapping):
-            shapes = tensors.shapes
-
-            def __iter__(self):
-                return iter(tensors)
-
-            def __len__(self):
-                return len(tensors)
-
-            def __getitem__(self, name):
-                tensor = tensors[name]
-                key = id(tensor.untyped_storage())
-                alive.add(key)
-                most[0] = max(most[0], len(alive))
-                weakref.finalize(tensor, alive.discard, key)
-                return tensor
-
-        await engine.load_weights(version, Watched())
+        seen.append(Watched(tensors))
+        await engine.load_weights(version, seen[-1])
 
     receiver = receive(Altered(engine, load_weights=load))
     for version in (1, 2):
         install(loop, receiver, publisher, publisher.publish(version))
-    assert 1 <= most[0] <= 2 and not alive
+    for watched in seen:
+        assert watched.most <= 2 and not watched.alive
+        assert watched.read == sum(tensor.nbytes for tensor in publisher.reference.weights(2).values())
+
+
+def test_blocks_join_to_the_tensor(tmp_path):
+    # Blocks of any size, over chunk borders, are the tensor; a file that ends early is refused.
+    tensors = {"a": torch.randn(7, 5), "empty": torch.ones(0, 3), "b": torch.randn(11).bfloat16(), "c": torch.tensor(2)}
+    save(tensors, tmp_path / "whole")
+    whole = (tmp_path / "whole").read_bytes()
+    assert safetensors.torch.load(whole).keys() == tensors.keys()
+    parts = []
+    for start in range(0, len(whole), 100):
+        parts.append((tmp_path / f"part{start}", len(whole[start : start + 100])))
+        parts[-1][0].write_bytes(whole[start : start + 100])
+    read = Snapshot("parts", [parts])
+    for name, tensor in tensors.items():
+        assert torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype
+        for elements in (1, 4, 1000):
+            assert torch.equal(torch.cat([block for _, block in read.blocks(name, elements)]), tensor.reshape(-1))
+        assert checksum(read[name]) == sum(checksum(block) for _, block in read.blocks(name, 3)) % 2**64
+    parts[-1][0].write_bytes(b"")
+    with pytest.raises(CorruptWeightsError, match="cannot be read from"):
+        [read[name] for name in read]
 
 
 def test_what_did_not_change_is_not_pulled_again(loop, engine, receive, publisher):

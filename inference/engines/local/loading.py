@@ -13,7 +13,7 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ConfigError, EngineError, ModelNotFoundError, WeightError
 from inference.engines.base import ReadBack, published_shapes, refuse_misfits
 from inference.engines.local.attention import IMPLEMENTATION
-from inference.snapshot import checksum
+from inference.snapshot import blocks, checksum
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -69,8 +69,9 @@ def text_decoder(folder: Path) -> Callable[[list[int]], str] | None:
 def swap_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy `tensors`, by parameter name, into the model's own storage, after checking that they are all there.
 
-    A tied parameter may come under any of its names; in-place copies keep it tied. Takes one tensor at a
-    time. Raises WeightError naming what is missing, unexpected, misshapen or contradictory; then nothing was changed.
+    A tied parameter may come under any of its names; in-place copies keep it tied. Reads a few
+    megabytes at a time. Raises WeightError naming what is missing, unexpected, misshapen or contradictory; then nothing
+    was changed.
     """
     names_by_parameter: dict[torch.Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -90,7 +91,12 @@ def swap_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) ->
         if any(not torch.equal(tensors[present[0]], tensors[name]) for name in present[1:]):
             raise WeightError(f"the model ties {present}, but the new weights differ between them")
     for name in tensors:
-        targets[name].copy_(tensors[name])
+        if targets[name].is_contiguous():
+            flat = targets[name].view(-1)
+            for start, values in blocks(tensors, name):
+                flat[start : start + len(values)].copy_(values)
+        else:
+            targets[name].copy_(tensors[name])
 
 
 def read_back(model: PreTrainedModel, names: list[str]) -> list[ReadBack]:
