@@ -163,7 +163,15 @@ class WorkerPool:
         return [child for child in self._children.values() if not child.gone]
 
     async def _supervise(self, number: int) -> None:
-        """Keep worker `number` alive until the pool has failed."""
+        """Keep worker `number` alive until the pool has failed. Whatever ends this ends the pool, with its reason."""
+        try:
+            await self._keep_alive(number)
+        except Exception as error:
+            logger.exception("worker %d of source %r cannot be supervised any more", number, self.spec.name)
+            reason = f"source {self.spec.name!r}, worker {number}: {type(error).__name__}: {error}"
+            await self._fail(EnvironmentWorkerError(reason))
+
+    async def _keep_alive(self, number: int) -> None:
         restarts = 0
         while True:
             try:
