@@ -4,8 +4,9 @@
                   -> metrics, rollouts/eval_*.jsonl
 
 One evaluation runs at a time, beside training. If the next one is due meanwhile, it waits; of several that wait only
-the newest runs. The first evaluation takes all permits, so that it is over before the first weight swap. The last one
-waits until every serving node has the last version. Failed rollouts are counted and left out of the estimates; they are
+the newest runs. The first evaluation takes all permits, so that it is over before the first weight swap. An evaluation
+begins when half of the serving nodes have its version, at version_timeout_s with those that do, and only such nodes
+answer it: a node that is stuck holds up nobody. Failed rollouts are counted and left out of the estimates; they are
 never scored 0.
 """
 
@@ -16,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median_high
 
 from composer_prime.config.orchestrator import EvalConfig, OrchestratorConfig, SourceConfig
 from composer_prime.console import pluralize
@@ -58,8 +59,8 @@ class Evaluator:
     run_dir: RunDir
     metrics: MetricsFile
     failures: FailureLog
-    serving_version: Callable[[], int | None]
-    """Returns the oldest version of the serving nodes; None while no node serves."""
+    served_versions: Callable[[], list[int]]
+    """Returns the policy version of each serving node."""
     changed: Notifier
     running: int | None = field(default=None, init=False)
     """Step under evaluation; None while idle."""
@@ -142,7 +143,7 @@ class Evaluator:
         self._awaited_version = None
         self.permits.eval_share = 1.0 if step == 0 else self.config.eval.share
         start = time.monotonic()
-        by_source = [self._evaluate_source(source, step, counts[source.name]) for source in self.sources]
+        by_source = [self._evaluate_source(source, step, version, counts[source.name]) for source in self.sources]
         results = dict(zip(counts, await asyncio.gather(*by_source), strict=True))
         rollouts = [(name, rollout) for name, tasks in results.items() for task in tasks for rollout in task]
         lines = (rollout_log.rollout_line(step, name, rollout, "evaluated") for name, rollout in rollouts)
@@ -159,33 +160,45 @@ class Evaluator:
         logger.info("evaluation of step %d: %s", step, {name: round(value, 4) for name, value in figures.items()})
 
     async def _await_version(self, step: int, version: int) -> None:
-        """Wait until the serving nodes have `version` or newer weights. Raises DeadlineError."""
+        """Wait until half of the serving nodes have `version` or newer weights, after version_timeout_s for any.
+
+        Raises DeadlineError when none has them by then.
+        """
         timeout_s = self.config.eval.version_timeout_s
         deadline = time.monotonic() + timeout_s
-        while (serving := self.serving_version()) is None or serving < version:
-            if time.monotonic() >= deadline:
+        while (newest := max(versions := self.served_versions(), default=None)) is None or median_high(
+            versions
+        ) < version:
+            late = time.monotonic() >= deadline
+            if late and newest is not None and newest >= version:
+                logger.warning("evaluation of step %d: fewer than half of %d nodes have policy version %d after %.0f s",
+                               step, len(versions), version, timeout_s)  # fmt: skip
+                return
+            if late:
                 raise DeadlineError(
                     f"evaluation of step {step} waited {timeout_s:.0f} s (orchestrator.eval.version_timeout_s) for "
-                    f"nodes with policy version {version}; they serve {'nothing' if serving is None else serving}"
+                    f"nodes with policy version {version}; they serve {'nothing' if newest is None else newest}"
                 )
             await self.changed.wait(0.1)
 
-    async def _evaluate_source(self, source: SourceConfig, step: int, count: int) -> list[TaskRollouts]:
+    async def _evaluate_source(self, source: SourceConfig, step: int, version: int, count: int) -> list[TaskRollouts]:
         results: list[TaskRollouts] = [[] for _ in range(count)]
         async with asyncio.TaskGroup() as group:
             for task_index, result in enumerate(results):
                 for sample in range(self.config.eval.samples):
-                    group.create_task(self._run_rollout(source.name, step, task_index, sample, result))
+                    group.create_task(self._run_rollout(source.name, step, version, task_index, sample, result))
         for rollouts in results:
             rollouts.sort(key=lambda rollout: rollout.sibling)
         return results
 
-    async def _run_rollout(self, source: str, step: int, task_index: int, sample: int, task: TaskRollouts) -> None:
+    async def _run_rollout(
+        self, source: str, step: int, version: int, task_index: int, sample: int, task: TaskRollouts
+    ) -> None:
         """Add one rollout to `task`: the first good try, or the last failed one."""
         earlier: list[RolloutFailure] = []
         for attempt in range(self.config.max_retries + 1):
             request = self.requests.evaluation(source, step=step, task_index=task_index, sample=sample, attempt=attempt)
-            result = await self.runner.run(source, request, lane=Lane.EVAL, order=task_index)
+            result = await self.runner.run(source, request, lane=Lane.EVAL, order=task_index, oldest_version=version)
             failure = score_failure(result)
             rollout = finished_rollout(
                 result, sibling=sample, seed=request.seed or 0, samples=[], failure=failure, earlier=earlier

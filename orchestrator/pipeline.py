@@ -26,6 +26,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from composer_prime.config import Config
@@ -310,7 +311,7 @@ class Pipeline:
             run_dir=self.run_dir,
             metrics=self.metrics,
             failures=failures,
-            serving_version=self._oldest_served,
+            served_versions=lambda: [node.version for node in self.gateway.router.serving()],
             changed=self.changed,
         )
         watchdog = RunWatchdog(
@@ -350,7 +351,6 @@ class Pipeline:
             scaling=config.channels.policy.advantage_scaling,
             runner=runner,
             requests=requests,
-            serving_version=self._serving_version,
             on_error=self.fail,
             failures=failures,
             next_step=lambda: self.batches.formed + 1,
@@ -456,14 +456,13 @@ class Pipeline:
 
     # -- versions ------------------------------------------------------------------------------------------------
 
-    def _oldest_served(self) -> int | None:
-        """Return the oldest policy version of the serving nodes; None while no node serves."""
-        return min((node.version for node in self.gateway.router.serving()), default=None)
-
     def _serving_version(self) -> int:
-        """Return the oldest policy version that a rollout begun now can be sampled with."""
-        served = self._oldest_served()
-        return self.gateway.router.oldest_version if served is None else served
+        """Return the policy version that a rollout begun now is expected to be sampled with.
+
+        At least half of the serving nodes have it or a newer one. A node that lags behind them slows down nobody else.
+        """
+        served = [node.version for node in self.gateway.router.serving()]
+        return median_high(served) if served else self.gateway.router.oldest_version
 
 
 def reachable(endpoint: str) -> str:

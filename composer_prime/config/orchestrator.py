@@ -188,7 +188,8 @@ class OrchestratorConfig(BaseConfig):
     sampling: SamplingConfig = SamplingConfig()
     """How the policy samples while training."""
     max_staleness: int = Field(default=1, ge=0)
-    """Batch N uses rollouts of policy versions >= N - 1 - max_staleness; 0 is synchronous. [diloco]: in full sweeps."""
+    """Batch N trains tokens of policy versions >= N - 1 - max_staleness; older ones of its rollouts are context. 0 is
+    synchronous. [diloco]: in full sweeps."""
     max_concurrent: int = Field(default=64, ge=1)
     """Ceiling of rollouts in flight; the adaptive limit moves below it."""
     max_retries: int = Field(default=2, ge=0)

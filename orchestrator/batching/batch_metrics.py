@@ -27,6 +27,7 @@ def batch_metrics(version: int, groups: Sequence[FinishedGroup], dropped: Sequen
         **_rewards(scored),
         **_staleness(version, groups),
         **_shapes(groups, rollouts),
+        **_lengths(groups, dropped),
         **_hints(rollout for group in everything for rollout in group.rollouts),
         "groups/filtered": float(filtered),
         "groups/distilled": float(sum(group.outcome is GroupOutcome.DISTILLED for group in groups)),
@@ -58,6 +59,7 @@ def _rewards(scored: Sequence[FinishedGroup]) -> dict[str, float]:
 
 def _staleness(version: int, groups: Sequence[FinishedGroup]) -> dict[str, float]:
     spans = [span for group in groups for sample in group.samples for span in sample.version_spans]
+    turns = [turn for group in groups for sample in group.samples for turn in sample.turns]
     tokens = sum(span.end - span.start for span in spans)
     if not tokens:
         return {}
@@ -65,7 +67,19 @@ def _staleness(version: int, groups: Sequence[FinishedGroup]) -> dict[str, float
     return {
         "policy/staleness_max": float(max(version - span.version for span in spans)),
         "policy/staleness_mean": ages / tokens,
+        "policy/stale_share": 1 - tokens / sum(turn.end - turn.start for turn in turns),
     }
+
+
+def _lengths(groups: Sequence[FinishedGroup], dropped: Sequence[FinishedGroup]) -> dict[str, float]:
+    """Return the mean length of the rollouts that are trained and of those that were dropped as too old."""
+    stale = [group for group in dropped if group.outcome is GroupOutcome.STALE]
+    metrics = {}
+    for name, lot in (("accepted", groups), ("dropped", stale)):
+        lengths = [rollout.sampled_tokens for group in lot for rollout in group.rollouts if rollout.failure is None]
+        if lengths:
+            metrics[f"rollout/{name}_tokens_mean"] = fmean(lengths)
+    return metrics
 
 
 def _shapes(groups: Sequence[FinishedGroup], rollouts: Sequence[FinishedRollout]) -> dict[str, float]:

@@ -4,7 +4,10 @@ The staleness rule:
 
     version v     weights after v optimizer steps; in a joint run ([diloco]) the global model after v full sweeps
     batch N       is trained on the newest version after step N-1, call it n: a token of version v is n-v versions old;
-                  accepted: v >= n-max_staleness
+                  trained: v >= n-max_staleness
+
+The rule is one for tokens. Rollouts go on while versions change, and their older tokens are context in the batch that
+trains the newer ones. A group is dropped when no token is left to train, so long rollouts are not the first to go.
 
 A rollout that starts while the nodes serve version V can therefore go into batches up to V+1+max_staleness. When a
 version covers several steps, the rollout can go into the batches of all these steps. `free_slots` lets exactly as many
@@ -76,7 +79,7 @@ EVERY_STEP = Versions()
 
 
 def oldest_accepted(step: int, max_staleness: int, versions: Versions = EVERY_STEP) -> int:
-    """Return the oldest policy version that batch `step` may hold."""
+    """Return the oldest policy version whose tokens batch `step` may train."""
     return max(0, versions.before(step) - max_staleness)
 
 
@@ -141,30 +144,33 @@ class Buffer:
         return sum(self._recent) / len(self._recent) if self._recent else None
 
     def sweep(self, oldest: int) -> list[FinishedGroup]:
-        """Remove and return the groups that hold a token older than version `oldest`."""
-        stale = [group for group in self._ready.values() if group.version_min < oldest]
+        """Remove and return the groups without a token of version `oldest` or newer to train."""
+        stale = [group for group in self._ready.values() if not group.without_stale_tokens(oldest).is_trainable]
         for group in stale:
             del self._ready[group.plan.group]
         return stale
 
     def usable(self, oldest: int, newest: int, outcome: GroupOutcome = GroupOutcome.READY) -> list[int]:
-        """Return the numbers, ascending, of the groups whose tokens are all of versions `oldest` to `newest`."""
+        """Return the numbers, ascending, of the groups with tokens since `oldest` and none newer than `newest`."""
         return [
             number
             for number, group in sorted(self._ready.items())
-            if group.outcome is outcome and oldest <= group.version_min and group.version_max <= newest
+            if group.outcome is outcome
+            and group.version_max <= newest
+            and group.without_stale_tokens(oldest).is_trainable
         ]
 
     def take(self, count: int, oldest: int, newest: int, *, with_distilled: bool = True) -> list[FinishedGroup] | None:
         """Remove and return the `count` lowest-numbered usable groups; None while there are fewer.
 
-        With them go at most as many DISTILLED groups if `with_distilled`. All are in order of group number.
+        With them go at most as many DISTILLED groups if `with_distilled`. All are in order of group number. Tokens of
+        versions before `oldest` are context in them.
         """
         numbers = self.usable(oldest, newest)[:count]
         if len(numbers) < count:
             return None
         numbers += self.usable(oldest, newest, GroupOutcome.DISTILLED)[: count if with_distilled else 0]
-        return [self._ready.pop(number) for number in sorted(numbers)]
+        return [self._ready.pop(number).without_stale_tokens(oldest) for number in sorted(numbers)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Every decision on groups and batches: what starts, what is formed, what is dropped.
 
-    advance():  sweep   what no future batch accepts leaves the buffer and the groups in flight
+    advance():  sweep   groups of which no future batch trains a token leave the buffer
                 form    batch F+1 from the lowest-numbered usable groups, at most one ahead of the step in training
                 start   as many groups as the staleness rule has room for
 
@@ -53,7 +53,7 @@ class BatchScheduler:
     dispatcher: Dispatcher
     changed: Notifier
     serving_version: Callable[[], int]
-    """Returns the oldest policy version that a rollout begun now may be sampled with."""
+    """Returns the policy version that a rollout begun now is expected to be sampled with."""
     on_error: Callable[[BaseException], None]
     pairs: PairMixer | None = None
     buffer: Buffer = field(default_factory=Buffer, init=False)
@@ -110,7 +110,7 @@ class BatchScheduler:
 
     @property
     def oldest_version(self) -> int:
-        """Oldest version that the next batch accepts."""
+        """Oldest version whose tokens the next batch trains."""
         return oldest_accepted(self.batches.formed + 1, self.config.max_staleness, self.batches.versions)
 
     @property
@@ -122,8 +122,6 @@ class BatchScheduler:
         for group in self.buffer.sweep(self.oldest_version):
             was_filtered = group.outcome is GroupOutcome.DISTILLED
             self._drop(group.without_samples(GroupOutcome.FILTERED if was_filtered else GroupOutcome.STALE))
-        for number in self.dispatcher.cancel_stale(self.oldest_version):
-            logger.info("group %d is cancelled: it began before version %d", number, self.oldest_version)
 
     async def _form(self) -> bool:
         """Form the next batch if its groups are there. Returns whether it did."""
@@ -132,8 +130,9 @@ class BatchScheduler:
             return False
         async with self._disk:
             with_distilled = self.batches.sdpo_active(step)
+            oldest = self.oldest_version
             groups = self.buffer.take(
-                self.config.groups_per_step, self.oldest_version, self._newest_version, with_distilled=with_distilled
+                self.config.groups_per_step, oldest, self._newest_version, with_distilled=with_distilled
             )
             if groups is None:
                 return False
@@ -158,6 +157,7 @@ class BatchScheduler:
             entry = Formed(
                 seq=self.journal.next_seq(),
                 step=step,
+                oldest_version=oldest,
                 groups=batch.group_numbers,
                 dropped=[group.plan.group for group in dropped],
                 metrics=metrics,

@@ -68,6 +68,8 @@ class Formed(msgspec.Struct, frozen=True, kw_only=True, tag="formed"):
     dropped: list[int]
     """Groups dropped since the last batch; they are logged and counted with this one."""
     metrics: dict[str, float]
+    oldest_version: int = 0
+    """Tokens of older policy versions are context in this batch."""
     preferences: list[Preference] = []
     """The batch's pairs for replay-DPO."""
     pairs: PairCursor | None = None

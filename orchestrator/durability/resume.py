@@ -178,6 +178,7 @@ def formed_batches(entries: list[Entry], after: int) -> list[Batch]:
 def _batch(step: int, groups: list[FinishedGroup], entry: Formed | None) -> Batch:
     if entry is None:
         return Batch(step=step, groups=groups, metrics={})
+    groups = [group.without_stale_tokens(entry.oldest_version) for group in groups]
     return Batch(step=step, groups=groups, metrics=entry.metrics, preferences=entry.preferences)
 
 

@@ -163,7 +163,8 @@ class Generator:
             sampling = msgspec.structs.replace(sampling, seed=turn_seed(sampling.seed, turn))
         self._under_way[session] += 1
         try:
-            answer = await self._router.generate(request_id, session, prompt, sampling)
+            oldest = self._records.oldest_version(session)
+            answer = await self._router.generate(request_id, session, prompt, sampling, oldest_version=oldest)
             record = GenerationRecord(
                 session=session,
                 prompt_ids=np.frombuffer(prompt, np.int32),
@@ -254,17 +255,22 @@ class RolloutRecords:
         """`on_taken(session)` is called for each session when its rollout is taken."""
         self._on_taken = on_taken
         self._open: dict[str, dict[str, list[_Turn]]] = {}
+        self._oldest_versions: dict[str, int] = {}
         self.num_bytes = 0
         """Bytes of token ids and logprobs held."""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, rollout_id: str) -> None:
-        """Record this rollout's generations from now on. Raises ValueError when it is open already."""
+    def open(self, rollout_id: str, oldest_version: int = 0) -> None:
+        """Record this rollout's generations from now on, all by policy version `oldest_version` or newer ones.
+
+        Raises ValueError when it is open already.
+        """
         if rollout_id in self._open:
             raise ValueError(f"rollout {rollout_id!r} is open already: every attempt at a rollout needs its own id")
         self._open[rollout_id] = {}
+        self._oldest_versions[rollout_id] = oldest_version
 
     def take(self, rollout_id: str) -> list[GenerationRecord]:
         """Close a rollout, and return its records in the order in which its requests began.
@@ -272,6 +278,7 @@ class RolloutRecords:
         Records of several agents come together; `session` separates them. A rollout that is not open has none.
         """
         sessions = self._open.pop(rollout_id, {})
+        self._oldest_versions.pop(rollout_id, None)
         for session in sessions:
             self._on_taken(session)
         turns = sorted((turn for turns in sessions.values() for turn in turns), key=lambda turn: turn.order)
@@ -286,6 +293,11 @@ class RolloutRecords:
             return session
         rollout_id = _AGENT.sub("", session)
         return rollout_id if rollout_id in self._open else None
+
+    def oldest_version(self, session: str) -> int:
+        """Return the oldest policy version that may answer this session."""
+        rollout_id = self.rollout_of(session)
+        return 0 if rollout_id is None else self._oldest_versions[rollout_id]
 
     def answered(self, session: str) -> int:
         """Return how many generations are recorded for this session."""

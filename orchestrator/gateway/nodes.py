@@ -62,6 +62,8 @@ class GatewayRequest:
     since: float
     """When it arrived, monotonic seconds."""
     done: asyncio.Future[NodeAnswer]
+    oldest_version: int = 0
+    """Nodes with older weights may not answer it."""
     node: AttachedNode | None = None
     """None while it waits in the queue."""
     lease: int = 0

@@ -99,8 +99,12 @@ class Router:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    async def generate(self, request_id: str, session: str, prompt_ids: bytes, sampling: Sampling) -> NodeAnswer:
-        """Return the checked answer of some node. Cancelling the awaiting task cancels the request on its node.
+    async def generate(
+        self, request_id: str, session: str, prompt_ids: bytes, sampling: Sampling, *, oldest_version: int = 0
+    ) -> NodeAnswer:
+        """Return the checked answer of a node with `oldest_version` or newer weights.
+
+        Cancelling the awaiting task cancels the request on its node.
 
         Raises DeadlineError when no node answered in time, EngineError when nodes failed several times, and
         RequestError when no node could serve it as it stands.
@@ -112,6 +116,7 @@ class Router:
             sampling=sampling,
             since=time.monotonic(),
             done=asyncio.get_running_loop().create_future(),
+            oldest_version=oldest_version,
         )
         if self._closed is not None:
             raise self._closed
@@ -179,7 +184,9 @@ class Router:
             able = [
                 node
                 for node in free
-                if node.node_id not in request.refused_by and (node.max_context is None or node.max_context >= needed)
+                if node.version >= request.oldest_version
+                and node.node_id not in request.refused_by
+                and (node.max_context is None or node.max_context >= needed)
             ]
             if able:
                 return request, self._choose(request, able)
@@ -419,8 +426,10 @@ class Router:
         if request.node is not None:
             return DeadlineError(f"{waited}: node {request.node.node_id} has not answered")
         previous = f" (before that, {request.last_error})" if request.last_error else ""
-        nodes = len(self.serving())
-        return DeadlineError(f"{waited}: it was queued, all places of {nodes} serving nodes are taken{previous}")
+        serving = self.serving()
+        able = sum(node.version >= request.oldest_version for node in serving)
+        needed = f" with policy version {request.oldest_version}" if able < len(serving) else ""
+        return DeadlineError(f"{waited}: it was queued, all places of {able} serving nodes{needed} are taken{previous}")
 
     # -- state ---------------------------------------------------------------------------------------------------
 

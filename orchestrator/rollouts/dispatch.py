@@ -1,11 +1,12 @@
-"""Groups in flight: G rollouts each, with retries, a deadline for each rollout, and cancellation of stale groups.
+"""Groups in flight: G rollouts each, with retries and a deadline for each rollout.
 
     start(plan, on_end) -> group task -> G sibling tasks -> [permit] -> worker -> compile (thread)
                               |              +-> failed: a fresh try, at most max_retries
                               +-> all siblings ended -> hints -> advantages, filter (thread) -> on_end(group)
 
-Groups never wait for one another. A sibling waits at most for a permit and for its rollout's deadline. An error that is
-not a rollout's own (workers gone for good) goes to `on_error` and ends the run.
+Groups never wait for one another. A rollout goes on while policy versions change, so a long one is not lost. A sibling
+waits at most for a permit and for its rollout's deadline. An error that is not a rollout's own (workers gone for good)
+goes to `on_error` and ends the run.
 
 A group without advantage whose error turns were hinted is DISTILLED: it keeps the samples with hinted turns, without a
 part in the policy loss. The buffer lets it join a batch whose step has a weight for SDPO, beside the READY groups and
@@ -51,12 +52,9 @@ class GroupInFlight:
     plan: GroupPlan
     task: asyncio.Task[None] | None = None
     siblings: list[asyncio.Task[CompiledRollout]] = field(default_factory=list)
-    version: int | None = None
-    """Policy version that the nodes served when the first rollout began; None before that."""
     since: float = field(default_factory=time.monotonic)
     running: int = 0
     """Rollouts that hold a permit."""
-    stale: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -65,8 +63,6 @@ class Dispatcher:
     scaling: AdvantageScaling
     runner: RolloutRunner
     requests: RequestFactory
-    serving_version: Callable[[], int]
-    """Returns the oldest policy version that a rollout begun now may be sampled with."""
     on_error: Callable[[BaseException], None]
     failures: FailureLog
     next_step: Callable[[], int]
@@ -87,22 +83,6 @@ class Dispatcher:
         group = GroupInFlight(plan=plan)
         self.in_flight[plan.group] = group
         group.task = asyncio.create_task(self._run_group(group, on_end), name=plan.group_id)
-
-    def cancel_stale(self, oldest: int) -> list[int]:
-        """Cancel the groups that began on a version older than `oldest` and return their numbers.
-
-        They reach their `on_end` as STALE.
-        """
-        stale = [
-            group
-            for group in self.in_flight.values()
-            if group.version is not None and group.version < oldest and not group.stale
-        ]
-        for group in stale:
-            group.stale = True
-            for sibling in group.siblings:
-                sibling.cancel()
-        return [group.plan.group for group in stale]
 
     @property
     def running(self) -> int:
@@ -143,8 +123,7 @@ class Dispatcher:
             if fatal is not None:
                 raise fatal
             ended = [result for result in results if not isinstance(result, BaseException)]
-            if not group.stale:
-                self.failures.note_group(plan.source, [rollout for rollout, _ in ended])
+            self.failures.note_group(plan.source, [rollout for rollout, _ in ended])
             on_end(await self._finish(group, ended))
         except asyncio.CancelledError:
             raise
@@ -157,9 +136,6 @@ class Dispatcher:
 
     async def _finish(self, group: GroupInFlight, ended: list[CompiledRollout]) -> FinishedGroup:
         """Add hints and advantages to the rollouts that ended."""
-        if group.stale:
-            rollouts = [rollout for rollout, _ in ended]
-            return FinishedGroup(plan=group.plan, outcome=GroupOutcome.STALE, rollouts=rollouts)
         if self.hints is not None and self.wants_hints() and worth_hinting(ended, self.config, self.scaling):
             ended = await self.hints.attach(ended)
         loop = asyncio.get_running_loop()
@@ -193,8 +169,6 @@ class Dispatcher:
             nonlocal has_begun
             has_begun = True
             group.running += 1
-            if group.version is None:
-                group.version = self.serving_version()
 
         try:
             result = await self.runner.run(plan.source, request, lane=Lane.TRAIN, order=plan.group, on_begin=on_begin)

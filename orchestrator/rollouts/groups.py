@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
-from composer_prime.wire.types import Sample
+from composer_prime.wire.types import Sample, flags, floats, pack_flags, pack_floats
 from orchestrator.workers.protocol import MessageRecord, RolloutFailure, SessionRecord
 
 BEHAVIOR_PART = "behaviour/"
@@ -64,7 +64,7 @@ class GroupOutcome(StrEnum):
     FAILED = "failed"
     """Fewer than min_group rollouts finished."""
     STALE = "stale"
-    """Older than any future batch accepts."""
+    """All its tokens are older than any future batch trains."""
 
 
 class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,8 +136,50 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True):
     def version_max(self) -> int:
         return max(sample.version_max for sample in self.samples)
 
+    def without_stale_tokens(self, oldest: int) -> FinishedGroup:
+        """Return the group with tokens of versions before `oldest` as context only, without samples that train none."""
+        if not self.samples or self.version_min >= oldest:
+            return self
+        samples = [fresh for sample in self.samples if (fresh := _without_stale_tokens(sample, oldest)) is not None]
+        return msgspec.structs.replace(self, samples=samples)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether its samples train a token, or for a DISTILLED group a hinted turn."""
+        return (
+            bool(self.samples) if self.outcome is GroupOutcome.DISTILLED else any(s.num_trained for s in self.samples)
+        )
+
     def without_samples(self, outcome: GroupOutcome) -> FinishedGroup:
         return msgspec.structs.replace(self, outcome=outcome, samples=[])
+
+
+def _without_stale_tokens(sample: Sample, oldest: int) -> Sample | None:
+    """Return `sample` with mask and advantage 0 on tokens of versions before `oldest`; None when nothing trains.
+
+    Hinted turns that hold such a token are left out. Log-probabilities stay, as context needs none.
+    """
+    stale = [span for span in sample.version_spans if span.version < oldest]
+    if not stale:
+        return sample
+    mask, advantages = flags(sample.loss_mask).copy(), floats(sample.advantages).copy()
+    for span in stale:
+        mask[span.start : span.end] = 0
+        advantages[span.start : span.end] = 0
+    hinted = [
+        turn
+        for turn in sample.distillations
+        if not any(span.start < turn.end and turn.start < span.end for span in stale)
+    ]
+    if not mask.any() and not hinted:
+        return None
+    return msgspec.structs.replace(
+        sample,
+        loss_mask=pack_flags(mask),
+        advantages=pack_floats(advantages),
+        version_spans=[span for span in sample.version_spans if span.version >= oldest],
+        distillations=hinted,
+    )
 
 
 def task_reward(reward: float, parts: Mapping[str, float]) -> float:

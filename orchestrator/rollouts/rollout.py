@@ -172,15 +172,17 @@ class RolloutRunner:
         *,
         lane: Lane,
         order: int,
+        oldest_version: int = 0,
         on_begin: Callable[[], None] = lambda: None,
     ) -> RolloutResult:
         """Run `request` on a worker of `source`. A rollout past its deadline is a failed reply, not an exception.
 
-        Calls `on_begin` once the rollout holds its permit. Raises EnvironmentWorkerError when no worker is left.
+        Only nodes with `oldest_version` or newer weights answer it. Calls `on_begin` once the rollout holds its permit.
+        Raises EnvironmentWorkerError when no worker is left.
         """
         async with self.permits.hold(lane, order):
             on_begin()
-            self.records.open(request.rollout_id)
+            self.records.open(request.rollout_id, oldest_version)
             try:
                 reply = await self._within_deadline(source, request)
             finally:

@@ -190,6 +190,8 @@ class ScriptedPool:
         self._turns, self._tasks = turns, tasks
         self.requests: list[RunRollout] = []
         self.pause_s: Callable[[RunRollout], float] = lambda request: 0.0
+        self.gates: dict[tuple[str, int], asyncio.Event] = {}
+        """By group id and turn: what that turn waits for."""
 
     async def start(self) -> None:
         self._session = aiohttp.ClientSession()
@@ -208,6 +210,8 @@ class ScriptedPool:
         await asyncio.sleep(self.pause_s(request))
         prompt, turns = [1, 10 + request.task_index], []
         for turn in range(self._turns):
+            if (gate := self.gates.get((request.rollout_id.split("-")[0], turn))) is not None:
+                await gate.wait()
             sampled = await self._generate(request, prompt)
             prompt = [*prompt, *sampled, 2, 50 + turn]
             turns.append(MessageRecord(role="assistant", text=f"turn {turn}", num_tokens=len(sampled), call=turn))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from orch_groups import ended, ready
 
@@ -34,6 +35,19 @@ def test_staleness_is_in_steps_behind_the_weights_that_are_trained():
     metrics = batch_metrics(4, [ready(0, 2, 4, 4)], [])
     assert metrics["policy/staleness_max"] == 2
     assert metrics["policy/staleness_mean"] == pytest.approx(2 / 3)
+
+
+def test_lengths_of_what_was_trained_and_of_what_was_dropped_as_too_old():
+    """A loss of long rollouts shows: both means are there, and so is the share of tokens that were only context."""
+    accepted, stale = ready(0, 2, 4, 4), ready(1, 2)
+    lengthened = [msgspec.structs.replace(rollout, sampled_tokens=900) for rollout in stale.rollouts]
+    stale = msgspec.structs.replace(stale, rollouts=lengthened).without_samples(GroupOutcome.STALE)
+    metrics = batch_metrics(4, [accepted.without_stale_tokens(3)], [stale])
+    assert metrics["rollout/dropped_tokens_mean"] == 900
+    assert metrics["rollout/accepted_tokens_mean"] == 0
+    assert metrics["policy/stale_share"] == pytest.approx(1 / 3)
+    assert metrics["policy/staleness_max"] == 0
+    assert "rollout/dropped_tokens_mean" not in batch_metrics(4, [accepted], [])
 
 
 def test_tool_errors_are_a_share_of_tool_turns():

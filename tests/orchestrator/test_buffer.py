@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from orch_groups import ready
 
+from composer_prime.wire.types import HintedTurn, flags, floats, pack_ints
 from orchestrator.batching.batches import Buffer
 from orchestrator.event_loop import Notifier
 from orchestrator.rollouts.groups import GroupOutcome
 from orchestrator.rollouts.rollout import Lane, Permits
+from orchestrator.rollouts.samples import sdpo_only
 
 
 def filled(*groups: tuple[int, int]) -> Buffer:
@@ -37,12 +40,33 @@ def test_only_groups_within_the_version_bounds_are_taken():
     assert buffer.group_numbers == [2, 3, 4]
 
 
-def test_one_old_token_makes_the_group_old():
-    """The oldest span of any sample counts, not the newest or the mean."""
+def test_old_tokens_of_a_long_rollout_become_context_and_the_new_ones_are_trained():
+    """The bound is per token: a group goes only when none of its tokens is new enough."""
     buffer = Buffer()
-    buffer.add(ready(1, 4, 4, 1))
-    assert buffer.usable(oldest=2, newest=4) == []
-    assert len(buffer.sweep(2)) == 1
+    buffer.add(ready(1, 1, 3, 4))
+    assert buffer.sweep(2) == [] and buffer.usable(oldest=2, newest=4) == [1]
+    taken = buffer.take(1, oldest=2, newest=4)
+    assert taken is not None
+    for sample in taken[0].samples:
+        assert flags(sample.loss_mask).tolist() == [0, 0, 0, 1, 1]
+        assert floats(sample.advantages).tolist() == [0, 0, 0, 0.5, 0.5]
+        assert floats(sample.logprobs).tolist() == [0, 0, -0.5, -0.5, -0.5]
+        assert (sample.version_min, sample.version_max) == (3, 4)
+    buffer.add(ready(2, 1, 3, 4))
+    assert [group.plan.group for group in buffer.sweep(5)] == [2]
+
+
+def test_a_hinted_turn_with_an_old_token_is_left_out():
+    """SDPO learns from turns that new enough versions sampled, and the group goes with its last one."""
+    old, new = (
+        HintedTurn(start=at, end=at + 1, teacher_ids=pack_ints([1, 2]), teacher_start=1, turn=0, error="x")
+        for at in (2, 3)
+    )
+    group = ready(1, 1, 3)
+    samples = [msgspec.structs.replace(sdpo_only(sample), distillations=[old, new]) for sample in group.samples]
+    group = msgspec.structs.replace(group, outcome=GroupOutcome.DISTILLED, samples=samples)
+    assert [sample.distillations for sample in group.without_stale_tokens(2).samples] == [[new], [new]]
+    assert group.without_stale_tokens(4).samples == []
 
 
 def test_a_group_enters_once():

@@ -1,4 +1,4 @@
-"""Groups under way: retries, failures as data, deadlines, cancellation of the too old, no waiting on others."""
+"""Groups under way: retries, failures as data, deadlines, long rollouts over several versions, no waiting on others."""
 
 from __future__ import annotations
 
@@ -199,18 +199,26 @@ async def test_groups_without_advantage_are_left_out_but_counted(open_run, run_d
         assert all(line["advantage"] == 0 for line in filtered)
 
 
-async def test_a_slow_group_does_not_hold_the_others_up_and_is_cancelled_when_too_old(open_run, run_dir, tmp_path):
-    """Group 1 hangs: batches go on without it; once no batch accepts its version it is cancelled and counted."""
+async def test_a_long_rollout_goes_on_over_versions_and_its_new_tokens_are_trained(open_run, run_dir, tmp_path):
+    """Group 1 plays until step 4 is trained: batches go on without it, then its last turn is trained."""
     pool = ScriptedPool(mixed)
-    pool.pause_s = lambda request: 15.0 if request.rollout_id.startswith("g000001-") else 0.0
-    async with open_run(make_config(tmp_path), pool) as run, PeerTrainer(run_dir, run.step_endpoint) as trainer:
+    release = asyncio.Event()
+    pool.gates["g000001", 1] = release
+    async with (
+        open_run(make_config(tmp_path, max_steps=8), pool) as run,
+        PeerTrainer(run_dir, run.step_endpoint) as trainer,
+    ):
         await trainer.attach(0)
-        for step in range(1, 5):
+        for step in range(1, 9):
+            if step == 5:
+                release.set()
             await trainer.train(step)
         trained = {name.split("-")[0] for replies in trainer.steps.values() for name in sample_ids(replies)}
-        assert "g000001" not in trained
-        assert run.pipeline.training.scheduler.counters["stale"] == 1
-        assert 1 not in run.pipeline.training.scheduler.dispatcher.in_flight
+        assert "g000001" in trained
+        assert run.pipeline.training.scheduler.counters["stale"] == 0
+        metrics = [replies[0].metrics for replies in trainer.steps.values()]
+        assert max(figures["policy/stale_share"] for figures in metrics) > 0
+        assert all(figures["policy/staleness_max"] <= 1 for figures in metrics)
 
 
 async def test_a_rollout_past_its_deadline_is_a_failure_of_kind_timeout(tmp_path):

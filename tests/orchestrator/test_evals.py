@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from orch_groups import rollout
-from orch_peers import PeerTrainer, ScriptedPool, draw, make_config
+from orch_peers import PeerNode, PeerTrainer, ScriptedPool, draw, make_config
 
 from composer_prime.config.orchestrator import EvalConfig
 from composer_prime.errors import DeadlineError
+from composer_prime.run.keys import RunKeys
 from composer_prime.stats.intervals import pass_at_k
+from composer_prime.wire.node import NodeHello
 from orchestrator.evals import eval_summary
 from orchestrator.workers.protocol import EVAL, RolloutFailure
 
@@ -124,6 +126,39 @@ async def test_the_last_evaluation_waits_for_the_last_version_or_says_why_not(op
         assert "evaluation of step 1 waited 1 s" in str(error)
         assert "policy version 1" in str(error)
         assert not run_dir.eval_rollouts(1).exists()
+
+
+async def test_a_node_stuck_at_an_old_version_fails_neither_evaluation_nor_dispatch(open_run, run_dir, tmp_path):
+    """One of three nodes never swaps: training goes on, and the last evaluation is answered by the other two."""
+    evaluation = {"every_steps": 5, "tasks": 4, "version_timeout_s": 30.0}
+    config = make_config(tmp_path, max_steps=3, max_staleness=4, eval=evaluation)
+    async with (
+        open_run(config) as run,
+        PeerNode(run.pipeline.gateway.node_endpoint, RunKeys(run_dir.keys), "node-1"),
+        PeerNode(run.pipeline.gateway.node_endpoint, RunKeys(run_dir.keys), "stuck", swap_s=600),
+        PeerTrainer(run_dir, run.step_endpoint) as trainer,
+    ):
+        trainer.max_staleness = 4
+        await trainer.attach(0)
+        for step in (1, 2, 3):
+            await trainer.train(step)
+        await trainer.checkpoint(3)
+        async with asyncio.timeout(60):
+            await run.task
+        assert run.pipeline.gateway.router.oldest_version == 0
+    lines = [json.loads(line) for line in run_dir.eval_rollouts(3).read_text().splitlines()]
+    assert {tuple(line["policy_versions"]) for line in lines} == {(3, 3)}
+
+
+async def test_rollouts_start_at_the_version_that_half_of_the_nodes_serve(open_run, tmp_path):
+    """The slowest node does not set the version that dispatch counts with."""
+    async with open_run(make_config(tmp_path), node=False) as run:
+        router = run.pipeline.gateway.router
+        router.newest_version = 9
+        for number, version in enumerate([9, 9, 9, 8, 8, 8, 8, 2]):
+            hello = NodeHello(node_id=f"n{number}", engine="test", run_id=None, version=version, max_concurrent=8)
+            router.nodes.attach(str(number).encode(), hello)
+        assert run.pipeline._serving_version() == 8
 
 
 async def test_evaluation_does_not_stop_training(open_run, run_dir, tmp_path):

@@ -14,6 +14,7 @@ from orch_groups import ended, plan, ready
 from composer_prime.errors import CheckpointError
 from composer_prime.run.run_dir import write_remedy
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Journal, Started
+from orchestrator.durability.resume import formed_batches
 from orchestrator.rollouts.groups import GroupOutcome
 
 
@@ -148,3 +149,13 @@ def test_a_write_that_fails_has_the_remedy_of_its_cause(number, remedy):
     """Only a full disk is called full; also where the error has become text on its way to another rank."""
     error = OSError(number, os.strerror(number), "/data/journal")
     assert write_remedy(error, " or keep less") == write_remedy([str(error)], " or keep less") == remedy
+
+
+def test_a_batch_is_served_again_with_the_same_tokens_as_context():
+    """The journal holds the oldest version that a batch trained; a batch from an older journal trains them all."""
+    group = ready(0, 1, 3)
+    finished = Finished(seq=1, group=group)
+    for oldest, trained in ((2, 1), (0, 2)):
+        formed = Formed(seq=2, step=1, oldest_version=oldest, groups=[0], dropped=[], metrics={})
+        [batch] = formed_batches([finished, formed], after=0)
+        assert [sample.num_trained for sample in batch.samples] == [trained, trained]
