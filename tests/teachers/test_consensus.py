@@ -36,6 +36,48 @@ WRITTEN = [
 ]
 
 
+def edit(old: str, new: str, **more) -> dict:
+    return acts("Edit", file_path="b.py", old_string=old, new_string=new, **more)
+
+
+# What only looks different is one action; what may do something else is not.
+@pytest.mark.parametrize(
+    ("first", "second", "equal"),
+    [
+        (acts("Bash", command="ls -la src"), acts("Bash", command="ls -al src"), True),
+        (acts("Bash", command="cd a && ls -l -a"), acts("Bash", command="cd a && ls -la"), True),
+        (acts("Bash", command="ls -ltS"), acts("Bash", command="ls -lSt"), False),
+        (acts("Bash", command="ls -la"), acts("Bash", command="ls -l"), False),
+        (acts("Bash", command="grep -rn x ."), acts("Bash", command="grep -n -r x ."), True),
+        (acts("Bash", command="grep -A3 -n x"), acts("Bash", command="grep -n -A3 x"), False),
+        (acts("Bash", command="rm -rf build"), acts("Bash", command="rm -fr build"), True),
+        (acts("Bash", command="tar -xf a"), acts("Bash", command="tar -fx a"), False),
+        (acts("Bash", command="echo -la"), acts("Bash", command="echo -al"), False),
+        (acts("Bash", command="pytest", timeout=60_000), acts("Bash", command="pytest"), True),
+        (acts("Bash", command="pytest", run_in_background=False), acts("Bash", command="pytest"), True),
+        (acts("wait", timeout=1), acts("wait", timeout=2), False),
+        (acts("Read", file_path="a", limit=2000, offset=0), acts("Read", file_path="a"), True),
+        (acts("Read", file_path="a", limit=100), acts("Read", file_path="a"), False),
+        (acts("cat_lines", path="a", limit=2000), acts("cat_lines", path="a"), False),
+        (
+            edit("def f():\n    return value\n\nx = 1", "def f():\n    return other\n\nx = 1"),
+            edit("    return value", "    return other"),
+            True,
+        ),
+        (
+            edit("a = 1\nreturn value_of(x)", "a = 1\nreturn x"),
+            edit("b = 1\nreturn value_of(x)", "b = 2\nreturn x"),
+            False,
+        ),
+        (edit("a\npass\nb", "a\nreturn\nb"), edit("c\npass\nd", "c\nreturn\nd"), False),
+        (edit("one line here", "one line here\ntwo"), edit("other line here", "other line here\ntwo"), False),
+        (edit("return value", "x", replace_all=True), edit("return value", "x"), False),
+    ],
+)
+def test_cosmetic_variants(first: dict, second: dict, equal: bool) -> None:
+    assert same(first, second) == same(second, first) == equal
+
+
 @pytest.mark.parametrize(
     ("first", "second", "equal"),
     [

@@ -5,7 +5,8 @@
     here-document    ("heredoc", body), verbatim
     comment          as written
 
-Spaces between tokens and the kind of quotes do not count. Where it is unclear how a shell would read a command, the
+Spaces between tokens and the kind of quotes do not count, nor the order of the options that directly follow a common
+command and take no value: `ls -la` is `ls -a -l`. Where it is unclear how a shell would read a command, the
 whole of it is one token, as written. After the token recognition, quoting and here-documents of POSIX.1-2024, Shell
 Command Language, 2.2, 2.3 and 2.7.4, and the expansions of bash.
 """
@@ -39,6 +40,20 @@ _RESERVED = re.compile(r"if|then|elif|else|fi|for|select|in|while|until|do|done|
 """No longer reserved when quoted."""
 
 
+_OPTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "ls": ("lahARrtSdF1ips", ("l1", "tS", "aA")),
+    "grep": ("rRnilcvwxohHsqEFPIaL", ("EFP", "hH", "lLcoq", "rR")),
+    "rm": ("rfv", ()),
+    "cp": ("rpv", ()),
+    "mkdir": ("pv", ()),
+    "wc": ("lwcm", ()),
+    "du": ("shac", ("sa",)),
+    "df": ("hT", ()),
+}
+"""Options without a value, and those of which the last one counts, by command."""
+_BEFORE_COMMAND = {"\n", ";", "&&", "||", "|", "|&", "&", "(", "!"}
+
+
 class _UnsureError(Exception):
     pass
 
@@ -51,8 +66,35 @@ def shell(command: str) -> tuple[Token, ...]:
         tokens = list(_tokens(command))
     except (_UnsureError, RecursionError):
         return (("unread", command),)
+    tokens = _ordered(tokens)
     lines = [token for index, token in enumerate(tokens) if token != "\n" or (index and tokens[index - 1] != "\n")]
     return tuple(lines[:-1] if lines and lines[-1] == "\n" else lines)
+
+
+def _ordered(tokens: list[Token]) -> list[Token]:
+    """Write the options that follow a command of _OPTIONS apart and in one order."""
+    ordered: list[Token] = []
+    at = 0
+    while at < len(tokens):
+        token, first = tokens[at], not ordered or ordered[-1] in _BEFORE_COMMAND
+        ordered.append(token)
+        at += 1
+        if not (first and isinstance(token, str) and token in _OPTIONS):
+            continue
+        plain, exclusive = _OPTIONS[token]
+        start = at
+        while at < len(tokens) and _is_bundle(tokens[at], plain):
+            at += 1
+        letters = set("".join(str(bundle)[1:] for bundle in tokens[start:at]))
+        if any(len(letters & set(group)) > 1 for group in exclusive):
+            ordered += tokens[start:at]
+        else:
+            ordered += [f"-{letter}" for letter in sorted(letters)]
+    return ordered
+
+
+def _is_bundle(token: Token, plain: str) -> bool:
+    return isinstance(token, str) and len(token) > 1 and token[0] == "-" and set(token[1:]) <= set(plain)
 
 
 def _tokens(text: str) -> Iterator[Token]:
