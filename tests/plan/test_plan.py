@@ -170,7 +170,7 @@ def test_a_requested_tracker_that_is_missing_stops_the_start(tmp_path, monkeypat
     # The run would go on without the figures that were asked for. Only the launcher feeds trackers.
     monkeypatch.setattr(sys, "path", [])  # nothing is installed
     config = quickstart(tmp_path, "--monitor.trackers", "wandb")
-    said = "monitor.trackers has 'wandb', which is not installed: run `uv sync --extra wandb` (adds 0.06 GB), or leave it out"
+    said = f"monitor.trackers has 'wandb', which is not installed: run {install_command('wandb')}, or leave it out"
     assert said in check_start(config, gpus=0).problems
     findings = check_start(config, gpus=0, starter="orchestrator")
     assert said in findings.notes and said not in findings.problems
