@@ -167,6 +167,15 @@ class GateConfig(BaseConfig):
     """Fewest pairs a trace; short traces cannot give five."""
 
 
+class SelectConfig(BaseConfig):
+    """Which states of a file are replayed. States that errors followed come first, and every trace has its turn."""
+
+    states: int | None = Field(default=None, ge=1)
+    """Most states of the file; None takes all."""
+    per_trace: int | None = Field(default=None, ge=1)
+    """Most states of one trace; None takes all."""
+
+
 class TeachersConfig(BaseConfig):
     teacher: list[TeacherConfig] = []
     """Teachers, of at least two families that did not write the traces."""
@@ -211,6 +220,8 @@ class TeachersConfig(BaseConfig):
     """CPU threads of each local model."""
     local_start_timeout_s: float = Field(default=180.0, gt=0)
     """How long local models may take to load."""
+    select: SelectConfig = SelectConfig()
+    """Which states of a file are replayed; the run's own rollouts are replayed whole."""
     budget: BudgetConfig = BudgetConfig()
     """Hard caps of cost."""
     kill: KillSwitchConfig = KillSwitchConfig()

@@ -120,6 +120,7 @@ def forecast_cost(config: Config, states_file: Path | None = None) -> CostForeca
     if path is None or not teachers.teacher:
         return None
     states, lines = _sampled(path)
+    states = min(states, teachers.select.states or states)
     priced = [(teacher, price_of(teacher)) for teacher in teachers.teacher]
     tokens = [len(line) / BYTES_PER_TOKEN for line in lines]
     costs = [

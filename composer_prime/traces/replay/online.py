@@ -29,6 +29,7 @@ from composer_prime.traces.ingest.ingest import ingest
 from composer_prime.traces.ingest.trace_file import Options, Recent, Tally
 from composer_prime.traces.replay.records import votes_beside
 from composer_prime.traces.replay.replay import Replay, open_replay
+from composer_prime.traces.replay.selection import selected_states
 from composer_prime.traces.state import TraceState, read_states
 
 logger = logging.getLogger(__name__)
@@ -139,9 +140,9 @@ class OnlineReplay:
     async def _states(self) -> AsyncIterator[TraceState]:
         path = self._config.teachers.states
         if path is not None:
-            for state in read_states(path, self._left_out):
+            states = selected_states(path, self._config.teachers.select, self._left_out)
+            while (state := await asyncio.to_thread(next, states, None)) is not None:
                 yield state
-                await asyncio.sleep(0)
             return
         # A rollout that is in the files of two steps gives its states once.
         seen, fingerprints, names = set[Path](), Recent(), Recent()
