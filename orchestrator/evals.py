@@ -210,7 +210,10 @@ class Evaluator:
                 break
             earlier.append(failure)
             await asyncio.sleep(retry_pause_s(attempt))
-        await asyncio.to_thread(self.failures.note_end, step, source, rollout)
+        if rollout.failure is None:
+            self.failures.note_reward(source)
+        else:
+            await asyncio.to_thread(self.failures.note_end, step, source, rollout)
         task.append(rollout)
         self._done_rollouts += 1
         if len(task) == self.config.eval.samples:

@@ -187,7 +187,9 @@ def _flips(first: str, before: Scores, second: str, after: Scores, threshold: fl
     lines = []
     for winner, won, loser, lost in ((second, after, first, before), (first, before, second, after)):
         names = [
-            task.partition("/")[2] for task in won if task in lost and fmean(won[task]) >= threshold > fmean(lost[task])
+            task.partition("/")[2].removeprefix(f"{task.partition('/')[0]}/")  # Some ids begin with the source.
+            for task in won
+            if task in lost and fmean(won[task]) >= threshold > fmean(lost[task])
         ]
         more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         which = f": {', '.join(names[:_NAMED])}{more}" if names else ""

@@ -154,8 +154,11 @@ class Dispatcher:
             earlier.append(rollout.failure)
             self.retries += 1
             await asyncio.sleep(retry_pause_s(attempt))
-        note_end = self.failures.note_end
-        await asyncio.to_thread(note_end, self.next_step(), group.plan.source, rollout, group.plan.group)
+        source = group.plan.source
+        if rollout.failure is None:
+            self.failures.note_reward(source)
+        else:
+            await asyncio.to_thread(self.failures.note_end, self.next_step(), source, rollout, group.plan.group)
         return rollout, samples
 
     async def _attempt(

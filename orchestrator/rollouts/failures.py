@@ -55,11 +55,12 @@ class FailureLog:
         if count == 1 and len(self._tries) <= _SHOWN:
             self.show(f"a rollout of {source!r} failed: {failure.text()}")
 
+    def note_reward(self, source: str) -> None:
+        """Record that the environment of `source` can give a reward."""
+        self._rewarded.add(source)
+
     def note_end(self, step: int, source: str, rollout: FinishedRollout, group: int | None = None) -> None:
         """Write a rollout that failed for good to disk. A full disk costs only the line."""
-        if rollout.failure is None:
-            self._rewarded.add(source)
-            return
         try:
             line = rollout_log.rollout_line(step, source, rollout, "failed", group)
             rollout_log.append(self.path, {**line, "early": True})  # The step's file gets it too.
