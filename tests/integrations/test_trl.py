@@ -74,6 +74,26 @@ def test_on_the_same_batch_loss_and_gradients_are_trl_s(tmp_path, objective, sca
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("objective", "scaling"), [("dr_grpo", "none"), ("grpo", "group"), ("dapo", "group")])
+def test_evaluation_losses_of_two_processes_are_trl_s(tmp_path, objective, scaling):
+    # One of two processes evaluates half of the tokens: its loss, whose mean over processes is reported, is TRL's.
+    policy = make_po_config(objective, correction="none", clip_high=0.2)
+    trainer = trainer_of(tmp_path, ChannelsConfig(policy=policy), scale_rewards=scaling, loss_type=objective)
+    batch = batch_of(trainer)
+    batch["advantages"] = torch.linspace(-1, 2, len(batch["advantages"]))
+    batch["num_items_in_batch"] = batch["completion_mask"].sum() * 2
+    trainer.model.eval()
+    trainer.accelerator.state.num_processes = 2
+    try:
+        with torch.no_grad():
+            theirs = GRPOTrainer._compute_loss(trainer, trainer.model, copy.copy(batch))
+            ours = trainer._compute_loss(trainer.model, batch)
+    finally:
+        trainer.accelerator.state.num_processes = 1
+    assert abs(ours - theirs) <= 1e-6 and ours.abs() > 1e-4
+
+
+@pytest.mark.slow
 def test_the_tiny_model_learns_in_trl_s_loop(tmp_path):
     # TRL's own train(): 12 steps of two accumulated micro-batches; the reward rises and the metrics are ours.
     trainer = trainer_of(tmp_path, ChannelsConfig(), max_steps=12, gradient_accumulation_steps=2, num_generations=16,
