@@ -1,15 +1,15 @@
-"""A policy objective of your own: python examples/own_loss.py [--steps 30]
+"""A policy objective of your own, in one file and one import path:
+
+    trainer @ configs/a1.toml --run.import_from '["examples"]' --channels.policy.import_path own_loss:tapered_loss
+    python examples/own_loss.py [--steps 30]                        in the loop of grpo_in_one_file.py
 
 `tapered_loss` follows TOPR (arXiv 2503.14286): good rollouts are imitated as they are, bad ones are unlearned with an
 importance weight that is cut at 1, so a token that the policy already avoids is left alone. It has the signature of
 composer_prime.channels.policy.policy_loss: pure, over the trained tokens of a micro-batch, with the counts of the whole
-step as denominators. Shares of micro-batches and ranks therefore add up.
+step as denominators. Shares of micro-batches and ranks therefore add up. `config` is [channels.policy]; this loss needs
+none of it. Each of its sums becomes a metric: `tapered` is the mean `policy/tapered` over tokens.
 
 Departures from the paper: weights are a token's, not a rollout's, and bad rollouts count by `NEGATIVE_SHARE`.
-
-Here it trains the tiny model in the loop of grpo_in_one_file.py. The trainer itself takes the objectives of
-channels.policy.objective; to add this one there, add its name to `Objective` in composer_prime/config/policy.py and its
-gain to composer_prime/channels/policy.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from composer_prime.channels.tokens import PolicyTokens, Sums, bounded_exp
+from composer_prime.config.policy import PolicyConfig
 from composer_prime.integrations.padded import flat_tokens
 from composer_prime.wire.types import StepTotals
 
@@ -26,7 +27,11 @@ NEGATIVE_SHARE = 0.5
 
 
 def tapered_loss(
-    tokens: PolicyTokens, totals: StepTotals, max_length: int, negative_share: float = NEGATIVE_SHARE
+    tokens: PolicyTokens,
+    totals: StepTotals,
+    config: PolicyConfig,
+    max_length: int,
+    negative_share: float = NEGATIVE_SHARE,
 ) -> tuple[Tensor, Sums]:
     """Return the micro-batch's share of the step's loss, and sums for metrics."""
     ratio_T = bounded_exp(tokens.logprobs_T.detach() - tokens.sampler_logprobs_T)
@@ -34,14 +39,14 @@ def tapered_loss(
     weight_T = torch.where(bad_T, negative_share * ratio_T.clamp(max=1.0), 1.0)
     token_loss_T = -weight_T * tokens.advantages_T * tokens.logprobs_T
     loss = token_loss_T.sum() / (max(totals.samples, 1) * max_length)
-    return loss, {"tokens": torch.ones_like(weight_T).sum(), "tapered": (bad_T & (ratio_T < 1)).float().sum()}
+    return loss, {"tapered": (bad_T & (ratio_T < 1)).float().sum()}
 
 
 def on_a_batch(logprobs_BT: Tensor, mask_BT: Tensor, advantages_B: Tensor) -> Tensor:
     """Return the loss of padded rows. They were just sampled, so the sampler's log-probabilities are the policy's."""
     tokens = flat_tokens(logprobs_BT, logprobs_BT.detach(), advantages_B[:, None], mask_BT)
     totals = StepTotals(samples=1, tokens=int(mask_BT.sum()))  # the caller divides by the step's rollouts
-    return tapered_loss(tokens, totals, grpo_in_one_file.MAX_CONTEXT)[0]
+    return tapered_loss(tokens, totals, PolicyConfig(), grpo_in_one_file.MAX_CONTEXT)[0]
 
 
 if __name__ == "__main__":

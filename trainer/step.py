@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from composer_prime.channels.policy import PolicyLoss, policy_loss
 from composer_prime.channels.replay_dpo import PairTokens
 from composer_prime.channels.sdpo import SdpoTokens
 from composer_prime.channels.tokens import PolicyTokens, sum_by
@@ -43,6 +44,8 @@ class LossSettings:
     channels: ChannelsConfig
     max_length: int
     """dr_grpo's length divisor, tokens."""
+    policy: PolicyLoss = policy_loss
+    """That of `channels`."""
     reduce_each: bool = False
     """Sum gradients over ranks after each row instead of after the last."""
 
@@ -111,7 +114,7 @@ def loss_of(
     auxiliary = auxiliary or AuxiliaryLogprobs()
     statistics = policy(row, auxiliary.teacher)
     inputs = channel_inputs(row, statistics, auxiliary, settings.channels)
-    parts = total_loss(inputs, totals, settings.channels, settings.max_length, step)
+    parts = total_loss(inputs, totals, settings.channels, settings.max_length, step, settings.policy)
     bad_R = ~torch.isfinite(statistics.logprobs_R.detach())
     if statistics.divergence_D is not None:
         bad_R[len(bad_R) - len(statistics.divergence_D) :] |= ~torch.isfinite(statistics.divergence_D.detach())

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from composer_prime.channels.policy import load_policy_loss
 from composer_prime.config import Config, load
 from composer_prime.config.channels import weight_sets
 from composer_prime.errors import (
@@ -82,6 +83,7 @@ class Trainer:
         self.settings = LossSettings(
             channels=channels,
             max_length=config.completion_length,
+            policy=load_policy_loss(channels.policy),
             reduce_each=self.world.device.type == "cuda" if reduce_each is None else reduce_each,
         )
         self.publisher = Publisher(config, run_dir, self.run_id, self.model_folder, self.world, self.outer)

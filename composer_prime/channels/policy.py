@@ -60,8 +60,10 @@ Departures from the papers:
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -70,6 +72,18 @@ from composer_prime.channels.tokens import PolicyTokens, Sums, bounded, bounded_
 from composer_prime.config.policy import PolicyConfig
 from composer_prime.errors import ConfigError
 from composer_prime.wire.types import StepTotals
+
+
+class PolicyLoss(Protocol):
+    """A policy loss: `policy_loss`, or one of the user's.
+
+    Pure. Returns the micro-batch's share of the step's loss, attached to the graph without tokens too, and sums over
+    tokens; `policy_metrics` reports each of them as a mean.
+    """
+
+    def __call__(
+        self, tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, max_length: int
+    ) -> tuple[Tensor, Sums]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +96,40 @@ class Correction:
     """Detached factor of the token's loss; 0 drops the token."""
     clips: bool
     """Whether the objective's ratio clip applies."""
+
+
+def load_policy_loss(config: PolicyConfig) -> PolicyLoss:
+    """Return the policy loss of `config`: `policy_loss`, or the function that `import_path` names.
+
+    Raises ConfigError when there is no such function, or when it does not take policy_loss's arguments.
+    """
+    if config.import_path is None:
+        return policy_loss
+    module_name, _, name = config.import_path.partition(":")
+    where = f"channels.policy.import_path is {config.import_path!r}"
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{where}, which cannot be imported: {error}; give `module:function`, and the module's folder in "
+            "run.import_from"
+        ) from None
+    try:
+        inspect.signature(function).bind(tokens=None, totals=None, config=config, max_length=1)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}; it does not take (tokens, totals, config, max_length): {error}; see "
+            "composer_prime.channels.policy.policy_loss"
+        ) from None
+
+    def own_loss(
+        tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, max_length: int
+    ) -> tuple[Tensor, Sums]:
+        loss, sums = function(tokens=tokens, totals=totals, config=config, max_length=max_length)
+        plain = torch.ones_like(tokens.sampler_logprobs_T)
+        return loss, _sums(tokens, plain, torch.zeros_like(plain)) | {key: sum_.detach() for key, sum_ in sums.items()}
+
+    return own_loss
 
 
 def policy_loss(tokens: PolicyTokens, totals: StepTotals, config: PolicyConfig, max_length: int) -> tuple[Tensor, Sums]:
@@ -274,5 +322,5 @@ def policy_metrics(sums: dict[str, float]) -> dict[str, float]:
     if count == 0:
         return {}
     ess = sums["importance"] ** 2 / (count * sums["importance_squared"])
-    means = ("mismatch_kl", "masked_fraction", "clip_fraction", "entropy", "reference_kl")
-    return {"policy/ess": ess} | {f"policy/{name}": sums[name] / count for name in means if name in sums}
+    means = sums.keys() - {"tokens", "importance", "importance_squared"}
+    return {"policy/ess": ess} | {f"policy/{name}": sums[name] / count for name in sums if name in means}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from composer_prime.channels.policy import policy_loss, policy_metrics
+from composer_prime.channels.policy import PolicyLoss, policy_loss, policy_metrics
 from composer_prime.channels.replay_dpo import PairTokens, replay_dpo_loss, replay_dpo_metrics
 from composer_prime.channels.sdpo import SdpoTokens, sdpo_loss, sdpo_metrics
 from composer_prime.channels.tokens import PolicyTokens, Sums
@@ -42,15 +42,20 @@ class LossParts:
 
 
 def total_loss(
-    inputs: ChannelInputs, totals: StepTotals, config: ChannelsConfig, max_length: int, step: int = 1
+    inputs: ChannelInputs,
+    totals: StepTotals,
+    config: ChannelsConfig,
+    max_length: int,
+    step: int = 1,
+    policy: PolicyLoss = policy_loss,
 ) -> LossParts:
     """Return the sum of the terms at `step` (from 1).
 
-    `max_length` is the policy loss's constant length divisor, in tokens.
+    `max_length` is the policy loss's constant length divisor, in tokens; `policy` the policy loss.
     Raises ConfigError when a term has a weight, but no input.
     """
     _check(inputs, config)
-    total, sums = policy_loss(inputs.policy, totals, config.policy, max_length)
+    total, sums = policy(inputs.policy, totals, config.policy, max_length)
     losses = {"loss/policy": total.detach()}
     sums = _prefixed("policy", sums)
     if inputs.sdpo is not None:

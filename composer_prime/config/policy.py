@@ -44,6 +44,9 @@ class PolicyConfig(BaseConfig):
 
     objective: Objective = "dr_grpo"
     """Which policy loss; sets the defaults of the keys marked *."""
+    import_path: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """A policy loss of your own in its place: `module:function` with the parameters (tokens, totals, config,
+    max_length) and the result of composer_prime.channels.policy.policy_loss. None takes the objective."""
     advantage_scaling: AdvantageScaling = "none"
     """* Whether advantages are divided by their group's standard deviation (dr_grpo: none; others: std)."""
     denominator: Literal["constant", "sequence", "tokens", "micro_batch"] = "constant"

@@ -21,6 +21,7 @@ from torch import Tensor
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from composer_prime.channels.policy import load_policy_loss
 from composer_prime.channels.replay_dpo import PairTokens
 from composer_prime.channels.sdpo import SdpoTokens
 from composer_prime.channels.tokens import PolicyTokens
@@ -61,7 +62,8 @@ class ComposerGRPOTrainer(GRPOTrainer):
         tokens = self._policy_tokens(model, inputs)
         totals = self._totals(inputs, tokens, sdpo, replay_dpo)
         channel_inputs = ChannelInputs(policy=tokens, sdpo=sdpo, replay_dpo=replay_dpo)
-        parts = total_loss(channel_inputs, totals, self.channels, self._max_length(), self.state.global_step + 1)
+        parts = total_loss(channel_inputs, totals, self.channels, self._max_length(), self.state.global_step + 1,
+                           load_policy_loss(self.channels.policy))  # fmt: skip
         metrics = channel_metrics({name: value.item() for name, value in parts.sums.items()})
         for name, value in metrics.items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)
@@ -103,16 +105,16 @@ class ComposerGRPOTrainer(GRPOTrainer):
     def _totals(
         self, inputs: dict[str, Any], tokens: PolicyTokens, sdpo: SdpoTokens | None, pairs: PairTokens | None
     ) -> StepTotals:
-        """Return the counts of one optimizer step; TRL counts tokens over a generation batch."""
+        """Return the counts of one optimizer step, or of one evaluation batch, over all processes.
+
+        TRL counts tokens over all processes: of a generation batch in training, of the batch in evaluation.
+        """
         training = self.model.training
         parts = (self.current_gradient_accumulation_steps if training else 1) * self.accelerator.num_processes
-        count = tokens.logprobs_T.numel()
-        if training:
-            share = self.current_gradient_accumulation_steps / (self.args.steps_per_generation or 1)
-            count = round(float(inputs["num_items_in_batch"]) * share)
+        share = self.current_gradient_accumulation_steps / (self.args.steps_per_generation or 1) if training else 1
         return StepTotals(
             samples=tokens.sequences * parts,
-            tokens=count,
+            tokens=round(float(inputs["num_items_in_batch"]) * share),
             distilled_tokens=0 if sdpo is None else sdpo.divergence_D.numel() * parts,
             distilled_turns=0 if sdpo is None else sdpo.turns * parts,
             pairs=0 if pairs is None else pairs.epsilon_P.numel() * parts,

@@ -80,12 +80,13 @@ def _run(config: Config) -> Rows:
     sources = ", ".join(f"{source.name} ({source.weight:g})" for source in config.orchestrator.source)
     length = f"{run.max_steps} steps" if run.max_steps else "evaluation only"
     state = folder_state(RunDir(config.run_directory))
+    objective = channels.policy.import_path or channels.policy.objective
     constant = channels.policy.denominator == "constant"
     divisor = f" (divided by {config.completion_length:,} tokens a sequence)" if constant else ""
     rows = [
         ("run", f"{run.name}: {length}, seed {run.seed}, in {config.run_directory} ({state})"),
         ("sources", sources),
-        ("loss", f"{channels.policy.objective}{divisor}, off-policy correction {channels.policy.correction}"),
+        ("loss", f"{objective}{divisor}, off-policy correction {channels.policy.correction}"),
     ]
     sdpo, replay, hints = channels.sdpo, channels.replay_dpo, config.orchestrator.hints
     if sdpo.weight and hints is not None:

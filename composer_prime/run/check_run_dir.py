@@ -31,6 +31,7 @@ BINDING = (
     "orchestrator.groups_per_step",
     "orchestrator.curriculum",
     "channels.policy.objective",
+    "channels.policy.import_path",
     "trainer.optim.type",
     "trainer.lora",
 )

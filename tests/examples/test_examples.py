@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from composer_prime.channels import make_po_config
-from composer_prime.channels.policy import policy_loss
+from composer_prime.channels.policy import load_policy_loss, policy_loss
 from composer_prime.channels.tokens import PolicyTokens
+from composer_prime.channels.total import ChannelInputs, channel_metrics, total_loss
+from composer_prime.config.channels import ChannelsConfig
+from composer_prime.errors import ConfigError
 from composer_prime.wire.types import StepTotals
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -55,13 +58,37 @@ def test_own_loss(examples):
     totals = StepTotals(samples=2, tokens=4)
     config = make_po_config("dr_grpo", correction="none")
     expected = policy_loss(policy_tokens(logprobs_T, 0.0), totals, config, 8)[0]
-    loss = tapered_loss(policy_tokens(logprobs_T, 0.0), totals, 8, negative_share=1.0)[0]
+    loss = tapered_loss(policy_tokens(logprobs_T, 0.0), totals, config, 8, negative_share=1.0)[0]
     gradients = [torch.autograd.grad(value, logprobs_T)[0] for value in (loss, expected)]
     assert torch.allclose(*gradients)
-    off_policy, sums = tapered_loss(policy_tokens(logprobs_T, 0.7), totals, 8, negative_share=1.0)
+    off_policy, sums = tapered_loss(policy_tokens(logprobs_T, 0.7), totals, config, 8, negative_share=1.0)
     gradient = torch.autograd.grad(off_policy, logprobs_T)[0]
     assert torch.equal(gradient[:2], gradients[0][:2]) and (gradient[2:] < gradients[0][2:]).all()
-    assert sums["tokens"] == 4 and sums["tapered"] == 2
+    assert sums["tapered"] == 2
+
+
+# The import path puts the own objective into the total loss, with metrics of its own; a wrong one says what is wrong.
+def test_own_loss_by_its_import_path(examples):
+    from own_loss import tapered_loss
+
+    logprobs_T, totals = torch.tensor([-0.5, -1.0, -2.0, -0.1], requires_grad=True), StepTotals(samples=2, tokens=4)
+    channels = ChannelsConfig(policy={"import_path": "own_loss:tapered_loss"})
+    tokens, policy = policy_tokens(logprobs_T, 0.7), load_policy_loss(channels.policy)
+    parts = total_loss(ChannelInputs(policy=tokens), totals, channels, 8, policy=policy)
+    assert torch.equal(parts.total, tapered_loss(tokens, totals, channels.policy, 8)[0])
+    metrics = channel_metrics({name: value.item() for name, value in parts.sums.items()})
+    assert metrics["policy/tapered"] == 0.5 and metrics["loss/policy"] == pytest.approx(parts.total.item())
+    assert {"policy/mismatch_kl", "policy/ess", "policy/entropy"} <= metrics.keys()
+    assert load_policy_loss(make_po_config("grpo")) is policy_loss
+    for path, reason in (
+        ("no_such_module:loss", "No module named 'no_such_module'; give `module:function`, and .* run.import_from"),
+        ("own_loss:nothing", "has no attribute 'nothing'"),
+        ("own_loss:on_a_batch", r"does not take \(tokens, totals, config, max_length\)"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            load_policy_loss(make_po_config(import_path=path))
+    with pytest.raises(ConfigError, match=r"channels.policy.import_path"):
+        make_po_config(import_path="own_loss.tapered_loss")
 
 
 # On padded rows it counts the sampled ids only: good ones in full, bad ones by their share.
