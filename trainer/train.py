@@ -230,8 +230,10 @@ class Trainer:
         channels, lora = self.config.channels, self.config.trainer.lora
         share = self.policy.shares_prefixes
         documents = [documents_of(batch, self.policy.vocabulary) for batch in reply.micro_batches]
-        dropout = lora is not None and lora.dropout > 0
-        in_row = teachers_in_row(documents, channels, self.read_cost, share=share, dropout=dropout)
+        dropout, max_tokens = lora is not None and lora.dropout > 0, self.config.trainer.micro_batch_tokens
+        in_row = teachers_in_row(
+            documents, channels, self.read_cost, share=share, dropout=dropout, max_tokens=max_tokens
+        )
         return [
             unpack(
                 of_batch,
@@ -240,6 +242,7 @@ class Trainer:
                 distil=channels.sdpo.weight > 0,
                 prefer=channels.replay_dpo.weight > 0,
                 teacher_in_row=teacher_in_row,
+                max_tokens=max_tokens,
             )
             for of_batch, teacher_in_row in zip(documents, in_row, strict=True)
         ]

@@ -8,14 +8,16 @@ rank of each round: rows of a round should cost the same. Siblings in one row le
 prompt once (prefixes.py). Where this makes ranks too uneven, samples are spread one by one: the plan with the smaller
 estimate wins. Torch-free and deterministic; the orchestrator calls it.
 
-A unit is what must share a row: a sample with its teacher documents, or both sides of a preference pair.
+A unit is what must share a row: a sample with its hinted turns, or both sides of a preference pair. Teacher documents
+take no room in the row, so a long sample keeps all its hints: the trainer reads them in the row where they fit, and
+otherwise in passes of their own without a gradient.
 
     sample                    context ── turn ── tool ── turn
     teacher document          context ── hint ── turn           SDPO reads the turn in both, token by token
     preference pair           context ── chosen                 replay-DPO compares the two answers
                               context ── rejected
 
-    row     | sample | sample | ... | teacher document | ... | chosen | rejected | chosen | ...
+    row     | sample | sample | ... | chosen | rejected | chosen | ...      + what each teacher document adds
 """
 
 from __future__ import annotations
@@ -27,9 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from composer_prime.console import pluralize
 from composer_prime.errors import ConfigError, RunMismatchError
-from composer_prime.packing.prefixes import FlopCost, prefix_layout
+from composer_prime.packing.prefixes import FlopCost, common_prefix, prefix_layout
 from composer_prime.wire.types import (
     HintedTurn,
     HintedTurnInRow,
@@ -49,7 +50,7 @@ from composer_prime.wire.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Documents that share a row; exactly one of `sample` and `preference` is set."""
+    """What shares a row; exactly one of `sample` and `preference` is set."""
 
     name: str
     documents: tuple[np.ndarray, ...]
@@ -61,7 +62,8 @@ class Unit:
 
     @property
     def tokens(self) -> int:
-        return sum(map(len, self.documents))
+        """Tokens in the row; teacher documents are not in it."""
+        return len(self.documents[0]) if self.sample else sum(map(len, self.documents))
 
     @property
     def group(self) -> str:
@@ -102,6 +104,8 @@ def pack(
     Pass no `preferences` in a step where replay-DPO has weight 0, and `distil` False where SDPO has it: the rows are
     then those of the policy loss alone. T tokens cost flops_per_token * T + flops_per_pair * T^2 (`model_flops` gives
     both). Ranks without enough rows get dummy micro-batches of one masked token.
+
+    Rows, teacher documents and pairs have at most `max_tokens` each.
 
     Raises ConfigError (longer than `max_tokens`, given twice, a first token that is trained) or RunMismatchError (a
     hinted turn or a pair that is cut or does not match), each naming the sample or pair.
@@ -220,7 +224,8 @@ def _of_pair(pair: Preference) -> Unit:
 
 
 def _check_room(unit: Unit, max_tokens: int) -> None:
-    if unit.tokens <= max_tokens:
+    longest = max(map(len, unit.documents))
+    if max(unit.tokens, longest) <= max_tokens:
         return
     limit = f"but trainer.micro_batch_tokens is {max_tokens}: raise trainer.micro_batch_tokens to at least"
     if unit.preference is not None:
@@ -230,8 +235,7 @@ def _check_room(unit: Unit, max_tokens: int) -> None:
             f"{unit.name} has {len(unit.documents[0])} tokens, {limit} the longest sample (model.max_context)"
         )
     raise ConfigError(
-        f"{unit.name} and its {pluralize(len(unit.hinted_turns), 'teacher document')} have {unit.tokens} tokens "
-        f"and must share a row, {limit} {unit.tokens}, or hint fewer turns of a rollout"
+        f"{unit.name} has a hinted turn with {longest} tokens of context and turn, {limit} {longest}, or shorten hints"
     )
 
 
@@ -313,7 +317,6 @@ def _micro_batch(units: Sequence[Unit], run_id: str, step: int, rank: int, index
     lengths = [len(document) for document in documents]
     rest = sum(lengths) - sum(sample.num_tokens for sample in samples)
     temperatures = [sample.temperature for sample in samples]
-    temperatures += [unit.sample.temperature for unit in units if unit.sample for _ in unit.hinted_turns]
     temperatures += [1.0] * (len(documents) - len(temperatures))
     return seal_batch(
         MicroBatch(
@@ -340,16 +343,18 @@ def _micro_batch(units: Sequence[Unit], run_id: str, step: int, rank: int, index
 
 def _lay_out(units: Sequence[Unit]) -> tuple[list[np.ndarray], list[HintedTurnInRow], list[PairInRow]]:
     """Return the documents in the order of the row, and the positions of hinted turns and answers in it."""
-    with_sample = [unit for unit in units if unit.sample is not None]
-    documents = [unit.documents[0] for unit in with_sample]
-    starts = np.cumsum([0, *map(len, documents)]).tolist()
-    end, turns, pairs = starts[-1], [], []
-    for unit, start in zip(with_sample, starts, strict=False):
-        for turn, document in zip(unit.hinted_turns, unit.documents[1:], strict=True):
-            count = turn.end - turn.start
-            turns.append(HintedTurnInRow(start + turn.start, end + turn.teacher_start, count, turn.weight))
-            documents.append(document)
-            end += len(document)
+    documents: list[np.ndarray] = []
+    turns, pairs, end = [], [], 0
+    for unit in units:
+        if unit.sample is None:
+            continue
+        ids = unit.documents[0]
+        for turn, teacher in zip(unit.hinted_turns, unit.documents[1:], strict=True):
+            shared = common_prefix(ids[: turn.start + 1], teacher[: turn.teacher_start + 1])
+            tail = pack_ints(teacher[shared:])
+            turns.append(HintedTurnInRow(end + turn.start, turn.end - turn.start, turn.weight, shared, tail))
+        documents.append(ids)
+        end += len(ids)
     for unit in units:
         if (pair := unit.preference) is not None:
             chosen_start, middle = end + pair.context, end + len(unit.documents[0])

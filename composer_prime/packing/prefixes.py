@@ -15,11 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 MIN_SAVED = 16
 """A fork must save at least this many tokens: each costs one more call of the attention kernel in every layer."""
+MERGED_COST = 0.04
+"""What a fork costs for each token below it, in computed tokens: its attention to the shared run is a part of its own,
+merged in every layer. Measured as 0.011 to 0.043 at hidden size 576 (benchmarks/shared_prefix.py rule); wider models
+spend less on it."""
 MAX_NESTED = 64
 """Nesting depth of forks; what forks deeper is computed apart. It bounds the recursion here and in the trainer, which
 would fail at about 300 in the rare row of hundreds of documents that each leave the others a little later."""
@@ -93,6 +98,10 @@ class _Builder:
     def __init__(self, documents: Sequence[np.ndarray]) -> None:
         self._documents = documents
         self._starts = np.cumsum([0, *map(len, documents)])
+        order = sorted(range(len(documents)), key=lambda member: documents[member].astype(">u4").tobytes())
+        self._ranks = {member: rank for rank, member in enumerate(order)}
+        self._common = [common_prefix(documents[one], documents[other]) for one, other in pairwise(order)]
+        """Of each document and the next one in sorted order, which no other document has more in common with."""
         self._computed = 0
         self.kept: list[np.ndarray] = []
         self.where = [np.zeros(len(document), dtype=np.int64) for document in documents]
@@ -114,10 +123,18 @@ class _Builder:
             return [self._document(member, depth) for member in members]
         first = self._documents[members[0]]
         fork = min(common_prefix(first, self._documents[member]) for member in members[1:])
-        if (fork - depth) * (len(members) - 1) < MIN_SAVED:  # too little in common for all; smaller parts may have more
+        if not self._pays(members, depth, fork):  # too little in common for all; smaller parts may have more
             return [tree for part in self._parts(members, fork) for tree in self._grow(part, depth, levels - 1)]
         self._compute(members, depth, fork)
         return [Tree(run=fork - depth, branches=tuple(self.forest(members, fork, levels - 1)))]
+
+    def _pays(self, members: list[int], depth: int, fork: int) -> bool:
+        """Return whether computing tokens [depth, fork) of `members` once saves more than it costs below."""
+        saved = (fork - depth) * (len(members) - 1)
+        below = sum(len(self._documents[member]) - fork for member in members)
+        ranks = sorted(self._ranks[member] for member in members)
+        below -= sum(max(0, self._common[rank] - fork) for rank in ranks[:-1])  # what forks further down save
+        return saved >= MIN_SAVED + MERGED_COST * below
 
     def _parts(self, members: list[int], at: int) -> list[list[int]]:
         """Group documents by their token at `at`; one that ends there stays alone."""

@@ -155,12 +155,17 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HintedTurnInRow(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [student, student + count) and [teacher, teacher + count) of a row are the same turn's ids."""
+    """Tokens [student, student + count) of a row are a turn; its teacher document ends with the same ids.
+
+    The document is the first `shared` tokens of the turn's sample, then `tail`. So a long context is not in it twice.
+    """
 
     student: int
-    teacher: int
     count: int
     weight: float
+    shared: int
+    tail: bytes
+    """int32 [U - shared]: what the teacher reads after the shared beginning; the hint, and then at least the turn."""
 
 
 class PairInRow(msgspec.Struct, frozen=True, array_like=True):
@@ -177,8 +182,8 @@ class PairInRow(msgspec.Struct, frozen=True, array_like=True):
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Samples laid end to end in one row of N tokens; block-diagonal attention keeps them apart.
 
-    A row holds first the samples, in the order of `sample_ids`. Then come teacher documents (SDPO's hinted contexts
-    with their turns), then both sides of each preference pair. Only samples have mask, logprobs and advantages.
+    A row holds first the samples, in the order of `sample_ids`, then both sides of each preference pair. Only samples
+    have mask, logprobs and advantages. SDPO's hinted contexts are no part of the row: `turns` has what they add.
 
     A dummy micro-batch (no `sample_ids`) holds one masked token. It keeps the ranks' counts equal.
     """
@@ -204,7 +209,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     advantages: bytes
     """float32 [N]."""
     temperatures: list[float]
-    """Sampling temperature of each document: a teacher document has its sample's, a side of a pair has 1."""
+    """Sampling temperature of each document: a side of a pair has 1."""
     sample_ids: list[str]
     task_ids: list[str] = []
     """The task of each sample, for messages."""

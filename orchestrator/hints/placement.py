@@ -192,21 +192,12 @@ def hinted_turn(sample: Sample, span: TurnSpan, hinted_ids: np.ndarray, error: E
 
 def place_hint(
     sample: Sample, span: TurnSpan, *, placer: HintPlacer, role: str, hint: str, error: ErrorTurn, weight: float,
-    max_context: int, row_tokens: int,
+    max_context: int,
 ) -> HintedTurn | str:  # fmt: skip
-    """Return the hinted turn, or why there is none: no_place, too_long (for `max_context`) or row_full.
-
-    row_full: a sample and its teacher documents share one row of `row_tokens`. Raises EmptyMaskError.
-    """
+    """Return the hinted turn, or why there is none: no_place or too_long (for `max_context`). Raises EmptyMaskError."""
     context_ids = ints(sample.input_ids)[: span.start]
     hinted_ids = placer.hinted(context_ids, role, hint)
     if hinted_ids is None:
         return "no_place"
     hinted = hinted_turn(sample, span, hinted_ids, error, weight)
-    length = len(ints(hinted.teacher_ids))
-    if length > max_context:
-        return "too_long"
-    others = sum(len(ints(other.teacher_ids)) for other in sample.distillations)
-    if sample.num_tokens + others + length > row_tokens:
-        return "row_full"
-    return hinted
+    return "too_long" if len(ints(hinted.teacher_ids)) > max_context else hinted

@@ -99,8 +99,7 @@ class HintStage:
     """The control arm that replaces hints."""
     placer: HintPlacer
     max_context: int
-    """Limits of `place_hint`, in tokens."""
-    row_tokens: int
+    """Tokens of a hinted context and its turn at most."""
     threads: ThreadPoolExecutor
     """One thread, the renderer's."""
     endpoints: Sequence[ChatEndpoint] = ()
@@ -229,7 +228,6 @@ class HintStage:
             error=error,
             weight=self.config.weights.get(error.kind, 1.0),
             max_context=self.max_context,
-            row_tokens=self.row_tokens,
         )
         self._num_placed += not isinstance(hinted, str)
         return hinted
@@ -293,7 +291,6 @@ def build_hints(
         wrong=None if hints.control == "none" else WrongHints(hints.control, config.run.seed),
         placer=placer,
         max_context=config.model.max_context,
-        row_tokens=config.trainer.micro_batch_tokens,
         threads=threads,
         endpoints=list(endpoints.values()),
         distil=distil,

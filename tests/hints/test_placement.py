@@ -20,7 +20,7 @@ from tests.rollouts_made import TOOLS, Step, call, play
 
 PLACEMENTS = ("message_end", "user", "system")
 HINT = "Reminder: Available tools are: add, minus"
-ROOMY = dict(max_context=10_000, row_tokens=20_000)
+ROOMY = dict(max_context=10_000)
 
 
 def placer(name: str, placement: str) -> HintPlacer:
@@ -195,7 +195,7 @@ def test_a_turn_without_tokens_is_an_error_that_names_it():
 
 
 def test_what_does_not_fit_is_said_not_cut():
-    # A teacher's context longer than the policy's, and a row that cannot hold sample and teacher together.
+    # A teacher's context and turn longer than the policy's context; exactly as long is placed.
     played = play("tiny", "Add 1 and 2.", [Step("3")])
     sample, span = span_of(played.samples, 0)
 
@@ -204,6 +204,5 @@ def test_what_does_not_fit_is_said_not_cut():
                           weight=1.0, **limits)  # fmt: skip
 
     length = len(ints(placed(ROOMY).teacher_ids))
-    assert placed(dict(max_context=length - 1, row_tokens=20_000)) == "too_long"
-    assert placed(dict(max_context=length, row_tokens=length + sample.num_tokens - 1)) == "row_full"
-    assert not isinstance(placed(dict(max_context=length, row_tokens=length + sample.num_tokens)), str)
+    assert placed(dict(max_context=length - 1)) == "too_long"
+    assert not isinstance(placed(dict(max_context=length)), str)

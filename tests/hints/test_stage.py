@@ -53,7 +53,7 @@ def stage(config: HintsConfig | None = None, *, limits: dict[str, int] | None = 
         "layers": {"template": TEMPLATES.hint},
         "wrong": None,
         "placer": HintPlacer(*chat("tiny"), config.placement),
-        **(limits or {"max_context": 384, "row_tokens": 4096}),
+        **(limits or {"max_context": 384}),
         "threads": threads,
     }
     return HintStage(config=config, **(values | parts))
@@ -92,10 +92,10 @@ def test_every_wrong_turn_gets_its_hint():
 
 
 def test_packing_takes_what_the_stage_makes():
-    # The trainer's rows: each teacher document in the row of its sample, ids checked by packing itself.
+    # The trainer's rows: each hinted turn with its sample, without a second copy of its context.
     [done] = attached(stage(), play("tiny", "Add 1 and 2.", [WRONG, OTHER, LAST]))
     [[row]] = pack(done.samples, run_id="r", step=1, world_size=1, max_tokens=4096)
-    assert len(row.turns) == 2 and len(row.lengths) == 3
+    assert len(row.turns) == 2 and row.lengths == [done.samples[0].num_tokens]
     assert totals(done.samples).distilled_turns == 2
 
 
@@ -119,8 +119,7 @@ def test_switched_off_it_only_looks():
     [
         ("cut", [Step("x" * 3, "Tool not found: x", error=True, finish="length"), LAST], {}, None),
         ("no_hint", [Step("x", "the disk is on fire", error=True), LAST], {}, None),
-        ("too_long", [WRONG, LAST], {}, dict(max_context=10, row_tokens=4096)),
-        ("row_full", [WRONG, LAST], {}, dict(max_context=384, row_tokens=60)),
+        ("too_long", [WRONG, LAST], {}, dict(max_context=10)),
         ("max_turns", [WRONG, WRONG, LAST], {"max_turns": 1}, None),
     ],
 )
@@ -131,6 +130,16 @@ def test_what_cannot_be_hinted_is_counted_by_reason(reason, steps, config, limit
     assert counts[f"skipped/{reason}"] == 1 and counts["found"] == len(steps) - 1
     assert counts.get("hinted", 0) == len(steps) - 2
     assert sum(len(sample.distillations) for sample in done.samples) == len(steps) - 2
+
+
+def test_every_failing_turn_of_a_long_rollout_is_hinted():
+    # A context with room for one hint after the last turn: all 12 failing turns get theirs, though their contexts add
+    # up to many times the sample.
+    played = play("tiny", "Add 1 and 2.", [WRONG] * 12 + [LAST])
+    (sample,) = played.samples
+    [done] = attached(stage(HintsConfig(max_turns=12), limits={"max_context": sample.num_tokens + 40}), played)
+    assert [len(sample.distillations) for sample in done.samples] == [12]
+    assert sum(len(ints(turn.teacher_ids)) for turn in done.samples[0].distillations) > 5 * sample.num_tokens
 
 
 def test_another_agents_turns_are_not_the_policys_to_learn():

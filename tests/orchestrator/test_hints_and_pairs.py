@@ -147,7 +147,7 @@ async def test_batches_carry_hinted_turns_and_pairs(open_run, run_dir, tmp_path)
             for row in reply.micro_batches:
                 ids = ints(row.input_ids)
                 for turn in row.turns:
-                    student, teacher = ids[turn.student :][: turn.count], ids[turn.teacher :][: turn.count]
+                    student, teacher = ids[turn.student :][: turn.count], ints(turn.tail)[-turn.count :]
                     assert student.tolist() == teacher.tolist()
         assert (await trainer.checkpoint(2)).error is None
         lines = await run.rollouts(1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_packing import sample
 
 from composer_prime.packing.pack import pack
-from composer_prime.packing.prefixes import MAX_NESTED, MIN_SAVED, Tree, common_prefix, prefix_layout
+from composer_prime.packing.prefixes import MAX_NESTED, MERGED_COST, MIN_SAVED, Tree, common_prefix, prefix_layout
 
 pieces = st.sampled_from([[1] * 3, [2] * 20, [3] * 40, [4], [5, 6, 7]])
 documents = st.lists(
@@ -62,6 +63,25 @@ def test_forks_within_forks():
     fork = Tree(run=30, branches=(Tree(run=5), Tree(run=6)))
     assert plan.trees == (Tree(run=20, branches=(fork, Tree(run=7))), Tree(run=9))
     assert plan.trees[0].tokens == 68 and plan.trees[0].pairs() == 55**2 + (56**2 - 50**2) + (27**2 - 20**2)
+
+
+@pytest.mark.parametrize(("length", "pays"), [(4096, 400), (1000, 100), (100, 24)])
+def test_a_short_beginning_of_long_documents_is_computed_twice(length, pays):
+    # What is shared must outweigh the merging of all that follows: 64 of 4096 tokens do not, 400 do.
+    def shared(prefix: int) -> bool:
+        documents = [np.r_[np.full(prefix, 9), np.full(length - prefix, index)] for index in range(2)]
+        return len(prefix_layout(documents).trees) == 1
+
+    saved = [prefix for prefix in range(1, length) if prefix >= MIN_SAVED + MERGED_COST * 2 * (length - prefix)]
+    assert not shared(saved[0] - 1) and shared(saved[0]) and saved[0] <= pays
+    assert not (length == 4096 and shared(64))
+
+
+def test_what_is_merged_below_a_fork_counts_once():
+    # Twenty contexts of one growing conversation: what later forks share is not counted for each of them.
+    contexts = [np.r_[np.arange(100 * (turn + 1)), 5000 + np.arange(50)] for turn in range(20)]
+    plan = prefix_layout(contexts)
+    assert len(plan.kept) == 2000 + 20 * 50 and len(plan.trees) == 1
 
 
 def test_a_fork_must_save_enough():

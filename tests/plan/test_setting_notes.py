@@ -14,7 +14,6 @@ from composer_prime.plan.plan import build_plan
 
 A1 = str(Path(__file__).parents[2] / "configs" / "a1.toml")
 ON = ("--channels.sdpo.weight", "0.5", "--orchestrator.hints.placement", "system")
-CONTEXT = ("--model.max_context", "2048", "--trainer.micro_batch_tokens")
 
 
 def notes(folder: Path, *words: str) -> str:
@@ -48,8 +47,6 @@ def notes(folder: Path, *words: str) -> str:
             (*ON, "--channels.sdpo.beta", "0.01"),
             "channels.sdpo.beta is 0.01: near its ends the generalized JSD goes to 0",
         ),
-        ((*ON, *CONTEXT, "4096"), (*ON, *CONTEXT, "4095"), "set micro_batch_tokens >= 4,096 (2 x max_context)"),
-        ((*CONTEXT, "4096"), (*ON, *CONTEXT, "2048"), "trainer.micro_batch_tokens is 2,048"),
     ],
 )
 def test_a_setting_that_is_seldom_meant_has_a_note(tmp_path, quiet, loud, said):

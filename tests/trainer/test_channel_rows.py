@@ -107,14 +107,14 @@ REFERENCES = torch.linspace(-40, -20, 6)
 def auxiliary_of(policy: Policy, row, pairs) -> AuxiliaryLogprobs:
     """Live teacher, in the row or apart from it, and made-up reference values for the row's pairs."""
     order = {f"pair {pair.pair_id}": index for index, pair in enumerate(pairs)}
-    names = row.names[len(row.names) - len(row.pairs.documents) :]
+    names = [name for name in row.names if name in order]
     sides = [REFERENCES[2 * order[name] + place % 2] for place, name in enumerate(names)]
     teacher = None
     if row.turns:
         with torch.no_grad():
-            states = None if row.teacher_reading is None else policy.states(row.teacher_reading)
+            states = [policy.states(reading) for reading in row.teacher_readings]
         measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets, step=1)
-        part = TeacherPart(share=1.0, hidden_DH=states, head=None)
+        part = TeacherPart(share=1.0, hidden_DH=torch.cat(states) if states else None, head=None)
         teacher = TeacherMixture(parts=(part,), divergence=measure)
     return AuxiliaryLogprobs(teacher=teacher, reference_S=torch.stack(sides) if sides else torch.zeros(0))
 
@@ -142,7 +142,7 @@ def test_packed_loss_and_gradients_are_those_of_documents_alone(budget, teacher_
     # Three loss terms over packed rows (one, or many), with the live teacher in the row or in its own pass: loss and
     # every parameter's gradient equal those of documents that went through transformers one by one.
     samples, pairs = make_hinted(3, 9, temperature=temperature), make_pairs(3)
-    ours = packed_loss(samples, pairs, budget, teacher_in_row=teacher_in_row)
+    ours = packed_loss(samples, pairs, budget, teacher_in_row=teacher_in_row, max_tokens=budget // 4)
     theirs = oracle(samples, pairs, REFERENCES)
     assert abs(ours.item() - theirs.item()) < 2e-6 * max(1, abs(theirs.item()))
     found, expected = gradients(MODEL, ours), gradients(OTHER, theirs)
@@ -223,7 +223,7 @@ def test_a_token_of_two_terms_is_one_row_of_the_head():
     trained, answers = int(flags(batch.loss_mask).sum()), len(row.pairs.answer_A)
     hinted = sum(turn.count for turn in batch.turns)
     assert len(row.targets_R) == trained + answers and len(row.policy_T) == trained
-    assert len(row.turn_D) == len(row.teacher_reading.source_R) == hinted
+    assert len(row.turn_D) == len(row.teacher_readings[0].source_R) == hinted
     assert np.array_equal(row.targets_R[row.policy_T], ids[np.flatnonzero(flags(batch.loss_mask))])
     spans = [ids[turn.student : turn.student + turn.count] for turn in batch.turns]
     assert np.array_equal(row.targets_R[-hinted:], np.concatenate(spans))
@@ -259,16 +259,17 @@ def test_turns_and_pairs_that_do_not_match_are_refused():
         with pytest.raises(RunMismatchError, match=match):
             row_of(msgspec.structs.replace(batch, **changes), CPU, **ON)
 
-    ids = ints(batch.input_ids).copy()
-    ids[turn.teacher + 1] = (ids[turn.teacher + 1] + 1) % VOCABULARY
+    tail = ints(turn.tail).copy()
+    tail[1 - turn.count] = (tail[1 - turn.count] + 1) % VOCABULARY
     other = r"sample s2-\d/0: turn at tokens \d+\.\.\d+ has id \d+ in the sample and \d+ .* its token 1"
-    refused(other, input_ids=pack_ints(ids))
     change = lambda **values: [msgspec.structs.replace(turn, **values), *batch.turns[1:]]
-    refused("was it cut", turns=change(count=turn.count - 1))
+    refused(other, turns=change(tail=pack_ints(tail)))
+    refused("has id", turns=change(count=turn.count - 1))
     refused("lies in no sample, or was cut", turns=change(student=sum(batch.lengths) - 2))
-    refused("outside its teacher document", turns=change(teacher=0))
-    refused("documents for 8 samples, 5 teacher documents", turns=batch.turns[:-1])
-    again = [*batch.turns[:-1], msgspec.structs.replace(batch.turns[-2], teacher=batch.turns[-1].teacher)]
-    refused("was it cut|has id|overlaps another", turns=again)
+    refused("in its teacher document: no context", turns=change(shared=0, tail=pack_ints(tail[-turn.count :])))
+    refused(r"10000 tokens of its sample's \d+ and", turns=change(shared=10_000))
+    refused("and 0 more", turns=change(tail=b""))
+    refused(rf"ids \d+\.\.{VOCABULARY}; the model's vocabulary", turns=change(tail=pack_ints(np.r_[VOCABULARY, tail])))
+    refused("overlaps another", turns=[*batch.turns, turn])
     refused("pair p2-0 has an answer at tokens .* must not be cut", pairs=[
         msgspec.structs.replace(pair, chosen_end=pair.chosen_end - 1), *batch.pairs[1:]])  # fmt: skip

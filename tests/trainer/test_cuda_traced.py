@@ -34,7 +34,7 @@ def test_a_step_in_bfloat16_on_cuda_mixes_no_devices_or_types(teacher_in_row, te
             samples, CUDA, 4096, pairs, distil=True, prefer=True, share=True, teacher_in_row=teacher_in_row
         )
         assert {row.input_ids.device, row.source_R.device, row.sampler_logprobs_T.device} == {CUDA}
-        states = None if teacher_in_row else policy.states(row.teacher_reading)
+        states = None if teacher_in_row else policy.states(row.teacher_readings[0])
         measure = lambda student, teacher, targets: divergence(student, teacher, CHANNELS.sdpo, targets, step=1)
         part = TeacherPart(share=1.0, hidden_DH=states, head=None)
         teacher = TeacherMixture(parts=(part,), divergence=measure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+import torch
 import transformers
 from hinted_runs import make_hinted, three_channels
 from hypothesis import given
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 from small_runs import VOCABULARY
 
 from composer_prime.config.trainer import TrainerConfig
-from composer_prime.packing.pack import pack
+from composer_prime.packing.pack import pack, totals
 from composer_prime.packing.prefixes import FlopCost
-from composer_prime.wire.types import HintedTurn, pack_ints
-from trainer.data.rows import Documents, documents_of
+from composer_prime.wire.types import HintedTurn, Sample, pack_ints
+from trainer.data.rows import Documents, documents_of, unpack
 from trainer.model.build import blocks
 from trainer.teacher.self_teacher import ReadCost, teachers_in_row
 
@@ -48,7 +49,7 @@ def cost_of(per_token: float, per_pair: float) -> ReadCost:
     return ReadCost(forward=FlopCost(per_token=per_token, per_pair=per_pair), trained=trained)
 
 
-@given(context=st.integers(20, 300), turn=st.integers(1, 60))
+@given(context=st.integers(24, 300), turn=st.integers(1, 60))
 def test_work_counted_by_hand(context, turn):
     # In the row: hint and turn behind the shared context, forward and backward. Apart: the whole document, forward.
     # With nothing shared: the whole document either way.
@@ -89,3 +90,45 @@ def test_a_live_teacher_has_no_dropout(world):
     assert teachers_in_row(found, three_channels(), cost, share=True) == [True]
     assert teachers_in_row(found, three_channels(), cost, share=True, dropout=True) == [False]
     assert teachers_in_row(found, three_channels("ema"), cost, share=True) == [False]
+
+
+def long_sample(tokens: int, turns: int, reply: int) -> Sample:
+    """A rollout of `tokens` with a hinted reply at the end of each of `turns` equal stretches."""
+    rng, stretch = np.random.default_rng(0), tokens // turns
+    ids, distillations = rng.integers(0, VOCABULARY, tokens), []
+    for turn in range(turns):
+        end = (turn + 1) * stretch
+        start = end - reply
+        teacher = np.r_[ids[: start - 2], rng.integers(0, VOCABULARY, 100), ids[start - 2 : end]]
+        distillations.append(
+            HintedTurn(start=start, end=end, teacher_ids=pack_ints(teacher), teacher_start=start + 100, turn=turn,
+                       error="test")
+        )  # fmt: skip
+    return msgspec.structs.replace(
+        make_hinted(1, 1)[0], input_ids=pack_ints(ids), loss_mask=b"\0" + b"\1" * (tokens - 1),
+        logprobs=bytes(4 * tokens), advantages=bytes(4 * tokens), distillations=distillations,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("tokens", "in_row"), [(16_000, True), (30_000, False)])
+def test_long_samples_keep_all_their_hinted_turns(world, tokens, in_row, share):
+    # 20 hinted turns of 16,000 and of 30,000 tokens in rows of 32,768: the row holds one sample and no context twice,
+    # every turn is read, and no forward pass computes more tokens than a row may have.
+    limit, hinted = 32_768, long_sample(tokens, 20, 200)
+    ((batch,),) = pack([hinted], run_id="r", step=1, world_size=1, max_tokens=limit)
+    assert batch.lengths == [tokens] and batch.sample_ids == [hinted.sample_id]
+    counts = totals([hinted])
+    assert (counts.samples, counts.distilled_turns, counts.distilled_tokens) == (1, 20, 20 * 200)
+    assert sum(len(turn.tail) // 4 for turn in batch.turns) == 20 * (100 + 2 + 200)
+    documents, cost = documents_of(batch, VOCABULARY), ReadCost.of(SMALL, TrainerConfig())
+    (taken,) = teachers_in_row([documents], three_channels(), cost, share=share, max_tokens=limit)
+    assert taken == (in_row and share)
+    options = {"share": share, "distil": True, "max_tokens": limit}
+    row = unpack(documents, torch.device("cpu"), teacher_in_row=taken, **options)
+    apart = unpack(documents, torch.device("cpu"), teacher_in_row=False, **options)
+    assert max(reading.input_ids.numel() for reading in (row, *row.teacher_readings, *apart.teacher_readings)) <= limit
+    assert row.turns == 20 and (taken or len(row.teacher_readings) > 0)
+    assert sum(len(reading.source_R) for reading in apart.teacher_readings) == len(row.turn_D) == 20 * 200
+    if share:
+        assert len(apart.teacher_readings) <= 2

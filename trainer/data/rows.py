@@ -1,13 +1,13 @@
 """A micro-batch as tensors on the device: what the forward pass, the head and the loss need, and nothing else.
 
-    documents            sample ... | teacher document ... | chosen, rejected ...
+    documents            sample ... | chosen, rejected ... | teacher document ...
     N computed tokens    all of them in one forward pass; what starts alike is computed once
     R head rows          tokens of the policy loss and replay-DPO ... | tokens of hinted turns ...       each token once
     loss terms           T, D and P entries
 
 Five index spaces, and how one leads to the next:
 
-    position     in the micro-batch, all documents end to end; the wire counts in it    Documents.ids_N, starts
+    position     all documents end to end; the wire has those before the teachers'     Documents.ids_N, starts
     document     which of the documents                              position -> document: Documents.of
     computed     in the forward pass, common beginnings once         position -> computed: computed_N (-1: not read)
     head row     R, each wanted token once, hinted turns last        position -> head row: head_row_N (-1: not wanted)
@@ -28,7 +28,7 @@ from torch import Tensor
 from composer_prime.errors import NonFiniteError, RunMismatchError
 from composer_prime.packing.pack import check_same_turn
 from composer_prime.packing.prefixes import Tree, joined, prefix_layout
-from composer_prime.wire.types import MicroBatch, PairInRow, flags, floats, ints
+from composer_prime.wire.types import HintedTurnInRow, MicroBatch, PairInRow, flags, floats, ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +72,8 @@ class PackedRow(Reading):
     turns: int
     teacher_source_D: Tensor | None
     """int64 [D]: the teacher's hidden states among those of this row; None where the row does not read them."""
-    teacher_reading: Reading | None
-    """The teacher documents in a pass of their own, with D wanted tokens; None where the row reads them."""
+    teacher_readings: tuple[Reading, ...]
+    """The teacher documents in passes of their own, with D wanted tokens; empty where the row reads them."""
 
     pairs: PairsRow | None
     """None where replay-DPO is off."""
@@ -110,11 +110,13 @@ def unpack(
     distil: bool = False,
     prefer: bool = False,
     teacher_in_row: bool = False,
+    max_tokens: int | None = None,
 ) -> PackedRow:
     """Make the tensors of a checked micro-batch. Documents of a loss term that is off are not read.
 
     `share` merges the common beginnings of documents. `distil`: SDPO is on. `prefer`: replay-DPO is on.
-    `teacher_in_row`: the row's forward pass reads the teacher's documents too (a live teacher only).
+    `teacher_in_row`: the row's forward pass reads the teacher's documents too (a live teacher only); otherwise they are
+    read in passes of at most `max_tokens` computed tokens.
     """
     batch, put = documents.batch, partial(_tensor, device=device)
     turns, pairs = batch.turns if distil else [], batch.pairs if prefer else []
@@ -123,13 +125,15 @@ def unpack(
     read = [*range(documents.samples), *teachers_read, *sides_read] or [0]  # it may hold only terms that are off
     layout = prefix_layout([documents.tokens(document) for document in read], share=share)
     positions = joined(np.arange(*documents.starts[document : document + 2]) for document in read)
+    depth_N = np.arange(len(documents.ids_N)) - np.repeat(documents.starts[:-1], np.diff(documents.starts))
     computed_N = np.full(len(documents.ids_N), -1, dtype=np.int64)
     computed_N[positions] = layout.where
     computed = positions[layout.kept]
 
     trained = np.flatnonzero(flags(batch.loss_mask))
     hinted = joined(np.arange(turn.student, turn.student + turn.count) for turn in turns)
-    taught = joined(np.arange(turn.teacher, turn.teacher + turn.count) for turn in turns)
+    ends = documents.starts[1:][documents.first_teacher :]
+    taught = joined(np.arange(end - turn.count, end) for end, turn in zip(ends, turns, strict=False))
     answers = joined(np.arange(start, end) for pair in pairs for start, end in _answers(pair))
     wanted = np.r_[np.setdiff1d(np.union1d(trained, answers), hinted), hinted].astype(np.int64)
     head_row_N = np.full(len(documents.ids_N), -1)
@@ -139,7 +143,7 @@ def unpack(
     temperatures = np.asarray(batch.temperatures, dtype=np.float32)
     return PackedRow(
         input_ids=put(documents.ids_N[computed], torch.int64)[None],
-        position_ids=put(ints(batch.position_ids)[computed], torch.int64)[None],
+        position_ids=put(depth_N[computed], torch.int64)[None],
         trees=layout.trees,
         source_R=put(computed_N[wanted - 1], torch.int64),
         targets_R=put(documents.ids_N[wanted], torch.int64),
@@ -155,9 +159,11 @@ def unpack(
         turn_D=put(turn_D, torch.int64),
         turns=len(turns),
         teacher_source_D=put(computed_N[taught - 1], torch.int64) if distil and teacher_in_row else None,
-        teacher_reading=_teacher_reading(documents, device, share) if distil and not teacher_in_row else None,
+        teacher_readings=()
+        if teacher_in_row or not distil
+        else _teacher_readings(documents, device, share, max_tokens),
         pairs=_pairs_row(documents, head_row_N[answers], put) if prefer else None,
-        names=tuple(documents.name(index) for index in range(len(batch.lengths))),
+        names=tuple(documents.name(index) for index in range(len(documents.starts) - 1)),
         packed_tokens=len(documents.ids_N),
         sample_ids=list(batch.sample_ids),
     )
@@ -187,19 +193,37 @@ def _tensor(values: np.ndarray, dtype: torch.dtype, *, device: torch.device) -> 
     return torch.from_numpy(np.array(values)).to(device=device, dtype=dtype, non_blocking=True)
 
 
-def _teacher_reading(documents: Documents, device: torch.device, share: bool) -> Reading:
-    teachers = [documents.tokens(document) for document in documents.teachers()]
-    wanted = [
-        np.arange(len(teacher) - turn.count, len(teacher))
-        for teacher, turn in zip(teachers, documents.batch.turns, strict=True)
-    ]
-    return reading_of(teachers, wanted, device, share=share)
+def _teacher_readings(
+    documents: Documents, device: torch.device, share: bool, max_tokens: int | None
+) -> tuple[Reading, ...]:
+    turns, first = documents.batch.turns, documents.first_teacher
+    readings = []
+    for teachers in teacher_passes(documents, share=share, max_tokens=max_tokens):
+        ids = [documents.tokens(teacher) for teacher in teachers]
+        counts = [turns[teacher - first].count for teacher in teachers]
+        wanted = [np.arange(len(each) - count, len(each)) for each, count in zip(ids, counts, strict=True)]
+        readings.append(reading_of(ids, wanted, device, share=share))
+    return tuple(readings)
+
+
+def teacher_passes(documents: Documents, *, share: bool, max_tokens: int | None) -> list[range]:
+    """Cut the teacher documents, in order, into passes of at most `max_tokens` computed tokens each."""
+    passes: list[range] = []
+    for teacher in documents.teachers():
+        if passes:
+            longer = range(passes[-1].start, teacher + 1)
+            layout = prefix_layout([documents.tokens(each) for each in longer], share=share)
+            if max_tokens is None or len(layout.kept) <= max_tokens:
+                passes[-1] = longer
+                continue
+        passes.append(range(teacher, teacher + 1))
+    return passes
 
 
 def _pairs_row(documents: Documents, answer_A: np.ndarray, put: partial[Tensor]) -> PairsRow:
     sides, pairs = documents.sides(), documents.batch.pairs
     starts = joined(np.array([pair.chosen_start, pair.rejected_start]) for pair in pairs)
-    starts = starts - documents.starts[:-1][sides.start :]
+    starts = starts - documents.starts[sides.start : sides.stop]
     side_ids = tuple(documents.tokens(side) for side in sides)
     lengths = np.array([len(ids) for ids in side_ids], dtype=np.int64) - starts
     return PairsRow(
@@ -218,7 +242,7 @@ def _answers(pair: PairInRow) -> tuple[tuple[int, int], tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """A checked micro-batch, cut into samples, teacher documents and sides of pairs. A position counts its N tokens."""
+    """A checked micro-batch, cut into samples, sides of pairs and teacher documents. A position counts its N tokens."""
 
     batch: MicroBatch
     where: str
@@ -230,16 +254,16 @@ class Documents:
     """How many of the documents are samples (1 for a dummy, which holds a masked token)."""
 
     @property
-    def first_side(self) -> int:
-        """The first document that is a side of a pair."""
-        return self.samples + len(self.batch.turns)
+    def first_teacher(self) -> int:
+        """The first teacher document, after samples and sides."""
+        return len(self.batch.lengths)
 
     def name(self, document: int) -> str:
         """Return the sample or pair that a document belongs to."""
-        if document >= self.first_side:
-            return f"pair {self.batch.pairs[(document - self.first_side) // 2].pair_id}"
-        if document >= self.samples:
-            document = int(self.of(self.batch.turns[document - self.samples].student))
+        if document >= self.first_teacher:
+            document = int(self.of(self.batch.turns[document - self.first_teacher].student))
+        elif document >= self.samples:
+            return f"pair {self.batch.pairs[(document - self.samples) // 2].pair_id}"
         return self.batch.sample_ids[document] if self.batch.sample_ids else "none"
 
     def of(self, positions: np.ndarray | int) -> np.ndarray:
@@ -250,10 +274,10 @@ class Documents:
         return self.ids_N[self.starts[document] : self.starts[document + 1]]
 
     def teachers(self) -> range:
-        return range(self.samples, self.first_side)
+        return range(self.first_teacher, len(self.starts) - 1)
 
     def sides(self) -> range:
-        return range(self.first_side, len(self.starts) - 1)
+        return range(self.samples, self.first_teacher)
 
 
 def documents_of(batch: MicroBatch, vocabulary: int) -> Documents:
@@ -266,17 +290,19 @@ def documents_of(batch: MicroBatch, vocabulary: int) -> Documents:
     where = f"micro-batch {batch.index} of step {batch.step} (samples {', '.join(batch.sample_ids) or 'none'})"
     ids_N = ints(batch.input_ids)
     _check_arrays(batch, ids_N, where, vocabulary)
+    starts = np.cumsum([0, *batch.lengths])
+    samples = len(batch.lengths) - 2 * len(batch.pairs)
+    teachers = [_teacher_ids(turn, ids_N, starts[: samples + 1], where, vocabulary) for turn in batch.turns]
     documents = Documents(
         batch=batch,
         where=where,
-        ids_N=ids_N,
-        starts=np.cumsum([0, *batch.lengths]),
-        samples=len(batch.lengths) - len(batch.turns) - 2 * len(batch.pairs),
+        ids_N=np.concatenate([ids_N, *teachers]),
+        starts=np.cumsum([0, *batch.lengths, *map(len, teachers)]),
+        samples=samples,
     )
     if documents.samples != len(batch.sample_ids) and (batch.sample_ids or documents.samples not in (0, 1)):
         raise RunMismatchError(
-            f"{where}: {len(batch.lengths)} documents for {len(batch.sample_ids)} samples, {len(batch.turns)} teacher "
-            f"documents and {len(batch.pairs)} pairs"
+            f"{where}: {len(batch.lengths)} documents for {len(batch.sample_ids)} samples and {len(batch.pairs)} pairs"
         )
     _check_values(documents)
     _check_turns(documents)
@@ -300,12 +326,32 @@ def _check_arrays(batch: MicroBatch, ids_N: np.ndarray, where: str, vocabulary: 
         )
 
 
+def _teacher_ids(
+    turn: HintedTurnInRow, ids_N: np.ndarray, starts: np.ndarray, where: str, vocabulary: int
+) -> np.ndarray:
+    """Return the ids of a turn's teacher document; `starts`: of the samples, and their end."""
+    what = f"turn at tokens {turn.student}..{turn.student + turn.count}"
+    home = int(np.searchsorted(starts, turn.student, "right")) - 1
+    if not (
+        0 <= home < len(starts) - 1 and starts[home] < turn.student < turn.student + turn.count <= starts[home + 1]
+    ):
+        raise RunMismatchError(f"{where}: {what} lies in no sample, or was cut")
+    tail, length = ints(turn.tail), int(starts[home + 1] - starts[home])
+    if not (0 <= turn.shared <= length and len(tail) and tail.min() >= 0 and tail.max() < vocabulary):
+        raise RunMismatchError(
+            f"{where}: {what} has a teacher document of {turn.shared} tokens of its sample's {length} and "
+            f"{len(tail)} more with ids {tail.min(initial=0)}..{tail.max(initial=0)}; the model's vocabulary is "
+            f"0..{vocabulary - 1}"
+        )
+    return np.concatenate([ids_N[starts[home] : starts[home] + turn.shared], tail])
+
+
 def _check_values(documents: Documents) -> None:
     batch, mask = documents.batch, flags(documents.batch.loss_mask).astype(bool)
     used = mask.copy()
     for turn in batch.turns:
         used[turn.student : turn.student + turn.count] = True
-    if mask[documents.starts[:-1]].any():
+    if mask[documents.starts[: documents.first_teacher]].any():
         raise RunMismatchError(
             f"{documents.where}: a sample's first token is marked as trained, but nothing predicts it"
         )
@@ -319,17 +365,14 @@ def _check_values(documents: Documents) -> None:
 
 
 def _check_turns(documents: Documents) -> None:
-    ids_N, starts, taken = documents.ids_N, documents.starts, np.zeros(len(documents.ids_N), dtype=bool)
+    ids_N, taken = documents.ids_N, np.zeros(len(documents.ids_N), dtype=bool)
     for document, turn in zip(documents.teachers(), documents.batch.turns, strict=True):
         start, end = turn.student, turn.student + turn.count
-        home = int(documents.of(start))
-        what = f"turn at tokens {start}..{end}"
-        if not (0 <= home < documents.samples and starts[home] < start < end <= starts[home + 1]):
-            raise RunMismatchError(f"{documents.where}: {what} lies in no sample, or was cut")
-        where = f"{documents.where}: sample {documents.name(home)}"
-        if not starts[document] < turn.teacher < starts[document + 1]:
-            raise RunMismatchError(f"{where}: {what} begins at {turn.teacher}, outside its teacher document")
-        check_same_turn(where, what, ids_N[start:end], ids_N[turn.teacher : starts[document + 1]])
+        what, teacher_ids = f"turn at tokens {start}..{end}", documents.tokens(document)
+        where = f"{documents.where}: sample {documents.name(document)}"
+        if len(teacher_ids) <= turn.count:
+            raise RunMismatchError(f"{where}: {what} has {len(teacher_ids)} tokens in its teacher document: no context")
+        check_same_turn(where, what, ids_N[start:end], teacher_ids[-turn.count :])
         if taken[start:end].any():
             raise RunMismatchError(f"{where}: {what} overlaps another hinted turn")
         taken[start:end] = True

@@ -17,7 +17,8 @@ parameters from all ranks, so the ranks first agree on what is read.
 A live teacher's documents are read where it costs fewer FLOPs (`teachers_in_row`):
 
     in the row    what they add to the samples' trees, forward and backward: their gradients are 0, but are computed
-    apart         all of their trees, forward only: contexts that the samples hold are computed again
+    apart         all of their trees, forward only: contexts that the samples hold are computed again, and those that
+                  passes have in common where one pass cannot hold them all (trainer.micro_batch_tokens)
 
 No second model is built. A set of weights is exchanged with the policy's shards; a forward pass gathers it as it would
 the policy's; then the exchange is undone to the last bit. No backward pass may be under way meanwhile.
@@ -26,6 +27,7 @@ the policy's; then the exchange is undone to the last bit. No backward pass may 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -42,7 +44,7 @@ from composer_prime.config.channels import AVERAGES, ChannelsConfig, weight_sets
 from composer_prime.config.trainer import TrainerConfig
 from composer_prime.packing.pack import model_flops
 from composer_prime.packing.prefixes import FlopCost, prefix_layout
-from trainer.data.rows import Documents, PackedRow
+from trainer.data.rows import Documents, PackedRow, reading_of, teacher_passes
 from trainer.head.fused import TeacherMixture, TeacherPart
 from trainer.model.policy import Policy
 from trainer.teacher.reference import ReferenceLogprobs
@@ -85,14 +87,14 @@ class SelfTeacher:
     def prepare(self, rows: Sequence[PackedRow], step: int) -> list[AuxiliaryLogprobs]:
         """Read what `rows` need under every set of weights that is not the policy's. A collective."""
         results = [AuxiliaryLogprobs() for _ in rows]
-        taught = self._taught(rows)
+        passes = self._teacher_passes(rows)
         uncached = self._cache.missing([row.pairs for row in rows]) if self._cache else []
         other_parts: dict[int, TeacherPart] = {}
         self._policy.eval()  # no dropout
         try:
             for name, swapped_in in self._swaps.items():
                 is_reference = name == self._sets.reference
-                is_teacher = name == self._sets.teacher and any(taught)
+                is_teacher = name == self._sets.teacher and any(passes)
                 scores_pairs = name == "frozen" and any(uncached)
                 if not (is_reference or is_teacher or scores_pairs):
                     continue
@@ -103,12 +105,12 @@ class SelfTeacher:
                         head, share = self._policy.head(), 1.0 - self._policy_share
                         other_parts = {
                             index: TeacherPart(share=share, hidden_DH=states_DH, head=head)
-                            for index, states_DH in self._states(rows, taught).items()
+                            for index, states_DH in self._states(rows, passes).items()
                         }
                     if scores_pairs:
                         pairs = [row.pairs for row, missing in zip(rows, uncached, strict=True) if missing]
                         self._cache.compute(self._policy, pairs)
-            policy_states = self._states(rows, taught) if self._policy_share > 0 else {}
+            policy_states = self._states(rows, passes) if self._policy_share > 0 else {}
         finally:
             self._policy.train()
         for index, (row, result) in enumerate(zip(rows, results, strict=True)):
@@ -142,24 +144,26 @@ class SelfTeacher:
         logger.info("the checkpoint holds no moving average for the %s: it starts from the policy's weights", name)
         self._averages[name].follow(1.0)
 
-    def _taught(self, rows: Sequence[PackedRow]) -> list[bool]:
-        """Return for each row whether any rank has teacher documents apart from it."""
+    def _teacher_passes(self, rows: Sequence[PackedRow]) -> list[int]:
+        """Return for each row how many passes the rank with the most takes for teacher documents apart from it."""
         if self._channels.sdpo.weight == 0:
-            return [False] * len(rows)
-        apart = [int(row.teacher_reading is not None and row.turns > 0) for row in rows]
-        return [any(words) for words in zip(*gather_words(apart), strict=True)]
+            return [0] * len(rows)
+        apart = [len(row.teacher_readings) for row in rows]
+        return [max(words) for words in zip(*gather_words(apart), strict=True)]
 
     def _read_reference(self, rows: Sequence[PackedRow], results: Sequence[AuxiliaryLogprobs]) -> None:
         for row, result in zip(rows, results, strict=True):
             logprobs_R = self._policy(row).logprobs_R
             result.reference_logprobs_T = logprobs_R if row.policy_T is None else logprobs_R[row.policy_T]
 
-    def _states(self, rows: Sequence[PackedRow], taught: list[bool]) -> dict[int, Tensor]:
-        return {
-            index: self._policy.states(row.teacher_reading)
-            for index, (row, is_taught) in enumerate(zip(rows, taught, strict=True))
-            if is_taught
-        }
+    def _states(self, rows: Sequence[PackedRow], passes: list[int]) -> dict[int, Tensor]:
+        """Return the states of each row's teacher documents. A rank with fewer passes than another reads one token."""
+        states: dict[int, Tensor] = {}
+        for index, (row, count) in enumerate(zip(rows, passes, strict=True)):
+            idle = [reading_of([], [], row.input_ids.device, share=False)] * (count - len(row.teacher_readings))
+            if count:
+                states[index] = torch.cat([self._policy.states(each) for each in (*row.teacher_readings, *idle)])
+        return states
 
     @property
     def _policy_share(self) -> float:
@@ -204,33 +208,44 @@ class ReadCost:
             trained=FlopCost(per_token=(2 + weights + recomputed) * per_token, per_pair=(3 + recomputed) * per_pair),
         )
 
-    def of_teachers(self, documents: Documents, *, share: bool) -> tuple[float, float]:
-        """Return the FLOPs of a live teacher's documents: (in the samples' row, in a pass of their own).
+    def of_teachers(self, documents: Documents, *, share: bool, max_tokens: int | None = None) -> tuple[float, float]:
+        """Return the FLOPs of a live teacher's documents: (in the samples' row, in passes of their own).
 
-        `share`: common beginnings are computed once.
+        `share`: common beginnings are computed once. The row is infinitely expensive where it, or with it a row of
+        pairs, would pass `max_tokens` computed tokens.
         """
         if not documents.batch.turns:
             return 0.0, 0.0
-        samples, both, apart = (
-            prefix_layout([documents.tokens(index) for index in indices], share=share).trees
-            for indices in (range(documents.samples), range(documents.first_side), documents.teachers())
-        )
-        return self.trained(both) - self.trained(samples), self.forward(apart)
+        samples, teachers = range(documents.samples), documents.teachers()
+        tokens_of = lambda *parts: [documents.tokens(index) for indices in parts for index in indices]
+        whole = prefix_layout(tokens_of(samples, teachers, documents.sides()), share=share)
+        passes = teacher_passes(documents, share=share, max_tokens=max_tokens)
+        apart = sum(self.forward(prefix_layout(tokens_of(each), share=share).trees) for each in passes)
+        if max_tokens is not None and len(whole.kept) > max_tokens:
+            return math.inf, apart
+        both, alone = (prefix_layout(tokens_of(*parts), share=share) for parts in ((samples, teachers), (samples,)))
+        return self.trained(both.trees) - self.trained(alone.trees), apart
 
 
 def teachers_in_row(
-    rows: Sequence[Documents], channels: ChannelsConfig, cost: ReadCost, *, share: bool, dropout: bool = False
-) -> list[bool]:
+    rows: Sequence[Documents], channels: ChannelsConfig, cost: ReadCost, *, share: bool, dropout: bool = False,
+    max_tokens: int | None = None,
+) -> list[bool]:  # fmt: skip
     """Return for each row whether the samples' forward pass reads a live teacher, by the work of all ranks.
 
-    False for a teacher with other weights, and where adapters have dropout: in the row the teacher would be as noisy as
-    the student, in a pass of its own it is not. A collective when SDPO is on with a live teacher.
+    False for a row that would pass `max_tokens` on any rank, for a teacher with other weights, and where adapters have
+    dropout: in the row the teacher would be as noisy as the student, in a pass of its own it is not. A collective when
+    SDPO is on with a live teacher.
     """
     if channels.sdpo.weight == 0 or channels.sdpo.teacher.kind != "live" or dropout:
         return [False] * len(rows)
-    costs = [cost.of_teachers(documents, share=share) for documents in rows]
-    saved = [int(apart - in_row) for in_row, apart in costs]
+    costs = [cost.of_teachers(documents, share=share, max_tokens=max_tokens) for documents in rows]
+    saved = [_TOO_LONG if math.isinf(in_row) else int(apart - in_row) for in_row, apart in costs]
     return [sum(flops) > 0 for flops in zip(*gather_words(saved), strict=True)]
+
+
+_TOO_LONG = -(1 << 62)
+"""More FLOPs than all ranks together save."""
 
 
 class WeightSnapshot:
