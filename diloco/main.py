@@ -1,4 +1,4 @@
-"""The console script `diloco`: keygen, lighthouse, simulate.
+"""The console script `diloco`: keygen, lighthouse, simulate, demo.
 
 Exit status: 0 done or stopped by a signal, 1 failed, 2 wrong command line or configuration, 141 when the reader of the
 output left early.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from composer_prime.address import tcp_address
 from composer_prime.console import EXIT_USAGE, exit_on_version_flag, until_the_reader_leaves
 from composer_prime.errors import ComposerError, ConfigError
+from diloco.demo import demo_parser
 from diloco.simulate import command as simulate
 from diloco.simulate.forecast import DEFAULT_MEMORY_GB
 
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     lighthouse.set_defaults(run=_lighthouse)
     simulate.simulate_parser(add)
+    demo_parser(add)
     return parser
 
 

@@ -208,3 +208,22 @@ def listening(pid: int) -> set[tuple[str, int]]:
     time.sleep(0.1)
     found = psutil.Process(pid).net_connections(kind="inet")
     return {(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN}
+
+
+# One command shows a joint run: a rendezvous, two clusters, their steps, and the digests of their final models. These
+# are equal. What it wrote stays in the folder.
+@pytest.mark.slow
+def test_demo(tmp_path, capfd):
+    pytest.importorskip("torchft")
+    assert main(["demo", "--steps", "2", "--folder", str(tmp_path)]) == 0
+    shown = capfd.readouterr().out
+    digests = re.findall(r"^(\w) +\| ended at outer step 2, digest (\w{32})$", shown, re.M)
+    assert [name for name, _ in digests] == ["a", "b"] and len({digest for _, digest in digests}) == 1
+    assert all(re.search(rf"^{name} +\| .*step 2/2 ", shown, re.M) for name in "ab")
+    assert (tmp_path / "demo/a/final/config.json").is_file() and (tmp_path / "demo.toml").is_file()
+
+
+# A number of steps that ends between two synchronizations is refused before anything starts.
+def test_demo_refuses(tmp_path, capsys):
+    assert main(["demo", "--steps", "3", "--folder", str(tmp_path)]) == 2 and not list(tmp_path.iterdir())
+    assert "--steps is 3; expected an even number of 2 or more" in capsys.readouterr().err
