@@ -82,8 +82,7 @@ class GatewayRequest:
 
     def tokens_on(self, node: AttachedNode) -> int:
         """Return how many tokens it may sample on `node`: max_tokens, cut where the node's context ends."""
-        room = math.inf if node.max_context is None else node.max_context - self.num_prompt
-        return int(min(self.sampling.max_tokens, room))
+        return int(min(self.sampling.max_tokens, node.context - self.num_prompt))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,17 +96,25 @@ class AttachedNode:
     """Names its process; from its Hello."""
     engine: str
     max_concurrent: int
+    """Places that it claims."""
+    places: int
+    """Requests that it may hold now: what it claims, or 1 after a stall until it has answered."""
+    credible_places: int
+    """What its load is measured by. A node that claims many places gets a larger share of the requests than others only
+    after it has answered that many."""
     version: int
     """Policy version it samples with, from its last report."""
     last_heard: float
     last_progress: float
     """When it last gave an answer, reported sampled tokens or installed weights."""
-    max_context: int | None = None
-    """Tokens of prompt and answer together; None when it did not say."""
+    context: float = math.inf
+    """Tokens of prompt and answer together; infinite when it did not say."""
     attached: bool = True
     draining: bool = False
     status: Status | None = None
     """None before its first heartbeat."""
+    cache_is_full: bool = False
+    """By its last report, no further conversation fits into its KV cache."""
     idle_since: float | None = None
     """When its heartbeats began to report no request at all; None while it has some."""
     leases: dict[int, GatewayRequest] = field(default_factory=dict)
@@ -142,27 +149,18 @@ class AttachedNode:
             return f"suspended for {self.suspended_until - now:.1f} s after {cause} in a row"
         return None
 
-    @property
-    def has_place(self) -> bool:
-        """Whether it may get one more request. One that stalled has to answer a single request first."""
-        return len(self.leases) < (1 if self.stalls_in_row else self.max_concurrent)
+    def note_answer(self, num_tokens: int) -> None:
+        """Count an accepted answer: the node is as good as it claims for one request more."""
+        self.answers += 1
+        self.tokens_out += num_tokens
+        self.failures_in_row = self.stalls_in_row = 0
+        self.places = self.max_concurrent
+        self.credible_places = min(self.max_concurrent, _UNPROVEN_PLACES + self.answers)
 
     def stalled_s(self, now: float) -> float:
         """Return for how long it has held requests without any progress."""
         oldest = min((request.placed for request in self.leases.values()), default=now)
         return now - max(oldest, self.last_progress)
-
-    @property
-    def load(self) -> float:
-        """Its requests relative to the places that its answers so far make credible.
-
-        A node that claims many places gets a larger share than others only after it has answered that many requests.
-        """
-        return len(self.leases) / min(self.max_concurrent, _UNPROVEN_PLACES + self.answers)
-
-    @property
-    def cache_is_full(self) -> bool:
-        return self.status is not None and self.status.kv_used > KV_FULL
 
     @property
     def credible_status(self) -> Status | None:
@@ -181,6 +179,8 @@ class Nodes:
         self._by_id: dict[str, AttachedNode] = {}
         self._by_identity: dict[bytes, AttachedNode] = {}
         self._on_gone = on_gone
+        self.contexts = (math.inf, math.inf)
+        """The smallest and the largest context of the attached nodes, in tokens."""
 
     def __iter__(self) -> Iterator[AttachedNode]:
         return iter(self._by_id.values())
@@ -216,10 +216,12 @@ class Nodes:
             instance=hello.instance,
             engine=hello.engine,
             max_concurrent=hello.max_concurrent,
+            places=1 if former is not None and former.stalls_in_row else hello.max_concurrent,
+            credible_places=min(hello.max_concurrent, _UNPROVEN_PLACES + (former.answers if former else 0)),
             version=hello.version,
             last_heard=time.monotonic(),
             last_progress=time.monotonic(),
-            max_context=hello.max_context,
+            context=math.inf if hello.max_context is None else hello.max_context,
         )
         if former is not None:
             for counter in _COUNTERS:
@@ -228,6 +230,7 @@ class Nodes:
             node.stalls_in_row, node.suspended_until = former.stalls_in_row, former.suspended_until
         self._by_id.pop(hello.node_id, None)
         self._by_id[hello.node_id] = self._by_identity[identity] = node
+        self._note_contexts()
         logger.info(
             "node %s attached: engine %s, %d places, version %d",
             node.node_id,
@@ -246,6 +249,7 @@ class Nodes:
             if node.stalls_in_row:
                 node.suspended_until = now
         node.status = status
+        node.cache_is_full = status.kv_used > KV_FULL
         node.version = status.version
         if status.running or status.waiting:
             node.idle_since = None
@@ -258,8 +262,13 @@ class Nodes:
             return
         del self._by_identity[node.identity]
         node.attached = False
+        self._note_contexts()
         logger.warning("node %s is gone (%s); it held %d requests", node.node_id, reason, len(node.leases))
         self._on_gone(node, reason)
+
+    def _note_contexts(self) -> None:
+        contexts = [node.context for node in self.attached()] or [math.inf]
+        self.contexts = (min(contexts), max(contexts))
 
     def lose_silent(self, lost_after_s: float) -> None:
         """Mark every node as away that was silent for longer than `lost_after_s`."""

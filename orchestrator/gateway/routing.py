@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import secrets
 import time
 from collections import OrderedDict
@@ -159,7 +158,10 @@ class Router:
             while (placement := self._next_placement()) is not None:
                 request, node = placement
                 del self.queue[request.request_id]
-                self._assign(request, node)
+                if isinstance(node, RequestError):
+                    self.end(request, node)
+                else:
+                    self._assign(request, node)
         finally:
             self._placing = False
 
@@ -168,26 +170,28 @@ class Router:
         now, oldest, newest = time.monotonic(), self.oldest_version, self.newest_version
         return [node for node in self.nodes.attached() if node.cannot_serve(now, oldest, newest) is None]
 
-    def _next_placement(self) -> tuple[GatewayRequest, AttachedNode] | None:
-        """Return the first request that a free node can take. Those that need another node keep their position."""
-        free = [node for node in self.serving() if node.has_place]
+    def _next_placement(self) -> tuple[GatewayRequest, AttachedNode | RequestError] | None:
+        """Return the first request that a free node can take, or that no attached node ever can.
+
+        Requests that need a node that is not free keep their position.
+        """
+        free = [node for node in self.serving() if len(node.leases) < node.places]
         if not free:
             return None
-        contexts = [math.inf if node.max_context is None else node.max_context for node in self.nodes.attached()]
-        largest_context = max(contexts)
-        for request in list(self.queue.values()):
+        smallest_context, largest_context = self.nodes.contexts
+        for request in self.queue.values():
             if request.num_prompt >= largest_context:
-                del self.queue[request.request_id]
-                self.end(request, _too_long(request, int(largest_context)))
-                continue
+                return request, _too_long(request, int(largest_context))
             needed = min(request.num_prompt + request.sampling.max_tokens, largest_context)
-            able = [
-                node
-                for node in free
-                if node.version >= request.oldest_version
-                and node.node_id not in request.refused_by
-                and (node.max_context is None or node.max_context >= needed)
-            ]
+            able = free
+            if request.refused_by or request.oldest_version > self.oldest_version or needed > smallest_context:
+                able = [
+                    node
+                    for node in free
+                    if node.version >= request.oldest_version
+                    and node.node_id not in request.refused_by
+                    and node.context >= needed
+                ]
             if able:
                 return request, self._choose(request, able)
         return None
@@ -195,15 +199,17 @@ class Router:
     def _choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
         warm = self._node_of_session.get(request.session)
         for node in free:
-            if node.node_id == warm and warm != request.avoid and not node.cache_is_full:
-                return node
+            if node.node_id == warm and warm != request.avoid:
+                if not node.cache_is_full or all(other.cache_is_full for other in free):
+                    return node
+                break
+        avoid = request.avoid
         return min(
             free,
             key=lambda node: (
-                node.node_id == request.avoid,
+                node.node_id == avoid,
                 node.cache_is_full,
-                node.node_id != warm,
-                node.load,
+                len(node.leases) / node.credible_places,
                 node.node_id,
             ),
         )
@@ -268,9 +274,7 @@ class Router:
             logger.warning("node %s sent a bad answer to %s: %s", node.node_id, request.request_id, error)
             self._retry(request, node, f"bad answer: {error}")
             return
-        node.answers += 1
-        node.tokens_out += len(answer.token_ids)
-        node.failures_in_row = node.stalls_in_row = 0
+        node.note_answer(len(answer.token_ids))
         self.counters.answered += 1
         self.counters.tokens += len(answer.token_ids)
         if not request.done.done():
@@ -375,6 +379,7 @@ class Router:
             reason = f"node {node.node_id} gave neither answer nor token for {stalled_s:.1f} s"
             node.suspended_until = now + stall_s * 2 ** min(node.stalls_in_row, 10)
             node.stalls_in_row += 1
+            node.places = 1
             requests = list(node.leases.values())
             logger.warning(
                 "%s, though its heartbeats go on: its %d requests go elsewhere; look at its log, and restart it if its "
