@@ -1,7 +1,8 @@
 """One trainer rank: `python -m trainer.train --run-dir DIR`, alone or under torchrun. Read `Trainer.run` first.
 
-    orchestrator --batch N--> all ranks: forward, backward, update --> rank 0: a version into the weight store
-    rank 0 --ledger line, StepDone N--> orchestrator            (and a checkpoint with it, when one is due)
+    orchestrator --batch N--> all ranks: forward, backward, update, ledger line, copy of the weights, next batch ...
+    rank 0, in the background: a version into the weight store --StepDone N--> orchestrator
+    when one is due: a checkpoint with the orchestrator, once StepDone N is noted
     SIGTERM, SIGINT: the current step ends, a checkpoint of it is written (trainer.checkpoint.stop_timeout_s), exit
 
 The ranks wait for the orchestrator's batch, and for one another in collectives; nobody waits for the inference nodes.
@@ -105,10 +106,12 @@ class Trainer:
     def run(self) -> None:
         """Train every step that the orchestrator has a batch for, then write final/."""
         start = self._saved = self._restore()
-        with contextlib.closing(self._connect()) as client, self.outer or contextlib.nullcontext():
-            self.publisher.publish(self.policy, start)
-            if self.world.first:
-                client.done(start, self.publisher.version, [])
+        with (
+            contextlib.closing(self._connect()) as client,
+            contextlib.closing(self.publisher),
+            self.outer or contextlib.nullcontext(),
+        ):
+            self._publish(client, start, [])
             last = self._train(client, start)
             self._finish(client, start, last)
 
@@ -155,7 +158,12 @@ class Trainer:
             max_tokens=trainer.micro_batch_tokens,
             silence_timeout_s=trainer.orchestrator_timeout_s,
         )
-        return StepClient(endpoint, RunKeys(self.run_dir.keys).client("trainer"), rank, self.stop.is_requested)
+        return StepClient(endpoint, RunKeys(self.run_dir.keys).client("trainer"), rank, self._should_stop)
+
+    def _should_stop(self) -> bool:
+        """Also raises what failed in the background: the batch that is waited for may need that version."""
+        self.publisher.check()
+        return self.stop.is_requested()
 
     def _train(self, client: StepClient, start: int) -> int:
         """Take steps after `start` and return the last one."""
@@ -207,8 +215,7 @@ class Trainer:
         metrics |= {"optim/skipped": float(self._skipped > 0)} | (self.outer.metrics if self.outer else {})
         self.teacher.follow()
         trained_at = time.monotonic()
-        bytes_published = self.publisher.publish(self.policy, step)
-        self._report_step(client, step, rows, left_out)
+        bytes_published = self._publish(client, step, self._note_samples(step, rows, left_out))
         self.stop.patience_s = max(config.trainer.checkpoint.stop_timeout_s, LEAVE_S)
         published_at = time.monotonic()
         every = config.trainer.checkpoint.every_steps
@@ -267,19 +274,28 @@ class Trainer:
             self.metrics.log(step, {"problem": text})
         return {"loss/total": math.nan, "tokens/trained": 0.0}
 
-    def _report_step(self, client: StepClient, step: int, rows: list[PackedRow], left_out: list[str]) -> None:
-        """Write the samples of all ranks to the ledger and tell the orchestrator that the step was taken.
+    def _publish(self, client: StepClient, step: int, sample_ids: list[str]) -> int:
+        """Publish the version of `step` and tell the orchestrator, both in the background. Return its bytes."""
+
+        def announce(version: int) -> None:
+            client.announce(step, version, sample_ids, self.publisher.is_closing)
+
+        return self.publisher.publish(self.policy, step, announce)
+
+    def _note_samples(self, step: int, rows: list[PackedRow], left_out: list[str]) -> list[str]:
+        """Write the samples of all ranks to the ledger, and return them.
 
         A step that leaves out samples was skipped and trained none.
         """
         texts = worlds.gather_texts("\n".join(sample_id for row in rows for sample_id in row.sample_ids))
+        sample_ids = [sample_id for text in texts for sample_id in text.splitlines()]
         if self.world.first:
-            sample_ids = [sample_id for text in texts for sample_id in text.splitlines()]
             append_step(self.run_dir.ledger, step, [] if left_out else sample_ids, left_out)
-            client.done(step, self.publisher.version, sample_ids)
+        return sample_ids
 
     def _checkpoint(self, client: StepClient, step: int) -> bool:
         """Return whether it worked. Training survives a failure: the checkpoint before stays usable."""
+        self.publisher.wait()
         try:
             self.checkpoints.save(step, client)
         except CheckpointError as error:
@@ -303,6 +319,7 @@ class Trainer:
 
     def _finish(self, client: StepClient, start: int, last: int) -> None:
         """Write final/ and the last checkpoint. Raises CheckpointError when either cannot be written."""
+        self.publisher.wait()
         if self.outer:
             final_metrics = self.outer.finish()
             if self.world.first:

@@ -87,7 +87,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_both_ranks(make_run):
     assert "step 2: NaN or infinity" in problem and "task task, group s2, rollout s2-5" in problem
     assert all(problem in output for output in outputs)
     keys, store = RunKeys(run.dir.keys), WeightStore(run.dir.weights)
-    of = [open_signed(store.manifest(v), keys.verifier(), run_id=read_run_id(run.dir)).tensors for v in range(5)]
+    of = [open_signed(store.manifest(v), keys.verifier(), run_id=read_run_id(run.dir)).chunks for v in range(5)]
     assert of[1] == of[2] and of[0] != of[1] and of[2] != of[3] != of[4]
 
 

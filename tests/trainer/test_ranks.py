@@ -96,9 +96,9 @@ def test_a_trainer_started_twice_without_resume_trains_each_sample_once(make_run
 
 
 def test_kill_and_resume_on_another_number_of_ranks(make_run):
-    # Killed after step 3 with a checkpoint of step 2, resumed on 1 rank instead of 2: the end is that of a run that was
-    # never killed, to 1e-6; the ledger shows every sample once; stale versions are gone; a second resume on 2 ranks
-    # with nothing left to do is harmless.
+    # Killed after step 3, perhaps while its version is written, with a checkpoint of step 2, resumed on 1 rank instead
+    # of 2: the end is that of a run that was never killed, to 1e-6; the ledger shows every sample once; stale versions
+    # are gone; a second resume on 2 ranks with nothing left to do is harmless.
     settings = {"checkpoint": {"every_steps": 2}, "weights": {"keep": 10}, "optim": {"lr": 1e-3}}
     whole = make_run("whole", run={"max_steps": 5}, trainer=settings)
     with StepPeer(whole.dir, make_samples, max_steps=5):
@@ -112,7 +112,8 @@ def test_kill_and_resume_on_another_number_of_ranks(make_run):
         ranks[0].wait_for("step 3:")
         [os.kill(rank.pid, signal.SIGKILL) for rank in ranks]
         assert [rank.wait(200) for rank in ranks] == [-9, -9]
-    assert run.dir.complete_checkpoints() == [2] and WeightStore(run.dir.weights).versions() == [0, 1, 2, 3]
+    assert run.dir.complete_checkpoints() == [2]
+    assert WeightStore(run.dir.weights).versions() in ([0, 1, 2], [0, 1, 2, 3])  # version 3 may have been under way
 
     resumed = run.write(run.config.model_copy(update={"run": run.config.run.model_copy(update={"resume": True})}))
     with StepPeer(run.dir, make_samples, max_steps=5) as peer:

@@ -6,7 +6,8 @@
 The orchestrator answers at least every few seconds, so only silence is a failure: after silence_timeout_s without any
 message the wait ends with a DeadlineError. What gets no answer is sent again, so a lost message costs seconds.
 Requests repeat ever more rarely: a large batch may be under way over a thin link, and each request would bring it once
-more. Nobody waits for StepDone; it is sent again, in order, until the orchestrator acknowledges it.
+more. No step waits for StepDone: a client of its own, used by the publication's thread, sends it until the
+orchestrator acknowledges it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ from trainer.world import World, gather_texts, gather_words
 
 REPEAT_S, LONGEST_REPEAT_S = 5.0, 80.0
 """Silence after which a request is repeated; it doubles with each repetition."""
+ATTACH_S = 3600.0
+"""Silence that the first announcement allows: the orchestrator loads task sets before it notes anything, and meanwhile
+answers the requests for a batch."""
 LOG_EVERY_S = 30.0
 """How often the log repeats what a wait is for."""
 _POLL_S = 0.2
@@ -168,21 +172,34 @@ class RankInfo:
 
 
 class StepClient:
-    """One DEALER socket to the step server. While it waits for a batch, it polls `should_stop` often."""
+    """One DEALER socket to the step server, for one thread. It polls `should_stop` often while it waits."""
 
-    def __init__(self, endpoint: str, keys: ClientKeys, info: RankInfo, should_stop: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        keys: ClientKeys,
+        info: RankInfo,
+        should_stop: Callable[[], bool],
+        *,
+        name: str = "trainer",
+    ) -> None:
         self._endpoint = endpoint
+        self._keys = keys
         self._info = info
         self._should_stop = should_stop
         self._context = zmq.Context()
-        self._socket = dealer(self._context, endpoint, keys, identity=f"trainer-{info.rank}".encode())
+        self._socket = dealer(self._context, endpoint, keys, identity=f"{name}-{info.rank}".encode())
         self._decoder = msgspec.msgpack.Decoder(ToTrainer)
         self._session = secrets.token_hex(8)
         self._unacknowledged: list[StepDone] = []
+        self._announcer: StepClient | None = None
+        """For the publication's thread."""
         self._last_done_sent = 0.0
         """When `_unacknowledged` was last sent, monotonic seconds."""
 
     def close(self) -> None:
+        if self._announcer is not None:
+            self._announcer.close()
         self._socket.close(linger=2000)
         self._context.term()
 
@@ -213,14 +230,27 @@ class StepClient:
         )
         self._send_done()
 
+    def announce(self, step: int, version: int, sample_ids: list[str], should_stop: Callable[[], bool]) -> None:
+        """Report as `done` does, over a connection for another thread, and return when it is acknowledged.
+
+        Raises DeadlineError, or Stopped when `should_stop` turns true.
+        """
+        if self._announcer is None:
+            self._announcer = StepClient(self._endpoint, self._keys, self._info, should_stop, name="versions")
+        self._announcer.done(step, version, sample_ids)
+        self._announcer._wait_noted(should_stop, self._info.silence_timeout_s if sample_ids else ATTACH_S)
+
+    def _wait_noted(self, should_stop: Callable[[], bool], silence_s: float | None = None) -> None:
+        if self._unacknowledged:
+            awaited = f"the orchestrator to note step {self._unacknowledged[-1].step}"
+            self._ask(None, awaited, lambda _: not self._unacknowledged, should_stop, silence_s)
+
     def checkpoint(self, step: int) -> CheckpointSaved:
         """Have the orchestrator write its part of checkpoint `step`, once it knows of every step that was taken.
 
         Raises as `batch` does, but never Stopped: a checkpoint that was begun is finished, also during a stop.
         """
-        if self._unacknowledged:
-            awaited = f"the orchestrator to note step {self._unacknowledged[-1].step}"
-            self._ask(None, awaited, lambda _: not self._unacknowledged)
+        self._wait_noted(should_stop=lambda: False)
         request = CheckpointRequest(run_id=self._info.run_id, step=step)
         awaited = f"the orchestrator's part of checkpoint {step}"
         return self._ask(request, awaited, lambda m: isinstance(m, CheckpointSaved) and m.step == step)
@@ -231,8 +261,13 @@ class StepClient:
         awaited: str,
         accept: Callable[[ToTrainer], bool],
         should_stop: Callable[[], bool] = lambda: False,
+        silence_s: float | None = None,
     ):
-        """Send `request`, if any, and return the message that `accept` takes; drop older or repeated answers."""
+        """Send `request`, if any, and return the message that `accept` takes; drop older or repeated answers.
+
+        Raises DeadlineError after `silence_s` without any message; None takes the rank's silence_timeout_s.
+        """
+        silence_s = silence_s or self._info.silence_timeout_s
         started = heard = time.monotonic()
         self._send(request)
         patience_s, log_at = REPEAT_S, heard
@@ -259,11 +294,11 @@ class StepClient:
                         log_at = now + LOG_EVERY_S
                         logger.info("waiting for %s (%.0f s): %s", awaited, now - started, message.waiting_for)
                     self._send(request)
-            elif now - heard > self._info.silence_timeout_s:
+            elif now - heard > silence_s:
                 raise DeadlineError(
                     f"waited for {awaited} for {now - started:.0f} s, and the orchestrator at {self._endpoint} has "
                     f"been silent for the last {now - heard:.0f} s (trainer.orchestrator_timeout_s is "
-                    f"{self._info.silence_timeout_s:g}): is it alive, and does this rank have the run's keys?"
+                    f"{silence_s:g}): is it alive, and does this rank have the run's keys?"
                 )
             elif now > repeat_at:
                 patience_s = min(2 * patience_s, LONGEST_REPEAT_S, max(REPEAT_S, self._info.silence_timeout_s / 4))

@@ -1,20 +1,24 @@
-"""Publishing a policy version: gathered weights -> chunks in the store -> canary -> signed manifest, in this order.
+"""Publishing a policy version: copied weights -> chunks in the store -> canary -> signed manifest -> announcement.
 
     for each parameter, all ranks: cast the shard (half the traffic for bfloat16) -> gather -> rank 0 copies to the CPU
-    rank 0: safetensors bytes -> chunks -> canary (logprobs of a fixed prompt) -> manifest, signed -> prune old versions
+    ---- training goes on; the rest is a thread of rank 0 ----
+    safetensors bytes -> chunks -> canary (logprobs of a fixed prompt) -> manifest, signed -> prune old versions
+    -> announce: the orchestrator learns of the version
 
-A reader that sees a manifest finds every chunk it names. A device never holds more than one whole tensor besides its
-shards. `export` writes final/ from the same tensors in the same type: what the nodes sampled from and what the last
-evaluation measured.
+A reader that sees a manifest finds every chunk it names, and nobody hears of a version before its manifest is there.
+One publication is under way at a time: the next one waits for it, and so do a checkpoint and the end of the run. A
+failure in the thread is raised by the next call, on the main thread. A device never holds more than one whole tensor
+besides its shards. `export` writes final/ from the same tensors in the same type: what the nodes sampled from and what
+the last evaluation measured.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -60,6 +64,9 @@ class Publisher:
         self.version = -1
         """The version published last."""
         self._highest_version = -1
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._closing = threading.Event()
         if world.first:
             keys = RunKeys(run_dir.keys)
             self._signer, self._verifier = keys.signer(), keys.verifier()
@@ -68,20 +75,68 @@ class Publisher:
             self._plain = plain_model(config, folder)
             self._canary = CanaryScorer(plain_model(config, folder), folder, world.device)
 
-    def publish(self, policy: Policy, step: int) -> int:
-        """Put the version of `step` into the store unless it is there. Return the bytes of its tensors.
+    def publish(self, policy: Policy, step: int, announce: Callable[[int], None] = lambda version: None) -> int:
+        """Copy the version of `step`, and write it in the background unless it is there. Return its tensors' bytes.
 
-        A collective; ranks but the first return 0. Raises WeightError (on rank 0) when the store cannot be written.
+        `announce` is called in the background with the version when it is complete. A collective; ranks but the first
+        return 0 and do no more. Waits for the publication before, and raises as `wait` does.
         """
+        self.wait()
         version = self._version_of(step)
         if version == self.version:
+            self._begin(lambda: announce(version))
             return 0
         if version < self.version:  # took over the state of a peer that is further behind
             self.rewind(step)
         self.version, self._highest_version = version, max(version, self._highest_version)
         with self._outer.global_values(swept=True) if self._outer else contextlib.nullcontext():
-            tensors = whole_tensors(policy, self._world, self.dtype)
-            return self._write(tensors, version) if tensors is not None else 0
+            tensors = whole_tensors(policy, self._world, self.dtype, copied=True)
+        if tensors is None:
+            return 0
+        size = sum(tensor.nbytes for tensor in tensors.values())
+
+        def write_and_announce() -> None:
+            self._write(tensors, version, size)
+            tensors.clear()
+            announce(version)
+
+        self._begin(write_and_announce)
+        return size
+
+    def wait(self) -> None:
+        """Wait until the publication under way is complete and announced, then `check`."""
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raises what failed in the background: WeightError when the store cannot be written, or as `announce` does."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """End the thread before its process leaves; a version that is not complete stays unannounced."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def is_closing(self) -> bool:
+        """Return whether `announce` should give up."""
+        return self._closing.is_set()
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        if not self._world.first:
+            return
+
+        def run() -> None:
+            torch.set_num_threads(self._config.trainer.threads)  # an OpenMP setting of each thread
+            try:
+                work()
+            except BaseException as error:
+                self._failure = error
+
+        self._thread = threading.Thread(target=run, name="publication", daemon=True)
+        self._thread.start()
 
     def rewind(self, step: int) -> None:
         """Drop the versions after that of `step`: they belong to steps that a resume takes again."""
@@ -101,12 +156,11 @@ class Publisher:
     def _version_of(self, step: int) -> int:
         return self._outer.sweep if self._outer else step
 
-    def _write(self, tensors: dict[str, Tensor], version: int) -> int:
+    def _write(self, tensors: dict[str, Tensor], version: int, size: int) -> None:
         # some architectures are stored unfused, under other names than their parameters have
         stored = {
             name: tensor.contiguous() for name, tensor in revert_weight_conversion(self._plain, dict(tensors)).items()
         }
-        size = sum(tensor.nbytes for tensor in stored.values())
         try:
             manifest = Manifest(
                 run_id=self._run_id,
@@ -115,7 +169,7 @@ class Publisher:
                 kind="anchor",
                 dtype=str(self.dtype).removeprefix("torch."),
                 chunks=self._store.put_stream(safetensors_parts(stored)),
-                tensors={name: hashlib.sha256(_raw_bytes(tensor)).hexdigest() for name, tensor in stored.items()},
+                tensors=dict.fromkeys(stored, ""),
                 canary=self._canary.score(tensors),
             )
             self._store.put_manifest(version, sign(manifest, self._signer))
@@ -126,15 +180,16 @@ class Publisher:
                 f"policy version {version} ({size} bytes) cannot be written to {self._store.root}: {error}; "
                 f"{write_remedy(error, ' or lower trainer.weights.keep')}, then continue with --resume"
             ) from error
-        return size
 
 
 @torch.no_grad()
-def whole_tensors(policy: Policy, world: World, dtype: torch.dtype) -> dict[str, Tensor] | None:
+def whole_tensors(
+    policy: Policy, world: World, dtype: torch.dtype, *, copied: bool = False
+) -> dict[str, Tensor] | None:
     """Return on rank 0 every parameter of the plain model on the CPU in `dtype`, on other ranks None.
 
-    Adapters are merged, and tied parameters are there once. A collective. On one CPU rank the tensors may be the
-    masters themselves: read, never write.
+    Adapters are merged, and tied parameters are there once. A collective. Unless `copied`, the tensors of one CPU rank
+    may be the masters themselves: read, never write, and not beside training.
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):  # a forward pass without a backward leaves whole parameters behind
@@ -144,7 +199,9 @@ def whole_tensors(policy: Policy, world: World, dtype: torch.dtype) -> dict[str,
         cast = tensor.to(dtype)
         gathered = cast.full_tensor() if isinstance(cast, DTensor) else cast
         if world.first:
-            tensors[name] = gathered.detach().to("cpu").contiguous()
+            whole = gathered.detach().to("cpu").contiguous()
+            shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            tensors[name] = whole.clone() if copied and whole.data_ptr() == shard.data_ptr() else whole
     return tensors if world.first else None
 
 
