@@ -1,0 +1,69 @@
+"""The server of local teachers: it imports, loads a tiny model and answers every route over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
+from composer_prime.errors import ModelNotFoundError
+from inference.model_server import main, serve_models
+
+QUESTION = [{"role": "user", "content": "Say something."}]
+
+
+async def first_line(task: asyncio.Task[None], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the server prints once it serves."""
+    async with asyncio.timeout(120):
+        while not task.done():
+            if line := capsys.readouterr().out:
+                return line
+            await asyncio.sleep(0.05)
+    await task
+    raise AssertionError("the server ended without a word")
+
+
+def test_a_tiny_model_is_served(loop, capsys):
+    # Chat answers within max_tokens and counts them, a seed fixes the answer, its score is a logprob, the list of
+    # models has the name; an unknown model and a wrong body are refused by name.
+    async def post(session, path, **body):
+        async with session.post(path, json=body) as answer:
+            return answer.status, await answer.json()
+
+    async def scenario():
+        task = asyncio.create_task(serve_models(["tiny/teacher_a"], 1, 0))
+        url = json.loads(await first_line(task, capsys))["url"]
+        chat = {"model": "tiny/teacher_a", "messages": QUESTION, "max_tokens": 8, "seed": 5}
+        try:
+            async with aiohttp.ClientSession(url + "/") as session:
+                async with session.get("models") as listed:
+                    assert [model["id"] for model in (await listed.json())["data"]] == ["tiny/teacher_a"]
+                status, done = await post(session, "chat/completions", **chat)
+                again = await post(session, "chat/completions", **chat)
+                assert (
+                    status == 200 and done["model"] == "tiny/teacher_a" and 1 <= done["usage"]["completion_tokens"] <= 8
+                )
+                assert done["choices"][0]["message"] == again[1]["choices"][0]["message"]
+                answer = {"role": "assistant", "content": "Hello."}
+                status, score = await post(session, "score", model="tiny/teacher_a", messages=QUESTION, answer=answer)
+                assert status == 200 and score["logprob_per_token"] < 0 < score["tokens"]
+                status, refused = await post(session, "chat/completions", **chat | {"model": "other"})
+                assert status == 400 and "no model 'other' here, only tiny/teacher_a" in refused["error"]["message"]
+                status, refused = await post(session, "chat/completions", model="tiny/teacher_a")
+                assert status == 400 and "messages" in refused["error"]["message"]
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    loop.run(scenario())
+
+
+def test_a_model_that_is_not_there_ends_the_server(tmp_path, capsys):
+    # The error names the folder, and help works without one.
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        asyncio.run(serve_models([str(tmp_path / "nowhere")], 1, 0))
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "--model" in capsys.readouterr().out
