@@ -114,9 +114,8 @@ def unpack(
 ) -> PackedRow:
     """Make the tensors of a checked micro-batch. Documents of a loss term that is off are not read.
 
-    `share` merges the common beginnings of documents. `distil`: SDPO is on. `prefer`: replay-DPO is on.
-    `teacher_in_row`: the row's forward pass reads the teacher's documents too (a live teacher only); otherwise they are
-    read in passes of at most `max_tokens` computed tokens.
+    `share` merges common beginnings. `distil`: SDPO is on. `prefer`: replay-DPO is on. `teacher_in_row`: the forward
+    pass reads the teacher's documents too (a live teacher only); otherwise passes of at most `max_tokens` tokens do.
     """
     batch, put = documents.batch, partial(_tensor, device=device)
     turns, pairs = batch.turns if distil else [], batch.pairs if prefer else []
@@ -125,15 +124,11 @@ def unpack(
     read = [*range(documents.samples), *teachers_read, *sides_read] or [0]  # it may hold only terms that are off
     layout = prefix_layout([documents.tokens(document) for document in read], share=share)
     positions = joined(np.arange(*documents.starts[document : document + 2]) for document in read)
-    depth_N = np.arange(len(documents.ids_N)) - np.repeat(documents.starts[:-1], np.diff(documents.starts))
     computed_N = np.full(len(documents.ids_N), -1, dtype=np.int64)
     computed_N[positions] = layout.where
     computed = positions[layout.kept]
-
     trained = np.flatnonzero(flags(batch.loss_mask))
     hinted = joined(np.arange(turn.student, turn.student + turn.count) for turn in turns)
-    ends = documents.starts[1:][documents.first_teacher :]
-    taught = joined(np.arange(end - turn.count, end) for end, turn in zip(ends, turns, strict=False))
     answers = joined(np.arange(start, end) for pair in pairs for start, end in _answers(pair))
     wanted = np.r_[np.setdiff1d(np.union1d(trained, answers), hinted), hinted].astype(np.int64)
     head_row_N = np.full(len(documents.ids_N), -1)
@@ -143,7 +138,7 @@ def unpack(
     temperatures = np.asarray(batch.temperatures, dtype=np.float32)
     return PackedRow(
         input_ids=put(documents.ids_N[computed], torch.int64)[None],
-        position_ids=put(depth_N[computed], torch.int64)[None],
+        position_ids=put(documents.depth_N[computed], torch.int64)[None],
         trees=layout.trees,
         source_R=put(computed_N[wanted - 1], torch.int64),
         targets_R=put(documents.ids_N[wanted], torch.int64),
@@ -158,7 +153,7 @@ def unpack(
         weight_D=put(np.array([turn.weight for turn in turns])[turn_D], torch.float32),
         turn_D=put(turn_D, torch.int64),
         turns=len(turns),
-        teacher_source_D=put(computed_N[taught - 1], torch.int64) if distil and teacher_in_row else None,
+        teacher_source_D=put(computed_N[documents.taught() - 1], torch.int64) if distil and teacher_in_row else None,
         teacher_readings=()
         if teacher_in_row or not distil
         else _teacher_readings(documents, device, share, max_tokens),
@@ -275,6 +270,16 @@ class Documents:
 
     def teachers(self) -> range:
         return range(self.first_teacher, len(self.starts) - 1)
+
+    def taught(self) -> np.ndarray:
+        """Return the positions of hinted turns in their teacher documents, turn by turn."""
+        ends = self.starts[1:][self.first_teacher :]
+        return joined(np.arange(end - turn.count, end) for end, turn in zip(ends, self.batch.turns, strict=True))
+
+    @property
+    def depth_N(self) -> np.ndarray:
+        """int64 [N]: position within the document."""
+        return np.arange(len(self.ids_N)) - np.repeat(self.starts[:-1], np.diff(self.starts))
 
     def sides(self) -> range:
         return range(self.samples, self.first_teacher)
