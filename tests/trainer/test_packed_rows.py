@@ -67,6 +67,7 @@ def test_packed_equals_alone(temperature, budget):
         ("Cohere", {"logit_scale": 0.25}, PACKED),
         ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, PACKED),
         ("Gemma2", {"head_dim": 8, "sliding_window": 5}, "eager"),
+        ("GptOss", {"head_dim": 8, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2}, "eager"),
     ],
 )
 def test_other_families(family, values, attention):
@@ -138,6 +139,16 @@ def test_shared_prefixes_change_neither_logprobs_nor_gradients(family):
     assert shared_row.input_ids.numel() < 0.7 * row.input_ids.numel() and shared_row.packed_tokens == row.packed_tokens
     assert (one - other).abs().max() < 1e-5
     assert max((grads[name] - shared_grads[name]).abs().max().item() for name in grads) < 1e-4
+
+
+def test_layers_with_a_running_state_are_refused_with_what_they_need():
+    # Qwen3-Next's linear attention carries its state from one document of a row into the next.
+    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+              "linear_value_head_dim": 8}  # fmt: skip
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+    lm = build("Qwen3Next", **linear, **experts, num_hidden_layers=4, shared_expert_intermediate_size=16)
+    with pytest.raises(ConfigError, match=r"Qwen3NextForCausalLM: .*linear_attention layers.*restart at the borders"):
+        check_packing(lm)
 
 
 def test_check_packing_passes_good_models_and_names_leaking_ones():

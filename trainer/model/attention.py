@@ -121,9 +121,10 @@ def packed_attention(
     Returns ([1, N, heads, D], None). Raises ConfigError for a model whose attention needs more than a causal window.
     """
     if packed_trees is None or softcap is not None or s_aux is not None or attention_mask is not None:
+        flash = "" if s_aux is not None else " or 'flash_attention_2'"  # which has no sinks
         raise ConfigError(
             f"{type(module).__name__} needs an attention that packed rows do not offer through sdpa (soft caps, sinks "
-            "or its own masks): set model.attention = 'eager' or 'flash_attention_2'"
+            f"or its own masks): set model.attention = 'eager'{flash}"
         )
     outputs: list[Tensor] = []
     sizes = [tree.tokens for tree in packed_trees]

@@ -208,7 +208,18 @@ def check_packing(lm: PreTrainedModel) -> float:
     if not worst <= PROBE_TOLERANCE:
         raise ConfigError(
             f"{type(lm).__name__}: log-probabilities in a packed row differ by {worst:.3g} nats from those of the same "
-            f"documents alone (allowed {PROBE_TOLERANCE}): this architecture cannot be trained on packed rows; use "
-            "another model, or open an issue that names it"
+            f"documents alone (allowed {PROBE_TOLERANCE}): {_reason(lm)}; use another model, or open an issue that "
+            "names it"
         )
     return worst
+
+
+def _reason(lm: PreTrainedModel) -> str:
+    layers = set(getattr(lm.config.get_text_config(), "layer_types", None) or ())
+    recurrent = sorted(kind for kind in layers if not kind.endswith("attention") or kind == "linear_attention")
+    if not recurrent:
+        return "this architecture cannot be trained on packed rows"
+    return (
+        f"its {', '.join(recurrent)} layers carry state from one document of a row into the next, which would need "
+        "kernels that restart at the borders of documents"
+    )

@@ -9,6 +9,7 @@ import dataclasses
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 
 from composer_prime.config.trainer import HeadKernels
 from trainer.data.rows import PackedRow, Reading
@@ -72,10 +73,23 @@ class Policy(nn.Module):
         return self.lm.base_model(
             input_ids=reading.input_ids,
             position_ids=reading.position_ids,
-            attention_mask=None,
+            attention_mask=self._masks(reading) if self.attention == "eager" else None,
             use_cache=False,
             **packing_arguments(self.attention, reading.trees, reading.input_ids.device),
         ).last_hidden_state[0]
+
+    def _masks(self, reading: Reading) -> Tensor | dict[str, Tensor] | None:
+        """Return the masks of eager attention, [1, 1, N, N] a kind of layer.
+
+        Made here, because some families (gpt-oss) drop the position IDs, and the borders of documents with them.
+        """
+        return create_masks_for_generate(
+            config=self.lm.config,
+            inputs_embeds=self.lm.get_input_embeddings().weight.new_empty(1, reading.input_ids.shape[1], 1),
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=reading.position_ids,
+        )
 
 
 def _with_policy_parts(teacher: TeacherMixture, row: PackedRow, hidden_NH: Tensor, head: Head) -> TeacherMixture:
