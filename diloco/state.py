@@ -267,7 +267,9 @@ class Replica:
             )
         if "work" not in facts or facts.get("pending", {}).get("protocol", PROTOCOL) != PROTOCOL:
             raise CheckpointError("the outer state was written by an older release: end that run with the one it began")
-        self.global_model.load(tensors, facts["outer_step"])
+        # Checkpoints of before the guard had a history start with an empty one.
+        empty = {f"norms.{index}": torch.zeros_like(norms) for index, norms in enumerate(self.global_model.norms)}
+        self.global_model.load(empty | tensors, facts["outer_step"])
         self.feedback.residuals = [tensors[f"residual.{index}"] for index in range(len(self.fragments))]
         self.inner, self.due = facts["inner"], facts["due"]
         self.progress.held = msgspec.convert(facts["work"]["held"], list[LocalWork])
