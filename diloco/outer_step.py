@@ -1,6 +1,6 @@
 """How a round ends on one rank: its result, alike on all ranks; the deltas that count; the outer step.
 
-    OuterSteps.wait ──> accept: decode, check, reject ──> OuterSteps.take, GlobalModel.advance: average, step, local <- global
+    OuterSteps.wait ──> accept: decode, check, reject ──> take: GlobalModel.advance, local <- global
 
 Order of waiting: each rank hears a result over a link of its own, and all must take the same turn. A rank that knows
 how a round ended waits until the others know the same, which needs all of them to take part.
