@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from composer_prime.errors import CanaryError, ComposerError, CorruptWeightsError
 from composer_prime.run.weights import ChunkRef, Manifest, WeightStore, open_signed
 from inference.engines.base import Engine, ReadBack
-from inference.snapshot import ChunkFolder, Snapshot, blocks, checksum, folder_snapshot
+from inference.snapshot import ChunkFolder, Snapshot, checksum, folder_snapshot, tensor_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +232,7 @@ def _differing(tensors: Mapping[str, torch.Tensor], parts: list[ReadBack]) -> li
     wrong = []
     for part in parts:
         dtype = getattr(torch, part.dtype)
-        values = (values for name in part.names for _, values in blocks(tensors, name))
+        values = (values for name in part.names for _, values in tensor_blocks(tensors, name))
         expected = sum(checksum(block.to(dtype)) for block in values) % (1 << 64)
         if expected != part.checksum:
             wrong.append("+".join(part.names))

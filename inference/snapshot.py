@@ -196,7 +196,7 @@ def _fill(file, target: memoryview) -> None:
         done += count
 
 
-def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+def save_snapshot(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write a safetensors file of `tensors`, taking one at a time."""
     names = {dtype: name for name, dtype in _DTYPES.items()}
     header: dict[str, object] = {}
@@ -213,7 +213,7 @@ def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
         file.write(room.to_bytes(8, "little") + json.dumps(header).encode().ljust(room))
 
 
-def blocks(tensors: Mapping[str, torch.Tensor], name: str) -> Iterator[tuple[int, torch.Tensor]]:
+def tensor_blocks(tensors: Mapping[str, torch.Tensor], name: str) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield one of `tensors` as Snapshot.blocks does; a tensor in memory is one block."""
     if isinstance(tensors, Snapshot):
         yield from tensors.blocks(name)

@@ -30,7 +30,7 @@ _TOOL = {
 }
 
 
-def check_sources(config: Config, scratch: Path) -> tuple[list[str], dict[str, dict[str, int | None]]]:
+def open_sources(config: Config, scratch: Path) -> tuple[list[str], dict[str, dict[str, int | None]]]:
     """Return what is wrong, and the number of tasks by source and task set. `scratch`: an empty folder."""
     from orchestrator.workers.verifiers_adapter import Environment
 
@@ -85,7 +85,7 @@ def main() -> int:
     config = Config.model_validate_json(sys.stdin.read())
     make_importable(config)
     with tempfile.TemporaryDirectory(prefix="composer-check-") as scratch:
-        problems, tasks = check_sources(config, Path(scratch))
+        problems, tasks = open_sources(config, Path(scratch))
     print(json.dumps({"problems": problems, "tasks": tasks}))
     return 0
 

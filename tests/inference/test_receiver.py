@@ -24,7 +24,7 @@ from composer_prime.run.weights import Canary, sign
 from composer_prime.wire.node import Sampling
 from inference.engines.local.engine import LocalEngine
 from inference.receiver import FolderSource, Receiver
-from inference.snapshot import Snapshot, checksum, save
+from inference.snapshot import Snapshot, checksum, save_snapshot
 from tests.engines.models import MAX_CONTEXT
 from tests.engines.reference import Reference
 from tests.inference.publisher import CANARY, RUN_ID, Publisher
@@ -319,7 +319,7 @@ def test_a_swap_holds_a_block_at_a_time(loop, engine, receive, publisher):
 def test_blocks_join_to_the_tensor(tmp_path):
     # Blocks of any size, over chunk borders, are the tensor; a file that ends early is refused.
     tensors = {"a": torch.randn(7, 5), "empty": torch.ones(0, 3), "b": torch.randn(11).bfloat16(), "c": torch.tensor(2)}
-    save(tensors, tmp_path / "whole")
+    save_snapshot(tensors, tmp_path / "whole")
     whole = (tmp_path / "whole").read_bytes()
     assert safetensors.torch.load(whole).keys() == tensors.keys()
     parts = []

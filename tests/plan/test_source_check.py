@@ -63,7 +63,7 @@ def test_the_task_sets_of_every_shipped_file_load(name, tmp_path):
     # Through the code of the environment workers: the plugins, every task, the harness, and the renderer where the
     # model's files are here. Each source has enough tasks for training, and for evaluation where that is on.
     config = config_of(name, tmp_path / "out")
-    problems, tasks = worker_side.check_sources(config, tmp_path)
+    problems, tasks = worker_side.open_sources(config, tmp_path)
     assert problems == []
     for source in config.orchestrator.source:
         assert (tasks[source.name]["train"] or 0) >= config.orchestrator.groups_per_step

@@ -13,7 +13,7 @@ from composer_prime.config.inference import InferenceConfig
 from composer_prime.errors import ConfigError, EngineError, ModelNotFoundError, WeightError
 from inference.engines.base import ReadBack, published_shapes, refuse_misfits
 from inference.engines.local.attention import IMPLEMENTATION
-from inference.snapshot import blocks, checksum
+from inference.snapshot import checksum, tensor_blocks
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -93,7 +93,7 @@ def swap_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) ->
     for name in tensors:
         if targets[name].is_contiguous():
             flat = targets[name].view(-1)
-            for start, values in blocks(tensors, name):
+            for start, values in tensor_blocks(tensors, name):
                 flat[start : start + len(values)].copy_(values)
         else:
             targets[name].copy_(tensors[name])

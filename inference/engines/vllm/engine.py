@@ -36,7 +36,6 @@ from inference.engines.base import (
     refuse_misfits,
 )
 from inference.engines.vllm import messages
-from inference.snapshot import save
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +155,7 @@ class VllmEngine:
         )
         path = self._private.path / f"v{version}.safetensors"
         try:
-            await asyncio.to_thread(save, tensors, path)
+            await asyncio.to_thread(save_snapshot, tensors, path)
             message = messages.LoadWeights(call=next(self._numbers), version=version, path=str(path))
             limit = self._inference.vllm.swap_timeout_s
             await self._within(self._call(message), limit, f"vLLM to load v{version} (inference.vllm.swap_timeout_s)")
