@@ -36,6 +36,7 @@ from inference.engines.base import (
     refuse_misfits,
 )
 from inference.engines.vllm import messages
+from inference.snapshot import save_snapshot
 
 if TYPE_CHECKING:
     import torch
