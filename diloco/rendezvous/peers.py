@@ -36,6 +36,8 @@ class Peer:
     """Taken since its start, by rank."""
     _left_out_at: tuple[int, ...] = ()
     """`_progress` when a round last closed without it."""
+    _left_out: int = 0
+    """Rounds in a row that closed without it while `_progress` stayed the same."""
 
     def note(self, rank: int, position: Position, now: float) -> None:
         self.positions[rank] = position
@@ -47,12 +49,16 @@ class Peer:
 
     def note_left_out(self) -> None:
         """Note that a round closed without it."""
+        self._left_out = self._left_out + 1 if self._left_out_at == self._progress else 1
         self._left_out_at = self._progress
 
     @property
     def standing(self) -> bool:
-        """Whether it has made no progress since a round closed without it: it beats, and does not train."""
-        return self._left_out_at == self._progress
+        """Whether it beats, and made no progress since two rounds closed without it.
+
+        One would not do: a step may take longer than the deadline of a round.
+        """
+        return self._left_out >= 2 and self._left_out_at == self._progress
 
     def alive(self, now: float, timeout_s: float) -> bool:
         """Return whether every rank was heard within `timeout_s`."""
