@@ -79,7 +79,7 @@ def test_room_is_known_at_the_hello():
         rendezvous.ask("c", 0, base_hash="another")
 
 
-# A cluster whose training stands still while its link beats costs the others two deadlines, not one each round. From its
+# A cluster that stands still while its link beats costs the others two deadlines, not one each round. From its
 # next inner step on it is waited for again.
 def test_a_standing_peer_is_waited_for_twice():
     rendezvous = RendezvousState(start_peers=1)
