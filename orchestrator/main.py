@@ -22,7 +22,7 @@ from typing import Any
 from composer_prime.config import Config, load
 from composer_prime.console import EXIT_USAGE, columns, exit_on_version_flag, fail
 from composer_prime.errors import ComposerError, ConfigError
-from composer_prime.run.check_run_dir import check_run_folder, earlier_output
+from composer_prime.run.check_run_dir import check_run_folder, earlier_output, with_length_divisor
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.process import end_with_parent
 from composer_prime.run.run_dir import RunDir, create_run_id, read_run_id, write_atomic
@@ -66,6 +66,7 @@ def _prepare(config: Config, run_dir: RunDir) -> None:
     """Prepare the run directory of an orchestrator that is started on its own; otherwise the launcher does it."""
     for note in check_run_folder(run_dir, config, "orchestrator"):
         print(f"orchestrator: {note}", file=sys.stderr)
+    config = with_length_divisor(config, run_dir)
     for path in earlier_output(run_dir, "orchestrator") if config.run.overwrite else []:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     run_dir.endpoints.unlink(missing_ok=True)

@@ -54,7 +54,8 @@ class PolicyConfig(BaseConfig):
     micro_batch: its tokens, then the number of micro-batches (bnpo)."""
     max_completion_length: int | None = Field(default=None, ge=1)
     """denominator = constant: the length divisor in tokens. None takes what a rollout may sample over its turns:
-    orchestrator.sampling.max_tokens times the harness's max_turns, at most model.max_context."""
+    orchestrator.sampling.max_tokens times the harness's max_turns, at most model.max_context. A resume keeps the value
+    that the run began with."""
     ratio_level: Literal["token", "sequence"] = "token"
     """* A ratio for each token, or the geometric mean of a sequence's ratios for all of its tokens (gspo)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)

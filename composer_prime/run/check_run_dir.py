@@ -40,6 +40,7 @@ BINDING = (
 NOT_LOWER = ("orchestrator.max_staleness", "trainer.micro_batch_tokens")
 """Keys that a resume may not lower: batches that were formed before the crash are served again as they were."""
 
+_DIVISOR = "channels.policy.max_completion_length"
 _FREE_IN_SOURCES = ("workers", "timeout_s", "eval_taskset")
 _NOT_REPORTED = ("run.resume", "run.overwrite", "run.output_dir", "run.import_from")
 _COPIED = {"keys", "run_id"}
@@ -136,7 +137,43 @@ def check_continuation(before: Config, now: Config) -> list[str]:
             f"{listed}\n"
             f"set {'it' if len(broken) == 1 else 'them'} back, or start a new run under another run.name"
         )
-    return [f"changed {line}" for line in _lines(changed_settings(old, new)) if not line.startswith(_NOT_REPORTED)]
+    changes = changed_settings(old, new)
+    notes = []
+    if now.channels.policy.max_completion_length is None:
+        changes = [change for change in changes if change[0] != _DIVISOR]
+        notes = _divisor_notes(before, now)
+    return notes + [f"changed {line}" for line in _lines(changes) if not line.startswith(_NOT_REPORTED)]
+
+
+def with_length_divisor(config: Config, run_dir: RunDir) -> Config:
+    """Return `config` with channels.policy.max_completion_length as a number, for config.json.
+
+    Without one a new run takes what its settings give. A resume keeps the run's own, because another divisor scales
+    the policy loss against the other terms and the optimizer's moments.
+    """
+    from composer_prime.config.load import read_config
+
+    policy = config.channels.policy
+    length = config.completion_length
+    if config.run.resume and policy.max_completion_length is None and run_dir.config.is_file():
+        length = _divisor_of_run(read_config(run_dir.config))
+    policy = policy.model_copy(update={"max_completion_length": length})
+    return config.model_copy(update={"channels": config.channels.model_copy(update={"policy": policy})})
+
+
+def _divisor_of_run(before: Config) -> int:
+    """Return the divisor of a run that exists. One that recorded none began when model.max_context was the default."""
+    return before.channels.policy.max_completion_length or before.model.max_context
+
+
+def _divisor_notes(before: Config, now: Config) -> list[str]:
+    kept, current = _divisor_of_run(before), now.completion_length
+    if kept == current:
+        return []
+    return [
+        f"{_DIVISOR} stays {kept}, with which the run began; the settings of now would give {current}: set it to "
+        "choose another"
+    ]
 
 
 def _value_at(values: dict[str, Any], key: str) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from composer_prime.config import Config
-from composer_prime.config.load import read_config
+from composer_prime.config.load import dump, read_config
 from composer_prime.errors import ConfigError
 from composer_prime.run.check_run_dir import folder_state
 from composer_prime.run.run_dir import RunDir
@@ -90,6 +90,43 @@ def test_resume_takes_the_newest_complete_checkpoint(tmp_path):
     assert (again.run_dir.keys / "server.curve").read_bytes() == keys
     assert not again.run_dir.endpoints.exists()
     assert "changed run.max_steps: was 4, now 9" in again.notes
+
+
+def at_the_divisor(folder: Path, tokens: int = 64, **policy: int) -> Config:
+    """Return a resume whose settings, without `policy`, give a length divisor of 512 at most."""
+    settings = config(folder, resume=True)
+    settings.orchestrator.sampling.max_tokens = tokens
+    settings.orchestrator.source[0].harness = {"id": "x", "max_turns": 1}
+    return Config.model_validate({**settings.model_dump(), "channels": {"policy": policy}})
+
+
+def test_a_resume_keeps_the_length_divisor(tmp_path):
+    # config.json records the one that a start resolves; other settings do not move it, and a note names both values.
+    first = at_the_divisor(tmp_path)
+    first.run.resume = False
+    run_dir = start(first).run_dir
+    assert read_config(run_dir.config).channels.policy.max_completion_length == 64
+    checkpoint(run_dir, 2)
+    again = start(at_the_divisor(tmp_path, tokens=96))
+    assert again.config.completion_length == read_config(run_dir.config).completion_length == 64
+    assert any("max_completion_length stays 64" in note and "would give 96" in note for note in again.notes)
+    assert not any("max_completion_length" in note for note in start(at_the_divisor(tmp_path)).notes)
+    chosen = start(at_the_divisor(tmp_path, max_completion_length=32))
+    assert chosen.config.completion_length == 32
+    assert "changed channels.policy.max_completion_length: was 64, now 32" in chosen.notes
+
+
+def test_a_resume_of_a_run_that_recorded_no_length_divisor_takes_the_former_default(tmp_path):
+    # model.max_context, which was the divisor of every run whose config.json has none.
+    first = at_the_divisor(tmp_path)
+    first.run.resume = False
+    run_dir = start(first).run_dir
+    checkpoint(run_dir, 2)
+    run_dir.config.write_text(dump(first))
+    assert read_config(run_dir.config).channels.policy.max_completion_length is None
+    again = start(at_the_divisor(tmp_path))
+    assert again.config.completion_length == read_config(run_dir.config).completion_length == 512
+    assert any("max_completion_length stays 512" in note and "would give 64" in note for note in again.notes)
 
 
 def test_resume_before_the_first_checkpoint_starts_over(tmp_path):

@@ -15,7 +15,7 @@ from typing import IO
 from composer_prime.config import Config, load
 from composer_prime.errors import ConfigError
 from composer_prime.monitor.rollouts import rollout_files
-from composer_prime.run.check_run_dir import check_run_folder, is_run_directory
+from composer_prime.run.check_run_dir import check_run_folder, is_run_directory, with_length_divisor
 from composer_prime.run.keys import RunKeys
 from composer_prime.run.run_dir import PAID_ENTRIES, RunDir, create_run_id, write_atomic
 
@@ -28,7 +28,8 @@ class Prepared:
 
     run_dir: RunDir
     config: Config
-    """As written to config.json: run.resume is on only where there is a checkpoint to resume."""
+    """As written to config.json: run.resume is on only where there is a checkpoint to resume, and the length divisor is
+    a number."""
     start_step: int
     """Optimizer steps already taken."""
     notes: tuple[str, ...]
@@ -41,6 +42,7 @@ def prepare(config: Config) -> Prepared:
     """Make the run directory ready. Raises ConfigError when it cannot be used as configured."""
     run_dir = RunDir(config.run_directory.absolute())
     changes = check_run_folder(run_dir, config)
+    config = with_length_divisor(config, run_dir)
     lock = _lock(run_dir)
     notes: list[str] = []
     start_step = 0
