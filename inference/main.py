@@ -181,6 +181,7 @@ def _parse(words: list[str]) -> tuple[Assignment, bool]:
             parser.error(f"with --run-dir, {' '.join(unknown)} is not understood: give --node-name or --dry-run only")
         run_dir, dry_run = RunDir(options.run_dir.absolute()), bool(others)
         config = load.read_config(run_dir.config)
+        load.make_importable(config)
     assignment = Assignment(
         node_name=options.node_name,
         inference=config.inference,

@@ -40,6 +40,7 @@ def main() -> int:
                 raise ConfigError(_USAGE)
             run_dir = RunDir(Path(words[1]).absolute())
             config = load.read_config(run_dir.config)
+            load.make_importable(config)
             end_with_parent(always=True)
         else:
             command = load.parse_command_line(words)

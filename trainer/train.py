@@ -185,7 +185,8 @@ class Trainer:
             last += 1
             self._train_one_step(client, reply, last, asked_at)
             if self._skipped > self.config.trainer.max_skipped_steps:
-                self._checkpoint(client, last)
+                if last != self._saved:  # by `every_steps`
+                    self._checkpoint(client, last)
                 raise NonFiniteError(
                     f"{self._skipped} steps in a row, up to {last}, were not finite (trainer.max_skipped_steps is "
                     f"{self.config.trainer.max_skipped_steps}); the parameters are those before them. Lower "
@@ -353,7 +354,9 @@ def main(argv: list[str] | None = None) -> int:
     end_with_parent()  # after StopSignal: its threads must not receive the signals
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stdout)
     try:
-        Trainer(run_dir, load.read_config(run_dir.config), stop).run()
+        config = load.read_config(run_dir.config)
+        load.make_importable(config)
+        Trainer(run_dir, config, stop).run()
     except Stopped:
         return stop.exit_code
     except ComposerError as error:

@@ -84,7 +84,8 @@ def resolve(argv: list[str]) -> CommandLine:
         sentences.append(str(error))
     else:
         if not sentences:
-            config.run.import_from.extend(set(_module_folders(files)) - set(config.run.import_from))
+            folders = config.run.import_from
+            folders += [folder for folder in _module_folders(files) if folder not in folders]
             make_importable(config)
             return CommandLine(config=config, dry_run="--dry-run" in argv)
     raise ConfigError(what_is_wrong(sentences))
@@ -93,6 +94,7 @@ def resolve(argv: list[str]) -> CommandLine:
 def read_config(path: Path) -> Config:
     """Return the configuration that the launcher wrote to `path` (config.json of a run directory).
 
+    The caller makes run.import_from importable where it runs the run's code; one that only reads does not.
     Raises ConfigError when the file is missing or has keys of another release.
     """
     try:
@@ -102,9 +104,7 @@ def read_config(path: Path) -> Config:
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     try:
-        config = Config.model_validate(values)
-        make_importable(config)
-        return config
+        return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(what_is_wrong(describe_problems(error, [Layer(origin=str(path), values=values)]))) from None
 
@@ -115,8 +115,8 @@ def make_importable(config: Config) -> None:
 
 
 def _module_folders(files: list[Layer]) -> list[Path]:
-    """Return the folders of these files that hold Python modules."""
-    folders = dict.fromkeys(Path(layer.origin).resolve().parent for layer in files)
+    """Return the folders of these files that hold Python modules, that of the strongest file first."""
+    folders = dict.fromkeys(Path(layer.origin).resolve().parent for layer in reversed(files))
     return [folder for folder in folders if any(folder.glob("*.py")) or any(folder.glob("*/__init__.py"))]
 
 

@@ -40,7 +40,7 @@ class RunConfig(BaseConfig):
     """How long a role may take to end after SIGTERM, before it is killed."""
     import_from: list[Path] = []
     """Folders whose modules can be task sets, harnesses and curricula, behind what is installed. The folder of each
-    configuration file is added if it holds modules."""
+    configuration file is added if it holds modules, that of the last file first."""
 
     @field_validator("name")
     @classmethod

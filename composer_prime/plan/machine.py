@@ -85,7 +85,10 @@ def visible_gpus() -> tuple[int, ...]:
 
 
 def module_file(name: str) -> Path | None:
-    """Return the file of module `name` without running any of its packages; None when it is not installed."""
+    """Return the file of module `name` without running any of its packages; None when it is not installed.
+
+    A folder without __init__.py is no module: wandb/, which a tracker writes, would pass for its package.
+    """
     search: list[str] | None = None
     spec = None
     for part in name.split("."):
@@ -95,7 +98,9 @@ def module_file(name: str) -> Path | None:
         if spec is None:
             return _editable(name) if search is None else None
         search = list(spec.submodule_search_locations or [])
-    return Path(spec.origin) if spec and spec.origin else Path(search[0]) if search else None
+    if spec is not None and spec.origin:
+        return Path(spec.origin)
+    return None if "." in name else _editable(name)
 
 
 def _editable(name: str) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_prime.config.load import dump, parse_command_line, read_config, resolve
+from composer_prime.config.load import dump, make_importable, parse_command_line, read_config, resolve
 from composer_prime.errors import ConfigError
 from composer_prime.plan.preflight import find_plugin
 
@@ -340,6 +341,23 @@ def test_a_module_beside_the_configuration_file_can_be_imported(tmp_path, monkey
     assert find_plugin("taskset", {"id": "module_beside"}, "s") == mine / "module_beside.py"
     sys.path.remove(str(mine))
     (tmp_path / "config.json").write_text(dump(config))
-    assert read_config(tmp_path / "config.json") == config and sys.path[-1] == str(mine)
+    written = read_config(tmp_path / "config.json")
+    assert written == config and str(mine) not in sys.path  # A role that runs the run's code asks for it.
+    make_importable(written)
+    assert sys.path[-1] == str(mine)
     again = resolve(["@", str(tmp_path / "config.json")]).config
     assert again.run.import_from == [mine]
+
+
+def test_modules_are_looked_for_beside_the_last_file_first(tmp_path, monkeypatch):
+    # The order is that of the files, and what run.import_from names stays before them.
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folders = [tmp_path / str(number) for number in range(6)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "base.toml").write_text(BASE)
+        (folder / "same_name.py").write_text("")
+    words = [word for folder in folders for word in ("@", str(folder / "base.toml"))]
+    assert resolve(words).config.run.import_from == folders[::-1]
+    named = resolve([*words, "--run.import_from", json.dumps([str(folders[2])])]).config
+    assert named.run.import_from == [folders[2], *(folder for folder in folders[::-1] if folder != folders[2])]

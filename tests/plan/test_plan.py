@@ -238,6 +238,18 @@ def test_module_search_runs_no_module():
     assert not {name for name in set(sys.modules) - before if name.startswith("verifiers")}
 
 
+def test_a_plain_folder_is_no_module(tmp_path, monkeypatch):
+    # A tracker's output beside the configuration file does not pass for its package; a package there does.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    for name in ("plain_folder", "a_package"):
+        (tmp_path / name / "below").mkdir(parents=True)
+    (tmp_path / "a_package/__init__.py").touch()
+    (tmp_path / "plain_folder/part.py").touch()
+    assert module_file("plain_folder") is None and module_file("a_package.below") is None
+    assert module_file("a_package") == tmp_path / "a_package/__init__.py"
+    assert module_file("plain_folder.part") == tmp_path / "plain_folder/part.py"
+
+
 def test_stored_parameters_are_counted_from_headers():
     # tiny: tied embeddings once; the formula and the headers agree.
     folder = resolve_model("tiny")
