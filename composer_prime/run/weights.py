@@ -27,6 +27,7 @@ from composer_prime.errors import SignatureError, WireError
 from composer_prime.run.run_dir import remove_partials, write_atomic
 
 CHUNK_BYTES = 16 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _PULL_S = 60.0
 """A version counts as being pulled for this long after one of its chunks was read."""
 
@@ -77,7 +78,8 @@ def sign(manifest: Manifest, key: Ed25519PrivateKey) -> bytes:
 def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
     """Return the manifest inside `raw`.
 
-    Raises WireError when it is not a manifest, SignatureError when another key signed it or it is of another run.
+    Raises WireError when it is not a manifest or a chunk in it cannot be one, SignatureError when another key signed
+    it or it is of another run.
     """
     try:
         envelope = msgspec.msgpack.decode(raw, type=Envelope)
@@ -96,6 +98,12 @@ def open_signed(raw: bytes, key: Ed25519PublicKey, *, run_id: str) -> Manifest:
         raise WireError(f"the signed manifest has an unknown layout: {error}; use one release everywhere") from None
     if manifest.run_id != run_id:
         raise SignatureError(f"the weight manifest belongs to run {manifest.run_id!r}, this is run {run_id!r}")
+    for ref in manifest.chunks:  # The hash becomes a file name: "../" would lead out of the folder.
+        if not _SHA256.fullmatch(ref.sha256) or not 0 <= ref.size <= CHUNK_BYTES:
+            raise WireError(
+                f"weights v{manifest.version}: chunk {ref.sha256[:80]!r} of {ref.size} bytes is none: expected a "
+                f"sha256 in hexadecimal and at most {CHUNK_BYTES} bytes; use one release everywhere"
+            )
     return manifest
 
 
@@ -150,7 +158,7 @@ class WeightStore:
 
         The chunk's access time is set: `prune` spares what is being pulled.
         """
-        if not re.fullmatch(r"[0-9a-f]{64}", sha256):
+        if not _SHA256.fullmatch(sha256):
             return None
         try:
             with (self._chunks / sha256).open("rb") as file:

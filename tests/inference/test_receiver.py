@@ -20,7 +20,7 @@ from composer_prime.errors import (
     WeightError,
     WireError,
 )
-from composer_prime.run.weights import Canary, sign
+from composer_prime.run.weights import CHUNK_BYTES, Canary, ChunkRef, sign
 from composer_prime.wire.node import Sampling
 from inference.engines.local.engine import LocalEngine
 from inference.receiver import FolderSource, Receiver
@@ -157,6 +157,22 @@ def test_names_and_the_file_s_header_are_checked(loop, engine, receiver, publish
         with pytest.raises(CorruptWeightsError, match="safetensors"):
             install(loop, receiver, publisher, publisher.publish(1, chunks=publisher.store.put_chunks(noise)))
     assert in_use(loop, engine, reference) == 0
+
+
+@pytest.mark.parametrize("name", ["../escaped", "{folder}/escaped", "a" * 63, "A" * 64, "a" * 64 + "\n", "."])
+def test_a_chunk_name_that_leads_out_of_the_folder_is_refused(loop, receiver, publisher, tmp_path, name):
+    """A signed manifest writes no file elsewhere: a chunk's name is a hash, and nothing is pulled."""
+    ref = ChunkRef(name.format(folder=tmp_path), 8)
+    with pytest.raises(WireError, match="expected a sha256"):
+        install(loop, receiver, publisher, publisher.publish(1, chunks=[ref]))
+    assert not list(receiver._chunks.path.iterdir()) and not list(tmp_path.glob("**/escaped"))
+
+
+@pytest.mark.parametrize("size", [-1, CHUNK_BYTES + 1])
+def test_a_chunk_size_that_no_release_writes_is_refused(loop, receiver, publisher, size):
+    """The size that a manifest claims for a chunk cannot fill the disk."""
+    with pytest.raises(WireError, match=f"{size} bytes"):
+        install(loop, receiver, publisher, publisher.publish(1, chunks=[ChunkRef("a" * 64, size)]))
 
 
 def test_another_model_is_refused(loop, engine, receiver, publisher, reference):
