@@ -368,13 +368,13 @@ class Router:
     def reclaim_stalled(self, stall_s: float) -> None:
         """Reissue what a node holds that has made no progress for `stall_s`, if another node can serve.
 
-        Its heartbeats may go on while its engine hangs. The node gets no request for `stall_s`, doubled for each
-        further stall, and then a single one until it has answered.
+        Its heartbeats may go on while its engine hangs. It then misses new weights too, so it may not even serve. It
+        gets no request for `stall_s`, doubled for each further stall, and then a single one until it has answered.
         """
         now = time.monotonic()
-        for node in self.serving():
+        for node in self.nodes.attached():
             stalled_s = node.stalled_s(now)
-            if stalled_s < stall_s or len(self.serving()) < 2:
+            if stalled_s < stall_s or all(other is node for other in self.serving()):
                 continue
             reason = f"node {node.node_id} gave neither answer nor token for {stalled_s:.1f} s"
             node.suspended_until = now + stall_s * 2 ** min(node.stalls_in_row, 10)

@@ -11,6 +11,14 @@ from http_calls import generate_body, post
 from node_peer import PeerNode, failed, tokens_for
 
 from composer_prime.errors import RequestError
+from orchestrator.gateway.nodes import AttachedNode
+
+
+def stall(node: AttachedNode) -> None:
+    """Make it as if `node` had been silent about its requests for 100 s."""
+    for request in node.leases.values():
+        request.placed -= 100.0
+    node.last_progress -= 100.0
 
 
 async def test_a_hung_engine_loses_its_requests_while_its_heartbeats_go_on(open_gateway, node_keys):
@@ -39,9 +47,7 @@ async def test_a_stalled_node_gets_one_request_until_it_answers():
     fleet = Fleet(a={}, b={})
     await fleet.ask(6)
     node = fleet.node("a")
-    for request in node.leases.values():
-        request.placed -= 100.0
-    node.last_progress -= 100.0
+    stall(node)
     fleet.router.reclaim_stalled(75.0)
     assert not node.leases and len(fleet.node("b").leases) == 6
     assert "stalls in a row" in (node.cannot_serve(time.monotonic(), 0, 0) or "")
@@ -55,15 +61,31 @@ async def test_a_stalled_node_gets_one_request_until_it_answers():
     await fleet.close()
 
 
+@pytest.mark.parametrize("obstacle", ["outdated", "draining", "suspended"])
+async def test_a_hung_node_that_may_not_serve_loses_its_requests_too(obstacle):
+    """An engine that hangs cannot swap weights, so it soon counts as outdated; the only other node takes over."""
+    fleet = Fleet(a={}, b={})
+    await fleet.ask(6)
+    node = fleet.node("a")
+    stall(node)
+    node.draining = obstacle == "draining"
+    node.suspended_until = time.monotonic() + 60.0 if obstacle == "suspended" else 0.0
+    if obstacle == "outdated":
+        fleet.router.newest_version = fleet.router.oldest_version = 1
+        fleet.router.nodes.update_status(fleet.node("b"), status(version=1))
+    assert [other.node_id for other in fleet.router.serving()] == ["b"]
+    fleet.router.reclaim_stalled(75.0)
+    assert not node.leases and len(fleet.node("b").leases) == 6
+    await fleet.close()
+
+
 async def test_progress_and_a_lack_of_other_nodes_keep_requests_where_they_are():
     """A node that samples is slow, not hung. The only node keeps its requests: nobody else could answer them."""
     for reports, nodes in ((status(tokens_per_s=3.0), {"a": {}, "b": {}}), (status(), {"a": {}})):
         fleet = Fleet(**nodes)
         await fleet.ask(2)
         node = fleet.node("a")
-        for request in node.leases.values():
-            request.placed -= 100.0
-        node.last_progress -= 100.0
+        stall(node)
         fleet.router.nodes.update_status(node, reports)
         fleet.router.reclaim_stalled(75.0)
         assert node.leases
