@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median_low
+from statistics import median_high, median_low
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class AcceptedDeltas:
     counted: list[tuple[Header, memoryview]]
     """What was accepted, encoded, in order of the peers' names."""
     weights: list[float]
-    """Of those, each at most diloco.guard.max_weight_ratio times their median."""
+    """Of those, each at most diloco.guard.max_weight_ratio times their low median."""
     largest: float
     """Largest absolute value of those on this rank."""
     norms: dict[str, float]
@@ -101,7 +101,7 @@ def accept(
     rejections = rejected(squared, guard, history) | dict.fromkeys(elsewhere, another_rank) | undecodable
     counted = [(header, body) for header, body in zip(headers, bodies, strict=True) if header.peer not in rejections]
     norms = {peer: math.sqrt(value) for peer, value in squared.items()}
-    usual = _usual_norm(norms.values(), history)
+    usual = _usual_norm(norms.values(), history, guard.max_norm_ratio)
     bound = min(LARGEST_NORM, guard.max_norm_ratio * usual if usual else LARGEST_NORM)
     return AcceptedDeltas(
         n=n,
@@ -118,7 +118,7 @@ def rejected(squared_norms: Mapping[str, float], config: GuardConfig, history: S
     """Return why each rejected peer's delta does not count; `squared_norms` are of whole deltas, over all ranks."""
     norms = {peer: math.sqrt(value) for peer, value in squared_norms.items() if math.isfinite(value)}
     reasons = {peer: "it holds NaN or infinity" for peer in squared_norms if peer not in norms}
-    usual = _usual_norm(norms.values(), history)
+    usual = _usual_norm(norms.values(), history, config.max_norm_ratio)
     for peer, norm in norms.items():
         if norm > LARGEST_NORM:
             reasons[peer] = f"its norm {norm:.4g} is above {LARGEST_NORM:.4g}: no model can be trained with such values"
@@ -132,19 +132,34 @@ def rejected(squared_norms: Mapping[str, float], config: GuardConfig, history: S
     return reasons
 
 
-def _usual_norm(norms: Iterable[float], history: Sequence[float]) -> float | None:
-    """Return the larger of two medians: of this round's norms, from two on, and of those before; None without either.
+def _usual_norm(norms: Iterable[float], history: Sequence[float], ratio: float) -> float | None:
+    """Return the norm that deltas may exceed by `ratio`; None when nothing is known.
 
-    Both medians are low ones, so half of the peers cannot raise them. What the peers of a round have in common (a new
-    learning rate, a phase without any reward that ends) passes, whatever was before. A norm of 0 shows nothing.
+    It is the median of `history` or, where that is larger, the low median of this round, from two norms on: what the
+    peers of a round have in common (a new learning rate, a phase without any reward that ends) passes, whatever was
+    before. Without a history it is the round's median. A norm of 0 shows nothing.
+
+    Peers train with their own sync_every and rate, so half of them may have norms that are larger for good. Of an even
+    number of norms the higher middle one counts, but at most as `ratio` times the lower. With `history` as in
+    AcceptedDeltas.remembered, half of the peers are accepted with norms up to ratio^2 times the others', after eight
+    rounds at most where they were smaller before. Beyond that they never are while the others take part.
     """
     of_round, before = [[norm for norm in each if 0 < norm < math.inf] for each in (norms, history)]
-    medians = ([median_low(of_round)] if len(of_round) > 1 else []) + ([median_low(before)] if before else [])
-    return max(medians, default=None)
+    if not before:
+        return _median(of_round, ratio) if of_round else None
+    return max(_median(before, ratio), median_low(of_round) if len(of_round) > 1 else 0.0)
+
+
+def _median(norms: Sequence[float], ratio: float) -> float:
+    return min(median_high(norms), ratio * median_low(norms))
 
 
 def _capped(weights: Sequence[float], ratio: float) -> list[float]:
-    """Return the weights, each at most `ratio` times the low median of those above 0."""
+    """Return the weights, each at most `ratio` times the low median of those above 0.
+
+    Of two peers that is the smaller: one that claims 4e14 tokens must not own the model, and nobody else can say that
+    it is wrong. So an honest peer that trains more than `ratio` times as much as the other counts `ratio` times.
+    """
     positive = [weight for weight in weights if weight > 0]
     return [min(weight, ratio * median_low(positive)) for weight in weights] if positive else list(weights)
 

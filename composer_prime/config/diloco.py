@@ -62,10 +62,11 @@ class OuterConfig(BaseConfig):
 
 class GuardConfig(BaseConfig):
     max_norm_ratio: float = Field(default=10.0, gt=1)
-    """Reject a delta whose norm exceeds this many times the usual one: the median of the round or, where that is
-    larger, of the fragment's last 16 deltas."""
+    """Reject a delta whose norm exceeds this many times the usual one: the median of the fragment's last 16 deltas or,
+    where that is larger, of the round."""
     max_weight_ratio: float = Field(default=8.0, ge=1)
-    """A delta counts at most this many times the round's median weight, whatever weight its peer claims."""
+    """A delta counts at most this many times the round's median weight, whatever weight its peer claims. Of two peers
+    the smaller weight is the median: raise it when one trains that much more than the other."""
     max_norm: float | None = Field(default=None, gt=0)
     """Reject a delta with a norm above this; None has no such limit."""
 

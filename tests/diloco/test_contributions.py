@@ -59,23 +59,50 @@ def test_weights_are_capped():
     assert weights(0.0, 100.0, 400.0) == [0.0, 100.0, 400.0] and weights(0.0, 0.0) == [0.0, 0.0]
 
 
+class Rounds:
+    """Rounds of one fragment, each compared with those before."""
+
+    def __init__(self) -> None:
+        self.history: list[float] = []
+        self.values = torch.linspace(-1, 1, 300)
+
+    def rejects(self, **scales: float) -> set[str]:
+        pairs = [contribution(name, self.values * scale) for name, scale in scales.items()]
+        headers, bodies = zip(*pairs, strict=True)
+        found = accept(headers, bodies, fragment=1, n=300, guard=GuardConfig(), ranks=Ranks(), history=self.history)
+        self.history = [*self.history, *found.remembered][-16:]
+        return set(found.rejections)
+
+
 # Every norm is remembered at most at what would have been accepted. So a broken peer cannot make its norms the usual
 # ones while another is there, and a change that is meant is accepted in the end.
 def test_remembered_norms():
-    history: list[float] = []
-    values, guard = torch.linspace(-1, 1, 300), GuardConfig(max_norm_ratio=10)
-
-    def round_of(**scales: float) -> set[str]:
-        pairs = [contribution(name, values * scale) for name, scale in scales.items()]
-        headers, bodies = zip(*pairs, strict=True)
-        found = accept(headers, bodies, fragment=1, n=300, guard=guard, ranks=Ranks(), history=history)
-        history[:] = [*history, *found.remembered][-16:]
-        return set(found.rejections)
-
-    assert not round_of(a=1.0, b=1.0)
-    assert all(round_of(a=1.0, b=1e6) == {"b"} for _ in range(40))
-    alone = [round_of(b=50.0) for _ in range(20)]
+    rounds = Rounds()
+    assert not rounds.rejects(a=1.0, b=1.0)
+    assert all(rounds.rejects(a=1.0, b=1e6) == {"b"} for _ in range(40))
+    alone = [rounds.rejects(b=5000.0) for _ in range(20)]
     assert alone[0] == {"b"} and alone[-1] == set()
+
+
+# Peers choose their own sync_every and learning rate: half of them may have norms twelve times the others', in turn or
+# always, and all count. A delta of a million times the usual norm is rejected, in the first round as in any other.
+@pytest.mark.parametrize("scales", [{"a": 1.0, "b": 12.0}, {"a": 1.0, "b": 1.0, "c": 12.0, "d": 12.0}])
+def test_unequal_norms_are_usual(scales):
+    rounds = Rounds()
+    assert not any(rounds.rejects(**scales) for _ in range(40))
+    assert not any(rounds.rejects(**{name: scale}) for _ in range(10) for name, scale in scales.items())
+    assert rounds.rejects(**scales | {"b": 1e6}) == {"b"} and not rounds.rejects(**scales)
+    assert Rounds().rejects(**scales | {"b": 1e6}) == {"b"}
+
+
+# One of two peers doubles its learning rate often enough to be twelve times the other: it counts after at most eight
+# rounds, and what both have in common counts at once.
+def test_a_lasting_change_is_accepted():
+    rounds = Rounds()
+    assert not any(rounds.rejects(a=1.0, b=1.0) for _ in range(8))
+    changed = [rounds.rejects(a=1.0, b=12.0) for _ in range(9)]
+    assert changed[0] == {"b"} and changed[-1] == set()
+    assert not rounds.rejects(a=3000.0, b=9000.0)
 
 
 # The largest block that the configuration allows is one that peers decode.
