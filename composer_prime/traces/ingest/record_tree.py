@@ -13,6 +13,7 @@ context.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,8 @@ CLEARED = "[Old tool result content cleared]"
 """What Claude Code shows instead of a result that it took out of the context."""
 CONTEXTS = 2
 """The tree holds the characters of this many contexts of the greatest length."""
+_ID_CHARS = 64
+"""What a call id that is kept counts as, in characters, beside its own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,14 +50,16 @@ class RecordNode:
     digest: bytes = b""
     """Digest of the messages."""
     chars: int = 0
-    """Characters of the walk, this node included."""
+    """Characters of the walk, this node included. The ids in `cleared` count too."""
+    since_turn: bool = False
+    """Whether `chars` begins behind the nearest turn: how much was cleared is counted with the next one."""
     held: int = 0
     """Characters that this node holds itself."""
     missing: str | None = None
     """Why the walk cannot be shown; None when it can."""
     queued: bool = False
     """Whether it is no prompt of its own: typed while the agent worked, or attached by its program."""
-    cleared: frozenset[str] = frozenset()
+    cleared: tuple[str, ...] = ()
     """Calls above whose results the agent no longer sees from here on."""
     uses: int = 0
     """Number of records that lead here and of nodes below, plus one each while open and while the tip."""
@@ -85,6 +90,8 @@ class RecordTree:
         self._nodes: dict[str, RecordNode] = {}
         self._open: dict[RecordNode, None] = {}
         self._keys: dict[str, RecordNode] = {}
+        self._calls = Counter[str]()
+        """Number of nodes that made each call."""
         self._held = 0
         self.tip: RecordNode | None = None
         """The node of the last record."""
@@ -117,16 +124,26 @@ class RecordTree:
             # Nothing of this walk is shown. The turn is still needed for results to come.
             return self._node(RecordNode(parent.maker, above, above, missing=missing))
         node = RecordNode(parent.maker, parent, above, chars=parent.chars + size, queued=queued)
+        node.since_turn = parent.since_turn
         self._hold(node, [message])
         return self._node(node)
 
     def clear(self, parent: RecordNode, call_ids: Collection[str]) -> RecordNode:
-        """Add a node from which on the results of these calls read CLEARED."""
-        node = RecordNode(parent.maker, parent, parent.nearest, chars=parent.chars, cleared=frozenset(call_ids))
-        above: RecordNode | None = parent
-        while above is not None:
-            node.chars += sum(map(size_of, _without(above.messages, node.cleared))) - sum(map(size_of, above.messages))
-            above = above.parent
+        """Return a node from which on the results of these calls read CLEARED. Calls that no node made are not kept.
+
+        How much that takes out of the context is counted when the next turn is closed.
+        """
+        known = tuple(dict.fromkeys(call_id for call_id in call_ids if call_id in self._calls))
+        if not known or parent.unshown is not None:
+            return parent
+        above = parent.nearest
+        chars = parent.chars - (0 if above is None or parent.since_turn else above.chars)
+        node = RecordNode(parent.maker, parent, above, cleared=known, since_turn=True)
+        self._hold(node, [])
+        node.chars = chars + node.held
+        if node.chars > self._limits.context_chars:
+            self._resize(node, 0)
+            return self._node(RecordNode(parent.maker, above, above, missing=too_long(self._limits)))
         return self._node(node)
 
     def turn(self, parent: RecordNode, turn: Turn) -> RecordNode:
@@ -137,6 +154,7 @@ class RecordTree:
         self._open[node] = None
         if turn.key is not None:
             self._keys[turn.key] = node
+        self._calls.update(_call_ids(node))
         return self._node(node)
 
     def unfinished(self, parent: RecordNode, key: str | None) -> RecordNode | None:
@@ -150,7 +168,9 @@ class RecordTree:
     def extend(self, node: RecordNode, text: str, calls: list[Call], reasoning: str) -> None:
         """Add a part to an open turn."""
         assert node.turn is not None
+        self._forget_calls(node)
         node.turn.add(text, calls, reasoning)
+        self._calls.update(_call_ids(node))
         self._resize(node, node.held + len(text) + len(reasoning) + sum(_characters(call.arguments) for call in calls))
 
     def answer(self, parent: RecordNode, call_id: str, text: str, error: str | None) -> RecordNode | None:
@@ -198,6 +218,7 @@ class RecordTree:
                     missing=version.missing,
                     queued=node.queued,
                     cleared=node.cleared,
+                    since_turn=behind.since_turn and not node.is_turn,
                 )
                 self._hold(copy, version.messages)
                 copy.chars = behind.chars + copy.held
@@ -216,13 +237,19 @@ class RecordTree:
         """Close a turn if it is open, and make its state."""
         if node is None or node.turn is None:
             return
+        self._forget_calls(node)
         turn, node.turn = node.turn, None
         del self._open[node]
         if turn.key is not None and self._keys.get(turn.key) is node:
             del self._keys[turn.key]
-        messages, digest = _context(self._walk(node))
+        walk = self._walk(node)
+        self._clear_once(walk)
+        messages, digest = _context(walk)
+        node.chars = sum(map(size_of, messages))
+        if node.missing is None and node.chars > self._limits.context_chars:
+            node.missing = too_long(self._limits)
         shown = node.maker.finish(turn, messages, digest, node.missing)
-        node.chars = sum(map(size_of, messages)) + sum(map(size_of, shown))
+        node.chars += sum(map(size_of, shown))
         if node.missing is None and node.chars > self._limits.context_chars:
             node.missing = too_long(self._limits)
         self._hold(node, [] if node.missing else shown)
@@ -251,14 +278,32 @@ class RecordTree:
         turn.missing = nodes[-1].missing
         return [] if turn.missing else nodes[:0:-1]
 
+    def _clear_once(self, walk: list[RecordNode]) -> None:
+        """Forget ids that a node above clears too: an agent may list all that it ever cleared."""
+        cleared: set[str] = set()
+        for node in walk:
+            new = tuple(call_id for call_id in node.cleared if call_id not in cleared)
+            if len(new) < len(node.cleared):
+                self._resize(node, node.held - _room(node.cleared) + _room(new))
+                node.cleared = new
+            cleared.update(new)
+
     def _node(self, node: RecordNode) -> RecordNode:
         if node.parent is not None:
             node.parent.uses += 1
         return node
 
     def _hold(self, node: RecordNode, messages: list[Message]) -> None:
+        self._forget_calls(node)
         node.messages, node.digest = messages, _digest(messages)
-        self._resize(node, sum(map(size_of, messages)))
+        self._calls.update(_call_ids(node))
+        self._resize(node, sum(map(size_of, messages)) + _room(node.cleared))
+
+    def _forget_calls(self, node: RecordNode) -> None:
+        for call_id in _call_ids(node):
+            self._calls[call_id] -= 1
+            if not self._calls[call_id]:
+                del self._calls[call_id]
 
     def _resize(self, node: RecordNode, size: int) -> None:
         self._held += size - node.held
@@ -271,18 +316,19 @@ class RecordTree:
             at.uses -= 1
             if at.uses:
                 return
+            self._forget_calls(at)
             self._resize(at, 0)
             at = at.parent
 
 
 def _context(walk: list[RecordNode]) -> tuple[list[Message], bytes]:
     """Return (messages, digest) of a walk as its end sees it."""
-    cleared: frozenset[str] = frozenset()
+    cleared: set[str] = set()
     parts: list[tuple[list[Message], bytes]] = []
     for node in reversed(walk):
         messages = _without(node.messages, cleared)
         parts.append((messages, node.digest if messages is node.messages else _digest(messages)))
-        cleared |= node.cleared
+        cleared.update(node.cleared)
     digest, context = b"", list[Message]()
     for messages, own in reversed(parts):
         digest = hashlib.blake2b(digest + own, digest_size=8).digest() if messages else digest
@@ -290,11 +336,22 @@ def _context(walk: list[RecordNode]) -> tuple[list[Message], bytes]:
     return context, digest
 
 
-def _without(messages: list[Message], cleared: frozenset[str]) -> list[Message]:
+def _without(messages: list[Message], cleared: set[str]) -> list[Message]:
     """Return the messages with CLEARED as the results of `cleared` calls; the same list where there are none."""
     if cleared.isdisjoint(message.get("tool_call_id") for message in messages):
         return messages
     return [{**each, "content": CLEARED} if each.get("tool_call_id") in cleared else each for each in messages]
+
+
+def _room(call_ids: Collection[str]) -> int:
+    return sum(len(call_id) + _ID_CHARS for call_id in call_ids)
+
+
+def _call_ids(node: RecordNode) -> list[str]:
+    """Return the calls of a turn, where it is closed those with a place for their result."""
+    if node.turn is not None:
+        return [call.call_id for call in node.turn.calls]
+    return [message["tool_call_id"] for message in node.messages if "tool_call_id" in message]
 
 
 def _digest(messages: list[Message]) -> bytes:
