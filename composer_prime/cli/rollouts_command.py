@@ -48,11 +48,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def select(run_dir: RunDir, options: argparse.Namespace) -> Iterator[Rollout]:
     """Yield the rollouts of the chosen step or steps. Raises ConfigError when there is no such file."""
-    if options.failed and run_dir.failed_rollouts.is_file():  # They are there before the batch of their step.
-        for rollout in read_rollouts(run_dir.failed_rollouts):
-            is_eval = rollout.get("group") is None
-            if is_eval == options.eval and options.step in (None, rollout.get("step")):
-                yield rollout
+    if options.failed and run_dir.failed_rollouts.is_file():
+        yield from _select_failed(run_dir, options)
         return
     kind = "eval" if options.eval else "step"
     files = rollout_files(run_dir, kind)
@@ -65,6 +62,24 @@ def select(run_dir: RunDir, options: argparse.Namespace) -> Iterator[Rollout]:
             present = f"steps {min(files)} to {max(files)} ({pluralize(len(files), 'file')})"
             raise ConfigError(f"there is no {kind} file of step {step}; there are {present}")
         yield from read_rollouts(files[step])
+
+
+def _select_failed(run_dir: RunDir, options: argparse.Namespace) -> list[Rollout]:
+    """Return failures by step: those of failed.jsonl, which has them before their batch, and those only a batch has.
+
+    A run that an older release began has its first failures in the batches alone.
+    """
+    failed = [
+        rollout
+        for rollout in read_rollouts(run_dir.failed_rollouts)
+        if (rollout.get("group") is None) == options.eval and options.step in (None, rollout.get("step"))
+    ]
+    seen = {rollout.get("rollout_id") for rollout in failed}
+    for step, path in rollout_files(run_dir, "eval" if options.eval else "step").items():
+        for rollout in read_rollouts(path) if options.step in (None, step) else ():
+            if failure_text(rollout) is not None and rollout.get("rollout_id") not in seen:
+                failed.append(rollout)
+    return sorted(failed, key=lambda rollout: rollout.get("step") or 0)
 
 
 def find(run_dir: RunDir, rollout_id: str) -> Rollout:
