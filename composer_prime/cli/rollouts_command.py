@@ -171,7 +171,7 @@ def _tools(rollout: Rollout) -> Iterator[str]:
         schema = function.get("parameters") or {}
         required = schema.get("required") or []
         parameters = ", ".join(
-            f"{name}{'' if name in required else '?'}: {(each or {}).get('type', 'any')}"
+            f"{name}{'' if name in required else '?'}: {each.get('type', 'any') if isinstance(each, dict) else 'any'}"
             for name, each in (schema.get("properties") or {}).items()
         )
         first_line = next(iter(str(function.get("description") or "").splitlines()), "")

@@ -126,7 +126,7 @@ def test_rollouts_shows_one_turn_by_turn(run_dir, capsys):
     assert text.count("Tool not found: add") == 1
 
 
-ADD_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"]}
+ADD_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}, "c": True}, "required": ["a"]}
 
 
 def test_a_rollout_shows_its_tools_and_says_each_error_once(run_dir, capsys):
@@ -136,7 +136,7 @@ def test_a_rollout_shows_its_tools_and_says_each_error_once(run_dir, capsys):
     row = rollout(7, "g3-0", None, error=failure, failed_attempts=[failure, failure], tools=[tool], group=3)
     write(run_dir, "failed", [row])
     text = output(capsys, rollouts_command, str(run_dir), "g3-0")
-    assert "add(a: integer, b?: any)  Adds." in text
+    assert "add(a: integer, b?: any, c?: any)  Adds." in text
     assert text.count("KeyError") == 1 and "failed x 3" in text and "KeyError: 'x' (env.py:7, in right)" in text
     assert "line 7, in right" in text
     assert "{'" not in text and "policy_versions  1, 2" in text and "cost             sampled_tokens 7" in text
