@@ -22,11 +22,19 @@ import msgspec
 from composer_prime.config.orchestrator import OrchestratorConfig
 from composer_prime.console import pluralize
 from composer_prime.errors import RolloutError, RunMismatchError
+from composer_prime.run.ledger import left_out
 from composer_prime.run.run_dir import RunDir
 from orchestrator.batching.batch_metrics import batch_metrics
 from orchestrator.batching.batches import Batch, Batches, Buffer, free_slots, oldest_accepted
 from orchestrator.durability.journal import Dropped, Entry, Finished, Formed, Journal, Started
-from orchestrator.durability.resume import OrchestratorState, ResumedRun, formed_batches, load_state, save_state
+from orchestrator.durability.resume import (
+    OrchestratorState,
+    ResumedRun,
+    formed_batches,
+    load_state,
+    save_state,
+    state_path,
+)
 from orchestrator.event_loop import Notifier
 from orchestrator.preferences import PairCursor, PairMixer
 from orchestrator.rollouts import rollout_log
@@ -232,11 +240,16 @@ class BatchScheduler:
         self.changed.notify()
 
     async def _attach(self, step: int, version: int) -> None:
-        """Accept a trainer that starts after `step`. Batches of steps that it lost are served again unchanged."""
+        """Accept a trainer that starts after `step`.
+
+        Batches of steps that it lost are served again, but for samples that made a step not finite.
+        """
         self.batches.forget_layouts()
+        blamed = await asyncio.to_thread(left_out, self.run_dir.ledger)
         if step < self.batches.trained:
             async with self._disk:
-                batches = formed_batches(await self.journal.read(), after=step)
+                entries = await self.journal.read()
+                batches = await asyncio.to_thread(formed_batches, entries, step, blamed)
             if [batch.step for batch in batches] != list(range(step + 1, self.batches.formed + 1)):
                 raise RunMismatchError(
                     f"the trainer starts again after step {step}, the orchestrator stands after step "
@@ -247,6 +260,9 @@ class BatchScheduler:
             self.batches.restore(versions=versions, formed=self.batches.formed, batches=batches)
         else:
             self.batches.done(step, version)
+            # The trainer may have ended between the line in the ledger and its StepDone.
+            held = [without_left_out(batch, blamed) for batch in self.batches.held()]
+            self.batches.restore(versions=self.batches.versions, formed=self.batches.formed, batches=held)
         self._saved_step = None
         self._note_supply()
         self.changed.notify()
@@ -256,11 +272,12 @@ class BatchScheduler:
     async def checkpoint(self, step: int) -> None:
         """Write the orchestrator's part of checkpoint `step`; drop journal segments that no checkpoint needs.
 
-        Does nothing when it wrote this checkpoint last: the answer was lost and the trainer asks again.
+        Does nothing when it wrote this checkpoint last and its file is there: the answer was lost and the trainer asks
+        again. The file is gone when the trainer begins this checkpoint anew.
 
         Raises RunMismatchError when the trainer is at another step, CheckpointError when the disk refuses.
         """
-        if step == self._saved_step:
+        if step == self._saved_step and await asyncio.to_thread(state_path(self.run_dir, step).exists):
             return
         async with self._disk:
             if step != self.batches.trained:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 
 from orch_peers import RUN_ID, PeerNode, PeerTrainer, ScriptedPool, make_config, sample_ids
 
@@ -11,6 +12,7 @@ from composer_prime.errors import CheckpointError, DeadlineError
 from composer_prime.run import ledger
 from composer_prime.run.keys import RunKeys
 from composer_prime.wire.types import RunFinished, StepRefused, StepRequest
+from orchestrator.durability.resume import state_path
 
 
 async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir, tmp_path):
@@ -23,6 +25,9 @@ async def test_a_run_from_first_evaluation_to_last_checkpoint(open_run, run_dir,
             if step == 2:
                 # The second time as after a lost answer.
                 assert [(await trainer.checkpoint(2)).error for _ in range(2)] == [None, None]
+                # The trainer begins the checkpoint anew, in an empty folder: the state is written again.
+                shutil.rmtree(run_dir.checkpoint(2))
+                assert (await trainer.checkpoint(2)).error is None and state_path(run_dir, 2).is_file()
         saved = await trainer.checkpoint(4)
         assert saved.error is None
         assert isinstance(await trainer.ask(5, 0), RunFinished)
