@@ -46,15 +46,19 @@ class AdaptiveLimit:
     def limit(self) -> int:
         return int(self._limit)
 
-    def observe(self, reports: Sequence[Status], *, queued: int, in_use: int) -> None:
-        """Adjust the limit to the serving nodes' reports and the gateway's queue, while `in_use` rollouts run."""
+    def observe(self, reports: Sequence[Status], *, queued: int, in_use: int, held: int = 0) -> None:
+        """Adjust the limit to the serving nodes' reports and the gateway's queue, while `in_use` rollouts run.
+
+        `queued` requests wait because the fleet is full. `held` ones wait for a few nodes while others may be idle: the
+        limit does not rise with them, and does not fall.
+        """
         if not reports:
             return
         running = sum(report.running for report in reports)
         waiting = sum(report.waiting for report in reports) + queued
         kv_used = fmean(report.kv_used for report in reports)
         pressed = waiting > max(1.0, _QUEUE_SHARE * running) or kv_used > KV_FULL
-        has_room = waiting <= _IDLE_QUEUE_SHARE * running and kv_used < _KV_LOW
+        has_room = waiting + held <= _IDLE_QUEUE_SHARE * running and kv_used < _KV_LOW
         self._pressed_in_row = self._pressed_in_row + 1 if pressed else 0
         if self._pressed_in_row >= _PRESSED_IN_ROW:
             self._pressed_in_row = 0

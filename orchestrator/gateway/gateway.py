@@ -206,7 +206,9 @@ class Gateway:
             if now >= next_observation:
                 next_observation = now + inference.heartbeat_s
                 reports = [status for node in router.serving() if (status := node.credible_status) is not None]
-                self.adaptive.observe(reports, queued=router.queued, in_use=len(self.records))
+                queued = router.waiting_for_the_fleet()
+                elsewhere = router.queued - queued
+                self.adaptive.observe(reports, queued=queued, held=elsewhere, in_use=len(self.records))
 
     # -- state ---------------------------------------------------------------------------------------------------
 

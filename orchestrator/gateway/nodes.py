@@ -80,6 +80,11 @@ class GatewayRequest:
     def num_prompt(self) -> int:
         return len(self.prompt_ids) // INT.itemsize
 
+    @property
+    def num_wanted(self) -> int:
+        """Tokens of the prompt and the longest answer together."""
+        return self.num_prompt + self.sampling.max_tokens
+
     def tokens_on(self, node: AttachedNode) -> int:
         """Return how many tokens it may sample on `node`: max_tokens, cut where the node's context ends."""
         return int(min(self.sampling.max_tokens, node.context - self.num_prompt))
@@ -179,8 +184,6 @@ class Nodes:
         self._by_id: dict[str, AttachedNode] = {}
         self._by_identity: dict[bytes, AttachedNode] = {}
         self._on_gone = on_gone
-        self.contexts = (math.inf, math.inf)
-        """The smallest and the largest context of the attached nodes, in tokens."""
 
     def __iter__(self) -> Iterator[AttachedNode]:
         return iter(self._by_id.values())
@@ -230,7 +233,6 @@ class Nodes:
             node.stalls_in_row, node.suspended_until = former.stalls_in_row, former.suspended_until
         self._by_id.pop(hello.node_id, None)
         self._by_id[hello.node_id] = self._by_identity[identity] = node
-        self._note_contexts()
         logger.info(
             "node %s attached: engine %s, %d places, version %d",
             node.node_id,
@@ -262,13 +264,13 @@ class Nodes:
             return
         del self._by_identity[node.identity]
         node.attached = False
-        self._note_contexts()
         logger.warning("node %s is gone (%s); it held %d requests", node.node_id, reason, len(node.leases))
         self._on_gone(node, reason)
 
-    def _note_contexts(self) -> None:
-        contexts = [node.context for node in self.attached()] or [math.inf]
-        self.contexts = (min(contexts), max(contexts))
+    def largest_context(self, away_s: float) -> float:
+        """Return the largest context of the nodes that are attached or were heard within `away_s`, in tokens."""
+        since = time.monotonic() - away_s
+        return max((node.context for node in self if node.attached or node.last_heard >= since), default=0)
 
     def lose_silent(self, lost_after_s: float) -> None:
         """Mark every node as away that was silent for longer than `lost_after_s`."""
@@ -280,6 +282,21 @@ class Nodes:
     def snapshot(self, oldest: int, newest: int) -> list[dict[str, Any]]:
         """Return the state of every node, for /metrics."""
         return [_describe(node, oldest, newest) for node in self]
+
+
+def able_nodes(request: GatewayRequest, serving: list[AttachedNode]) -> list[AttachedNode]:
+    """Return the nodes that may answer `request`: with room for prompt and answer, else those with the most room.
+
+    Without room for the prompt and a token there is none.
+    """
+    willing = [
+        node for node in serving if node.version >= request.oldest_version and node.node_id not in request.refused_by
+    ]
+    largest = max((node.context for node in willing), default=0)
+    if request.num_prompt >= largest:
+        return []
+    needed = min(request.num_wanted, largest)
+    return [node for node in willing if node.context >= needed]
 
 
 def _describe(node: AttachedNode, oldest: int, newest: int) -> dict[str, Any]:

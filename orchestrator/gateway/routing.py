@@ -28,7 +28,7 @@ import msgspec
 
 from composer_prime.errors import DeadlineError, EngineError, RequestError, WireError
 from composer_prime.wire.node import CancelGenerate, Generate, Generated, GenerateFailed, Sampling, ToNode
-from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, NodeAnswer, Nodes, check_answer
+from orchestrator.gateway.nodes import AttachedNode, GatewayRequest, NodeAnswer, Nodes, able_nodes, check_answer
 
 logger = logging.getLogger(__name__)
 
@@ -171,30 +171,30 @@ class Router:
         return [node for node in self.nodes.attached() if node.cannot_serve(now, oldest, newest) is None]
 
     def _next_placement(self) -> tuple[GatewayRequest, AttachedNode | RequestError] | None:
-        """Return the first request that a free node can take, or that no attached node ever can.
+        """Return the first request that a free node can take, or whose prompt no known node has room for.
 
-        Requests that need a node that is not free keep their position.
+        Requests that need a node that is not free, or that is away for a while, keep their position.
         """
-        free = [node for node in self.serving() if len(node.leases) < node.places]
+        serving = self.serving()
+        free = [node for node in serving if len(node.leases) < node.places]
         if not free:
             return None
-        smallest_context, largest_context = self.nodes.contexts
+        smallest_context = min(node.context for node in serving)
+        largest_known = self.nodes.largest_context(self._no_node_timeout_s)
         for request in self.queue.values():
-            if request.num_prompt >= largest_context:
-                return request, _too_long(request, int(largest_context))
-            needed = min(request.num_prompt + request.sampling.max_tokens, largest_context)
-            able = free
-            if request.refused_by or request.oldest_version > self.oldest_version or needed > smallest_context:
-                able = [
-                    node
-                    for node in free
-                    if node.version >= request.oldest_version
-                    and node.node_id not in request.refused_by
-                    and node.context >= needed
-                ]
+            if request.num_prompt >= largest_known:
+                return request, _too_long(request, int(largest_known))
+            if self._is_served_by_all(request, smallest_context):
+                return request, self._choose(request, free)
+            able = [node for node in able_nodes(request, serving) if len(node.leases) < node.places]
             if able:
                 return request, self._choose(request, able)
         return None
+
+    def _is_served_by_all(self, request: GatewayRequest, smallest_context: float) -> bool:
+        """Whether any serving node may answer `request`; the smallest has room for `smallest_context` tokens."""
+        is_limited = request.refused_by or request.oldest_version > self.oldest_version
+        return not is_limited and request.num_wanted <= smallest_context
 
     def _choose(self, request: GatewayRequest, free: list[AttachedNode]) -> AttachedNode:
         warm = self._node_of_session.get(request.session)
@@ -432,15 +432,30 @@ class Router:
             return DeadlineError(f"{waited}: node {request.node.node_id} has not answered")
         previous = f" (before that, {request.last_error})" if request.last_error else ""
         serving = self.serving()
-        able = sum(node.version >= request.oldest_version for node in serving)
-        needed = f" with policy version {request.oldest_version}" if able < len(serving) else ""
-        return DeadlineError(f"{waited}: it was queued, all places of {able} serving nodes{needed} are taken{previous}")
+        able = f"{len(able_nodes(request, serving))} of {len(serving)} serving nodes"
+        return DeadlineError(f"{waited}: it was queued, all places of the {able} that may take it are used{previous}")
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     @property
     def queued(self) -> int:
         return len(self.queue)
+
+    def waiting_for_the_fleet(self) -> int:
+        """Return how many queued requests wait because the fleet is full: at least half of its places may serve them.
+
+        Others wait for a few nodes, with a large context or new weights, while most may be idle.
+        """
+        serving = self.serving()
+        if not serving:
+            return 0
+        smallest_context = min(node.context for node in serving)
+        half = sum(node.places for node in serving) / 2
+        return sum(
+            self._is_served_by_all(request, smallest_context)
+            or sum(node.places for node in able_nodes(request, serving)) >= half
+            for request in self.queue.values()
+        )
 
     @property
     def in_flight(self) -> int:
@@ -475,7 +490,7 @@ def _too_long(request: GatewayRequest, context: int) -> RequestError:
     # Clients recognize this sentence; renderers' own check uses it too.
     return RequestError(
         f"Prompt length ({request.num_prompt}) exceeds maximum context length ({context}) less one token for the "
-        "reply, on the attached node with the largest context: shorten the conversation or start a node with a larger "
+        "reply, on the node with the largest context: shorten the conversation or start a node with a larger "
         "--max-context",
         code="context_length_exceeded",
         param="token_ids",

@@ -52,3 +52,13 @@ def test_one_full_node_does_not_set_the_limit_of_the_fleet():
         for _ in range(44):
             limit.observe(reports, queued=0, in_use=limit.limit())
         assert (limit.limit() == 8) if falls else (limit.limit() == 4096)
+
+
+def test_requests_that_wait_for_a_few_nodes_hold_the_limit_where_it_is():
+    """Most of the fleet is idle, so the limit does not fall; more rollouts would only wait too, so it does not rise."""
+    limit = AdaptiveLimit(floor=8, ceiling=256)
+    before = limit.limit()
+    report = Status(version=0, running=20, waiting=0, kv_used=0.1, tokens_per_s=0.0, canary_error=None)
+    for _ in range(20):
+        limit.observe([report], queued=0, held=before // 2, in_use=before)
+    assert (limit.limit(), limit.decreases) == (before, 0)

@@ -128,6 +128,45 @@ async def test_an_answer_is_cut_where_the_largest_context_ends_and_a_longer_prom
     await fleet.close()
 
 
+@pytest.mark.parametrize("obstacle", ["outdated", "draining", "suspended"])
+async def test_nobody_waits_for_a_large_node_that_does_not_serve(obstacle):
+    """A prompt that fits a serving node goes there, with fewer tokens to sample."""
+    fleet = Fleet(large={"max_context": 1000}, small={"max_context": 100})
+    node = fleet.node("large")
+    node.draining = obstacle == "draining"
+    node.suspended_until = time.monotonic() + 60.0 if obstacle == "suspended" else 0.0
+    if obstacle == "outdated":
+        fleet.router.newest_version = fleet.router.oldest_version = 1
+        fleet.router.nodes.update_status(fleet.node("small"), status(version=1))
+    await fleet.ask(prompt=50, max_tokens=950)
+    assert [request.sampling.max_tokens for request in fleet.sent["small"]] == [50]
+    await fleet.close()
+
+
+async def test_a_long_conversation_waits_for_a_node_that_is_away_for_a_while():
+    """Only when the node was silent for no_node_timeout_s (60 s here) is its context no longer counted on."""
+    fleet = Fleet(large={"max_context": 1000}, small={"max_context": 100})
+    node = fleet.node("large")
+    fleet.router.nodes.leave(node, "reconnecting")
+    await fleet.ask(prompt=300)
+    assert not fleet.calls[0].done() and fleet.router.queued == 1
+    node.last_heard -= 100.0
+    fleet.router.place()
+    with pytest.raises(RequestError, match=r"Prompt length \(300\) exceeds maximum context length \(100\)"):
+        await fleet.calls[0]
+    await fleet.close()
+
+
+async def test_requests_for_one_large_node_do_not_slow_down_the_fleet():
+    """They count as the fleet's queue only when at least half of its places may serve them."""
+    fleet = Fleet(large={"max_context": 1000, "max_concurrent": 4}, small={"max_context": 100})
+    await fleet.ask(20, prompt=10, max_tokens=990)
+    assert (fleet.router.queued, fleet.router.waiting_for_the_fleet()) == (16, 0)
+    await fleet.ask(70, prompt=10)
+    assert (fleet.router.queued, fleet.router.waiting_for_the_fleet()) == (22, 6)
+    await fleet.close()
+
+
 async def test_every_node_refusing_ends_the_request():
     """With no other node left, the caller gets the last node's words."""
     fleet = Fleet(a={}, b={})
