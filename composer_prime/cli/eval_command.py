@@ -74,15 +74,22 @@ def _words_of_run(run_dir: RunDir, given: list[str]) -> list[str]:
 
 
 def recorded_scores(model: str, run_dir: RunDir) -> Scores | None:
-    """Return what the run's own evaluation gave the model it began with, or its final one; None for any other."""
+    """Return what the run's own evaluation gave the model it began with, or its final one; None for any other.
+
+    The final model of a joint run comes out of its last round, which ends after the last evaluation.
+    """
     trained = read_config(run_dir.config)
-    step = 0 if model == trained.model.path else trained.run.max_steps
-    is_of_run = step == 0 or Path(model).resolve() == run_dir.root.resolve()
+    if model == trained.model.path:
+        step = 0
+    elif trained.diloco is None and Path(model).resolve() == run_dir.root.resolve():
+        step = trained.run.max_steps
+    else:
+        return None
     path = run_dir.eval_rollouts(step)
-    if not is_of_run or not path.is_file():
+    if not path.is_file():
         return None
     print(f"{model}: the evaluation after step {step} of {run_dir.root}", flush=True)
-    return scores(path)
+    return _scores_with_notice(path)
 
 
 def split_models(words: list[str]) -> tuple[list[str], list[str]]:
@@ -130,6 +137,11 @@ def evaluate(model: str, words: list[str], config: Config) -> Scores:
     path = run_dir.eval_rollouts(0)
     if not path.is_file():
         raise RoleFailedError(f"the evaluation of {model} wrote no {path}")
+    return _scores_with_notice(path)
+
+
+def _scores_with_notice(path: Path) -> Scores:
+    """Return the scores by task, and print how many rollouts failed and have none."""
     failures = [text for rollout in read_rollouts(path) if (text := failure_text(rollout))]
     if failures:
         failed = pluralize(len(failures), "rollout")

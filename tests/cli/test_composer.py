@@ -225,6 +225,25 @@ def test_eval_of_a_run_directory_needs_no_configuration_and_starts_nothing(tmp_p
     assert (ready.run.max_steps, ready.run.overwrite, ready.diloco) == (0, False, None)
 
 
+def test_a_recorded_evaluation_is_of_the_model_and_says_what_it_leaves_out(tmp_path, capsys):
+    # Failed rollouts are counted. A joint run's final/ comes out of the round after its last evaluation, so that is not
+    # its score; the one before the first step is its start model's.
+    config = resolve(["@", str(ROOT / "configs/a1.toml"), "--run.max_steps", "6"]).config
+    (tmp_path / "config.json").write_text(dump(config))
+    (tmp_path / "rollouts").mkdir()
+    for step in (0, 6):
+        write(tmp_path, f"eval_{step:06d}", [rollout(step, "e0", 1.0), rollout(step, "e1", None)])
+    run = RunDir(tmp_path)
+    assert eval_command.recorded_scores(str(tmp_path), run) == {"toolsmith/task-e0": [1.0]}
+    assert "1 rollout failed and left out, the first with: took 300 s" in capsys.readouterr().out
+    joint = ["--diloco.run", "j", "--diloco.key_file", "j.key", "--diloco.peer_id", "a"]
+    joint += ["--diloco.rendezvous", "tcp://127.0.0.1:1", "--diloco.sync_every", "2"]
+    config = resolve(["@", str(ROOT / "configs/a1.toml"), "--run.max_steps", "6", *joint]).config
+    (tmp_path / "config.json").write_text(dump(config))
+    assert eval_command.recorded_scores(str(tmp_path), run) is None
+    assert eval_command.recorded_scores("tiny", run) == {"toolsmith/task-e0": [1.0]}
+
+
 def test_eval_refuses_a_configuration_without_held_out_tasks(tmp_path):
     # The remedy names the key.
     path = tmp_path / "bare.toml"
