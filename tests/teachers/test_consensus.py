@@ -48,6 +48,7 @@ def edit(old: str, new: str, **more) -> dict:
         (acts("Bash", command="cd a && ls -l -a"), acts("Bash", command="cd a && ls -la"), True),
         (acts("Bash", command="ls -ltS"), acts("Bash", command="ls -lSt"), False),
         (acts("Bash", command="ls -la"), acts("Bash", command="ls -l"), False),
+        (acts("Bash", command="ls -F -p"), acts("Bash", command="ls -p -F"), False),
         (acts("Bash", command="grep -rn x ."), acts("Bash", command="grep -n -r x ."), True),
         (acts("Bash", command="grep -A3 -n x"), acts("Bash", command="grep -n -A3 x"), False),
         (acts("Bash", command="rm -rf build"), acts("Bash", command="rm -fr build"), True),
@@ -62,11 +63,21 @@ def edit(old: str, new: str, **more) -> dict:
         (
             edit("def f():\n    return value\n\nx = 1", "def f():\n    return other\n\nx = 1"),
             edit("    return value", "    return other"),
-            True,
+            False,  # another function may return the same
         ),
         (
             edit("a = 1\nreturn value_of(x)", "a = 1\nreturn x"),
             edit("b = 1\nreturn value_of(x)", "b = 2\nreturn x"),
+            False,
+        ),
+        (
+            edit("def first(x):\n    return result", "def first(x):\n    return result + 1"),
+            edit("def second(x):\n    return result", "def second(x):\n    return result + 1"),
+            False,
+        ),
+        (
+            edit("class A:\n    raise NotImplementedError", "class A:\n    return None"),
+            edit("class B:\n    raise NotImplementedError", "class B:\n    return None"),
             False,
         ),
         (edit("a\npass\nb", "a\nreturn\nb"), edit("c\npass\nd", "c\nreturn\nd"), False),

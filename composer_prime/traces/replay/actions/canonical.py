@@ -10,8 +10,8 @@ count. A call or a command in the text is an action where the agent had no tools
 example. Written in another way it is another action. A broken call written as text is itself.
 
 Two edits are the same when they leave the same content behind, however much context each of them quotes. The content
-before is known where the agent itself wrote the file earlier in the trace; elsewhere an edit is the lines that it
-changes, where these are long enough to stand in one place, else what it says.
+before is known where the agent itself wrote the file earlier in the trace. Elsewhere an edit is all that it says: equal
+lines may stand in several places, and only what an edit quotes tells which of them it changes.
 
 Two different actions of one form would make an agreement that is none. Two equal ones of different forms only cost a
 pair. So whatever is not sure to be cosmetic counts.
@@ -35,7 +35,7 @@ from composer_prime.traces.replay.actions.shell import shell
 from composer_prime.traces.state import Message
 
 Canonical = tuple[Any, ...]
-RULES = 4
+RULES = 5
 """Raise it when forms change: a votes file compared by other rules is not continued (records.py)."""
 PROSE = ("prose",)
 _SHELLS = {"bash", "shell", "terminal", "execute_bash", "run", "run_command", "cmd_run", "local_shell", "execute"}
@@ -56,8 +56,6 @@ _KNOWN_DEFAULTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "Glob": {"path": (".",)},
 }
 """Of Claude Code's tools, whose sessions list no schemas."""
-_LEAST_CHANGED = 12
-"""Characters of changed lines from which on these tell an edit's place."""
 _PATH = re.compile(r"(?i)(?:^|_)(?:path|file|filename|filepath|dir|directory|cwd)s?$|file_?(?:path|name)")
 _WRITES = {"write", "create", "write_file", "create_file", "filewrite"}
 _REPLACES = {"edit", "str_replace", "replace", "multiedit", "edit_file", "str_replace_based_edit_tool"}
@@ -130,25 +128,11 @@ def _form(name: str, arguments: dict[str, Any], tools: list[dict[str, Any]], fil
     edit = edit_of(name, arguments)
     if edit is not None:
         path, after = posixpath.normpath(edit.path), files.after(edit)
-        effect = tuple(map(_changed_lines, edit.replacements)) if after is None else (after.rstrip("\n"),)
+        effect = edit.replacements if after is None else (after.rstrip("\n"),)
         return ("edit", path, *effect, _kept(arguments, defaults, _LABELS | EDIT_ARGUMENTS))
     known = _KNOWN_DEFAULTS.get(name, {})
     usual = {key for key, values in known.items() if key not in defaults and _plain(key, arguments.get(key)) in values}
     return ("call", name, _kept(arguments, defaults, _COSMETIC | usual))
-
-
-def _changed_lines(replacement: tuple[str, str, bool]) -> tuple[str, str, bool]:
-    """Return a replacement without the lines that it quotes and leaves as they are."""
-    old, new, everywhere = replacement
-    before, after = old.split("\n"), new.split("\n")
-    most = min(len(before), len(after))
-    start = next((index for index in range(most) if before[index] != after[index]), most)
-    most -= start
-    end = next((index for index in range(most) if before[-1 - index] != after[-1 - index]), most)
-    cut_old, cut_new = (("\n".join(lines[start : len(lines) - end])) for lines in (before, after))
-    if everywhere or old == new or len(cut_old.strip()) < _LEAST_CHANGED:
-        return replacement
-    return cut_old, cut_new, everywhere
 
 
 def _kept(arguments: dict[str, Any], defaults: dict[str, Any], without: set[str]) -> str:

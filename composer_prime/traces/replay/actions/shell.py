@@ -41,7 +41,7 @@ _RESERVED = re.compile(r"if|then|elif|else|fi|for|select|in|while|until|do|done|
 
 
 _OPTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "ls": ("lahARrtSdF1ips", ("l1", "tS", "aA")),
+    "ls": ("lahARrtSdF1ips", ("l1", "tS", "aA", "Fp")),
     "grep": ("rRnilcvwxohHsqEFPIaL", ("EFP", "hH", "lLcoq", "rR")),
     "rm": ("rfv", ()),
     "cp": ("rpv", ()),
