@@ -317,6 +317,18 @@ def test_a_task_of_cline(tmp_path: Path, results: list[dict], shown: str) -> Non
     assert (first.trace_id, first.source_family) == ("1769", "claude")
 
 
+# A text that equals one of a result, but stands behind it, is shown as well.
+def test_a_text_of_cline_that_stands_twice(tmp_path: Path) -> None:
+    (tmp_path / "1769").mkdir()
+    path = tmp_path / "1769" / "api_conversation_history.json"
+    task = _cline(text("[list_files] Result:"), text("a.py"))
+    task[2]["content"].append(text("a.py"))
+    path.write_text(json.dumps(task))
+    (_, second), _ = taken(path)
+    assert second.messages[2]["content"] == "[list_files] Result:\na.py"
+    assert second.messages[3]["content"].endswith("</environment_details>\na.py")
+
+
 # A text that only looks like a result follows no call, and stays what the user said.
 def test_a_text_that_looks_like_a_result_of_cline(tmp_path: Path) -> None:
     said = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]

@@ -214,7 +214,8 @@ def _context(builder: TraceBuilder, message: dict[str, Any], role: str) -> None:
     paired = [block for block in results if _paired(builder, block)]
     if not results and isinstance(content, list):
         paired = _paired_texts(builder, content)
-    text = text_of([block for block in content if block not in paired] if isinstance(content, list) else content)
+    placed = {id(block) for block in paired}  # an equal block elsewhere is shown
+    text = text_of([block for block in content if id(block) not in placed] if isinstance(content, list) else content)
     if text.strip() or not paired:
         builder.context(role, text, error=failure(text) if role == "user" and not paired else None)
 
