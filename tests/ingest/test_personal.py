@@ -103,6 +103,7 @@ def test_owners_are_masked(text: str, name: str) -> None:
         "total 8\ndrwxr-xr-x  2 NAME NAME 4096 Jan  1 12:00 .\n-rw-r--r--  1 NAME docker   12 Jan  1 12:00 a NAME",
         "-rw-r--r--@  1 NAME  staff   384 Jan  1 12:00 a.py\nlrwxrwxrwt. 1 NAME staff 4 Jan 1 12:00 b -> a",
         "total 8\\ndrwxr-xr-x 2 NAME NAME 4096 Jan 1 .\\n-rwsr-x--- 1 NAME NAME 4096 Jan 1 x",
+        "    drwxr-xr-x 2 NAME NAME 4096 Jan 1 .\n\t-rw-r--r-- 1 NAME NAME 4096 Jan 1 x",
     ],
 )
 def test_owners_of_files_are_masked(text: str) -> None:

@@ -66,7 +66,7 @@ _CLIMBS = re.compile(r"(?:(?<![\w.~@#%*})\]/-])|(?:^|[\s\"'=,\[])-[A-Za-z])(?:\.
 """What may precede `/Users/` in a relative path."""
 _IMPORTED = re.compile(r"(?:\bfrom|\bimport|\brequire\(|\bimport\(|@import)\s?[\"'`]\Z")
 _LISTED = re.compile(
-    r"(?:^|(?<=\n)|(?<=\\n))[-dlbcps](?:[r-][w-][xsS-]){2}[r-][w-][xtT-][.+@]?[ \t]{1,8}\d{1,9}[ \t]{1,16}"
+    r"(?:^|(?<=\n)|(?<=\\n))[ \t]{0,16}[-dlbcps](?:[r-][w-][xsS-]){2}[r-][w-][xtT-][.+@]?[ \t]{1,8}\d{1,9}[ \t]{1,16}"
     r"(?P<owner>[^\s\d]\S{0,63})[ \t]{1,64}(?P<group>\S{1,64})[ \t]{1,64}\d"
 )
 """A line of `ls -l`."""
