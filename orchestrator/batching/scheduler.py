@@ -34,6 +34,7 @@ from orchestrator.durability.resume import (
     load_state,
     save_state,
     state_path,
+    without_left_out,
 )
 from orchestrator.event_loop import Notifier
 from orchestrator.preferences import PairCursor, PairMixer
@@ -245,7 +246,7 @@ class BatchScheduler:
         Batches of steps that it lost are served again, but for samples that made a step not finite.
         """
         self.batches.forget_layouts()
-        blamed = await asyncio.to_thread(left_out, self.run_dir.ledger)
+        blamed = left_out(self.run_dir.ledger)  # Not in a thread: a request that follows must find the batches cut.
         if step < self.batches.trained:
             async with self._disk:
                 entries = await self.journal.read()

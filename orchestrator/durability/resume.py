@@ -156,7 +156,7 @@ def resume(
         in_flight=dict(sorted(in_flight.items())),
         ready={number: finished[number] for number in sorted(ready)},
         batches={
-            step: _without(_batch(step, [finished[number] for number in numbers], formed.get(step)), left_out)
+            step: without_left_out(_batch(step, [finished[number] for number in numbers], formed.get(step)), left_out)
             for step, numbers in sorted(batches.items())
         },
         dropped=[groups[number] for number in dropped if number in groups],
@@ -164,12 +164,12 @@ def resume(
     )
 
 
-def formed_batches(entries: list[Entry], after: int) -> list[Batch]:
-    """Return the batches of steps > `after` whose groups `entries` hold, by step."""
+def formed_batches(entries: list[Entry], after: int, left_out: Set[str] = frozenset()) -> list[Batch]:
+    """Return the batches of steps > `after` whose groups `entries` hold, by step, without `left_out` as in `resume`."""
     finished = {entry.group.plan.group: entry.group for entry in entries if isinstance(entry, Finished)}
     formed = {entry.step: entry for entry in entries if isinstance(entry, Formed) and entry.step > after}
     return [
-        _batch(step, [finished[number] for number in entry.groups], entry)
+        without_left_out(_batch(step, [finished[number] for number in entry.groups], entry), left_out)
         for step, entry in sorted(formed.items())
         if finished.keys() >= set(entry.groups)
     ]
@@ -182,7 +182,10 @@ def _batch(step: int, groups: list[FinishedGroup], entry: Formed | None) -> Batc
     return Batch(step=step, groups=groups, metrics=entry.metrics, preferences=entry.preferences)
 
 
-def _without(batch: Batch, left_out: Set[str]) -> Batch:
+def without_left_out(batch: Batch, left_out: Set[str]) -> Batch:
+    """Return `batch` without the samples and pairs (`pair ID`) of `left_out`."""
+    if not left_out:
+        return batch
     groups = [
         msgspec.structs.replace(group, samples=[sample for sample in group.samples if sample.sample_id not in left_out])
         for group in batch.groups

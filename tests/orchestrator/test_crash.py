@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from orch_peers import PeerNode, PeerTrainer, make_config, tokens_by_sample
+from orch_peers import PeerNode, PeerTrainer, make_config, sample_ids, tokens_by_sample
 
 from composer_prime.config import load
 from composer_prime.run import ledger
@@ -127,6 +127,31 @@ async def test_a_trainer_that_restarts_alone_gets_its_batches_again(open_run, ru
             await second.checkpoint(6)
             async with asyncio.timeout(60):
                 await run.task
+    assert ledger.check_ledger(run_dir.ledger) == []
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+async def test_a_trainer_that_restarts_alone_is_not_served_what_made_a_step_not_finite(
+    open_run, run_dir, tmp_path, is_reported
+):
+    """Step 2 named a sample before the trainer ended, with or without its StepDone: its batch comes without it."""
+    async with open_run(make_config(tmp_path, max_steps=6)) as run:
+        async with PeerTrainer(run_dir, run.step_endpoint) as first:
+            await first.attach(0)
+            await first.train(1)
+            await first.checkpoint(1)
+            served = sample_ids([await first.ask(2, 0)])
+            blamed = sorted(served)[0]
+            ledger.append_step(run_dir.ledger, 2, [], [blamed])
+            if is_reported:
+                first.publish(2)
+                await first.done(2, sorted(served))
+                await first.ask(3, 0)
+        async with PeerTrainer(run_dir, run.step_endpoint) as second:
+            ledger.append_rewind(run_dir.ledger, 1)
+            await second.attach(1)
+            assert set(sample_ids(await second.train(2))) == set(served) - {blamed}
+            await second.train(3)
     assert ledger.check_ledger(run_dir.ledger) == []
 
 
