@@ -115,8 +115,7 @@ class Evaluator:
     async def run(self) -> None:
         """Serve requests until cancelled.
 
-        Raises EnvironmentWorkerError, RolloutError when the first tasks fail alike, or DeadlineError when no node gets
-        the version in time.
+        Raises EnvironmentWorkerError, or DeadlineError when no node gets the version in time.
         """
         while True:
             while self._requested is None:
@@ -216,8 +215,6 @@ class Evaluator:
             await asyncio.to_thread(self.failures.note_end, step, source, rollout)
         task.append(rollout)
         self._done_rollouts += 1
-        if len(task) == self.config.eval.samples:
-            self.failures.note_group(source, task)
 
 
 def eval_summary(source: str, tasks: list[TaskRollouts], config: EvalConfig) -> dict[str, float]:

@@ -123,8 +123,9 @@ class Dispatcher:
             if fatal is not None:
                 raise fatal
             ended = [result for result in results if not isinstance(result, BaseException)]
-            self.failures.note_group(plan.source, [rollout for rollout, _ in ended])
-            on_end(await self._finish(group, ended))
+            finished = await self._finish(group, ended)
+            on_end(finished)  # First: a resume must not start again what ends the run here.
+            self.failures.note_group(plan, finished.rollouts, self._open_groups(plan.source) - {plan.group})
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -133,6 +134,9 @@ class Dispatcher:
             for sibling in group.siblings:
                 sibling.cancel()
             self.in_flight.pop(plan.group, None)
+
+    def _open_groups(self, source: str) -> set[int]:
+        return {number for number, group in self.in_flight.items() if group.plan.source == source}
 
     async def _finish(self, group: GroupInFlight, ended: list[CompiledRollout]) -> FinishedGroup:
         """Add hints and advantages to the rollouts that ended."""

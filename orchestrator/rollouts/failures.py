@@ -2,19 +2,19 @@
 
 dispatch, evaluation --note_try--> log, counts, a line of metrics.jsonl that the launcher shows
                      --note_end--> rollouts/failed.jsonl
-                     --note_group--> RolloutError when the first groups of a source fail alike
+dispatch             --note_group--> RolloutError when the first training groups of a source all fail alike
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from composer_prime.errors import RolloutError
 from orchestrator.rollouts import rollout_log
-from orchestrator.rollouts.groups import FinishedRollout
+from orchestrator.rollouts.groups import FinishedRollout, GroupPlan
 from orchestrator.workers.protocol import RolloutFailure
 
 logger = logging.getLogger(__name__)
@@ -25,9 +25,21 @@ _SHOWN = 5
 """Causes that the screen names; `composer rollouts RUN --failed` has all."""
 _COUNTED = 100
 """Causes that are told apart. Any further ones of a kind count as one."""
-_GROUPS_ALIKE = 2
+_TASKS_ALIKE = 2
+"""Tasks that must fail by one cause before it may lie in the whole environment."""
 _MAY_PASS = ("provider", "interception", "sandbox", "timeout", "worker", "cancelled", "context_overflow")
 """Kinds that may be gone at the next try, or that depend on what the model wrote."""
+
+
+@dataclass(slots=True)
+class _Suspicion:
+    """A source of which nothing but one cause of failure is known lately."""
+
+    failure: RolloutFailure
+    tasks: set[int] = field(default_factory=set)
+    groups: int = 0
+    awaited: set[int] | None = None
+    """Groups that were open when enough tasks had failed; None until then."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -42,8 +54,8 @@ class FailureLog:
     """Failed tries by cause."""
     _rewarded: set[str] = field(default_factory=set, init=False)
     """Sources of which a rollout got a reward."""
-    _groups_alike: dict[tuple[str, str, str], int] = field(default_factory=dict, init=False)
-    """By source and cause: groups whose every try failed by it."""
+    _suspicions: dict[str, _Suspicion] = field(default_factory=dict, init=False)
+    """By source."""
 
     def note_try(self, source: str, rollout_id: str, failure: RolloutFailure) -> None:
         """Count a failed try. The log gets the first ones of a cause, then every hundredth; counts include all."""
@@ -67,22 +79,40 @@ class FailureLog:
         except OSError as error:
             logger.error("failed rollout %s could not be logged: %s", rollout.rollout_id, error)
 
-    def note_group(self, source: str, rollouts: list[FinishedRollout]) -> None:
-        """Take in a group, or the rollouts of one held-out task, whose rollouts have all ended.
+    def note_group(self, plan: GroupPlan, rollouts: Sequence[FinishedRollout], open_groups: Set[int]) -> None:
+        """Take in a training group whose rollouts have all ended; `open_groups` of its source have not.
 
-        Raises RolloutError when every try of the source's first groups failed by one cause.
+        A few broken tasks may fail long before the first healthy rollout ends. So when the groups of two tasks failed
+        alike, the groups then open decide: any that ends otherwise clears the source.
+        Raises RolloutError once all of them failed by the same cause too.
         """
-        failures = [failure for rollout in rollouts for failure in [*rollout.failed_attempts, rollout.failure]]
-        first = next((failure for failure in failures if failure is not None), None)
-        if first is None or first.kind in _MAY_PASS or source in self._rewarded:
+        failure = _only_failure(rollouts)
+        if failure is None or plan.source in self._rewarded:
+            self._suspicions.pop(plan.source, None)
             return
-        if any(failure is None or failure.cause != first.cause for failure in failures):
+        suspicion = self._suspicions.get(plan.source)
+        if suspicion is None or suspicion.failure.cause != failure.cause:
+            suspicion = self._suspicions[plan.source] = _Suspicion(failure)
+        suspicion.tasks.add(plan.task_index)
+        suspicion.groups += 1
+        if len(suspicion.tasks) < _TASKS_ALIKE:
             return
-        key = (source, *first.cause)
-        self._groups_alike[key] = count = self._groups_alike.get(key, 0) + 1
-        if count >= _GROUPS_ALIKE:
+        if suspicion.awaited is None:
+            suspicion.awaited = set(open_groups)
+        suspicion.awaited.discard(plan.group)
+        if not suspicion.awaited:
             raise RolloutError(
-                f"source {source!r} has given no reward yet, and every try of {count} groups failed alike. Correct "
-                f"the environment (`composer rollouts {self.path.parent.parent} --failed` shows them). "
-                f"The cause: {first.text()}"
+                f"source {plan.source!r} has given no reward yet, and every try of its last {suspicion.groups} groups "
+                f"({len(suspicion.tasks)} tasks) failed alike. Correct the environment "
+                f"(`composer rollouts {self.path.parent.parent} --failed` shows them). "
+                f"The cause: {suspicion.failure.text()}"
             )
+
+
+def _only_failure(rollouts: Sequence[FinishedRollout]) -> RolloutFailure | None:
+    """Return the failure that all tries share; None where they differ or where it may pass."""
+    failures = [failure for rollout in rollouts for failure in [*rollout.failed_attempts, rollout.failure]]
+    first = failures[0] if failures else None
+    if first is None or first.kind in _MAY_PASS:
+        return None
+    return first if all(failure is not None and failure.cause == first.cause for failure in failures) else None
