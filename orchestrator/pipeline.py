@@ -368,8 +368,10 @@ class Pipeline:
             training.permits.grant()
             await training.scheduler.advance()
             # Nodes whose weights no future batch accepts get no work until they have caught up.
-            oldest, router = training.scheduler.oldest_version, self.gateway.router
-            if router.oldest_version != min(oldest, router.newest_version):
+            # While a batch is formed ahead, those may be all that exist; evaluations still need the newest.
+            router = self.gateway.router
+            oldest = min(training.scheduler.oldest_version, router.newest_version)
+            if router.oldest_version != oldest:
                 self.gateway.require_version(oldest)
             await self.changed.wait(self.intervals.tick_s)
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from orch_groups import rollout
-from orch_peers import PeerNode, PeerTrainer, ScriptedPool, draw, make_config
+from orch_peers import PeerNode, PeerTrainer, ScriptedPool, draw, make_config, sample_ids
 
 from composer_prime.config.orchestrator import EvalConfig
 from composer_prime.errors import DeadlineError
@@ -172,3 +172,28 @@ async def test_evaluation_does_not_stop_training(open_run, run_dir, tmp_path):
             await trainer.train(step)
         assert run.pipeline.training.evaluator.running == 0
         assert not run_dir.eval_rollouts(0).exists()
+
+
+async def stop_with_batch_2_formed(trainer: PeerTrainer) -> list[str]:
+    """Take step 1, write its checkpoint, have batch 2 formed, and return that batch's samples."""
+    await trainer.attach(0)
+    await trainer.train(1)
+    await trainer.checkpoint(1)
+    return sample_ids([await trainer.ask(2, 0)])
+
+
+async def test_evaluation_goes_on_while_a_batch_is_formed_ahead(open_run, run_dir, tmp_path):
+    """At max_staleness 0 the batch after a formed one needs weights that do not exist yet: the newest ones serve."""
+    pool = ScriptedPool()
+    pool.gates["eval1", 1] = asyncio.Event()
+    options = {"max_steps": 2, "max_staleness": 0, "eval": {"every_steps": 1, "tasks": 2}}
+    async with (
+        open_run(make_config(tmp_path, **options), pool) as run,
+        PeerTrainer(run_dir, run.step_endpoint, max_staleness=0) as trainer,
+    ):
+        await stop_with_batch_2_formed(trainer)
+    assert not run_dir.eval_rollouts(1).exists()
+    async with open_run(make_config(tmp_path, resume=True, **options)):
+        async with asyncio.timeout(10):
+            while not run_dir.eval_rollouts(1).exists():
+                await asyncio.sleep(0.01)
