@@ -14,8 +14,10 @@
     ├── WeightError (RuntimeError)             weights that must not be loaded
     │   ├── SignatureError                     the manifest was not signed by this run's trainer
     │   ├── CorruptWeightsError                a chunk or tensor differs from its hash, or is cut short
-    │   └── CanaryError                        the swapped-in weights do not give the published logprobs
+    │   ├── CanaryError                        the swapped-in weights do not give the published logprobs
+    │   └── MisfitError                        weights of another model, refused before anything changed
     ├── EngineError (RuntimeError)             an inference engine failed
+    │   ├── LostWeightsError                   neither new nor old weights could be loaded whole
     │   └── BadRequestError (ValueError)       a request that no engine could serve
     │       └── ContextOverflowError           a prompt that does not fit the model's context
     ├── RequestError (ValueError)              an HTTP request that the gateway does not serve; has a status
@@ -98,8 +100,16 @@ class CanaryError(WeightError):
     """After a swap the engine does not reproduce the manifest's canary logprobs."""
 
 
+class MisfitError(WeightError):
+    """Weights whose names or shapes are not the model's. They were refused before anything changed."""
+
+
 class EngineError(ComposerError, RuntimeError):
     """An inference engine cannot serve."""
+
+
+class LostWeightsError(EngineError):
+    """After a failed swap the old weights could not be loaded again: nothing may be sampled any more."""
 
 
 class BadRequestError(EngineError, ValueError):

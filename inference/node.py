@@ -29,6 +29,7 @@ from composer_prime.errors import (
     CorruptWeightsError,
     DeadlineError,
     EngineError,
+    LostWeightsError,
     RunMismatchError,
 )
 from composer_prime.run.keys import ClientKeys
@@ -285,7 +286,7 @@ class InferenceNode:
             )
             await self._receiver.settled.wait()
             if self._receiver.rollbacks != rollbacks:
-                raise EngineError("weights that failed their canary were in use while this request ran")
+                raise EngineError("weights that were refused were in use while this request ran")
         except (EngineError, ValueError) as error:
             retryable = isinstance(error, EngineError) and not isinstance(error, BadRequestError)
             if retryable and self._stop_reason.done():
@@ -340,6 +341,8 @@ class InferenceNode:
                 continue
             try:
                 await self._receiver.install(manifest, welcome.verify_key, welcome.run_id)
+            except LostWeightsError:
+                raise
             except (ComposerError, OSError) as error:
                 self._weight_error = str(error)
                 logger.error("still serving weights v%d: %s", self._receiver.version, error)

@@ -3,9 +3,10 @@
     manifest -> signature -> chunks to the disk (resumed where they stopped), each hashed -> names of tensors
              -> engine.load_weights, tensor by tensor -> read back, canary -> good: keep | bad: load the old ones again
 
-After any failure the engine goes on with the weights it had. Nothing is unpickled, and no tensor is loaded before its
-chunks' hashes matched. While a swap is unproven, `settled` is unset: the node waits for it, then looks at `rollbacks`,
-before it sends out tokens. Any source of chunks will do: every byte is checked against the signed manifest.
+After any failure the engine goes on with the weights it had, or the node ends. Nothing is unpickled, and no tensor is
+loaded before its chunks' hashes matched. While a swap is unproven, `settled` is unset: the node waits for it, then
+looks at `rollbacks`, before it sends out tokens. Any source of chunks will do: every byte is checked against the
+signed manifest.
 
 A swap is proven three ways. What the engine reads back from its parameters has the checksums of what was published.
 The canary's logprobs are the trainer's within `canary_tolerance`. And they moved from those of the version before as
@@ -27,7 +28,7 @@ from typing import Protocol
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from composer_prime.errors import CanaryError, ComposerError, CorruptWeightsError
+from composer_prime.errors import CanaryError, ComposerError, CorruptWeightsError, LostWeightsError, MisfitError
 from composer_prime.run.weights import ChunkRef, Manifest, WeightStore, open_signed
 from inference.engines.base import Engine, ReadBack
 from inference.snapshot import ChunkFolder, Snapshot, checksum, folder_snapshot, tensor_blocks
@@ -92,8 +93,8 @@ class Receiver:
         """Bring the engine to the version of `signed`. Does nothing when that manifest is in use already.
 
         Raises WireError, SignatureError (a manifest that is not this run's), CorruptWeightsError (cut short or
-        altered), WeightError (another model), CanaryError (rolled back), EngineError, OSError (no room on the disk), or
-        what the source raises.
+        altered), MisfitError (another model), CanaryError (rolled back), EngineError, OSError (no room on the disk), or
+        what the source raises. After LostWeightsError the engine must not be used.
         """
         if signed == self.installed:
             return
@@ -105,6 +106,8 @@ class Receiver:
                 self.installed, self._proven = signed, manifest
                 return
         start = time.monotonic()
+        used = self._proven.chunks if self._proven is not None else []
+        self._chunks.keep_only(ref.sha256 for ref in [*manifest.chunks, *used])
         tensors = await self._fetch(manifest)
         pulled = time.monotonic()
         await self._swap(manifest, tensors)
@@ -124,8 +127,6 @@ class Receiver:
     async def _fetch(self, manifest: Manifest) -> Snapshot:
         """Bring the manifest's chunks to the disk, with every hash checked. Chunks that are there stay."""
         refs = {ref.sha256: ref for ref in manifest.chunks}  # Equal chunks, such as zeros, are pulled once.
-        used = self._proven.chunks if self._proven is not None else []
-        self._chunks.keep_only([*refs, *(ref.sha256 for ref in used)])
         gate = asyncio.Semaphore(_CHUNKS_AT_ONCE)
         pulls = [asyncio.ensure_future(self._pull(manifest, ref, gate)) for ref in refs.values()]
         try:
@@ -152,22 +153,55 @@ class Receiver:
     # -- swap ----------------------------------------------------------------------------------------------------
 
     async def _swap(self, manifest: Manifest, tensors: Snapshot) -> None:
-        """Load new weights and prove them. Without a proof, load the old ones again and raise the error."""
+        """Load new weights and prove them. Without a proof, load the old ones again and raise the error.
+
+        Answers are held back only while new weights are in use: what can be computed before is. A MisfitError changed
+        nothing, so nothing is taken back. Raises LostWeightsError, with `settled` unset for good, without old weights.
+        """
+        before = await self._engine.score(manifest.canary.token_ids)
         self.settled.clear()
         try:
-            before = await self._engine.score(manifest.canary.token_ids)
             try:
                 await self._engine.load_weights(manifest.version, tensors)
                 await self._check_loaded(manifest, tensors)
                 after = await self._score_canary(manifest)
                 self._check_move(manifest, before, after)
-            except ComposerError:  # Also when an engine gives no scores, which proves nothing.
-                self.rollbacks += 1
+            except MisfitError:
+                raise
+            except ComposerError as error:  # Also when an engine gives no scores, which proves nothing.
+                await self._roll_back(manifest, error)
+                raise
+        except LostWeightsError:
+            raise
+        except BaseException:
+            self.settled.set()
+            raise
+        self.settled.set()
+
+    async def _roll_back(self, manifest: Manifest, error: ComposerError) -> None:
+        """Load the old weights. Requests that start until they are in use count as sampled from the refused ones.
+
+        What cannot be read from this node's disk is dropped there and pulled again. Raises LostWeightsError.
+        """
+        try:
+            if isinstance(error, CorruptWeightsError):
+                await asyncio.to_thread(self._chunks.drop_damaged, manifest)
+            try:
                 old = self._good or await asyncio.to_thread(folder_snapshot, self._folder)
                 await self._engine.load_weights(self.version, old)
-                raise
+            except CorruptWeightsError:
+                if self._good is None or self._proven is None:
+                    raise
+                await asyncio.to_thread(self._chunks.drop_damaged, self._proven)
+                self._good = await self._fetch(self._proven)
+                await self._engine.load_weights(self.version, self._good)
+        except (ComposerError, OSError) as failure:
+            raise LostWeightsError(
+                f"weights v{manifest.version} were refused ({error}), and v{self.version} could not be loaded again "
+                f"({failure}): this node cannot go on; start it again"
+            ) from failure
         finally:
-            self.settled.set()
+            self.rollbacks += 1
 
     async def _check_loaded(self, manifest: Manifest, tensors: Snapshot) -> None:
         """Raises CanaryError when a parameter of the engine does not hold what was published."""

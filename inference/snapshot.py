@@ -61,20 +61,20 @@ class ChunkFolder:
         size, digest = self._pulled.get(ref.sha256) or (0, hashlib.sha256())
         received = size + len(piece)
         if not piece or received > ref.size:
-            self.drop([ref.sha256])
+            self._drop([ref.sha256])
             raise CorruptWeightsError(
                 f"weights v{manifest.version}: chunk {ref.sha256} has {received} bytes{' or more' if piece else ''}, "
                 f"the manifest says {ref.size}"
             )
         digest.update(piece)
         if received == ref.size and digest.hexdigest() != ref.sha256:
-            self.drop([ref.sha256])
+            self._drop([ref.sha256])
             raise CorruptWeightsError(f"weights v{manifest.version}: chunk {ref.sha256} differs from its hash")
         try:
             with (self.path / ref.sha256).open("ab" if size else "wb") as file:
                 file.write(piece)
         except OSError as error:
-            self.drop([ref.sha256])
+            self._drop([ref.sha256])
             needed = sum(each.size for each in manifest.chunks)
             raise OSError(
                 error.errno,
@@ -84,9 +84,25 @@ class ChunkFolder:
         self._pulled[ref.sha256] = received, digest
 
     def keep_only(self, sha256s: Iterable[str]) -> None:
-        self.drop(list(self._pulled.keys() - set(sha256s)))
+        with self._lock:
+            self._drop(self._pulled.keys() - set(sha256s))
 
-    def drop(self, sha256s: Iterable[str]) -> None:
+    def drop_damaged(self, manifest: Manifest) -> None:
+        """Drop the chunks of a manifest whose files are no longer what was pulled."""
+        damaged = []
+        for ref in {ref.sha256: ref for ref in manifest.chunks}.values():
+            if self.size(ref.sha256) == ref.size:
+                try:
+                    with (self.path / ref.sha256).open("rb") as file:
+                        intact = hashlib.file_digest(file, "sha256").hexdigest() == ref.sha256
+                except OSError:
+                    intact = False
+                damaged += [] if intact else [ref.sha256]
+        with self._lock:
+            self._drop(damaged)
+
+    def _drop(self, sha256s: Iterable[str]) -> None:
+        """Forget chunks and remove their files. The caller holds the lock: a pull may still append in a thread."""
         for sha256 in sha256s:
             self._pulled.pop(sha256, None)
             (self.path / sha256).unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.errors import BadRequestError, ContextOverflowError, WeightError
+from composer_prime.errors import BadRequestError, ContextOverflowError, MisfitError
 from composer_prime.wire.node import Sampling
 from composer_prime.wire.types import VersionSpan
 
@@ -79,8 +79,8 @@ class Engine(Protocol):
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Swap weights between two tokens. Running requests go on, and their spans show where the version changes.
 
-        Each look-up in `tensors` may read a disk: take one tensor at a time, keep none. After WeightError and
-        CorruptWeightsError the weights may be a mixture: the caller loads others.
+        Each look-up in `tensors` may read a disk: take one tensor at a time, keep none. MisfitError means that
+        nothing has changed. After any other error the weights may be a mixture: the caller loads others.
         """
 
     async def read_back(self, names: list[str]) -> list[ReadBack]:
@@ -139,10 +139,10 @@ def published_shapes(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, tuple[
 
 
 def refuse_misfits(**faults: list[str]) -> None:
-    """Raises WeightError naming the tensors, such as `missing=[...]`, when there are any."""
+    """Raises MisfitError naming the tensors, such as `missing=[...]`, when there are any."""
     faulty = [f"{kind}: {', '.join(names[:5])} ({len(names)} in all)" for kind, names in faults.items() if names]
     if faulty:
-        raise WeightError(
+        raise MisfitError(
             "the new weights do not fit the model in use (" + "; ".join(faulty) + "); check that node and trainer use "
             "the same model.path"
         )

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.errors import DeadlineError, RunMismatchError
+from composer_prime.errors import DeadlineError, LostWeightsError, RunMismatchError
 from composer_prime.run.keys import RunKeys
+from composer_prime.run.weights import Canary
 from composer_prime.wire.node import (
     CancelGenerate,
     Drain,
@@ -154,6 +155,23 @@ def test_bad_weights_are_reported_and_mended(loop, serving, publisher):
     meanwhile, status = loop.run(scenario())
     assert isinstance(meanwhile, Generated) and meanwhile.version_spans[0].version == 0
     assert status.weight_error is None
+
+
+def test_a_node_without_weights_ends(loop, serving, publisher):
+    """A node whose refused weights cannot be replaced by the old ones says why, ends, and answers nothing."""
+
+    async def scenario():
+        async with serving() as (gateway, node, ended):
+            await gateway.until(lambda: gateway.statuses, "a heartbeat")
+            node._receiver._folder = publisher.store.root  # holds no model to go back to
+            refused = Canary(token_ids=CANARY, logprobs=[-1.0] * (len(CANARY) - 1))
+            gateway.send(NewVersion(manifest=publisher.publish(1, canary=refused)))
+            await gateway.until(lambda: ended.done(), "the end")
+            return ended.exception(), await gateway.next()
+
+    error, last = loop.run(scenario())
+    assert isinstance(error, LostWeightsError) and "v0 could not be loaded again" in str(error)
+    assert isinstance(last, Goodbye) and last.reason in str(error)
 
 
 def test_garbage_is_dropped(loop, serving):

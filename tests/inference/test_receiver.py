@@ -16,8 +16,9 @@ from composer_prime.errors import (
     CanaryError,
     CorruptWeightsError,
     DeadlineError,
+    LostWeightsError,
+    MisfitError,
     SignatureError,
-    WeightError,
     WireError,
 )
 from composer_prime.run.weights import CHUNK_BYTES, Canary, ChunkRef, sign
@@ -182,9 +183,11 @@ def test_another_model_is_refused(loop, engine, receiver, publisher, reference):
     tensors = {key: value for key, value in reference.weights(1).items() if key != name}
     chunks = publisher.store.put_chunks(safetensors.torch.save(tensors))
     names = {key: value for key, value in manifest.tensors.items() if key != name}
-    with pytest.raises(WeightError, match=name):
+    with pytest.raises(MisfitError, match=name):
         install(loop, receiver, publisher, publisher.publish(1, chunks=chunks, tensors=names))
     assert (receiver.version, engine.version, in_use(loop, engine, reference)) == (0, 0, 0)
+    # Nothing had changed, so nothing is taken back and no running answer is thrown away.
+    assert receiver.rollbacks == 0 and receiver.settled.is_set()
 
 
 @pytest.mark.parametrize("before", [0, 1])
@@ -237,6 +240,49 @@ def test_weights_that_could_not_be_proven_are_taken_out(loop, engine, receive, p
     assert receiver.rollbacks == 1 and receiver.settled.is_set()
     install(loop, receiver, publisher, signed)
     assert (receiver.version, in_use(loop, engine, reference)) == (2, 2)
+
+
+def test_requests_count_as_refused_until_the_old_weights_are_in_use(loop, engine, receive, publisher):
+    """A request that starts while the old weights are loaded again has sampled with the refused ones."""
+    seen = []
+
+    async def load(version, tensors):
+        seen.append((version, receiver.rollbacks))
+        await engine.load_weights(version, tensors)
+
+    receiver = receive(Altered(engine, load_weights=load))
+    with pytest.raises(CanaryError):
+        install(loop, receiver, publisher, publisher.publish(1, canary=Canary(token_ids=CANARY, logprobs=[-1.0] * 7)))
+    started_during_the_reload = dict(seen)[0]
+    assert receiver.rollbacks > started_during_the_reload and receiver.settled.is_set()
+
+
+def test_a_chunk_that_the_node_s_disk_lost_is_pulled_again(loop, engine, receive, publisher, reference):
+    """A damaged file that old and new versions share fails the swap, the reload pulls it, and the next try passes."""
+    receiver = receive(engine)
+    install(loop, receiver, publisher, publisher.publish(1))
+    signed = sign(msgspec.structs.replace(publisher.manifest(1), version=2), publisher.keys.signer())
+    shared = publisher.manifest(1).chunks[3].sha256
+    (receiver._chunks.path / shared).write_bytes(b"")
+    with pytest.raises(CorruptWeightsError, match=shared):
+        install(loop, receiver, publisher, signed)
+    assert (receiver.version, engine.version, in_use(loop, engine, reference)) == (1, 1, 1)
+    assert receiver.rollbacks == 1 and receiver.settled.is_set()
+    install(loop, receiver, publisher, signed)
+    assert (receiver.version, engine.version) == (2, 2)
+
+
+def test_without_old_weights_nothing_is_sent_any_more(loop, engine, receive, publisher):
+    """When the old version can be had from nowhere, the error ends the node and answers stay held back."""
+    receiver = receive(engine)
+    install(loop, receiver, publisher, publisher.publish(1))
+    signed = sign(msgspec.structs.replace(publisher.manifest(1), version=2), publisher.keys.signer())
+    shared = publisher.manifest(1).chunks[3].sha256
+    (receiver._chunks.path / shared).write_bytes(b"")
+    (publisher.store.root / "chunks" / shared).unlink()
+    with pytest.raises(LostWeightsError, match=r"v2 were refused .* v1 could not be loaded again"):
+        install(loop, receiver, publisher, signed)
+    assert not receiver.settled.is_set()
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ class LocalEngine:
             computer.submit(computer.cancel, request_id)
 
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises WeightError when `tensors` do not fit the model; then nothing has changed."""
+        """Raises MisfitError when `tensors` do not fit the model; then nothing has changed."""
         computer = self._serving()
         await computer.submit(computer.swap, version, tensors)
 

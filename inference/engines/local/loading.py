@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from composer_prime.config.inference import InferenceConfig
-from composer_prime.errors import ConfigError, EngineError, ModelNotFoundError, WeightError
+from composer_prime.errors import ConfigError, EngineError, MisfitError, ModelNotFoundError
 from inference.engines.base import ReadBack, published_shapes, refuse_misfits
 from inference.engines.local.attention import IMPLEMENTATION
 from inference.snapshot import checksum, tensor_blocks
@@ -70,7 +70,7 @@ def swap_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) ->
     """Copy `tensors`, by parameter name, into the model's own storage, after checking that they are all there.
 
     A tied parameter may come under any of its names; in-place copies keep it tied. Reads a few
-    megabytes at a time. Raises WeightError naming what is missing, unexpected, misshapen or contradictory; then nothing
+    megabytes at a time. Raises MisfitError naming what is missing, unexpected, misshapen or contradictory; then nothing
     was changed.
     """
     names_by_parameter: dict[torch.Tensor, list[str]] = {}
@@ -89,7 +89,7 @@ def swap_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) ->
     for names in names_by_parameter.values():
         present = [name for name in names if name in tensors]
         if any(not torch.equal(tensors[present[0]], tensors[name]) for name in present[1:]):
-            raise WeightError(f"the model ties {present}, but the new weights differ between them")
+            raise MisfitError(f"the model ties {present}, but the new weights differ between them")
     for name in tensors:
         if targets[name].is_contiguous():
             flat = targets[name].view(-1)

@@ -139,7 +139,7 @@ class VllmEngine:
     async def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """See Engine. The tensors pass through a private safetensors file, written while sampling goes on.
 
-        Raises WeightError, before anything changes, when names or shapes differ from the model folder's, and
+        Raises MisfitError, before anything changes, when names or shapes differ from the model folder's, and
         DeadlineError after inference.vllm.swap_timeout_s.
         """
         if self._failure is not None or self._private is None:
