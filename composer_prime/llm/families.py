@@ -92,10 +92,20 @@ def family_of(model: str | None) -> str:
 def is_same_model(asked: str, answered: str) -> bool:
     """Return whether a reply's model may be the one that was asked for: the same words, with a date or without.
 
-    Providers write one model in several ways: `anthropic/claude-sonnet-4` answers as `claude-4-sonnet-20250522`.
+    Providers write one model in several ways: `anthropic/claude-sonnet-4` answers as `claude-4-sonnet-20250522`. What
+    is asked for as `latest` may be any of its family.
     """
-    one, other = (sorted(_WORD.findall(_ASIDE.sub("", name.lower().rpartition("/")[2]))) for name in (asked, answered))
-    return one == other or "latest" in one
+    one = _words_of(asked)
+    return one == _words_of(answered) or ("latest" in one and not is_foreign(asked, family_of(asked), answered))
+
+
+def is_foreign(asked: str, family: str, answered: str) -> bool:
+    """Return whether a reply's model is another than was asked for, and known to be of another family than `family`."""
+    return _words_of(asked) != _words_of(answered) and UNKNOWN != family_of(answered) != family
+
+
+def _words_of(model: str) -> list[str]:
+    return sorted(_WORD.findall(_ASIDE.sub("", model.lower().rpartition("/")[2])))
 
 
 def family_named(word: str) -> str:

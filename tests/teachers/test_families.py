@@ -6,12 +6,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from loopback import Endpoint, configured, overrule, play, replayed, serving, state
+from loopback import Endpoint, configured, kept_answers, overrule, play, replayed, serving, state
 
+from composer_prime.config.teachers import TeacherConfig
 from composer_prime.llm.families import UNKNOWN, family_named, family_of, is_same_model
 from composer_prime.traces.ingest.command import ingest_parser
 from composer_prime.traces.replay.command import replay_summary
 from composer_prime.traces.replay.records import read_records, votes_beside
+from composer_prime.traces.replay.replay import ReplayProgress
 
 MODELS = ("claude-a", "qwen-b", "glm-c")
 
@@ -79,6 +81,7 @@ def test_a_family_does_not_depend_on_the_folder(tmp_path: Path, monkeypatch: pyt
         ("deepseek/deepseek-v4-pro", "deepseek-v4-pro-0813", True),
         ("deepseek/deepseek-chat:free", "deepseek/deepseek-chat", True),
         ("~anthropic/claude-opus-latest", "anthropic/claude-opus-5.5", True),
+        ("chatgpt-4o-latest", "claude-haiku-3", False),
         ("gpt-5", "gpt-5-mini", False),
         ("gpt-5", "gpt-5.5", False),
         ("deepseek-v4-pro", "deepseek-v4-flash", False),
@@ -100,3 +103,18 @@ def test_a_reply_of_another_model(tmp_path: Path) -> None:
     assert "came from claude-opus-4-5, of another family than gpt-a" in reason
     shown = "\n".join(replay_summary(progress, tmp_path / "pairs.jsonl"))
     assert "1 votes of a model that was not asked for, qwen-b: qwen-c-2025-08-07" in shown
+
+
+# The family of a teacher is the one that its configuration names, also where the name of its model tells nothing. An
+# answer of another family is not kept: a repaired endpoint is asked again.
+def test_a_reply_of_another_family_is_not_kept(tmp_path: Path) -> None:
+    async def run() -> ReplayProgress:
+        async with serving(Endpoint(answers=overrule, names={"a-latest": "gemini-3.8-flash"})) as endpoint:
+            config = configured(tmp_path, endpoint.url)
+            first = config.teacher[0].model_dump() | {"model": "a-latest", "family": "gpt"}
+            config.teacher[0] = TeacherConfig.model_validate(first)
+            return await replayed(tmp_path, config, [state(0)])
+
+    (reason,) = asyncio.run(run()).without_vote
+    assert "came from gemini-3.8-flash, of another family than a-latest" in reason
+    assert len([answer for answer in kept_answers(tmp_path / "cache").values() if answer is not None]) == 2

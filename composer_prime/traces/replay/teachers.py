@@ -27,7 +27,7 @@ from composer_prime.errors import ConfigError, DeadlineError, RoleFailedError, T
 from composer_prime.llm.budget import Budget
 from composer_prime.llm.cache import AnswerCache, CachedAnswer, Question
 from composer_prime.llm.client import ChatAnswer, ChatClient, ChatRequest, Endpoint, NoAnswerError
-from composer_prime.llm.families import UNKNOWN, family_named
+from composer_prime.llm.families import UNKNOWN, family_named, is_foreign
 from composer_prime.llm.prices import ANSWER_SHARE, BYTES_PER_TOKEN, Price, price_of
 from composer_prime.llm.reply import ROUNDING, reply_text, split_thinking
 from composer_prime.model_source import resolve_model, weight_files
@@ -139,6 +139,7 @@ class Teacher:
                 most_usd=self._bound_usd(question, _WORST_BYTES_PER_TOKEN),
                 trace=state.trace_id,
                 state=state.state_id,
+                check=self._check_model,
             )
             try:
                 answer = await self._client.ask(request)
@@ -149,7 +150,24 @@ class Teacher:
                     http_status=error.http_status,
                     body=error.body,
                 ) from None
+        if answer.cached and (foreign := self._foreign(answer.answer)) is not None:
+            raise NotAskedError(foreign)  # an older release kept it
         return replace(answer, answer=_without_thinking(answer.answer))
+
+    def _check_model(self, answer: CachedAnswer) -> None:
+        foreign = self._foreign(answer)
+        if foreign is not None:
+            raise NoAnswerError(foreign, seconds=answer.seconds)
+
+    def _foreign(self, answer: CachedAnswer) -> str | None:
+        """Return what is wrong with an answer of another family, which may be the one that wrote the trace."""
+        asked = self.config.model
+        if not answer.model or not is_foreign(asked, self.family, answer.model):
+            return None
+        return (
+            f"an answer of {self.name} came from {answer.model}, of another family than {asked}, which was asked for "
+            f"(family {self.family!r}): see to its endpoint"
+        )
 
     async def close(self) -> None:
         if self._client is not None:
