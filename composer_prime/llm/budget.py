@@ -49,7 +49,7 @@ class Reservation:
     bound_usd: float
     """What the call should cost at most by the price list."""
     limit_usd: float
-    """What the endpoint may charge for it: no more than is held."""
+    """What the endpoint may charge for it: no more than is held; where the factor is 1, than a tokenizer explains."""
 
 
 def teacher_budget(config: BudgetConfig, path: Path) -> Budget:
@@ -130,13 +130,19 @@ class Budget:
             teacher=teacher,
             usd=held_usd,
             bound_usd=usd,
-            limit_usd=usd if most_usd is None else min(most_usd, self._caps.overcharge_factor * usd),
+            limit_usd=self._limit_usd(usd, most_usd),
         )
         self._record(
             "reserved", call=reservation.call, trace=trace, state=state, teacher=teacher, usd=held_usd, bound=usd
         )
         self._in_flight[reservation.call] = reservation
         return reservation
+
+    def _limit_usd(self, usd: float, most_usd: float | None) -> float:
+        """Return what an honest endpoint may charge. A factor of 1 holds nothing for dense text, but trusts it."""
+        factor = self._caps.overcharge_factor
+        most_usd = usd if most_usd is None else most_usd
+        return most_usd if factor == 1 else min(most_usd, factor * usd)
 
     def _multiple(self, teacher: str) -> float:
         """Return how many times its bound is held for a call."""

@@ -97,13 +97,17 @@ def test_a_long_state_fits_below_a_dollar(tmp_path: Path) -> None:
 
 
 # Text of few bytes a token costs more than the bound, which is no overcharge: it stays within what was held.
-def test_dense_text_is_no_overcharge(tmp_path: Path) -> None:
+# Where the factor is 1, which trusts endpoints, it passes that and ends nothing.
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_dense_text_is_no_overcharge(tmp_path: Path, factor: float) -> None:
     endpoint = Endpoint(answers=overrule, tokens_factor=5.0)  # 500 prompt tokens
     dense = [state(number, messages=[{"role": "user", "content": "x" * 900}], tools=[]) for number in range(3)]
 
     async def run():
         async with serving(endpoint):
-            return await replayed(tmp_path, dear(tmp_path, endpoint.url), dense)
+            config = dear(tmp_path, endpoint.url)
+            config.budget.overcharge_factor = factor
+            return await replayed(tmp_path, config, dense)
 
     progress = asyncio.run(run())
     assert progress.stopped is None and progress.states == 3
